@@ -68,7 +68,7 @@ class _Span:
 
 
 class _Open(threading.local):
-    """Of each span of this thread that is open, the seconds of those that have ended inside it."""
+    """For each open span of this thread, the seconds of spans that have ended inside it."""
 
     def __init__(self) -> None:
         self.inside: list[float] = []

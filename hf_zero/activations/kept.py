@@ -39,7 +39,7 @@ class Buffers(ABC):
 
     @abstractmethod
     def take(self, num_bytes: int) -> Tensor:
-        """1-D uint8 of that many bytes or more, uninitialised; the taker's until it is given back."""
+        """Uninitialised 1-D uint8 of at least that many bytes; the caller's until `give`."""
 
     @abstractmethod
     def give(self, block: Tensor) -> None:
@@ -51,7 +51,7 @@ class Buffers(ABC):
 
 
 class HostPool(Buffers):
-    """Blocks of page-locked host memory: as many as were in use at once, however lengths change."""
+    """Blocks of page-locked host memory: as many as were in use at once, whatever their lengths."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -78,8 +78,8 @@ class HostPool(Buffers):
 class OneBuffer(Buffers):
     """Slots of one block, so that what is kept for long does not lie between what is not.
 
-    A slot is as large as what was taken first. What finds no slot, or is larger, gets a block of its own; when all is
-    back, the next one to be taken says anew how large slots are.
+    A slot has the size of the first request. One that finds no slot, or is larger, gets its own block; when all are
+    returned, the next request sets the size again.
     """
 
     def __init__(self, make: Callable[[int], Tensor], num_slots: int) -> None:
@@ -112,7 +112,7 @@ class OneBuffer(Buffers):
 
 
 class Times:
-    """Of the calls of one forward and its backward; said when the next forward begins."""
+    """Times of the calls of one forward and its backward; logged when the next forward begins."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

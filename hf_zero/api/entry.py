@@ -62,7 +62,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[ZeroEngine, Any, Any, Any]:
-    """Wrap `model` into an engine that trains it as the config says. Collective: call it on every rank.
+    """Wrap `model` in an engine that trains it as the config says. Collective: call it on every rank.
 
     Args:
         args: a namespace with `deepspeed_config`, when no config is given otherwise.
@@ -165,7 +165,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
 
 
 def engine_names() -> Surface:
-    """DeepSpeed's names on an engine, which a training loop of one's own asks for none of."""
+    """DeepSpeed's names on an engine, none of which a plain training loop needs."""
     from hf_zero.api.engine_surface import SURFACE
 
     return SURFACE

@@ -54,7 +54,7 @@ def _offloads(optimizer: Any) -> bool:
 
 
 def _get_lr(optimizer: Any) -> float | None:
-    """Of the first param group; None where the optimizer makes its own."""
+    """Learning rate of the first param group; None where the optimizer computes its own."""
     rate = optimizer.param_groups[0]["lr"]
     return None if rate is None else float(rate)
 
@@ -136,7 +136,7 @@ def _reload_states(optimizer: Any, non_blocking: bool = False) -> None:
 
 
 def _refresh_masters(optimizer: Any) -> None:
-    """Masters from weights that were written to: what a step does first anyway."""
+    """Update masters from edited weights, as a step does first anyway."""
     optimizer.engine.gradients.settle()
     optimizer.store.sync_masters()
 

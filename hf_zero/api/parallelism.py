@@ -68,7 +68,7 @@ class Parallelism:
             kind.prepare(model, groups, asked)
 
     def belong_to(self, engine: Any, groups: ParallelGroups) -> None:
-        """Programs get answers from these as long as `engine` lives. Collective."""
+        """Answer programs' queries from these as long as `engine` lives. Collective."""
         for each in self.used:
             each.belong_to(engine, self.used, groups.mesh)
 

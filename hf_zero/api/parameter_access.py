@@ -112,11 +112,11 @@ class Fragments:
 
     @property
     def gradient_factor(self) -> float:
-        """What a reduced gradient is multiplied with to be the gradient of the loss, before clipping."""
+        """Factor from a reduced gradient to the gradient of the loss, before clipping."""
         return self._assembly.step.factors.of_gradients
 
     def sync_masters(self) -> None:
-        """What was written into weights counts, before masters are read or written."""
+        """Apply edits of weights to masters before masters are read or written."""
         self._assembly.store.sync_masters()
 
     def finish_reductions(self) -> None:
@@ -141,12 +141,12 @@ class Fragments:
 
     @property
     def unreduced_factor(self) -> float:
-        """What such a gradient is multiplied with to be the gradient of this rank's loss."""
+        """Factor from such a gradient to the gradient of this rank's loss."""
         optimizer = self._assembly.optimizer
         return self.gradient_factor * (optimizer.sharding.num_ranks if optimizer.rules.gradients.average else 1)
 
     def all_gather_params(self, parameter: nn.Parameter) -> None:
-        """Let edited masters be seen by the model. Collective."""
+        """Copy edited masters to the model. Collective."""
         self.values.master_to_params(self._index[id(parameter)])
 
 
@@ -155,7 +155,7 @@ def _inside(values: Tensor, part: _Part) -> Tensor:
 
 
 def attach_fragments(assembly: Assembly, groups: ParallelGroups) -> None:
-    """Let the functions below find what belongs to the parameters of `assembly`."""
+    """Attach to the parameters of `assembly` what the functions below need."""
     fragments = Fragments(assembly, groups)
     for parameter in assembly.store.parameters:
         setattr(parameter, _ATTRIBUTE, weakref.ref(fragments))

@@ -1,4 +1,4 @@
-"""What a run says of itself: a block of lines when an engine is made, and one line when it has trained."""
+"""A run's log lines: a block when an engine is made, and one line when it has trained."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ Sizes = Counter[tuple[str, str]]
 
 
 def start(engine: ZeroEngine) -> None:
-    """Say what this engine is."""
+    """Log what this engine is."""
     version = sys.modules[__name__.partition(".")[0]].__version__
     log_dist("\n  ".join([f"{announcement()}, by hf_zero {version}", *_lines(engine)]))
 
 
 def end(engine: ZeroEngine) -> None:
-    """Training is over: say how it went, now."""
+    """Training is over: log how it went, now."""
     _RUNS[engine].tell()
 
 
 class Run:
-    """Follows an engine: says how its updates went, at the latest when it goes, and explains errors of memory."""
+    """Follows an engine: logs how its updates went, at the latest when it is freed; explains out-of-memory errors."""
 
     def __init__(self, engine: ZeroEngine) -> None:
         self._begin, self._told, self._phases = time.perf_counter(), 0, engine.phases
@@ -81,7 +81,7 @@ def _explain(engine: Any, phase: str, error: Exception) -> None:
 
 
 def expected_sizes(engine: ZeroEngine) -> Sizes:
-    """What one rank takes beside activations: by the rules of `hf_zero.planning.memory`, from the layout that is there.
+    """Memory per rank beside activations: by the rules of `hf_zero.planning.memory`, from the layout that is there.
     Of what passes, the most."""
     assembly, sizes = engine.gradients.assembly, Sizes()
     zero, precision = engine.settings.resolved.zero, precision_from(engine.settings.resolved.precision)
@@ -177,7 +177,7 @@ def count(number: int, thing: str) -> str:
 
 
 def _library(kind: str) -> str:
-    """Of "cpu:gloo,cuda:nccl" that of this kind of device."""
+    """The backend for this device type in "cpu:gloo,cuda:nccl"."""
     names = dict(part.rpartition(":")[::2] for part in backend_name().split(","))
     return names.get(kind, names.get("", backend_name()))
 

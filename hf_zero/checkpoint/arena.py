@@ -72,12 +72,12 @@ class Arena:
         return {name: (part.numel(), crc.checksum(part.numpy().data)) for name, part in used}
 
     def rewind(self) -> None:
-        """What was placed so far is not needed any more."""
+        """Free everything placed so far."""
         for segment in self._segments:
             segment.used = 0
 
     def place(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room, 1-D, with any content. In the same order, the same tensors get the same places."""
+        """An uninitialised 1-D tensor. The same requests in the same order get the same places."""
         num_bytes = numel * dtype.itemsize
         segment = next((each for each in self._segments if each.bytes.numel() - each.used >= num_bytes), None)
         if segment is None:
@@ -157,7 +157,7 @@ class Arena:
         return pieces if content.num_bytes > self.SMALL_BYTES else None
 
     def close(self) -> None:
-        """End the process that writes, and give the memory back."""
+        """End the writing process, and free the memory."""
         if self._writer is not None:
             self._writer.close()
         self._segments, self._theirs, self._names, self._unchanged, self._writer = [], {}, {}, {}, None

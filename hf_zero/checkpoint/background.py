@@ -124,7 +124,7 @@ class Snapshot:
         return [self._arena.elsewhere(piece, ends[piece.path], dtype) for piece, dtype in pieces]
 
     def copy(self) -> None:
-        """Copy what has got a place only.
+        """Copy what only has a place so far.
 
         Raises:
             CheckpointError: when the program has written to it meanwhile.
@@ -198,7 +198,7 @@ def _states_of(updater: Updater, parameter: torch.nn.Parameter) -> list[Any]:
 
 
 def num_bytes_of(value: Any) -> int:
-    """Of all tensors in it."""
+    """Bytes of all tensors in it."""
     if isinstance(value, (Tensor, Streamed, Awaited)):
         return math.prod(value.shape) * value.dtype.itemsize
     if isinstance(value, Arriving):
@@ -211,7 +211,7 @@ def num_bytes_of(value: Any) -> int:
 class BackgroundSave:
     """At most one save under way. The thread is waited for at exit: what was begun is finished.
 
-    Nobody may ask any more when the last save of a program fails: then the program has failed (`_end_as_failed`).
+    If the last save of a program fails and nothing asks any more, the program exits as failed (`_end_as_failed`).
     """
 
     def __init__(self, arena: Arena | None = None) -> None:
@@ -265,7 +265,7 @@ class BackgroundSave:
                 raise error
 
     def close(self) -> None:
-        """Wait, and give the memory back."""
+        """Wait, and free the memory."""
         try:
             self.wait()
         finally:
@@ -279,7 +279,7 @@ class BackgroundSave:
 
 
 def _finish_first(number: int, _frame: object) -> None:
-    """Handler of SIGTERM, with which launchers ask before they kill: a save that was begun is finished."""
+    """Handler of SIGTERM, which launchers send before they kill: a save under way is finished."""
     for thread in threading.enumerate():
         if thread.name == _THREAD_NAME:
             thread.join()
@@ -288,13 +288,13 @@ def _finish_first(number: int, _frame: object) -> None:
 
 
 def _replace_handler(old: object, new: Any) -> None:
-    """Of SIGTERM, where the program has none of its own, and while it may be replaced."""
+    """Handle SIGTERM where the program has no handler, and while one may be installed."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is old:
         signal.signal(signal.SIGTERM, new)
 
 
 def _end_as_failed() -> None:
-    """At exit, when all threads have ended: a status of 0 would say that the last checkpoint is there."""
+    """At exit, when all threads have ended: a status of 0 would mean that the last checkpoint exists."""
     errors = [save.take_error() for save in list(_untold)]
     for error in errors:
         logger.error("the program has ended, and its last checkpoint %s", error)

@@ -220,7 +220,7 @@ def _write_folder(weights: Weights, target: Target, progress: Progress | None) -
 
 
 def _renamed(staging: Path, folder: Path) -> bool:
-    """Give the folder its name; False where another process has just done so with its own."""
+    """Rename the folder to its name; False where another process has just taken that name."""
     try:
         staging.rename(folder)
     except OSError:
@@ -418,7 +418,7 @@ def target_for(view: CheckpointView, output: Path, safetensors: bool, max_shard_
     """The output as the callers of this file describe it.
 
     Raises:
-        ValueError: for a size that is none, or a file name that contradicts the wish for safetensors.
+        ValueError: for an invalid size, or a file name that contradicts `safe_serialization`.
     """
     limit = None if max_shard_size is None else parse_bytes(max_shard_size)
     # Trainer keeps config.json beside the tag's folder.
@@ -432,7 +432,7 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A dtype or its name.
 
     Raises:
-        ValueError: for one that weights are not written in.
+        ValueError: weights are not written in it.
     """
     known = {**DTYPES, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     torch_dtype = known.get(dtype, None) if isinstance(dtype, str) else dtype

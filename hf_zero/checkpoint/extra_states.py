@@ -4,8 +4,8 @@ DeepSpeed's lists of flat states have no room for them. Every rank writes what i
 that it updates alone, or slices of those that it shares (rows and columns of Adafactor). Put together they are the
 states of whole tensors, which any stage and number of ranks can take apart again.
 
-States of optimizers that ran as themselves on flat shards have no meaning apart from these very shards (blocks of a
-quantised state, for one). They are kept as they are, and fit the same number of ranks and the same layout only.
+States of optimizers that ran unchanged on flat shards mean nothing without these shards (blocks of a
+quantised state, for example). They are kept as they are, and load on the same number of ranks and layout only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def merged(files: Sequence[tuple[Path, Any]]) -> dict[str, dict[str, Any]]:
     """From what the files of all ranks say to the states of whole tensors, by parameter name.
 
     Raises:
-        CheckpointError: when a file says something else, or a part is missing.
+        CheckpointError: when files disagree, or a part is missing.
     """
     slices: dict[tuple[str, str], list[tuple[Path, Mapping[str, Any]]]] = {}
     whole: dict[str, dict[str, Any]] = {}
@@ -97,7 +97,7 @@ def _joined(what: str, slices: Sequence[tuple[Path, Mapping[str, Any]]]) -> Tens
 
 
 def pieces_of(sub_group: SubGroup, names: Sequence[str]) -> ShardKey:
-    """What a flat shard is made of: name, first element, number of elements, place; equal on equal layouts only."""
+    """The pieces of a flat shard: name, first element, number of elements, place; equal on equal layouts only."""
     return tuple((names[p.parameter], p.in_parameter, p.numel, p.in_shard) for p in sub_group.pieces)
 
 
@@ -169,7 +169,7 @@ class ShardState:
 
 @dataclass(slots=True)
 class GroupSummary:
-    """What all ranks together know of one optimizer group.
+    """State of one optimizer group over all ranks.
 
     Attributes:
         kinds: names of the states per element, with their dtypes.
@@ -268,7 +268,7 @@ def _number(value: Any) -> Any:
 def summarise(
     updater: Updater, states: Sequence[ShardState], num_groups: int, collectives: Collectives
 ) -> list[GroupSummary]:
-    """What all ranks together know, by optimizer group. Collective."""
+    """State over all ranks, by optimizer group. Collective."""
     mine = [GroupSummary() for _ in range(num_groups)]
     counted = updater.parameter_steps()
     for sub_group, state in zip(updater.sub_groups, states, strict=True):
@@ -299,7 +299,7 @@ def buffers_of(
 
 
 def errors_for_file(reducer: GradientReducer, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Of this rank's buckets, made of plain containers; empty without error feedback."""
+    """Errors of this rank's buckets as plain containers; empty without error feedback."""
     return [
         {
             _PARAMETERS: _names(bucket, names),
@@ -312,7 +312,7 @@ def errors_for_file(reducer: GradientReducer, names: Sequence[str]) -> list[dict
 
 
 def restore_errors(reducer: GradientReducer, names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Take over what `errors_for_file` has said of the same buckets; others have nothing left out."""
+    """Restore what `errors_for_file` returned for the same buckets; other buckets start with no error."""
     known = {tuple(entry[_PARAMETERS]): entry for entry in saved}
     num_lost = 0
     for bucket in reducer.buckets:

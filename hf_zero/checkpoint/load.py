@@ -284,7 +284,7 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
 
 
 def _start_anew(updater: Updater, sub_group: SubGroup) -> None:
-    """A sub-group without states in the checkpoint: what the optimizer has learnt so far belongs to other weights."""
+    """Reset a sub-group without states in the checkpoint: its current states belong to other weights."""
     with updater.stager.opened(sub_group, changes=True):
         for tensor in sub_group.tensors:
             for value in updater.optimizer.state.pop(tensor.parameter, {}).values():
@@ -328,7 +328,7 @@ def _write_sub_group_state(
 
 
 def _write_bound_state(updater: Updater, sub_group: SubGroup, view: CheckpointView, names: Sequence[str]) -> None:
-    """States that fit nothing but this very shard."""
+    """Restore states that fit this shard only."""
     saved = view.shard_states.get(pieces_of(sub_group, names))
     if saved is None:
         kind = type(updater.optimizer).__name__
@@ -366,7 +366,7 @@ def _restores_whole(updater: Updater, view: CheckpointView) -> bool:
 
 
 def _from_elements(view: CheckpointView, name: str, group: Group) -> dict[str, Any]:
-    """What a parameter has of states of one value per element, whole; nothing if it has seen no update."""
+    """A parameter's states of one value per element, whole; empty if it has seen no update."""
     if name not in view.indices or (view.whole_states and name not in view.whole_states):
         return {}
     steps = view.steps.get(name, group.scalars.get(ds.STEP))

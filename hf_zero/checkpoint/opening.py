@@ -1,4 +1,4 @@
-"""`open_checkpoint` returns a view of a checkpoint folder of any writer and stage; and checks that ranks share."""
+"""`open_checkpoint` returns a view of a checkpoint folder of any writer and stage; checks that ranks make together."""
 
 from __future__ import annotations
 

@@ -97,11 +97,11 @@ class Exchange:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing has to travel, between any two ranks."""
+        """Whether no data moves between any two ranks."""
         return self._longest == 0
 
     def fill(self, buffers: Sequence[Tensor]) -> dict[int, list[Placed]]:
-        """What goes where in each target buffer. Local elements stay views of `buffers`. Collective."""
+        """The pieces of each target buffer with their places. Local elements stay views of `buffers`. Collective."""
         placed: dict[int, list[Placed]] = defaultdict(list)
         rank = self._collectives.rank
         if self._share is not None and not self.is_local:
@@ -178,7 +178,7 @@ def join(placed: Sequence[Placed], numel: int, dtype: torch.dtype) -> Streamed:
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    """Without memory."""
+    """Zeros that take no memory."""
     return torch.zeros(1, dtype=dtype).expand(numel)
 
 
@@ -242,7 +242,7 @@ class _Collected:
         return any(isinstance(moment, Stored) for state in self.states for moment in state.moments.values())
 
     def part(self, subject: Subject) -> OptimizerPart:
-        """What the groups of all files share."""
+        """Data that the groups of all files share."""
         names = subject.names
         steps = {}
         for group in self.groups:
@@ -493,7 +493,7 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool, exclude_trained: bo
     parameters: dict[str, Tensor] = {}
     frozen_ids = {id(parameter) for parameter in subject.frozen().values()}
     for name, parameter in subject.module.named_parameters(remove_duplicate=False):
-        # Of experts no rank has the whole weights, which are in the files of the optimizer.
+        # No rank has whole experts; they are in the files of the optimizer.
         is_apart = sharded or subject.groups.of(parameter) is not subject.groups
         is_apart |= exclude_trained and subject.stage > 0 and id(parameter) not in frozen_ids
         parameters[name] = torch.empty(0, dtype=parameter.dtype) if is_apart else parameter.detach()

@@ -1,4 +1,4 @@
-"""What the engine calls: save a live training under a tag, load a checkpoint into it. Both are collective."""
+"""The engine's calls: save a live training under a tag, load a checkpoint into it. Both are collective."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def keep_checkpoint(
 
 
 def _lasting(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """Of frozen parameters what this rank holds, where it is not made anew whenever it is asked for."""
+    """This rank's parts of frozen parameters, where they are not created anew on each request."""
     for parameter in parameters:
         handle = of(parameter)
         first, second = (parameter, parameter) if handle is None else (handle.view(), handle.view())
@@ -263,7 +263,7 @@ def _latest(root: Path, policy: Checkpoint) -> str | None:
 
 
 def _refuse_to_guess(root: Path) -> None:
-    """Without `latest`, a folder with checkpoints is not a new start: a new training would soon replace them."""
+    """Refuse a folder of checkpoints without `latest`: a new training would soon replace them."""
     if not root.is_dir():
         return
     if any(ds.parse(entry.name) for entry in root.iterdir()):
@@ -300,7 +300,7 @@ def feature_states(view: CheckpointView) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Where the saved training stood."""
+    """The saved progress of training."""
 
     global_steps: int
     skipped_steps: int

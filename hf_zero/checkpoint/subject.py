@@ -1,4 +1,4 @@
-"""What a checkpoint is taken of, or loaded into: a model, its sharded optimizer, the config."""
+"""The subject of a save or load: a model, its sharded optimizer, the config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelSubject:
 
     @property
     def stage(self) -> int:
-        """As configured, also where a world of one needs no sharding."""
+        """The configured stage, also where a world of one needs no sharding."""
         return self.resolved.zero.stage
 
     @property
@@ -50,7 +50,7 @@ class ModelSubject:
 
     @property
     def names(self) -> list[str]:
-        """Of the trained parameters, in the order of the layout."""
+        """Names of the trained parameters, in the order of the layout."""
         return [spec.name for spec in self.store.layout.specs] if self.store is not None else []
 
     @property

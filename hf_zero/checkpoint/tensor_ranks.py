@@ -201,7 +201,7 @@ class _InParts:
 
 
 def _runs(cut: Cut | None, start: int, stop: int) -> Iterable[tuple[int, Interval]]:
-    """What is not cut is the same on all ranks."""
+    """Uncut parameters are the same on all ranks."""
     return [(0, Interval(start, stop))] if cut is None else cut.in_parts(start, stop)
 
 

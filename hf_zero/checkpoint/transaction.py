@@ -219,7 +219,7 @@ class Destination:
 
 
 def node_name(*, node_local: bool) -> str:
-    """What ranks that share a folder have in common."""
+    """Equal for ranks that share a folder."""
     return socket.gethostname() if node_local else ""
 
 
@@ -364,7 +364,7 @@ def check_output_folder(folder: str, collectives: Collectives) -> None:
 
 
 def _obstacle(folder: Path) -> str:
-    """Why nothing can be made in a folder that is there or is to be made; "" if it can."""
+    """Why no file can be made in a folder, existing or not; "" if one can."""
     there = folder.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent

@@ -1,4 +1,4 @@
-"""Any checkpoint as what it means: parameters, any interval of which can be read without the rest."""
+"""One view of any checkpoint: parameters, any interval of which can be read without the rest."""
 
 from __future__ import annotations
 

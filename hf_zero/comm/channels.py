@@ -97,7 +97,7 @@ _worlds: dict[int, KnownGroups] = {}
 
 
 def _known() -> KnownGroups:
-    """Of the process group of all ranks. Collective at first use."""
+    """Groups made of the process group of all ranks. Collective at first use."""
     from hf_zero.comm.known_groups import KnownGroups  # here: one rank alone needs nothing of it
 
     key = id(dist.group.WORLD)

@@ -78,7 +78,7 @@ class ParallelGroups:
         return self.of_parts if self.of_parts is not None and part is not None and part.is_mixed else self
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Of what a rank of the world holds of parameters with groups of their own: which shard, and of which part."""
+        """Which shard, and of which part, a rank of the world holds of parameters with groups of their own."""
         assert self.of_parts is not None, "only asked where there are some"
         mesh = self.of_parts.mesh
         return group_of(rank, mesh.shard).index(rank), group_of(rank, mesh.whole_model).index(rank)
@@ -182,7 +182,7 @@ def parallel_groups(
         return made[partition, channel]
 
     def apart(partition: Partition, channel: Channel = Channel.REDUCE) -> Collectives:
-        """Of its own: what is sent here has buffers of its own."""
+        """A separate group, with send buffers of its own."""
         return collectives_for(device, channel, partition, mesh.shard if channel is Channel.GATHER else None)
 
     groups = ParallelGroups(
@@ -310,7 +310,7 @@ class ProgramGroups(ABC):
         Collective."""
 
     def own_part(self, batch: Any, group: Collectives) -> Any:
-        """Of a loader's batch, the part that this rank of `group` sees."""
+        """The part of a loader's batch that this rank of `group` sees."""
         return batch
 
     def belong_to(self, engine: Any, beside: Sequence[ProgramGroups], mesh: Mesh) -> None:

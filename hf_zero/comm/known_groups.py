@@ -138,7 +138,7 @@ def _names(processes: Sequence[_Process]) -> str:
 
 
 def _state(pid: int) -> str:
-    """Of a process of this machine, as the kernel has it; one that is gone counts as dead."""
+    """The kernel's state of a process of this machine; one that is gone counts as dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

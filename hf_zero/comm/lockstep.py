@@ -271,7 +271,7 @@ class _Exchange:
             self.pending = hosts.all_gather(self._heads)
 
     def heads(self) -> list[_Head]:
-        """Of all ranks, once all have shown theirs."""
+        """The heads of all ranks, once all have arrived."""
         self.pending.wait()
         table = self._heads.view(self._size, -1)
         if bool((table == table[0]).all()):  # the usual case, which is to cost little among many ranks

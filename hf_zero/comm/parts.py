@@ -100,6 +100,6 @@ def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[st
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Of all its parts together."""
+    """Shape of all its parts together."""
     part = held_part(parameter)
     return tuple(parameter.shape) if part is None else part.cut.shape

@@ -66,7 +66,7 @@ class HoldsGroups(Protocol):
     """Who keeps references to process groups."""
 
     def release_groups(self) -> None:
-        """Of all of them: the process ends."""
+        """Release all process groups: the process ends."""
 
 
 _HOLDERS: WeakSet[HoldsGroups] = WeakSet()
@@ -129,7 +129,7 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Of this process among all of the job."""
+    """This process among all of the job."""
 
     rank: int
     size: int

@@ -154,7 +154,7 @@ def optimizer_type(name: str) -> OptimizerType | None:
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """Of the types that our extras add, whether they are there or not."""
+    """Types that our extras add, installed or not."""
     return tuple(key.removeprefix(_OPTIMIZER) for key in ASKED_BY if key.startswith(_OPTIMIZER))
 
 

@@ -131,7 +131,7 @@ class ConfigView:
 
     @classmethod
     def of(cls, resolved: Resolved, world_size: int) -> ConfigView:
-        """Of a config that has been resolved already."""
+        """The view of a resolved config."""
         view = cls.__new__(cls)
         view._param_dict = resolved.raw
         view.world_size = world_size

@@ -165,7 +165,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
 
 
 def _decided_sizes(config: Root, data_ranks: int, origins: Origins, tensor_size: int) -> Iterator[Sizes]:
-    """Of the extras that decide batch sizes."""
+    """Sizes from the extras that decide batch sizes."""
     for extra in config.features:
         sizes = extra.sizes(config, data_ranks, origins.is_written, tensor_size) if extra.sizes is not None else None
         if sizes is not None:

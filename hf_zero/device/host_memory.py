@@ -36,7 +36,7 @@ def _machine_available(root: Path) -> int:
 
 
 def _group_available(root: Path) -> Iterator[int]:
-    """Of the group and all above it; what the cache holds could be had."""
+    """Limits of the group and its parents; page cache counts as available."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):

@@ -173,7 +173,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def random_state(self) -> Tensor:
-        """Of the device's default generator."""
+        """State of the device's default generator."""
 
     @abstractmethod
     def set_random_state(self, state: Tensor) -> None:
@@ -190,7 +190,7 @@ class HostMark(Event):
 
 
 class Clock:
-    """Of a device that has done everything when a call returns: the host's own."""
+    """The host's clock, for a device that has done everything when a call returns."""
 
     def mark(self) -> Event:
         """The moment at which everything asked of the compute stream so far is done."""

@@ -174,7 +174,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Of one rank, per update.
+    """What one rank sends per update.
 
     Attributes:
         within, across: bytes, or models where the number of parameters is not known.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ArrivalState(Enum):
-    """Of a bucket within one backward."""
+    """State of a bucket within one backward."""
 
     OPEN = auto()
     COMPLETE = auto()

@@ -115,5 +115,5 @@ class MatrixSlice:
 
 
 def runs_cut(cuts: Sequence[int], length: int) -> tuple[int, ...]:
-    """Of the runs of `length` elements (rows, matrices) those that any of `cuts` falls inside, in order."""
+    """Those runs of `length` elements (rows, matrices) that any of `cuts` falls inside, in order."""
     return tuple(sorted({cut // length for cut in cuts if cut % length}))

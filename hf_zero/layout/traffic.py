@@ -33,7 +33,7 @@ WEIGHT_BITS = 8  # of a quantised gather
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a model, in elements and bytes.
+    """Sizes of a model, in elements and bytes.
 
     Attributes:
         gathered: parameters that stage 3 gathers around their use; at other stages all trained ones.

@@ -208,7 +208,7 @@ class Flavour(ABC):
         return group.get("beta1") is not None
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Of the states of a parameter of this shape, momentum apart."""
+        """Shapes of a parameter's states, without momentum."""
         if len(shape) < 2:
             return {self.vector: shape}
         kept = (1,) if self.keeps_dims else ()
@@ -562,7 +562,7 @@ def _slice_of(part: _Part) -> MatrixSlice | None:
 
 
 def adafactor_traits(optimizer: torch.optim.Optimizer) -> Traits | None:
-    """Of transformers' and torch's own classes; None for others of this name."""
+    """Traits of transformers' and torch's own classes; None for others of this name."""
     flavour = flavour_of(optimizer)
     if flavour is None:
         return None

@@ -71,7 +71,7 @@ FormOf = Callable[[str], "StateForm | None"]
 
 
 def plain(name: str) -> StateForm | None:
-    """Of optimizers without any such state."""
+    """Placement for optimizers without such states."""
     return None
 
 

@@ -289,7 +289,7 @@ def updater_for(
 
 
 def _built_in(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None) -> Traits | None:
-    """Of the optimizers that run natively at every stage they have."""
+    """Traits of optimizers that run natively at every stage they have."""
     rule = family_of(optimizer)
     if rule is not None:
         return Traits(

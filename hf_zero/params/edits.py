@@ -28,7 +28,7 @@ MARK_BITS = 20
 
 
 class ShardedEdits(Edits):
-    """Of the parameters of one store."""
+    """Edits of the parameters of one store."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ def _name(handle: ShardedParameter) -> str:
 
 
 def _digests(part: UnitPart) -> list[int]:
-    """Of every member's bits, in one look at the device."""
+    """Digests of every member's bits, with one device synchronization."""
     digests: list[int] = torch.stack(
         [digest(member.unsharded) for member in part.members if member.unsharded is not None]
     ).tolist()

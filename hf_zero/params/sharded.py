@@ -141,7 +141,7 @@ class ShardedParameters(ParameterStore):
     # Step
 
     def sync_masters(self) -> None:
-        """Of parameters that are whole now: persistent ones, and what inference has kept."""
+        """Update masters of parameters that are whole now: persistent ones, and what inference has kept."""
         self.edits.adopt()
 
     @property

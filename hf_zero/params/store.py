@@ -51,7 +51,7 @@ class TrainedBucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return getattr(torch, self.bucket.dtype)  # type: ignore[no-any-return]
 
     @property

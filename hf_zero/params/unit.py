@@ -144,7 +144,7 @@ class UnitPart:
         self._num_own_uses = self._num_uses()
 
     def _num_uses(self) -> int:
-        """Of the storage, by tensors anywhere."""
+        """Uses of the storage, by tensors anywhere."""
         count: int = torch._C._storage_Use_Count(self._full.untyped_storage()._cdata)
         return count
 

@@ -108,7 +108,7 @@ class WallClock:
 
 
 def table(rows: Sequence[Sequence[float]], title: str) -> str:
-    """Of mean milliseconds per update, by rank and part: min, median and max over ranks, and the slow ranks."""
+    """Mean milliseconds per update, by rank and part: min, median and max over ranks, and the slow ranks."""
     total = median(sum(row) for row in rows) or 1.0
     lines = [
         f"time per update, {title}, {len(rows)} rank(s), in ms",

@@ -67,7 +67,7 @@ class RunEvents:
         self._samples: dict[int, int] = {}  # by number of the update
 
     def add_loss(self, loss: Any) -> None:
-        """Of one micro-batch, divided by their number."""
+        """Add a micro-batch's loss, divided by their number."""
         if isinstance(loss, torch.Tensor):
             part = loss.detach().float()
             self._loss = part if self._loss is None else self._loss + part
@@ -314,7 +314,7 @@ class Profiling(TrainingFeature):
         )
 
     def last_breakdown(self) -> Breakdown | None:
-        """Of the last update; waits for the device. None without wall_clock_breakdown, or before an update."""
+        """Breakdown of the last update; waits for the device. None without wall_clock_breakdown or an update."""
         if self.recorder is None or self.wall_clock is None:
             return None
         self.recorder.finish()

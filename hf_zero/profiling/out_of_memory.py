@@ -225,7 +225,7 @@ def _shared_sequences(engine: Any, rest: int) -> Iterator[Change]:
 
 
 def _text_config(module: Any) -> Any:
-    """Of a language model, also inside of one of several kinds."""
+    """Config of the language model, also inside a multimodal one."""
     config = getattr(module, "config", None)
     getter = getattr(config, "get_text_config", None)
     return config if getter is None else getter()

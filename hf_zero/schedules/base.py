@@ -136,7 +136,7 @@ class ScheduleMark:
                     group[key] = value
 
     def _numbers(self) -> list[dict[str, Any]]:
-        """Of every group, the numbers as they are now; those in tensors of one element, copied."""
+        """Current numbers of every group; those in one-element tensors are copied."""
         return [
             {key: _kept(value) for key, value in group.items() if _is_number(value)}
             for group in self._optimizer.param_groups

@@ -64,7 +64,7 @@ def _swapped_evenly(group: Collectives, tensors: Sequence[Tensor], split: int, j
 
 
 def _joined_shape(part: Tensor, join: int) -> list[int]:
-    """Of what `part.shape[0]` ranks send, along `join`."""
+    """Shape of what `part.shape[0]` ranks send, joined along `join`."""
     shape = list(part.shape[1:])
     shape[join] *= part.shape[0]
     return shape

@@ -178,7 +178,7 @@ class Agreement:
         return sums, self._collectives.sum_with_facts(sums, facts)
 
     def _used(self) -> list[float]:
-        """Of each parameter: 1.0 if it has got a gradient here."""
+        """For each parameter 1.0 if it has a gradient here."""
         counts = [0.0] * len(self._store.parameters)
         for bucket in self._reducer.buckets:
             for index in bucket.arrivals.used:

@@ -33,7 +33,7 @@ class GradientSource(ABC):
 
 
 class ReducedGradients(GradientSource):
-    """Of a sub-group the sum over ranks, as long as its master, while that is in place."""
+    """A sub-group's sum over ranks, as long as its master, while that is in place."""
 
     def of(self, sub_group: SubGroup) -> Tensor:
         reduced = self._reducer.buckets[sub_group.bucket].reduced.vector.take()
@@ -51,7 +51,7 @@ class ReducedGradients(GradientSource):
 
 
 class LocalGradients(GradientSource):
-    """Of a sub-group's whole bucket what this rank alone has computed; nothing is reduced."""
+    """This rank's own gradients of a sub-group's whole bucket; nothing is reduced."""
 
     def __init__(self, reducer: GradientReducer, world: int) -> None:
         super().__init__(reducer)
@@ -112,7 +112,7 @@ class OwnedValues:
             yield gradient
 
     def state(self, key: str) -> Source:
-        """Of one optimizer state: 1-D, as long as the master; None when the optimizer has none."""
+        """One optimizer state: 1-D, as long as the master; None when the optimizer has none."""
 
         @contextmanager
         def opened(sub_group: SubGroup, changes: bool = False) -> Iterator[Tensor | None]:

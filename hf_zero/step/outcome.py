@@ -53,7 +53,7 @@ class LateNorm:
 
 
 def late_norm(*outcomes: StepOutcome | None) -> LateNorm | float | None:
-    """Of the first outcome that there is: its norm if that is known, else one that is read when somebody looks."""
+    """Norm of the first outcome: the value if it is known, else one that is read on use."""
     outcome = next((one for one in outcomes if one is not None), None)
     if outcome is None or outcome.is_known:
         return None if outcome is None else outcome.norm

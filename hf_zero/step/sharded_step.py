@@ -63,7 +63,7 @@ class LossFactors:
 
     @property
     def of_gradients(self) -> float:
-        """What a reduced gradient is multiplied with to be the gradient of the loss, before clipping."""
+        """Factor from a reduced gradient to the gradient of the loss, before clipping."""
         return self._mean / (min(self._seen) if self._seen else self.next)
 
     def expect(self, factor: float) -> None:
@@ -145,7 +145,7 @@ class ShardedStep:
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the gradients that wait for their step, where `foresee_norm` has looked, else of the last step."""
+        """Norm of the gradients that wait for their step after `foresee_norm`, else of the last step."""
         known = self._foreseen or self.outcome
         return None if known is None else known.norm
 

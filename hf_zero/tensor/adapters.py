@@ -119,14 +119,14 @@ def layer_in(module: nn.Module) -> nn.Module:
 
 
 def copies_of(module: nn.Module) -> list[nn.Module]:
-    """Of what is in `modules_to_save`: the original, and what each adapter trains of it; or only `module`."""
+    """The original and each adapter's copy of a module in `modules_to_save`; else only `module`."""
     if not isinstance(module, _peft("utils.other", "ModulesToSaveWrapper")):
         return [module]
     return [module.get_submodule("original_module"), *module.get_submodule("modules_to_save").children()]
 
 
 def parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Of a layer, with its adapters."""
+    """Parameters of a layer, with its adapters."""
     return module.parameters(recurse=layer_in(module) is not module)
 
 
@@ -153,7 +153,7 @@ def modules_in(base: nn.Module) -> dict[str, nn.Module]:
 
 
 def names_in(base: nn.Module) -> list[str]:
-    """Of its modules and parameters, as they would be without adapters."""
+    """Names of its modules and parameters, as they would be without adapters."""
     names = [name for name, _ in base.named_modules()] + [name for name, _ in base.named_parameters()]
     return [_INNER.sub("", name) for name in names] if any(map(_is_adapter, base.modules())) else names
 

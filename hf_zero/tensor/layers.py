@@ -176,7 +176,7 @@ def check_first_batch(model: nn.Module, group: Collectives) -> None:
 
 
 def digest(inputs: Any) -> str:
-    """Of all tensors in what a forward gets."""
+    """Digest of all tensors among a forward's inputs."""
     shapes, values = [], hashlib.sha256()
     for tensor in _tensors(inputs):
         shapes.append("x".join(map(str, tensor.shape)))

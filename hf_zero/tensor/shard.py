@@ -343,7 +343,7 @@ class _Sharder:
             )
 
     def _heads_of(self, name: str) -> Heads | None:
-        """Of the attention that a projection belongs to, where it has q_proj, k_proj and a head_dim of its own."""
+        """Heads of the attention that a projection belongs to, where it has q_proj, k_proj and a head_dim."""
         owner, _, own = name.rpartition(".")
         if own not in ("q_proj", "k_proj", "v_proj", *_OUTPUTS):
             return None

@@ -248,7 +248,7 @@ def _places(tiling: Tiling) -> Iterator[_Place]:
 
 
 def _tile(tensor: Tensor, tiling: Tiling, place: _Place) -> Tensor:
-    """Of a contiguous input a contiguous tile: functions reshape what they get by `view`."""
+    """A contiguous tile of a contiguous input: functions reshape their inputs by `view`."""
     tile = tensor.narrow(tiling.dim, place.offset, place.rows)
     return tile.contiguous() if tensor.is_contiguous() else tile
 
@@ -291,7 +291,7 @@ class _Joined:
 
 @dataclass(slots=True)
 class _Gradients:
-    """Of the listed inputs, in order, and of leaves that the graph of a tile has shown."""
+    """Gradients of the listed inputs, in order, and of leaves found in the graph of a tile."""
 
     listed: list[Tensor | None]
     dtypes: list[torch.dtype]

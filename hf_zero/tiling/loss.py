@@ -264,7 +264,7 @@ class TiledLoss(TrainingFeature):
             logger.warning("hf_zero.tiled_loss saves no memory here: %s", why)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the head, inside its hooks."""
+        """Forward of the head, inside its hooks."""
         if args and isinstance(args[0], (_Job, _AllLogits)):
             return args[0].run(self._whole, list(self._head.parameters()))
         if self._defers and len(args) == 1 and not kwargs and torch.is_grad_enabled():

@@ -111,7 +111,7 @@ _OPTIMIZER_FILE = re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """What the name of one state file says. `rank` is None for the model file that all ranks share."""
+    """The parts of a state file's name. `rank` is None for the model file that all ranks share."""
 
     kind: str  # "model" or "optimizer"
     rank: int | None

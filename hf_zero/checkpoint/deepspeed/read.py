@@ -114,7 +114,7 @@ def _stage(folder: Folder, files: Sequence[_RankFile]) -> int:
     inner = files[0].inner
     if ds.ZERO_STAGE in inner:
         stage = int(inner[ds.ZERO_STAGE])
-    else:  # one optimizer class of DeepSpeed (bf16, stage 1, fp32 accumulation) does not say
+    else:  # missing from one optimizer class of DeepSpeed (bf16, stage 1, fp32 accumulation)
         stage = 3 if ds.FP32_FLAT_GROUPS in inner else 1
     if stage not in (1, 2, 3) or (stage == 3) != (ds.FP32_FLAT_GROUPS in inner):
         raise CheckpointError(files[0].path, f"says stage {stage}, and its content is of another", _FIX)

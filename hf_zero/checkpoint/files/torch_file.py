@@ -152,7 +152,7 @@ def _pickle(value: object, name: str) -> tuple[bytes, list[Streamed | Awaited]]:
 
 
 def _readable_globals() -> set[str]:
-    """What torch's restricted reader builds without being asked, and what the user has allowed it."""
+    """Globals that torch's restricted reader builds by default, and those that the user has allowed."""
     allowed = set(_weights_only_unpickler._get_allowed_globals())
     # Listed by torch under the names of Python 2, which pickles of protocol 2 use.
     return allowed | {name.replace("builtins.", "__builtin__.") for name in allowed}
@@ -273,7 +273,7 @@ def place_records(contents: Sequence[tuple[str, Streamed | Awaited | bytes]]) ->
 
 
 def archive_headers(members: Sequence[Member], checksums: Sequence[int]) -> list[Record]:
-    """Everything but the records: local headers, and the directory at the end."""
+    """Everything but the records' data: local headers, and the directory at the end."""
     headers = [
         Record(m.header_offset, _local_header(m, checksum)) for m, checksum in zip(members, checksums, strict=True)
     ]

@@ -92,7 +92,7 @@ def type_of_class(kind: type) -> OptimizerType | None:
 
 
 def known_names() -> Iterator[str]:
-    """Of what ds.json may ask for, extras' types aside."""
+    """Optimizer types that ds.json may name, without those of extras."""
     return (kind.name for kind in _TYPES.values() if kind.made_by)
 
 

@@ -22,8 +22,8 @@ _ON_DEVICE = 2  # with cpu_checkpointing: of the layer at work, and of the next 
 
 
 def on_host(input_bytes: int, layers: int) -> int:
-    """Of the inputs of so many checkpointed layers, those that `cpu_checkpointing` has in host memory. For `plan` and
-    for what a run that is out of memory says."""
+    """How many inputs of checkpointed layers `cpu_checkpointing` has in host memory. For `plan` and
+    out-of-memory messages."""
     return input_bytes * max(0, layers - _ON_DEVICE)
 
 

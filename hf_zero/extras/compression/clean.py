@@ -272,7 +272,7 @@ def _drop_ignored(compressed: CompressedModel) -> None:
 
 
 def _packed_bits(compressed: CompressedModel) -> dict[int, tuple[int, int]]:
-    """Of every quantised weight its bits and scales; empty for those that are cut afterwards, which are new tensors."""
+    """Bits and scales of each quantised weight; none for those that are cut afterwards, which are new tensors."""
     bits_of = {}
     for layer in compressed.layers:
         if layer.weight_bits is not None:

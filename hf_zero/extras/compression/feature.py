@@ -224,7 +224,7 @@ class Distillation:
         return loss
 
     def _states(self, own: int, theirs: int) -> list[int]:
-        """Of the teacher's states (embeddings first) those that the student's are compared with."""
+        """Which of the teacher's states (embeddings first) the student's are compared with."""
         chosen = self.teacher_layers or _every(own - 1, theirs - 1)
         return [max(chosen[0] - 1, 0), *(index + 1 for index in chosen)]
 

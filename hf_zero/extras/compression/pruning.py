@@ -306,7 +306,7 @@ class Pruned(ABC):
 
     @abstractmethod
     def scores_shape(self) -> tuple[int, ...]:
-        """Of the trained parameter, as DeepSpeed has it."""
+        """Shape of the trained parameter, as DeepSpeed has it."""
 
     @abstractmethod
     def weight_factor(self, mask: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ _SNIP_ONLY = ("block_pattern", "dense_ratio", "schedule_offset_stride", "schedul
 
 
 def examine(config: Any) -> Examined:
-    """Of both sections."""
+    """Check both sections."""
     problems, remarks = [*_problems(config)], [*_advice(config)]
     policy = None if problems else compression_policy(config)
     return Examined(problems, remarks, policy if policy is not None and policy.is_on else None)

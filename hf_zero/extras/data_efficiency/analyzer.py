@@ -233,7 +233,7 @@ class DataAnalyzer:
         world.gather_objects("written")
 
     def _measured(self) -> list[tuple[Values, Values]]:
-        """Of every metric, what this worker's samples have, and their numbers."""
+        """By metric, the values of this worker's samples and their numbers."""
         first, last = _range(len(self._dataset), self._workers, self._worker)
         threads = self._only or range(self._threads)
         ranges = [_range(last - first, self._threads, thread) for thread in threads]

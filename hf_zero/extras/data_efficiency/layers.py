@@ -129,7 +129,7 @@ class RandomLTD(TrainingFeature):
         return self._batch_size * (kept_tokens(self.policy, step) * self.num_layers + self.policy.max_tokens * dense)
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
-        """Of a whole training."""
+        """Layer tokens of the whole training."""
         return sum(self.layer_tokens(step) for step in range(train_iters))
 
     @property
@@ -309,7 +309,7 @@ def theta_at(policy: LayerDropSection, update: int) -> float:
 
 
 def keep_probability(theta: float, layer: int, num_layers: int) -> float:
-    """Of one layer, from 0."""
+    """Probability that a layer (from 0) is kept."""
     return 1.0 - layer * (1.0 - theta) / num_layers
 
 
@@ -328,7 +328,7 @@ class ProgressiveLayerDrop(TrainingFeature):
             self._wrapped.wrap(layer, self._around(number, layer))
 
     def get_theta(self) -> float:
-        """Of the update that is being made."""
+        """theta of the current update."""
         return theta_at(self.policy, self._progress.step + 1)
 
     def keeps(self, layer: int) -> bool:

@@ -77,7 +77,7 @@ def through_experts(
 
 
 def _travel(group: Collectives, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Of `rows` [n, hidden] the first `sent[0]` go to the first rank, and so on; returns what all have sent here."""
+    """Send the first `sent[0]` of `rows` [n, hidden] to the first rank, and so on; returns what has arrived here."""
     return cast("Tensor", _Travel.apply(group, rows, tuple(sent), tuple(received)))
 
 

@@ -196,7 +196,7 @@ class CompressingUpdater(Updater):
 
 
 def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]) -> Traits:
-    """Of an optimizer that averages gradients itself, whole: not every stage has them so."""
+    """For an optimizer that averages whole gradients itself: not every stage has them whole."""
 
     def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
         assert ranks is not None, "averaging needs the other ranks"

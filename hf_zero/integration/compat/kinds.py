@@ -87,7 +87,7 @@ class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
 
 
 def _dtype(optimizer: ZeroOptimizer) -> str:
-    """Of the first weight."""
+    """Dtype of the first weight."""
     dtypes = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
     parameters = optimizer.store.parameters
     return dtypes.get(str(parameters[0].dtype), "fp32") if parameters else "fp32"

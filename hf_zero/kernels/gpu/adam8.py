@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _value(u, UNITS: tl.constexpr, DECADES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a code, in [0, 1]; u: of `UNITS` (1 signed, 2 unsigned) and more for all but code 0."""
+    """Value of a code, in [0, 1]; u: of `UNITS` (1 signed, 2 unsigned) and more for all but code 0."""
     value = tl.zeros_like(u)
     for decade in tl.static_range(DECADES):
         tenth = 10.0 ** (decade - DECADES)
