@@ -74,7 +74,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _write(file: str, error: BaseException, where: TracebackType | None) -> None:
-    """In the form that torchrun reads; what somebody else has written there stays."""
+    """Write in the form that torchrun reads; an existing file stays."""
     path = Path(file)
     text = f"{type(error).__name__}: {error}" if _is_ours(type(error)) else _with_trace(error, where)
     told = {"message": str(error), "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}

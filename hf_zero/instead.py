@@ -1,4 +1,4 @@
-"""What to use instead of what DeepSpeed has and hf_zero has not: modules, and names on engine and optimizer.
+"""Alternatives to what DeepSpeed has and hf_zero lacks: modules, and names on engine and optimizer.
 
 The first table is asked by path, longest match first; in the others a row has the names that share an answer.
 """

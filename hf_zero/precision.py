@@ -1,4 +1,4 @@
-"""Which dtype everything has: parameters, masters, gradients under way and gradients being accumulated."""
+"""Dtypes of parameters, masters, reduced gradients and accumulated gradients."""
 
 from __future__ import annotations
 

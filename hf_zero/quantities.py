@@ -28,7 +28,7 @@ def bytes_of(text: str) -> float | None:
 
 
 def nearest_flag(flag: str, known: Iterable[str], meant: Mapping[str, str]) -> str:
-    """The known flag that somebody meant who wrote this one; "" where none is like it.
+    """The known flag most like this one; "" where none is.
 
     Args:
         meant: names that other programs have for the same.

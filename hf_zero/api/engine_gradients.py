@@ -1,7 +1,7 @@
 """From a loss to reduced gradients: backward of one engine, and of several whose models one loss depends on.
 
 A generator's loss flows through the discriminator: autograd computes gradients of both models, as plain PyTorch does,
-and which of them are applied is said by `step` and `zero_grad` of each engine. While one engine runs its backward, the
+and `step` and `zero_grad` of each engine decide which of them are applied. While one engine runs its backward, the
 others hold back: what autograd leaves in their parameters is reduced afterwards, engine by engine, so that the order of
 reductions does not depend on how autograd walks through a graph of two models.
 """

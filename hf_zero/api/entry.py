@@ -299,4 +299,4 @@ def _made_features(model: nn.Module, resolved: Resolved) -> Iterator[TrainingFea
     if ASKED.get("comms") is not None:
         targets[_PROFILING] = None
     for target in targets:
-        yield loaded(target)(model, resolved)  # what nobody asks for is not even imported
+        yield loaded(target)(model, resolved)  # unused features are not even imported

@@ -58,7 +58,7 @@ class Fragments:
             StorageError: on all ranks, when one could not read its part from a drive.
         """
         numel, groups = parameter.numel(), self._groups.of(parameter)
-        # One element more says whether anybody has it, and a sum takes a multiple of the number of ranks.
+        # One more element counts the ranks that have it, and a sum takes a multiple of the number of ranks.
         padded = round_up(numel + 1, groups.access.size)
         flat = torch.zeros(padded, dtype=torch.float32, device=self._assembly.store.device)
         for part in self._parts_of(parameter):

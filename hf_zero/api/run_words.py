@@ -29,7 +29,7 @@ NOT_GATHERED = (
     "save_model() and save_16bit_model() write no model file, as stage3_gather_16bit_weights_on_model_save is false: "
     "set it to true, or make one of a checkpoint with python -m hf_zero zero_to_fp32"
 )
-_WRITTEN = ("file", "text", "dict", "default", "derived")  # sources of values that nobody filled in
+_WRITTEN = ("file", "text", "dict", "default", "derived")  # sources of values that were not filled in
 
 Sizes = Counter[tuple[str, str]]
 """(what, where) -> bytes of one rank; where is "device", "host" or "disk"."""

@@ -113,7 +113,7 @@ class Arena:
         """Stands for what a rank of another host has placed within `num_bytes` of a file: for descriptions alone."""
         key = f"{piece.path}:{num_bytes}"
         if key not in self._theirs:
-            pages = mmap.mmap(-1, num_bytes)  # nobody touches them
+            pages = mmap.mmap(-1, num_bytes)  # never touched
             self._theirs[key] = torch.frombuffer(pages, dtype=torch.uint8)
             self._names[self._theirs[key].data_ptr()] = piece.path
         return self._theirs[key].narrow(0, piece.start, piece.num_bytes).view(dtype)
@@ -122,7 +122,7 @@ class Arena:
         """What another rank of this host has placed."""
         if piece.path not in self._theirs:
             with open(piece.path, "rb") as file:
-                # Nobody writes to it. torch warns of memory that cannot be written to.
+                # Read-only by convention. torch warns of memory that cannot be written to.
                 pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             memory = torch.frombuffer(pages, dtype=torch.uint8)
             self._theirs[piece.path] = memory

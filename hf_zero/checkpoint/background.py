@@ -51,7 +51,7 @@ class Snapshot:
         """
         Args:
             arena: holds the snapshot; whatever it held is gone.
-            constant: what is copied again only after somebody has written to it; stays where it is.
+            constant: copied again only after it has been written to; stays where it is.
         """
         arena.rewind()
         self._constant = {

@@ -129,7 +129,7 @@ def keep_checkpoint(
         for name, content in contents.items():
             path = folder / name
             path.unlink(missing_ok=True)
-            stated = {**content.get(ds.HF_ZERO, {}), ds.MANIFEST_KEY: False}  # nobody waits for checksums here
+            stated = {**content.get(ds.HF_ZERO, {}), ds.MANIFEST_KEY: False}  # no checksums here
             whole = {IN_PIECES: True, **described({**content, ds.HF_ZERO: stated}, arena)}
             if subject.stage == 3 and ds.MODULE in content:  # buffers: rank 0's are read on all hosts
                 whole[ds.MODULE] = content[ds.MODULE]

@@ -79,14 +79,14 @@ def hosts() -> Hosts:
 
 
 def background_collectives() -> Collectives:
-    """For a thread beside training: a group that nobody else calls on, for small objects. Collective at first use."""
+    """A group for a background thread alone, for small objects. Collective at first use."""
     if get_world_size() == 1:
         return LoneCollectives()
     return NativeCollectives(_known().gloo_group(0, "background"))
 
 
 def watching_collectives() -> Collectives:
-    """For what ranks tell one another about a run: a group that nobody else calls on, whose gathers nobody waits for.
+    """A group for reports about a run alone, whose gathers no rank waits for.
     Collective at first use."""
     if get_world_size() == 1:
         return LoneCollectives()

@@ -237,7 +237,7 @@ class KnownGroups:
         return self._group(number, purpose, "gloo")
 
     def adopt(self, number: int, group: dist.ProcessGroup) -> None:
-        """For what layers exchange, a group that somebody else has made, where there is none yet."""
+        """Use an existing group for what layers exchange, where there is none yet."""
         self._groups.setdefault((number, Channel.LAYERS), group)
 
     def _group(self, number: int, use: Channel | str, backend: str | None) -> dist.ProcessGroup:

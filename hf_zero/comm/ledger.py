@@ -15,11 +15,11 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Call:
-    """One collective, which nobody watches.
+    """One collective without a watcher.
 
     with ledger.call("all_reduce", num_bytes, num_ranks=4) as call:     the host starts it
         pending = call.follow(...)
-    pending.wait()                                                  somebody needs its result
+    pending.wait()                                                  its result is needed
     """
 
     __slots__ = ()
@@ -39,7 +39,7 @@ class Call:
         return rows
 
     def started(self, pending: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
-        """These are under way; whoever waits says so by `waiting`."""
+        """These are under way; a caller waits inside `waiting`."""
 
     def waiting(self) -> AbstractContextManager[None]:
         """The caller waits for the result inside."""
@@ -86,7 +86,7 @@ class Ledger:
     """Tallies by (phase, operation). Phases: setup, forward, backward, step, checkpoint, control.
 
     Attributes:
-        watcher: who is told of every call; None: nobody.
+        watcher: notified of every call, if any.
     """
 
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)

@@ -162,7 +162,7 @@ class Source(Protocol):
         """A buffer of at least so many elements like `row`, for rows that arrive in one."""
 
     def give_buffer(self, rows: Rows) -> None:
-        """Rows that nobody has wanted here: give them and their buffer back."""
+        """Return rows that were not needed here, and their buffer."""
 
     def ask_ahead(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
         """Gather a unit now that such a pass will need; False: it cannot be, or another pass is under way."""
@@ -283,7 +283,7 @@ class Negotiation(ABC):
     # What an engine calls
 
     def upcoming(self, *, in_backward: bool, trains: bool) -> Sequence[int] | None:
-        """The units that such a pass will gather next, in order, as all ranks know; None: nobody knows."""
+        """The units that such a pass will gather next, in order, as all ranks know; None: unknown."""
         return None
 
     def gather(self, unit: int, *, order: int, in_backward: bool, trains: bool = True) -> Gathering:
@@ -320,7 +320,7 @@ class Negotiation(ABC):
         Raises:
             Disagreement: when ranks have not run backward equally often, or update other engines.
         """
-        assert len(facts) <= self.num_facts, "facts that nobody would hear"
+        assert len(facts) <= self.num_facts, "facts that would not be sent"
         decision = self._run(self._request(Kind.STEP, unit=first_unit), facts)
         self.version += 1
         self._is_open = False

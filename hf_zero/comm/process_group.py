@@ -136,7 +136,7 @@ class Process:
 
 
 def this_process() -> Process:
-    """For programs that ask where there is no engine yet; whoever has one asks its groups."""
+    """For programs without an engine; an engine has its groups."""
     return Process(get_rank(), get_world_size())
 
 

@@ -5,7 +5,7 @@
                 quantises the sums; across hosts: row h of these goes to host h, among the ranks of equal place
 
 Every element is quantised once per hop, however many ranks there are, and added up in the order of ranks by the one
-rank that owns it: so all ranks go on with the same bits. Sums stay sums: whoever wants a mean divides.
+rank that owns it: so all ranks go on with the same bits. Sums stay sums: callers that want a mean divide.
 """
 
 from __future__ import annotations

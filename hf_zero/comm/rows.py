@@ -35,7 +35,7 @@ class Pending:
         return False
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Whoever waits for `arrive` does so inside, to be counted."""
+        """Context in which to wait for `arrive`, so that it is counted."""
         return _NOTHING
 
     def arrive(self) -> None:

@@ -62,7 +62,7 @@ def _loco_problems(zero: Zero) -> Iterator[Problem]:
 
 def _offload_problems(name: str, offload: OffloadOptimizer | OffloadParam | None, stage: int) -> Iterator[Problem]:
     if offload is None or offload.device in (None, "none") or (name == "offload_param" and stage in (0, 1, 2)):
-        return  # without effect, which is said as a remark
+        return  # without effect, which gets a remark
     path = f"zero_optimization.{name}.device"
     if offload.device == "nvme" and stage < 1:
         rule = "at stage 0 every rank would write all states to the drive"

@@ -1,4 +1,4 @@
-"""What is wrong with a config, said so that its author can mend it.
+"""Errors in a config, worded so that its author can fix them.
 
 An error also is of the type that DeepSpeed raises, and says its words. Scripts that catch DeepSpeed's errors, suites
 with `pytest.raises(..., match=...)`, and people who search for a message know a type and a few distinctive words. So an
@@ -154,7 +154,7 @@ class Remark:
     path: str
     text: str
     value: object = ABSENT
-    ignored: bool = False  # its author asked for something that does not happen: said as a warning
+    ignored: bool = False  # the setting asks for something that does not happen: a warning
     edit: Edit | None = None
 
     def __str__(self) -> str:

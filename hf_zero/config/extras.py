@@ -1,4 +1,4 @@
-"""Extras: what few configs ask for, each with sections, rules, policy and code of its own, imported when asked for.
+"""Extras: rarely used features, each with its own sections, rules, policy and code, imported on demand.
 
 An extra is a package that has an `EXTRA`. `ASKED_BY` names ours by what in a config asks for them: the path of a
 section, or an optimizer's type. Those of other packages are named the same way, by entry points of one group:
@@ -7,7 +7,7 @@ section, or an optimizer's type. Those of other packages are named the same way,
     my_section = "my_package.extra:EXTRA"
     "optimizer.MyOptimizer" = "my_package.extra:EXTRA"
 
-Nothing else of hf_zero names an extra: whoever needs one asks here, and gets it or an error that says which is missing.
+Nothing else in hf_zero names an extra: code that needs one asks here, and gets it or an error naming what is missing.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def extra_asked_by(key: str) -> Extra | None:
 
 @functools.cache
 def _others() -> dict[str, EntryPoint]:
-    """Those of other packages; looking takes milliseconds, and is done for a key that nobody else knows."""
+    """Extras of other packages; the look-up takes milliseconds, and is done for unknown keys only."""
     return {entry.name.lower(): entry for entry in entry_points(group=_GROUP)}
 
 

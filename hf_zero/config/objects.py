@@ -182,7 +182,7 @@ class ConfigView:
         if root is not None and name in type(root).model_fields:
             return getattr(root, name)
         if name in section_names():
-            return None  # of an extra that nobody asks for
+            return None  # of an unused extra
         raise AttributeError(f"this config has no attribute {name!r}")
 
     def print_user_config(self) -> str:

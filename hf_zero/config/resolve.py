@@ -112,7 +112,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     """Look at a config from all sides.
 
     Args:
-        complete: False while more is still to become known: an "auto" that nobody has filled yet is then no problem.
+        complete: False while more is still to become known: an unfilled "auto" is then no problem.
     """
     _check_call(raw, views.world_size)
     changes = fill(raw, views)
@@ -235,7 +235,7 @@ def resolve_for_init(raw: Mapping[str, object], world_size: int, host_sizes: tup
     """What a model that is being built has to know, from a config that may still have open ends.
 
     Raises:
-        ConfigError: for what is wrong with dtypes and shard groups; the rest is said when all is known.
+        ConfigError: for errors in dtypes and shard groups; the rest is reported when all is known.
     """
     findings = examine(raw, Views(world_size=world_size, host_sizes=host_sizes), complete=False)
     dtypes = ("bf16", "fp16", "data_types")

@@ -143,7 +143,7 @@ def _fix(path: Sequence[str | int], value: object) -> str:
 
 
 def _example(section: type[Section] | None, value: object) -> str:
-    """The section that somebody meant who wrote this value in its place."""
+    """The section that the author of this value probably meant."""
     fields = section.model_fields if section is not None else {}
     kinds = {"enabled": bool, "stage": int, "device": str, "type": str}
     key = next((key for key, kind in kinds.items() if key in fields and type(value) is kind), None)

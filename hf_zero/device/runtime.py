@@ -1,4 +1,4 @@
-"""What an engine asks of the machine it computes on: copies to and from host memory, and waits for them.
+"""An engine's interface to its device: copies to and from host memory, and waits for them.
 
     host       queues work, and continues
     compute    ----- forward ----- backward --------------- forward -----     the current stream of the device
@@ -126,7 +126,7 @@ class Runtime(ABC):
         """The event after which everything asked of the compute stream so far is done.
 
         Args:
-            read: buffers that somebody will copy into after the event. Only the late device looks at them.
+            read: buffers that will be copied into after the event. Only the late device looks at them.
         """
 
     @abstractmethod

@@ -55,7 +55,7 @@ class Row:
     value: object
     source: str
     effect: str
-    matters: bool = True  # has an effect at this stage, or was set by somebody
+    matters: bool = True  # has an effect at this stage, or was set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What flags of TrainingArguments and the name of a model say, without making either."""
+"""Views from flags of TrainingArguments and the name of a model, without building either."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def config_file(name: str) -> Path:
 
 
 def _hub_answers() -> bool:
-    """Whether anybody listens there: the hub's own library tries for half a minute."""
+    """Whether the hub can be reached: its own library tries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
@@ -217,7 +217,7 @@ def _sizes(findings: Findings, parameters: float | None) -> Sizes:
     zero = findings.config.zero_optimization or Zero()
     num = int(parameters) if parameters is not None else _UNIT_NUMEL
     each = 4 if model_dtype(findings.config) == "fp32" else 2
-    # What is said in elements is in no proportion to a model of unknown size.
+    # Settings in elements cannot be scaled to a model of unknown size.
     kept = min(num, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance // 2) if parameters else 0
     communication = findings.config.communication_data_type
     sent = each if communication is None else 4 if communication == "fp32" else 2

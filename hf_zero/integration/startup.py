@@ -1,6 +1,6 @@
 """Import hook, live from interpreter start, through which `deepspeed` finds hf_zero; it imports nothing costly.
 
-Who answers to the name:
+Which package `deepspeed` means:
   HF_ZERO=0                            never hf_zero
   HF_ZERO=1 or hf_zero.install()       always hf_zero
   otherwise                            a real DeepSpeed if one is installed, else hf_zero
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # not typing's own: importing typing alone costs several times the whole budget of this file
+TYPE_CHECKING = False  # not typing's: importing typing costs several times the whole budget of this file
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from importlib.machinery import ModuleSpec
@@ -87,7 +87,7 @@ class AliasFinder:
         """Nothing is cached: part of the protocol of sys.meta_path."""
 
     def answers(self) -> bool:
-        """Whether `deepspeed` means hf_zero at this moment."""
+        """Whether `deepspeed` means hf_zero now."""
         switch = _switch()
         if switch is False:
             return False

@@ -16,7 +16,7 @@
     parts of matrices, of sequences             activations: `exchanges_of`, from what a model sends
     experts over ranks                          rows of tokens: `bytes_per_token`; 1 - 1/ranks of them leave a rank
 
-Whoever plans (`explain`, estimates of memory and time) calls `traffic_of`; `Transfer.payload` is what the ledger
+Planning (`explain`, estimates of memory and time) calls `traffic_of`; `Transfer.payload` is what the ledger
 (`hf_zero.comm.ledger`) counts for the same call, padding of rows apart. docs/hybrid_and_zeropp.md has the formulas
 beside counted bytes.
 """

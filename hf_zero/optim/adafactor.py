@@ -73,12 +73,12 @@ class Sums:
         return Sums(self.of, self.rows / self.of.matrix.columns, self.columns / self.of.matrix.rows)
 
     def move_to(self, means: Sums, weight: float) -> None:
-        """Let these running means follow: x = x + weight * (mean - x)."""
+        """Update these running means: x = x + weight * (mean - x)."""
         self.rows.lerp_(means.rows, weight)
         self.columns.lerp_(means.columns, weight)
 
     def shares(self, floor: float | None) -> Sums:
-        """What `precondition` needs: R / mean(R) and C, or one over their roots where there is no floor.
+        """Inputs of `precondition`: R / mean(R) and C, or one over their roots without a floor.
 
         Args:
             floor: smallest mean(R), and smallest sqrt(V); None: neither has one.
@@ -184,10 +184,10 @@ class AdafactorRule:
 
 
 class Flavour(ABC):
-    """What the implementations differ in. Has no state of its own.
+    """The differences between the implementations. Stateless.
 
     Attributes:
-        rows, columns, vector: what they call R, C and V.
+        rows, columns, vector: their names for R, C and V.
         keeps_dims: whether R and C keep the dimension that the mean is over.
     """
 
@@ -202,7 +202,7 @@ class Flavour(ABC):
 
     @abstractmethod
     def single_values(self, step: int, rms: Tensor) -> dict[str, Any]:
-        """What the class itself keeps beside tensors."""
+        """States of the class that are no tensors."""
 
     def has_momentum(self, group: Mapping[str, Any]) -> bool:
         return group.get("beta1") is not None
@@ -316,7 +316,7 @@ class _Part:
             self.vector.copy_(own[names.vector])
 
     def slices(self, names: Flavour) -> dict[str, Any]:
-        """What this rank says of the parameter in a checkpoint: rows and matrices that begin in its part."""
+        """This rank's part of the parameter in a checkpoint: rows and matrices that begin in its part."""
         shapes = names.shapes(self.shape)
         states = names.single_values(self.step, self.rms)
         if self.vector is not None:
@@ -353,7 +353,7 @@ class AdafactorUpdater(Updater):
         self._place = {piece.parameter: (sub_group, piece) for sub_group, piece in placed}
         assert len(self._place) == len(placed), "a parameter lies in two sub-groups of one rank"
 
-    # What others ask
+    # Queries
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",) if self._flavour.has_momentum(group) else ()
@@ -414,7 +414,7 @@ class AdafactorUpdater(Updater):
         return [self._part(piece.parameter) for piece in sub_group.pieces if piece.parameter in gradients.used]
 
     def _part(self, parameter: int) -> _Part:
-        """What is known of a parameter; zeros at first."""
+        """The part of a parameter; zeros at first."""
         if parameter not in self._parts:
             sub_group, piece = self._place[parameter]
             device, shape = sub_group.master.device, self._spread[parameter].shape

@@ -86,7 +86,7 @@ class DeepSpeedCPUAdam(FusedAdam):
 
 
 def adam(params: Iterable[Any], adam_w_mode: bool = True, **arguments: Any) -> torch.optim.Optimizer:
-    """What "Adam" means in ds.json: AdamW, unless `adam_w_mode` is false."""
+    """ "Adam" of ds.json: AdamW, unless `adam_w_mode` is false."""
     return _section_adam(params, adam_w_mode, **arguments)
 
 

@@ -1,4 +1,4 @@
-"""From a ds.json optimizer section to an optimizer, and what speaks against it."""
+"""From a ds.json optimizer section to an optimizer, and checks of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What is known of an optimizer, described once: how it runs on shards, and what it needs for that.
+"""The traits of an optimizer, described once: how it runs on shards, and what it needs for that.
 
-A class of ours says it itself: by `family`, its elementwise rule, or by a method `traits`. Only the class that says so
-is meant; one that is derived from it may do something else. What nobody uses is not imported.
+Our own classes declare them: by `family`, an elementwise rule, or by a method `traits`. Only the declaring class
+is meant; a subclass may do something else. Unused classes are not imported.
 
 `WholeTensorUpdater` runs any torch optimizer on whole tensors, also where ranks hold shards: each parameter is updated
 by one rank.
@@ -151,7 +151,7 @@ class WholeTensorUpdater(Updater):
         return self._peers.members(sub_group)
 
     def _fetch(self, sub_group: SubGroup, gradients: StepGradients) -> None:
-        """Let kept parameters hold their masters and gradients, whole."""
+        """Give kept parameters their whole masters and gradients."""
         masters = self._peers.gather_whole(sub_group, sub_group.master)
         reduced = gradients.of(sub_group).to(sub_group.master.dtype) * gradients.scale
         whole = self._peers.gather_whole(sub_group, reduced)
@@ -257,7 +257,7 @@ def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
 
 
 def _stand_in(optimizer: torch.optim.Optimizer) -> Family | Traits | None:
-    """How a class that is not ours is run instead of its own step, which nobody watches."""
+    """How a foreign class is run in place of its own step, unless that has hooks."""
     kind = type_of_class(type(optimizer))
     if kind is None or not kind.stands_in:
         return None

@@ -75,7 +75,7 @@ class ShardedParameters(ParameterStore):
         self.coordinator = ParameterCoordinator(self._order, prefetcher, self.edits, self._tell)
         self._finished_at = sorted(self._first_uses(), reverse=True)
         if groups.across_gather.size > 1:
-            # Second shards have come from ranks of other groups. Nobody gathers before all of its own know the units.
+            # Second shards have come from ranks of other groups. No rank gathers before its own group knows the units.
             groups.shard.gather_objects(None)
         for unit in self.units:
             for member in unit.members:
@@ -218,7 +218,7 @@ def _plan_by(policy: Zero) -> partial[GatherPlan]:
 
 
 def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:
-    """An engine that was built on the same parameters before hands them over."""
+    """Take the parameters over from an earlier engine."""
     owners = {id(h.owner): h.owner for h in map(of, parameters) if h is not None and h.owner is not None}
     for owner in owners.values():
         owner.release()

@@ -208,7 +208,7 @@ class UnitPart:
             self._row.release(changed=False)
 
     def unpack(self, rows: Rows, buffers: GatherBuffers) -> None:
-        """Take in what a gather has brought; parameters that somebody holds keep what they show."""
+        """Take in what a gather has brought; parameters in use keep what they show."""
         storage = self._full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self._num_bytes)
@@ -342,13 +342,13 @@ class Unit:
         return tuple(member for part in self.parts for member in part.members)
 
     def fetch(self) -> None:
-        """The unit is to be gathered soon."""
+        """Prepare to gather the unit soon."""
         if self.state is UnitState.RELEASED:
             for part in self.parts:
                 part.fetch()
 
     def put_back(self) -> None:
-        """The unit is not to be gathered soon after all."""
+        """Undo `fetch`."""
         if self.state is not UnitState.IN_FLIGHT:
             for part in self.parts:
                 part.put_back()
@@ -392,7 +392,7 @@ class Unit:
             self.state = UnitState.RELEASED
 
     def settle_in(self, buffers: GatherBuffers) -> None:
-        """Gather a persistent unit, once and for all. Collective."""
+        """Gather a persistent unit, which stays gathered. Collective."""
         for part in self.parts:
             part.allocate()
             part.refill(buffers).wait()

@@ -109,7 +109,7 @@ class TimedCall(Call):
 
     @property
     def is_old(self) -> bool:
-        """Nobody seems to wait for it."""
+        """Whether nothing seems to wait for it."""
         return self.age >= _TOO_OLD
 
     @property

@@ -42,12 +42,12 @@ def memory_by_kind(engine: Any) -> Kinds:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What could still be had, PyTorch's cache included."""
+    """Bytes still available, PyTorch's cache included."""
     return runtime_of(device).available() if runtime_of(device).has_own_memory else host_available()
 
 
 def cached_bytes(device: torch.device) -> int:
-    """What PyTorch has taken and no tensor uses."""
+    """Bytes that PyTorch has reserved and no tensor uses."""
     return max(0, reserved(device)[0] - runtime_of(device).allocated()[0])
 
 
@@ -124,7 +124,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(message: str) -> int:
-    """What could not be had; 0 where the message does not say."""
+    """Bytes that could not be allocated; 0 if the message does not say."""
     match = _ASKED.search(message)
     return round(float(match[1]) * _UNITS[match[2]]) if match else 0
 

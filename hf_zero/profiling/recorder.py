@@ -169,7 +169,7 @@ class Recorder:
             self.detach()
 
     def detach(self) -> None:
-        """Nobody watches any more."""
+        """Stop watching."""
         if SPANS.watcher is self:
             SPANS.watcher = ledger.watcher = None
 

@@ -94,7 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def late_norm(self) -> LateNorm | float | None:
-        """The same as a number that is read only when somebody looks at its value."""
+        """The same as a number that is read from the device only on use."""
         return self._step.late_norm
 
     @property

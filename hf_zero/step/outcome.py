@@ -5,7 +5,7 @@
 
 On a CPU, and wherever the host has to decide something first, the sums are read before the update.
 
-`LateNorm` is read from the device when somebody looks at its value, and not before.
+`LateNorm` is read from the device when its value is used, and not before.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class StepOutcome:
             tell()
 
     def when_skipped(self, tell: Callable[[], None]) -> None:
-        """Call `tell` if the step was skipped: now, or when somebody learns it."""
+        """Call `tell` if the step was skipped: now, or when that becomes known."""
         if not self.is_known:
             self._on_skip.append(tell)
         elif self.skipped:

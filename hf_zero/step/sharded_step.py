@@ -151,7 +151,7 @@ class ShardedStep:
 
     @property
     def late_norm(self) -> LateNorm | float | None:
-        """The same, read only when somebody looks at its value."""
+        """The same, read only on use."""
         return late_norm(self._foreseen, self.outcome)
 
     def expect(self, factor: float) -> None:

@@ -344,7 +344,7 @@ def _tokens() -> type:
 
 
 class _Nothing:
-    """What nobody is an instance of."""
+    """A class without instances."""
 
 
 def _peft(module: str, name: str) -> type:

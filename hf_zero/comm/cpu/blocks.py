@@ -63,7 +63,7 @@ class OwnBlocks:
         return [block.bytes for block in self._all.values()]
 
     def take(self, num_bytes: int, show: Callable[[int, int, int], None], *, is_held: bool) -> Block:
-        """A block that nobody reads; `show` gets number, size and descriptor of one that had to be made.
+        """A block that no rank reads; `show` gets number, size and descriptor of a new one.
 
         One that `is_held` is not free again before `release`.
         """

@@ -4,7 +4,7 @@
     rank 1 asks for the same   the same; both have heads and rows, nothing more is sent
     rank 1 asks for unit 1     decision: 1. Rank 0 sends its row of 1 to rank 1 (SERVED); its own request stands
 
-A rank that waits for another one's next request nudges it. Whoever is nudged while it waits for something else, and has
+A rank that waits for another's next request nudges it. One that is nudged while it waits for something else, and has
 nothing to ask for, asks WAIT.
 """
 

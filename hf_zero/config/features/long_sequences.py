@@ -1,4 +1,4 @@
-"""What long sequences ask for: the section `activation_checkpointing`, and tiles of a few tokens below `hf_zero`."""
+"""Settings for long sequences: the section `activation_checkpointing`, and tiles of a few tokens below `hf_zero`."""
 
 from __future__ import annotations
 

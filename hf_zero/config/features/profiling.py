@@ -1,4 +1,4 @@
-"""What is seen of a run (docs/profiling.md): lines in the log, times, operations, collectives, monitors, a trace."""
+"""Observation of a run (docs/profiling.md): lines in the log, times, operations, collectives, monitors, a trace."""
 
 from __future__ import annotations
 

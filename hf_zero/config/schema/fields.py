@@ -1,4 +1,4 @@
-"""What a config field is made of: value types that forgive spelling, and the verdict each field carries."""
+"""Config fields: value types that accept several spellings, and the verdict of each field."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ class Verdict(BaseModel):
     unit: str = ""
     switch: str = "enabled"  # unsupported section: the key that turns it on; "": any content does
     met: bool = False  # where the field changes nothing, what it asks for holds all the same
-    off: tuple[int, ...] = ()  # unsupported: further values that ask for nothing
+    off: tuple[int, ...] = ()  # unsupported: further values that mean off
 
 
 def supported(
     default: Any, doc: str, *, why: str = "", unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
 ) -> Any:
-    """The engine does what the field says; `why` is said at stages where it does not."""
+    """The engine does what the field says; `why` is shown at stages where it does not."""
     return _field(default, doc, Verdict(kind="supported", why=why, unit=unit, stages=stages, met=met))
 
 
@@ -328,5 +328,5 @@ def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) ->
 
 
 def leading_paths(root: type[Section]) -> tuple[str, ...]:
-    """The key paths that somebody may be led to: not into Apex's section, nor into our own."""
+    """The key paths that a fix may suggest: none in Apex's section, nor in our own."""
     return tuple(path for path in all_paths(root) if not path.startswith(("amp.", "hf_zero.")))

@@ -38,7 +38,7 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is searched.
+    """A search.
 
     Attributes:
         raw: the user's ds.json, lists of candidates in it.

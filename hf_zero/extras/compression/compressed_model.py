@@ -292,7 +292,7 @@ class CompressedModel:
 
 
 def compression_of(model: nn.Module) -> CompressedModel | None:
-    """What compresses this model."""
+    """The `CompressedModel` of this model."""
     compressed: CompressedModel | None = model.__dict__.get(_HANDLE)
     return compressed
 

@@ -6,7 +6,7 @@ also has codes, scales and zeros under names of our own, which `unpack` reads:
 
     NAME.codes   int8 (groups, values)     NAME.scale, NAME.zero   fp32 (groups, 1)     value = code * scale + zero
 
-`init_compression` and `redundancy_clean`: compression for loops of one's own, under DeepSpeed's names.
+`init_compression` and `redundancy_clean`: compression for custom training loops, under DeepSpeed's names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Compression as a training feature: what the engine's forwards and steps mean for it.
 
 `Distillation` is a loss that also pulls the model towards a teacher. It takes the place of `output.loss`, so that
-whatever reads that (Trainer, a loop of one's own) trains with it.
+whatever reads that (Trainer, a custom loop) trains with it.
 
     loss = labels * the model's own loss
          + logits * T^2 * cross entropy of softmax(teacher / T) and softmax(student / T)      mean over answers

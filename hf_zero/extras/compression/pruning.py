@@ -302,7 +302,7 @@ class Pruned(ABC):
 
     @abstractmethod
     def sizes(self, weight: Tensor) -> Tensor:
-        """What l1 goes by: one number per unit."""
+        """Magnitudes for l1: one number per unit."""
 
     @abstractmethod
     def scores_shape(self) -> tuple[int, ...]:

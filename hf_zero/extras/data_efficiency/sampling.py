@@ -284,7 +284,7 @@ KEYWORD = "curriculum_seqlen"
 
 
 class LengthCurriculum(TrainingFeature):
-    """Cuts batches where they leave the loader and, for loops of one's own, before the model's forward.
+    """Cuts batches where they leave the loader and, in custom loops, before the model's forward.
 
     A model whose forward takes `curriculum_seqlen` gets the length and cuts by itself, as with DeepSpeed.
     """
@@ -386,7 +386,7 @@ class SampledCurriculumFeature(TrainingFeature):
         return batch
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Loops of one's own get cut batches, too; only the loader can fold them or call the user's function."""
+        """Custom loops get cut batches, too; only the loader can fold them or call the user's function."""
         if progress.training and TRUNCATE in self.schedules:
             return truncate(keywords, self.current(progress)[TRUNCATE])
         return keywords

@@ -97,7 +97,7 @@ class SampledCurriculum(Section):
 
 
 class DynamicBatching(Section):
-    """Batches of about as many tokens, in loops of one's own: docs/data_efficiency.md names the call."""
+    """Batches of about equally many tokens, in custom loops: docs/data_efficiency.md names the call."""
 
     enabled: Flag = supported(False, "Make batches by tokens.")
     max_tokens: Positive | None = supported(None, "Most tokens of a pack; needed.", unit="tokens")

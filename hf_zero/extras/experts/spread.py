@@ -50,7 +50,7 @@ def through_experts(
         own: how many these are; rank r has those from r * own on.
         trains: whether they want gradients.
 
-    On the meta device, where nobody knows the way of a token, as many go to each rank.
+    On the meta device, where routes are unknown, as many tokens go to each rank.
     """
     tokens, k = chosen.shape
     flat = chosen.reshape(-1)

@@ -1,6 +1,6 @@
-"""What the 1-bit optimizers share: a phase that is counted in updates, and momentum that travels at one bit.
+"""Common code of the 1-bit optimizers: a warm-up counted in updates, and momentum sent at one bit per element.
 
-Until a given update they are an ordinary optimizer on reduced gradients. From then on ranks no longer reduce gradients:
+Until a given update they are ordinary optimizers on reduced gradients. From then on ranks no longer reduce gradients:
 each adds its own to the momentum, and the momentum is averaged by `hf_zero.comm.compressed_mean`.
 """
 

@@ -1,4 +1,4 @@
-"""The section `sparse_attention`, made true for a model of transformers."""
+"""The section `sparse_attention`, applied to a transformers model."""
 
 from __future__ import annotations
 

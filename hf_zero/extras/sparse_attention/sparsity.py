@@ -145,7 +145,7 @@ _WORDS = ("unidirectional", "bidirectional")
 
 
 class SparsityConfig:
-    """What all patterns have in common.
+    """Base class of all patterns.
 
     Args:
         num_heads: heads of the queries.
@@ -171,7 +171,7 @@ class SparsityConfig:
         )
 
     def least_blocks(self) -> int:
-        """Fewer blocks than this the pattern does not fit into."""
+        """The fewest blocks that the pattern fits into."""
         return 1
 
     def head_rows(self, num_blocks: int) -> list[Layout]:
@@ -217,7 +217,7 @@ class SparsityConfig:
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """Nothing is left out."""
+    """Every block is computed."""
 
     def rows(self, num_blocks: int, head: int = 0) -> Layout:
         return dense(num_blocks)

@@ -22,7 +22,7 @@ from hf_zero.integration.compat.kinds import builder_named
 class HostRuntime:
     """One device that is always there and done. Memory is that of this process; streams are torch.cpu's.
 
-    Sizes are bytes; the peak is the most there was whenever somebody asked.
+    Sizes are bytes; the peak is the highest value at any query.
     """
 
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
@@ -47,7 +47,7 @@ class HostRuntime:
         return 0
 
     def nothing(self, device: object = None) -> None:
-        """What a device needs and a CPU does not."""
+        """A no-op: devices need it, a CPU does not."""
 
     set_device = synchronize = empty_cache = nothing
 
@@ -94,7 +94,7 @@ class DeepSpeedAccelerator:
 
 
 class Accelerator(DeepSpeedAccelerator):
-    """One kind of device ("cuda", "cpu", ...); questions that a CPU has no answer to get a harmless one.
+    """One kind of device ("cuda", "cpu", ...); queries that mean nothing on a CPU get a harmless answer.
 
     Sizes are bytes. Methods of one expression are in `_ANSWERS` below.
     """
@@ -148,7 +148,7 @@ class Accelerator(DeepSpeedAccelerator):
         return self.pin_empty(*tensor.shape, dtype=dtype or tensor.dtype, device=device)
 
     def register_host_memory(self, address: int, num_bytes: int) -> None:
-        """Page-lock memory that somebody else has allocated."""
+        """Page-lock memory allocated elsewhere."""
         if self._is_cuda:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)))
 
@@ -157,7 +157,7 @@ class Accelerator(DeepSpeedAccelerator):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
     def _probe(self, name: str, otherwise: bool) -> bool:
-        """What torch's module for the device says, if it has the question."""
+        """The answer of torch's module for the device, if it has that function."""
         probe = getattr(self._runtime, name, None)
         return otherwise if probe is None else bool(probe())
 
@@ -303,7 +303,7 @@ def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
     """What callers of `get_accelerator` get from now on. The engine itself asks torch, not this object.
 
     Raises:
-        TypeError: for what is no DeepSpeedAccelerator.
+        TypeError: for anything but a DeepSpeedAccelerator.
     """
     if not isinstance(accelerator, DeepSpeedAccelerator):
         raise TypeError(f"set_accelerator({accelerator!r}): not a DeepSpeedAccelerator")

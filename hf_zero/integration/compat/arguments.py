@@ -207,7 +207,7 @@ class CheckpointEngine:
         self.config_params = config_params
 
     def create(self, info: Any) -> None:
-        """Announced by callers before they save; nothing has to be prepared."""
+        """A no-op that callers announce saves with."""
 
     def makedirs(self, path: str | os.PathLike[str], exist_ok: bool = False) -> None:
         os.makedirs(path, exist_ok=exist_ok)
@@ -216,7 +216,7 @@ class CheckpointEngine:
         torch.save(state_dict, path)
 
     def load(self, path: str | os.PathLike[str], map_location: Any = None) -> Any:
-        """What a file holds. It is unpickled as DeepSpeed does it: read only files that you trust."""
+        """Content of a file, unpickled as DeepSpeed does it: read only files that you trust."""
         return torch.load(path, map_location=map_location, weights_only=False)
 
     def commit(self, info: Any) -> bool:
@@ -236,7 +236,7 @@ class CheckpointEngine:
         return None
 
     def cleanup(self) -> None:
-        """Nothing is left behind."""
+        """A no-op: no files are left behind."""
 
     def preserves_storage_sharing(self) -> bool:
         return True

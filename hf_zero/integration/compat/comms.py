@@ -69,7 +69,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
 
 
 def reset_log() -> None:
-    """Count anew."""
+    """Restart all counts."""
     log = _log()
     if log is not None:
         log.reset_data()

@@ -107,7 +107,7 @@ class EngineChoice:
 
     @property
     def engine(self) -> Any:
-        """What accelerate destroys when it frees its memory: all engines."""
+        """All engines: accelerate destroys this when it frees its memory."""
         return self.engines[0] if len(self.engines) == 1 else self
 
     def destroy(self) -> None:
@@ -178,7 +178,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 
 def joined(earlier: Any, latest: Any, *, updates_at_step: bool) -> Any:
-    """What represents an accelerator's engines after one more model has been prepared.
+    """The object for an accelerator's engines after one more model has been prepared.
 
     Args:
         earlier: what stood for them before, or None.
@@ -190,7 +190,7 @@ def joined(earlier: Any, latest: Any, *, updates_at_step: bool) -> Any:
     return EngineChoice((*before[0], engine), (*before[1], *new))
 
 
-# What transformers or accelerate would have said, in their own words: the text that people search for.
+# The messages of transformers or accelerate, in their own words: the text that people search for.
 
 
 def stepped_aside(place: str, error: Exception) -> None:
@@ -200,7 +200,7 @@ def stepped_aside(place: str, error: Exception) -> None:
 
 
 def raise_both(problems: Sequence[Problem], check: Callable[[], object]) -> NoReturn:
-    """Raise what we found, beginning with what the host library's own check says.
+    """Raise our problems, with the message of the host library's own check first.
 
     Args:
         check: that check, on a copy of what it would change. When it finds nothing, our message is the only one.
@@ -210,7 +210,7 @@ def raise_both(problems: Sequence[Problem], check: Callable[[], object]) -> NoRe
     """
     theirs = _words_of(check)
     if not theirs:
-        raise ConfigError(problems) from None  # alone: not buried under the error that brought us here
+        raise ConfigError(problems) from None  # without the error that led here as its context
     raise ConfigError(problems, headline=f"{theirs}\nhf_zero found in this config") from None
 
 
@@ -222,12 +222,12 @@ def _words_of(check: Callable[[], object]) -> str:
     except ValueError as error:
         return str(error)
     except Exception:
-        return ""  # it stumbled over something else that is wrong, which we say better
+        return ""  # it failed on another error, which our message explains better
     return ""
 
 
 class _Passed(Exception):
-    """accelerate's checks are all done."""
+    """accelerate's checks have all passed."""
 
 
 @contextmanager
@@ -250,5 +250,5 @@ def no_engine() -> Iterator[None]:
 
 
 def stand_in_model() -> Any:
-    """A model of which only a size is asked."""
+    """A model that only has a size."""
     return SimpleNamespace(config=SimpleNamespace(hidden_size=1))

@@ -1,4 +1,4 @@
-"""What Trainer asks after every step, answered without waiting for the device.
+"""Answers to Trainer's questions after every step, without waiting for the device.
 
     Trainer asks                           and gets
     the gradient norm                      a `LateNorm`, which becomes a float where Trainer logs

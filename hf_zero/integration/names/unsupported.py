@@ -112,7 +112,7 @@ def definers(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def refusal(path: str) -> str:
-    """What an error says about a name (`path` without `deepspeed.`)."""
+    """The error message for a name (`path` without `deepspeed.`)."""
     instead = alternative(path)
     return f"{ROOT}.{path} is not supported by hf_zero{f': {instead}' if instead else ''}. {FEATURES}."
 

@@ -115,7 +115,7 @@ def _accept(args: Any, problems: list[Problem]) -> None:
         if getattr(args, name) == "auto":
             setattr(args, name, None)
     if str(args.zero_stage) == "3" and args.deepspeed_config_file is None and args.zero3_save_16bit_model is None:
-        args.zero3_save_16bit_model = "true"  # save_model leaves a model, unless somebody says that it shall not
+        args.zero3_save_16bit_model = "true"  # save_model leaves a model, unless told otherwise
     if not args.num_processes:
         logger.info("no accelerator is there: 1 process trains on the CPU (--num_processes says how many)")
         args.num_processes = 1

@@ -117,7 +117,7 @@ def around_get_learning_rate(original: Callable[..., float]) -> Callable[..., fl
 
 @PATCHES.add("Trainer.create_accelerator_and_postprocess(self)", without=_NO_PAIR, until=_PAIR_WORKS)
 def around_start(original: Callable[..., None]) -> Callable[..., None]:
-    """Trainer refuses the pair, because DeepSpeed could load the best model from a whole checkpoint only."""
+    """Trainer refuses this pair, because DeepSpeed can load the best model from a whole checkpoint only."""
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         args = self.args
@@ -125,7 +125,7 @@ def around_start(original: Callable[..., None]) -> Callable[..., None]:
         if not lifts:
             original(self)
             return
-        args.load_best_model_at_end = False  # what it is refused for; it takes nothing else from it
+        args.load_best_model_at_end = False  # the reason for the refusal; used for nothing else
         try:
             original(self)
         finally:
@@ -296,7 +296,7 @@ def _logs_floats(trainer: Any) -> bool:
     until=_NORM_IS_LATE,
 )
 def around_log(original: Callable[..., None]) -> Callable[..., None]:
-    """Here the norm becomes a float, if it is going to be logged: histories, callbacks and trackers see floats."""
+    """Turn the norm into a float if it is going to be logged: histories, callbacks and trackers see floats."""
 
     def _maybe_log_save_evaluate(self: Any, tr_loss: Any, grad_norm: Any, *args: Any, **options: Any) -> None:
         restore_filter(self)
@@ -338,11 +338,11 @@ def around_track_num_input_tokens(original: Callable[..., None]) -> Callable[...
 
 @PATCHES.add(
     "Trainer._finalize_training(self, trial, num_train_samples, start_time)",
-    without="how a training went is said when the process ends",
+    without="how a training went is logged when the process ends",
     until="Trainer tells the engine that training has ended",
 )
 def around_finalize_training(original: Callable[..., Any]) -> Callable[..., Any]:
-    """One line when training has ended, whatever the program does afterwards."""
+    """Log one line when training has ended, whatever the program does afterwards."""
 
     def _finalize_training(self: Any, *args: Any, **options: Any) -> Any:
         engine = self.model_wrapped

@@ -33,7 +33,7 @@ def around_get_last_checkpoint(original: Callable[[str], str | None]) -> Callabl
         names = {int(match[1]): match[0] for match in map(_NAME.fullmatch, os.listdir(folder)) if match}
         complete = [step for step, name in names.items() if os.path.exists(os.path.join(folder, name, _STATE))]
         if not complete:
-            return newest  # perhaps not written by Trainer at all
+            return newest  # perhaps not written by Trainer
         chosen = os.path.join(folder, names[max(complete)])
         _say_once(newest, chosen)
         return chosen
