@@ -1,4 +1,4 @@
-"""Numbers and flags as people write them on command lines."""
+"""Numbers and flags of command lines."""
 
 from __future__ import annotations
 

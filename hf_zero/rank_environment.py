@@ -26,7 +26,7 @@ class RankEnvironment:
     first_host: str | None = None
 
     def variables(self) -> dict[str, str]:
-        """As torchrun would say it."""
+        """Torchrun's variables for it."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -44,7 +44,7 @@ _MPI = {
 
 
 def find_rank_environment(environment: Mapping[str, str]) -> RankEnvironment | None:
-    """What an MPI's mpirun or Slurm's srun gave; None without either.
+    """The place given by MPI's mpirun or Slurm's srun; None without either.
 
     Raises:
         ValueError: when the variables do not make sense together.

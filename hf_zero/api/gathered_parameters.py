@@ -75,12 +75,8 @@ def unwrap_model_for_generation(engine: Any) -> Iterator[Any]:
 def handles_of(params: Any) -> list[ShardedParameter]:
     """The sharded ones among `params`, each once, in the order in which they were sharded (the same on all ranks)."""
     candidates: Iterable[Any] = [params] if isinstance(params, Tensor) else (params or ())
-    handles = {id(handle): handle for handle in map(of, filter(_is_tensor, candidates)) if handle is not None}
+    handles = {id(handle): handle for item in candidates if isinstance(item, Tensor) and (handle := of(item))}
     return sorted(handles.values(), key=lambda handle: handle.parameter.ds_id)  # type: ignore[attr-defined]
-
-
-def _is_tensor(candidate: Any) -> bool:
-    return isinstance(candidate, Tensor)
 
 
 # Weights for an engine that generates: whole, by the model's own names, never all of them at once.

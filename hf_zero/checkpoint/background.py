@@ -181,20 +181,16 @@ def _written_by_updates(updater: Updater) -> frozenset[int]:
     optimizer states."""
     if not updater.stager.always_at_hand:
         return frozenset()
-    addresses = set()
+    addresses, state = set(), updater.optimizer.state
     for sub_group in updater.sub_groups:
         stored = sub_group.stored
         masters = [] if sub_group.lp_param is None else [sub_group.master if stored is None else stored.master.tensor]
-        states = (value for tensor in sub_group.tensors for value in _states_of(updater, tensor.parameter))
+        states = (value for tensor in sub_group.tensors for value in state.get(tensor.parameter, {}).values())
         kept = () if stored is None else (vector.tensor for vector in stored.vectors.values())
         for value in (*masters, *states, *kept):
             if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() > 1:
                 addresses.add(value.untyped_storage().data_ptr())
     return frozenset(addresses)
-
-
-def _states_of(updater: Updater, parameter: torch.nn.Parameter) -> list[Any]:
-    return list(updater.optimizer.state.get(parameter, {}).values())
 
 
 def num_bytes_of(value: Any) -> int:

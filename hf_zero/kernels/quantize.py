@@ -31,7 +31,7 @@ _LEAST_SCALE = torch.finfo(torch.bfloat16).tiny
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What earlier messages have left out.
+    """Errors that earlier messages have left out.
 
     Attributes:
         errors: (rows, message_bytes) of uint8, 8-bit messages themselves; all zeros: nothing. Changes in place.

@@ -1,4 +1,4 @@
-"""What every kernel works on: flat vectors of one length, walked in chunks of the precision they need, rounded once.
+"""Inputs of every kernel: flat vectors of one length, processed in chunks of the precision they need, rounded once.
 
 Rounding to 16 bits is to nearest, or stochastic for training whose only weights are bf16: the upper neighbour is taken
 with a probability equal to how far the value lies towards it, so that updates smaller than half a step of bf16 are not

@@ -67,7 +67,7 @@ class GroupPartition:
         return min(max((rank + 1) * part - self.used_numel, 0), part)
 
     def extents(self, rank: int, buffer: int) -> list[Extent]:
-        """What lies in `rank`'s part."""
+        """Extents in `rank`'s part."""
         part = Interval(rank * self.partition_numel, (rank + 1) * self.partition_numel)
         extents = []
         for member, offset in zip(self.members, self.offsets(), strict=True):
@@ -93,7 +93,7 @@ class SubGroupPartition:
         return sum(chunk_numel(member.numel, self.world) for member in self.members)
 
     def extents(self, rank: int, buffer: int) -> list[Extent]:
-        """What lies in `rank`'s flat tensor; padding is left out."""
+        """Extents in `rank`'s flat tensor, without padding."""
         extents, cursor = [], 0
         for member in self.members:
             own = chunk_interval(member.numel, rank, self.world)
@@ -122,7 +122,7 @@ def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGr
 def extents_in_memory(
     layout: FlatLayout, rank: int, *, sharded: bool, sub_group_numel: int | None = None, place: int = 0
 ) -> Iterator[Extent]:
-    """What `rank` updates. Buffers are numbered as the master shards: the sub-groups of all buckets.
+    """Extents that `rank` updates. Buffers are numbered as the master shards: the sub-groups of all buckets.
 
     Args:
         sharded: whether every rank owns its part of each bucket; otherwise it owns all of it.

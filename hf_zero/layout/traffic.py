@@ -1,4 +1,4 @@
-"""What one rank sends per update, within its host and to others: formulas, without a model. Integers only, no torch.
+"""Traffic of one rank per update, within its host and to others: formulas, without a model. Integers only, no torch.
 
     gather, reduce-scatter, exchange     payload P over n ranks: each receives P * (n - 1) / n, 1/n from every other
     all-reduce                           both, one after the other

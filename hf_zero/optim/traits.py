@@ -13,12 +13,12 @@ by one rank.
 The keeper of a parameter has the optimizer's state for it, so states are shared out over the ranks, whatever shape they
 have. It costs three collectives per sub-group and step, where an elementwise update needs none.
 
-Makes an optimizer hold masters instead of the model's parameters.
+`adopt_masters` makes an optimizer hold masters instead of the model's parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -31,7 +31,7 @@ from hf_zero.config.choices.optimizer_types import type_of_class
 from hf_zero.config.extras import loaded
 from hf_zero.optim.elementwise import ElementwiseUpdater, Family
 from hf_zero.optim.updater import (
-    Options,
+    OwnStepUpdater,
     Peers,
     Ranks,
     Spread,
@@ -93,7 +93,7 @@ def keepers(spread: Sequence[Spread], world: int) -> list[int]:
     return keeper_of
 
 
-class WholeTensorUpdater(Updater):
+class WholeTensorUpdater(OwnStepUpdater):
     """Runs the optimizer's own step on those parameters that this rank keeps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], peers: Peers) -> None:
@@ -131,26 +131,11 @@ class WholeTensorUpdater(Updater):
             if index in self._kept:
                 self.optimizer.state[self._kept[index]] = copied(saved, self._device)
 
-    @torch.no_grad()
-    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
-        options = Options(self.optimizer)
-        for batch in self.stager.batches(gradients.wanted):
-            options.begin()
-            for sub_group in batch:
-                self._fetch(sub_group, gradients)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            options.end()
-            for sub_group in batch:
-                self._send_back(sub_group, gradients.used)
-                self.stager.copy_to_lp(sub_group)
-                yield sub_group
-
     def _members(self, sub_group: SubGroup) -> Sequence[int]:
         """Parameters that have a part in the sub-group, on any rank."""
         return self._peers.members(sub_group)
 
-    def _fetch(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+    def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         """Give kept parameters their whole masters and gradients."""
         masters = self._peers.gather_whole(sub_group, sub_group.master)
         reduced = gradients.of(sub_group).to(sub_group.master.dtype) * gradients.scale
@@ -161,8 +146,8 @@ class WholeTensorUpdater(Updater):
                 kept.data = masters[parameter].clone()  # a view would keep what all ranks sent
                 kept.grad = whole[parameter].clone()
 
-    def _send_back(self, sub_group: SubGroup, used: Set[int]) -> None:
-        mine: dict[int, Tensor] = {}
+    def _take_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        used, mine = gradients.used, dict[int, Tensor]()
         for parameter in self._members(sub_group):
             if parameter in self._kept and parameter in used:
                 mine[parameter] = self._kept[parameter].detach()
@@ -175,7 +160,7 @@ class WholeTensorUpdater(Updater):
             self._kept[parameter].data = self._absent(parameter, sub_group.master.dtype)
 
     def _absent(self, parameter: int, dtype: torch.dtype) -> Tensor:
-        """What a kept parameter shows between steps: NaN in its shape, without memory."""
+        """Placeholder of a kept parameter between steps: NaN in its shape, without memory."""
         nan = torch.full((), float("nan"), dtype=dtype, device=self._device)
         return nan.expand(self._spread[parameter].shape)
 
@@ -184,7 +169,7 @@ Make = Callable[[Sequence[SubGroup], "Peers | None", "Ranks | None"], Updater]
 
 
 class Sees(Enum):
-    """What an optimizer works on at stages 1 to 3."""
+    """Inputs of an optimizer at stages 1 to 3."""
 
     ELEMENTS = "flat shards, one element at a time"
     SHARDS_AND_PEERS = "flat shards, and asks other ranks for what they lack"

@@ -198,7 +198,33 @@ class Updater(ABC):
         """Update the sub-groups; yields each as soon as its new weights are in place."""
 
 
-class WholeStepUpdater(Updater):
+class OwnStepUpdater(Updater):
+    """Calls the optimizer's own `step` on each batch of sub-groups."""
+
+    @torch.no_grad()
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
+        options = Options(self.optimizer)
+        for batch in self.stager.batches(gradients.wanted):
+            options.begin()
+            for sub_group in batch:
+                self._hand_over(sub_group, gradients)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            options.end()
+            for sub_group in batch:
+                self._take_back(sub_group, gradients)
+                self.stager.copy_to_lp(sub_group)
+                yield sub_group
+
+    @abstractmethod
+    def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        """Give the optimizer's tensors their gradients."""
+
+    def _take_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:  # noqa: B027
+        """Move updated values to the master. A no-op by default."""
+
+
+class WholeStepUpdater(OwnStepUpdater):
     """Any torch optimizer, as itself: gradients are handed over in the master dtype and its own `step` is called.
 
     A parameter that got no gradient anywhere is skipped, as in plain PyTorch, when the optimizer holds it as a tensor
@@ -245,20 +271,6 @@ class WholeStepUpdater(Updater):
         for index, parameter in self._whole().items():
             if index in states:
                 self.optimizer.state[parameter] = copied(states[index], parameter.device)
-
-    @torch.no_grad()
-    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
-        options = Options(self.optimizer)
-        for batch in self.stager.batches(gradients.wanted):
-            options.begin()
-            for sub_group in batch:
-                self._hand_over(sub_group, gradients)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            options.end()
-            for sub_group in batch:
-                self.stager.copy_to_lp(sub_group)
-                yield sub_group
 
     def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         reduced = gradients.of(sub_group)

@@ -162,7 +162,7 @@ class Recorder:
         SPANS.watcher = ledger.watcher = self
 
     def drop(self, listener: Listener) -> None:
-        """It has heard enough; with the last one, the watch ends."""
+        """Remove a listener; with the last one, recording ends."""
         if listener in self.listeners:
             self.listeners.remove(listener)
         if not self.listeners:
@@ -199,7 +199,7 @@ class Recorder:
     # Updates
 
     def end_update(self, number: int) -> None:
-        """Update `number` has just been made."""
+        """Record that update `number` has been made."""
         done, self._now = self._now, _Waiting(0, [], [], [])
         done.number = number
         self._waiting.append(done)
@@ -327,7 +327,7 @@ class TraceFile:
             self.write()
 
     def write(self) -> None:
-        """What there is; nothing where it has been written, or nothing was recorded."""
+        """Write the trace, once; no file if nothing was recorded."""
         if self.is_written or not self._events:
             return
         self.is_written = True

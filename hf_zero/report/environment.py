@@ -1,6 +1,6 @@
 """Versions, devices, limits, variables and links of this machine, as rows of (name, value); without privileges.
 
-And which features can be used here, of those that cannot, why not, and how fast a drive is as offload uses it.
+Also which features can be used here, or why not, and how fast a drive is as offload uses it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One thing one might use.
+    """A feature of this machine.
 
     Attributes:
         note: why not, and what to do; or how it works here.

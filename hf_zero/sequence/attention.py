@@ -2,7 +2,7 @@
 
     q, k, v [b, H, l, d]    --exchange-->    [b, H / n, n * l, d]    --attention-->    --exchange-->    [b, l, H, d]
 
-It stands around the functions by which transformers attends; models that are not attached pass through.
+It wraps transformers' attention functions; models that are not attached pass through.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EAGER = "eager_attention_forward"
 
 
 def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> None:
-    """`model` sees parts of sequences from now on, and attends over the whole of them.
+    """Let `model` see parts of sequences, and attend over whole ones.
 
     Args:
         group: the ranks that have the other parts.
@@ -58,7 +58,7 @@ def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> N
 
 
 def detach(model: nn.Module) -> None:
-    """Each rank sees whole sequences again."""
+    """Let each rank see whole sequences again."""
     for handle in vars(model).pop(_HANDLES, ()):
         handle.remove()
     for module in model.modules():
@@ -107,7 +107,7 @@ def _of_text(model: nn.Module, config: Any) -> Iterable[nn.Module]:
 
 
 def install(name: str, modules: Iterable[nn.Module]) -> None:
-    """The attention function `name` looks whether a module shares sequences; for good, in this process."""
+    """Make the attention function `name` check whether a module shares sequences; for the rest of this process."""
     from transformers import AttentionInterface
 
     install_masks(name)

@@ -78,7 +78,7 @@ class UlyssesSPDataLoaderAdapter:
 
 
 class _Told:
-    """What a rank says of its next batch."""
+    """A rank's report of its next batch."""
 
     def __init__(self, batch: Any, error: str | None) -> None:
         self.batch = batch
@@ -138,7 +138,7 @@ def is_part(sequences: Tensor) -> bool:
 
 
 def _close_documents(batch: dict[str, Any], num: int) -> None:
-    """Where documents end is told to flash attention by their bounds: `num` positions more are one of their own."""
+    """Give flash attention the bounds of documents; `num` more positions form one of their own."""
     for name in ("q", "k"):
         bounds, longest = batch.get(f"cu_seq_lens_{name}"), batch.get(f"max_length_{name}")
         if num and isinstance(bounds, Tensor) and bounds.dim() == 1:
@@ -151,7 +151,7 @@ def _padded(name: str, values: Tensor, num: int) -> Tensor:
     """`num` more positions on the right, which attention and loss ignore."""
     if not num:
         return values
-    if name == "position_ids":  # they go on, lest they look like another document
+    if name == "position_ids":  # they continue, so as not to look like another document
         more = values[:, -1:] + torch.arange(1, num + 1, device=values.device)
         return torch.cat([values, more], dim=1)
     return pad(values, (0, 0) * (values.dim() - 2) + (0, num), value=_PADDED_WITH.get(name, 0))

@@ -1,4 +1,4 @@
-"""Around the forward of a model that shares sequences: what a part alone cannot know is made known.
+"""Hooks around the forward of a model that shares sequences, for what a part alone cannot know.
 
 every rank has      input_ids [b, l], maybe position_ids, attention_mask, labels     of its own positions
 forward gets        position_ids that go on where the rank before ends, if there were none
@@ -114,7 +114,7 @@ def _sight(shared: Shared, keywords: dict[str, Any], length: int) -> Sight:
 
 
 def install_masks(name: str) -> None:
-    """The mask function of an implementation answers for whole sequences from now on; other models see no change."""
+    """Make an implementation's mask function answer for whole sequences; other models see no change."""
     from transformers.masking_utils import AttentionMaskInterface
 
     original: Any = AttentionMaskInterface._global_mapping.get(name)
@@ -124,7 +124,7 @@ def install_masks(name: str) -> None:
 
 def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **keywords: Any) -> Any:
-        """As the original; called with the extents of a part, it answers for the whole sequences."""
+        """The original; called with the extents of a part, it answers for the whole sequences."""
         sight = RUNNING.sight
         if sight is None or args or not _is_of(sight, keywords):
             return original(*args, **keywords)

@@ -67,7 +67,7 @@ class SequenceGroups(ProgramGroups):
 
     @classmethod
     def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: SequenceGroups | None) -> None:
-        """Let `model` share sequences, or no more. Others than those of transformers are left to their own attention
+        """Let `model` share sequences, or stop. Models outside transformers are left to their own attention
         (`DistributedAttention`)."""
         if asked is None and not shares_sequences(model):
             return
@@ -92,7 +92,7 @@ class SequenceGroups(ProgramGroups):
         self._alike_group = torch_group(mesh.same_weights) if len(mesh.same_weights) > 1 else None
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
-        """The groups are there already; another size is an error."""
+        """A no-op: the groups exist; another size is an error."""
         if sequence_parallel_size != len(self._ranks):
             raise WrongArgument(f"these are groups of {len(self._ranks)} ranks, not of {sequence_parallel_size}")
 
@@ -135,7 +135,7 @@ def process_group_of(groups: ParallelGroups) -> Any:
 
 
 def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | None:
-    """What the arguments of `initialize` say; None: nothing about sequences. Collective.
+    """Groups from the arguments of `initialize`; None: nothing about sequences. Collective.
 
     Args:
         mpu: an object or module with DeepSpeed's `get_sequence_parallel_group`.

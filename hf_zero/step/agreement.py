@@ -1,4 +1,4 @@
-"""What all ranks agree on before an update: facts that hosts know, and sums that only devices know.
+"""The agreement of all ranks before an update: facts that hosts know, and sums that only devices know.
 
     hosts      used parameters, late gradients, order, failed drives, what users wrote into weights: known when `reach`
                returns
@@ -48,7 +48,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one rank tells in the meeting before an update, as integers.
+    """One rank's facts in the exchange before an update, as integers.
 
     Attributes:
         used: digest of the parameters that have got a gradient here.
@@ -89,16 +89,16 @@ class Agreement:
         self._squares_so_far: Tensor | None = None  # of the gradients as they are, once counted
 
     def sums(self) -> Tensor:
-        """What `Agreed.sums` would be, with nothing decided yet. Every gradient is reduced when this returns.
+        """`Agreed.sums` in advance, with nothing decided yet. Every gradient is reduced on return.
         Collective."""
         return self._reduce_all()[0]
 
     def forget(self) -> None:
-        """Gradients are about to change, or have."""
+        """Drop the sums: gradients have changed, or are about to."""
         self._squares_so_far = None
 
     def meet(self) -> Sequence[Facts]:
-        """Be where weights may change on all ranks; returns what they tell one another there. Collective."""
+        """Meet all ranks where weights may change; returns the facts exchanged there. Collective."""
         if not self._meets_before:
             self._store.prepare_update()
             return ()

@@ -154,7 +154,7 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything decided before the first tensor moves."""
+    """All decisions, made before the first tensor moves."""
 
     zero: ZeroPolicy
     precision: Precision

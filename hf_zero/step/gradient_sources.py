@@ -16,7 +16,7 @@ from hf_zero.step.agreement import Agreement
 
 
 class GradientSource(ABC):
-    """What is between the reducer and an update.
+    """The gradients between reducer and update.
 
     Attributes:
         num_added: ranks whose gradients count in the sum of squares that the step agrees on.

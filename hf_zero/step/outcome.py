@@ -1,4 +1,4 @@
-"""What became of a step, for a host that runs ahead of its device.
+"""The outcome of a step, for a host that runs ahead of its device.
 
     device    sums ---> norm, factor, skip flag ---> update (nothing changes where the flag is set)
                     host         copy to host memory ... forward, backward of the next step ... read(): norm, skipped
@@ -35,7 +35,7 @@ class LateNorm:
 
     @property
     def is_known(self) -> bool:
-        """Whether looking at it waits for nothing."""
+        """Whether reading it needs no wait."""
         return self._outcome.is_known
 
     def __float__(self) -> float:
@@ -133,7 +133,7 @@ class StepOutcome:
         self._on_skip: list[Callable[[], None]] = []
 
     def read(self) -> None:
-        """Learn the numbers; waits for the device to have come that far. Callbacks of `when_skipped` run now, once."""
+        """Read the numbers; waits for the device. Callbacks of `when_skipped` run now, once."""
         if self._known is not None:
             return
         squares, overwritten = self._copy.read()

@@ -32,7 +32,7 @@ class TensorGroups(ProgramGroups):
 
     @classmethod
     def given(cls, model: nn.Module, mpu: Any = None, mesh_param: Any = None) -> TensorGroups | None:
-        """What `tp_model_init` and an mpu say; None: nothing. Collective.
+        """Groups from `tp_model_init` or an mpu; None: neither. Collective.
 
         Raises:
             ConfigError: they contradict each other.

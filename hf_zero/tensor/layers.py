@@ -1,4 +1,4 @@
-"""What stands around the forward of layers that hold parts, on every rank of a tensor group."""
+"""Wrappers around the forward of layers that hold parts, on every rank of a tensor group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives, uncompiled
 
-# What parts of a matrix have computed becomes what the whole one would have, differentiably.
+# Results of parts of a matrix become those of the whole one, differentiably.
 #
 #                     forward                     backward
 # enter               the same                    sum over ranks        before columns: each rank has part of dX

@@ -1,4 +1,4 @@
-"""A model of transformers in parts: every rank of a tensor group keeps its part of each matrix that its plan names."""
+"""A transformers model in parts: every rank of a tensor group keeps its part of each matrix that the plan names."""
 
 from __future__ import annotations
 

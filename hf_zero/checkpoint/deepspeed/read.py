@@ -281,7 +281,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
     shapes = {name: shape for group in groups for name, shape in group.items()}
     part = module_part([model], [path], shapes)
     module = need_mapping(model, ds.MODULE, path)
-    buffers = {MASTER: {index: _weight(module, name, path) for index, name in enumerate(shapes)}}
+    buffers = {MASTER: {i: flat(need(module, name, path), f"{name!r}", path) for i, name in enumerate(shapes)}}
     inner = optimizer.get(ds.OPTIMIZER_STATE_DICT, optimizer)
     is_flat = ds.FP32_GROUPS_FLAT in optimizer
     if is_flat:
@@ -411,10 +411,6 @@ def _parameter_files(folder: Folder, name: str) -> list[Path]:
     if not place.is_dir():
         raise CheckpointError(place, f"the folder of parameter {name!r} is missing", _FIX)
     return sorted(place.glob("*.pt"))
-
-
-def _weight(module: Mapping[str, Any], name: str, path: Path) -> Tensor:
-    return flat(need(module, name, path), f"{name!r}", path)
 
 
 def _whole_extents(groups: Sequence[Shapes], is_flat: bool) -> list[Extent]:

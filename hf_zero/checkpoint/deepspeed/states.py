@@ -72,13 +72,13 @@ class GroupState:
     scalars: Mapping[str, Any]
 
     def torch_state(self) -> dict[str, Any]:
-        """As an optimizer's `state` holds it; empty before the first step."""
+        """The optimizer's `state` of it; empty before the first step."""
         return {**_scalars(self.scalars), **self.moments} if self.moments or self.scalars else {}
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPart:
-    """What all groups share.
+    """Data shared by all groups.
 
     Attributes:
         options: per optimizer group its hyper-parameters, without `params`.
@@ -200,7 +200,7 @@ def optimizer_states_3(
 def optimizer_states_0(
     part: OptimizerPart, groups: Sequence[Shapes], states: Mapping[str, GroupState], *, has_masters: bool
 ) -> dict[str, Any]:
-    """What the model file of stage 0 holds under `optimizer`: one entry per parameter.
+    """The `optimizer` entry of stage 0's model file: one entry per parameter.
 
     Args:
         states: by parameter name, whole; masters in the parameter's shape.
@@ -257,7 +257,7 @@ def _file(run: RunState, part: OptimizerPart, inner: dict[str, Any]) -> dict[str
 
 
 def ours(part: OptimizerPart) -> dict[str, Any]:
-    """What only hf_zero reads: that a manifest belongs to this file, and what DeepSpeed's keys have no room for."""
+    """Keys that only hf_zero reads: that a manifest belongs to this file, and what DeepSpeed's keys cannot hold."""
     extras = {ds.STEPS: dict(part.steps), ds.WHOLE_STATES: dict(part.whole), ds.SHARD_STATES: list(part.bound)}
     extras[ds.GRADIENT_ERRORS] = list(part.errors)
     return {ds.MANIFEST_KEY: True, **{key: value for key, value in extras.items() if value}}
