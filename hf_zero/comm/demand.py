@@ -1,6 +1,6 @@
 """How ranks that stand still learn that others wait for them, where no shared memory says so.
 
-While ranks follow a plan (`hf_zero.comm.lockstep`), each issues its gathers without a word to the others. A rank that
+While ranks follow a plan (`hf_zero.comm.lockstep`), each issues its gathers without messages to the others. A rank that
 waits for a reduction issues none meanwhile; another one may need them before it can start that reduction. A rank that
 waits for long writes to the process group's store how far the others must have come, and a rank that waits for a
 reduction looks there now and then. Without such waits nothing is written or read.

@@ -4,7 +4,7 @@
             END                   one small all-gather: all have run the plan, so it stands
 
 *Alike is the rule.* Where all ranks have used the same units in the same order, that is a plan, which all of them have.
-The next such pass follows it: every rank issues the plan's gathers in the plan's order, without a word to the others.
+The next such pass follows it: every rank issues the plan's gathers in the plan's order, without messages to the others.
 At END each says what it has used, as one number; so a plan is renewed or dropped by all ranks at once
 (`hf_zero.comm.lockstep`). How an unforeseen pass begins is agreed on with its first unit.
 

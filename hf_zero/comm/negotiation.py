@@ -2,7 +2,7 @@
 
 Every rank asks for what it needs, in the order of its own program. What ranks have asked for and not got yet are
 queues, one per rank; what happens next depends on the heads of all queues and on nothing else, so that all ranks come
-to the same decisions without a word more:
+to the same decisions without further messages:
 
     queues   rank 0: layer 3, layer 4          decision 1: layer 2, for rank 1; rank 0 sends its row and still waits
              rank 1: layer 2, layer 3          decision 2: layer 3, for both

@@ -56,7 +56,7 @@ def _zero_problems(zero: Zero) -> Iterator[Problem]:
 def _loco_problems(zero: Zero) -> Iterator[Problem]:
     loco = zero.zeropp_loco_param
     if zero.stage == 3 and loco is not None and loco.err_beta >= 1:
-        rule = "must be below 1, where the average of errors never changes from nothing"
+        rule = "must be below 1: at 1 the average of errors stays zero"
         yield Problem("zero_optimization.zeropp_loco_param.err_beta", loco.err_beta, rule, "give less than 1, as 0.8")
 
 

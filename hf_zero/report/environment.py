@@ -73,7 +73,7 @@ def devices() -> Iterator[Row]:
 def host() -> Iterator[Row]:
     memory = psutil.virtual_memory()
     yield "CPU cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
-    yield "host memory", f"{memory.total / GIB:.1f} GiB, {host_available() / GIB:.1f} GiB to be had by this process"
+    yield "host memory", f"{memory.total / GIB:.1f} GiB, {host_available() / GIB:.1f} GiB available to this process"
     yield "shared memory", _shared_memory()
     yield "page-locked memory", _limit(resource.RLIMIT_MEMLOCK)
     yield "open files", _limit(resource.RLIMIT_NOFILE, unit=1)

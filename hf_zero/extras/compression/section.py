@@ -242,7 +242,7 @@ class Compression(Section):
 class Distillation(Section):
     """A loss that also pulls the model towards a teacher: our own; in DeepSpeed it is the script's."""
 
-    enabled: Flag = supported(True, "Without it the section asks for nothing.")
+    enabled: Flag = supported(True, "false: the section has no effect.")
     teacher: PathText | None = supported(None, "Folder of the teacher; unset: the model as it was before compression.")
     temperature: PositiveNumber = supported(1.0, "Divides logits before softmax.")
     label_weight: NonNegative = supported(1.0, "Factor of the model's own loss.")

@@ -289,7 +289,7 @@ class Elasticity(Section):
     micro_batch_sizes: list[Positive] | None = supported(None, "Samples per forward to choose from.", unit="samples")
     min_gpus: Positive = supported(1, "Ranks at least.")
     max_gpus: Positive = supported(10000, "Ranks at most.")
-    min_time: Count = ignored(0, "For a scheduler.", why="nothing reads it, in DeepSpeed neither", unit="minutes")
+    min_time: Count = ignored(0, "For a scheduler.", why="nothing reads it, nor in DeepSpeed", unit="minutes")
     version: PositiveNumber = supported(0.2, "0.1: any number of ranks; 0.2: whole nodes.")
     prefer_larger_batch: Flag = supported(True, "Of equally good batch sizes take the larger.")
     ignore_non_elastic_batch_info: Flag = supported(False, "Batch sizes written beside the section do not matter.")
