@@ -78,10 +78,10 @@ def _write(file: str, error: BaseException, where: TracebackType | None) -> None
     path = Path(file)
     trace = "".join(traceback.format_exception(type(error), error, where)).rstrip()
     text = f"{type(error).__name__}: {error}" if _is_ours(type(error)) else trace
-    told = {"message": str(error), "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    record = {"message": str(error), "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
     try:
         if not (path.is_file() and path.stat().st_size):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"message": told}))
+            path.write_text(json.dumps({"message": record}))
     except OSError:
         return  # the error itself is printed all the same

@@ -50,8 +50,8 @@ class TrainingLoader(DataLoader[Any]):
         for batch in super().__iter__():
             if features:
                 batch = features.on_batch(self.engine.training_progress, batch)
-            for each in parallelism:
-                batch = each.own_part(batch, self.engine.groups.along(each.name))
+            for groups in parallelism:
+                batch = groups.own_part(batch, self.engine.groups.along(groups.name))
             yield batch
 
 

@@ -26,8 +26,8 @@ class Parallelism:
     @property
     def sizes(self) -> dict[str, Any]:
         """As `resolve` takes them: int or None."""
-        told = [(kind.resolved_size, None if groups is None else groups.size) for kind, groups in self._asked.items()]
-        return {name: size for name, size in told if name is not None}
+        sizes = [(kind.resolved_size, None if groups is None else groups.size) for kind, groups in self._asked.items()]
+        return {name: size for name, size in sizes if name is not None}
 
     @property
     def used(self) -> list[ProgramGroups]:
@@ -69,8 +69,8 @@ class Parallelism:
 
     def belong_to(self, engine: Any, groups: ParallelGroups) -> None:
         """Answer programs' queries from these as long as `engine` lives. Collective."""
-        for each in self.used:
-            each.belong_to(engine, self.used, groups.mesh)
+        for dimension in self.used:
+            dimension.belong_to(engine, self.used, groups.mesh)
 
 
 def _load(where: str) -> type[ProgramGroups]:

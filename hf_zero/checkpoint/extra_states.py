@@ -81,12 +81,12 @@ def _joined(what: str, slices: Sequence[tuple[Path, Mapping[str, Any]]]) -> Tens
     parts: list[tuple[int, Tensor]] = []
     path, first = slices[0]
     shape = first[_SHAPE]
-    for path, one in slices:
-        is_right = isinstance(one[_VALUES], Tensor) and isinstance(one[_START], int) and one[_SHAPE] == shape
+    for path, entry in slices:
+        is_right = isinstance(entry[_VALUES], Tensor) and isinstance(entry[_START], int) and entry[_SHAPE] == shape
         if not is_right or not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
             raise CheckpointError(path, f"{what} is not a part of a tensor, or one of another shape", _FIX)
-        if one[_VALUES].numel():
-            parts.append((one[_START], one[_VALUES].reshape(-1)))
+        if entry[_VALUES].numel():
+            parts.append((entry[_START], entry[_VALUES].reshape(-1)))
     parts.sort(key=lambda part: part[0])
     ends = [start + values.numel() for start, values in parts]
     if [start for start, _ in parts] != [0, *ends[:-1]][: len(parts)] or (ends[-1] if ends else 0) != math.prod(shape):

@@ -242,8 +242,8 @@ def write_checkpoint(
         return "" if staging is None else str(staging.path)
 
     try:
-        made = _all_or_nothing(place, collectives, "make the folder", prepare)
-        partial = Path(next(path for node, path in made if path and node == place.node))
+        folders = _all_or_nothing(place, collectives, "make the folder", prepare)
+        partial = Path(next(path for node, path in folders if path and node == place.node))
         reports = _all_or_nothing(place, collectives, "write its files", lambda: _write_files(partial, files, write))
         _all_or_nothing(place, collectives, "finish the checkpoint", lambda: _finish(place, partial, reports))
     except CheckpointError:

@@ -126,11 +126,11 @@ class QuantizedWire:
         sent = reduction.take(rows.shape[0] * size, torch.uint8, self._device)
         messages = sent.view(-1, size)
         # Of several rows for each rank of this hop, those for one rank are a stride of `world` apart.
-        each = rows.shape[0] // collectives.size
-        for peer in range(collectives.size if each > 1 else 1):
-            part = slice(peer * each, (peer + 1) * each) if each > 1 else slice(None)
+        rows_per_rank = rows.shape[0] // collectives.size
+        for peer in range(collectives.size if rows_per_rank > 1 else 1):
+            part = slice(peer * rows_per_rank, (peer + 1) * rows_per_rank) if rows_per_rank > 1 else slice(None)
             write_messages(
-                rows[peer :: collectives.size] if each > 1 else rows,
+                rows[peer :: collectives.size] if rows_per_rank > 1 else rows,
                 messages[part],
                 reduction.bits,
                 self._feedback(hop, part),

@@ -58,8 +58,8 @@ _ANSWERS: tuple[tuple[str, str, type[Exception] | None, str], ...] = (
 
 def _answer(path: str, rule: str) -> tuple[type[Exception] | None, str, str]:
     """The first row that fits: type, how the rule is shown, and the last key of the path."""
-    for wanted, words, kind, shown in _ANSWERS:
-        match = re.fullmatch(wanted, path)
+    for pattern, words, kind, shown in _ANSWERS:
+        match = re.fullmatch(pattern, path)
         if match and re.search(words, rule):
             return kind, shown, match.groupdict().get("key", "")
     return None, "", ""

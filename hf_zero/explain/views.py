@@ -216,13 +216,13 @@ def traffic_rows(findings: Findings, per_host: int | None, parameters: float | N
 def _sizes(findings: Findings, parameters: float | None) -> Sizes:
     zero = findings.config.zero_optimization or Zero()
     num = int(parameters) if parameters is not None else _UNIT_NUMEL
-    each = 4 if model_dtype(findings.config) == "fp32" else 2
+    num_bytes = 4 if model_dtype(findings.config) == "fp32" else 2
     # Settings in elements cannot be scaled to a model of unknown size.
     kept = min(num, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance // 2) if parameters else 0
     communication = findings.config.communication_data_type
-    sent = each if communication is None else 4 if communication == "fp32" else 2
+    sent = num_bytes if communication is None else 4 if communication == "fp32" else 2
     num //= findings.tensor_size  # a rank's part of the matrices; the few parameters that are not cut are small
-    return Sizes(gathered=num, trained=num, kept=kept, weight_bytes=each, gradient_bytes=sent)
+    return Sizes(gathered=num, trained=num, kept=kept, weight_bytes=num_bytes, gradient_bytes=sent)
 
 
 def _wiring(findings: Findings, per_host: int) -> Wiring:

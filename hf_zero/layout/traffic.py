@@ -197,8 +197,8 @@ def _in_hops(phase: str, operation: str, payload: int, group: int, wiring: Wirin
         return
     yield _collective(phase, operation, payload // local, group // local, local, wiring)
     within = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
-    for each in within:
-        yield _collective(phase, each, payload, local, 1, wiring)
+    for transfer in within:
+        yield _collective(phase, transfer, payload, local, 1, wiring)
 
 
 def _gathers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:

@@ -138,9 +138,9 @@ class ElementwiseOptimizer(LoneOptimizer):
 def check_rates(name: str, betas: Sequence[float] = (), **numbers: float) -> None:
     """Raise ValueError unless all numbers are at least 0 and all betas in [0, 1)."""
     if any(not number >= 0 for number in numbers.values()) or any(not 0 <= beta < 1 for beta in betas):
-        given = ", ".join(f"{key}={value}" for key, value in numbers.items())
+        shown = ", ".join(f"{key}={value}" for key, value in numbers.items())
         rule = f"{', '.join(numbers)} >= 0" + (" and betas in [0, 1)" if betas else "")
-        got = given + (f", betas={tuple(betas)}" if betas else "")
+        got = shown + (f", betas={tuple(betas)}" if betas else "")
         raise ValueError(f"{name} needs {rule}, got {got}")
 
 

@@ -153,9 +153,9 @@ class ShardedParameters(ParameterStore):
         self.coordinator.end_passes()
 
     def prepare_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
-        told = self.coordinator.settle(facts)
+        all_facts = self.coordinator.settle(facts)
         self.edits.forget_released()
-        return told
+        return all_facts
 
     def updated_first(self) -> Sequence[int]:
         units = self.coordinator.prefetcher.next_forward()

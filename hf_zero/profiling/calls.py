@@ -188,8 +188,8 @@ class _WatchedRows(Rows):
 
 
 def _wait_for(pending: Sequence[Pending]) -> None:
-    for each in pending:
-        each.wait()
+    for call in pending:
+        call.wait()
 
 
 def _caller() -> str:

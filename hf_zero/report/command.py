@@ -97,6 +97,7 @@ def _text(sections: dict[str, list[Row]], matrix: str, here: Sequence[Feature]) 
     if matrix:
         lines += ["between devices", matrix, ""]
     lines.append("features")
-    for each in here:
-        lines.append(f"[{'yes' if each.is_available else 'NO':>3}] {each.name}{f': {each.note}' if each.note else ''}")
+    for feature in here:
+        note = f": {feature.note}" if feature.note else ""
+        lines.append(f"[{'yes' if feature.is_available else 'NO':>3}] {feature.name}{note}")
     return "\n".join(lines) + "\n"

@@ -174,10 +174,10 @@ def _for_whole(group: Collectives, more: dict[str, Any], heads: int) -> dict[str
     """Arguments of an attention function that speak of positions or heads."""
     if more.get("position_bias") is not None:
         raise NotImplementedError("attention with a bias of positions (position_bias) cannot share sequences")
-    told, positions, sinks = dict(more), more.get("position_ids"), more.get("s_aux")
+    arguments, positions, sinks = dict(more), more.get("position_ids"), more.get("s_aux")
     if isinstance(positions, Tensor) and positions.dim() == 2:  # flash attention finds documents in them
-        told["position_ids"] = gather(group, positions.contiguous(), dim=1)
+        arguments["position_ids"] = gather(group, positions.contiguous(), dim=1)
     if isinstance(sinks, Tensor) and sinks.numel() == heads:
-        each = heads // group.size
-        told["s_aux"] = sinks.narrow(0, group.rank * each, each)
-    return told
+        per_rank = heads // group.size
+        arguments["s_aux"] = sinks.narrow(0, group.rank * per_rank, per_rank)
+    return arguments

@@ -56,19 +56,19 @@ class UlyssesSPDataLoaderAdapter:
         """
         batches, to_skip = iter(self.dl), self._num_skipped
         while True:
-            told = [_Told(*answer) for answer in self._collectives.gather_objects(_next(batches))]  # type: ignore[misc]
-            failed = [f"rank {rank}: {one.error}" for rank, one in zip(self._ranks, told, strict=True) if one.error]
+            reports = [_Told(*answer) for answer in self._collectives.gather_objects(_next(batches))]  # type: ignore[misc]
+            failed = [f"rank {rank}: {it.error}" for rank, it in zip(self._ranks, reports, strict=True) if it.error]
             if failed:
                 raise RuntimeError(f"a loader of ranks that share sequences failed: {'; '.join(failed)}")
-            if all(one.batch is None for one in told):
+            if all(report.batch is None for report in reports):
                 return
-            for one in told:
-                if one.batch is None:
+            for report in reports:
+                if report.batch is None:
                     continue
                 if to_skip:
                     to_skip -= 1
                 else:
-                    part = part_of(one.batch, self.sp_rank, self.sp_world_size, self.device)
+                    part = part_of(report.batch, self.sp_rank, self.sp_world_size, self.device)
                     _sequences(part).__dict__[_IS_PART] = True
                     yield part
 

@@ -83,8 +83,8 @@ def told_by_all(group: Collectives, values: Sequence[int], device: torch.device)
     facts = [0.0] * (group.size * len(values))
     start = group.rank * len(values)
     facts[start : start + len(values)] = [float(value) for value in values]
-    told = group.sum_with_facts(torch.zeros(1, dtype=torch.float64, device=device), facts)
-    return [[int(value) for value in told[rank * len(values) :][: len(values)]] for rank in range(group.size)]
+    all_facts = group.sum_with_facts(torch.zeros(1, dtype=torch.float64, device=device), facts)
+    return [[int(value) for value in all_facts[rank * len(values) :][: len(values)]] for rank in range(group.size)]
 
 
 class DistributedAttention(nn.Module):

@@ -106,8 +106,8 @@ class Agreement:
             self._reducer.finish()
             self._store.end_passes()
             self._reducer.complete()
-        told = self._store.prepare_update(astuple(self._facts()))
-        return [Facts(*each) for each in told]
+        all_facts = self._store.prepare_update(astuple(self._facts()))
+        return [Facts(*each) for each in all_facts]
 
     def reach(self, told: Sequence[Facts] = ()) -> Agreed:
         """Every gradient since the last step is reduced when this returns. Collective.

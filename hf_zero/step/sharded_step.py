@@ -226,9 +226,9 @@ class ShardedStep:
         """Agree on what is applied, and how: the parameters with gradients, and the outcome."""
         self.factors.refuse_mixed()
         self._store.sync_masters()
-        told = self._agreement.meet()
+        facts = self._agreement.meet()
         self.settle()
-        agreed = self._agreement.reach(told)
+        agreed = self._agreement.reach(facts)
         if self._rules.require_all_gradients:
             refuse_unused(self._store, agreed.used)
         self.outcome = self._unsettled = StepOutcome(agreed.sums, self._norm_rule)

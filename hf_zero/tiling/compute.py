@@ -208,8 +208,8 @@ class _Tiles(torch.autograd.Function):
             tensors = work.kept[0].saved_tensors
             sliced, passed = tensors[: work.num_sliced], tensors[work.num_sliced :]
             with work.surroundings.again():
-                _, made = _differentiate(work, sliced, passed, gradient)
-            gradients = made.times(None)
+                _, tile_gradients = _differentiate(work, sliced, passed, gradient)
+            gradients = tile_gradients.times(None)
         gradients.deliver_unlisted()
         return None, None, *gradients.listed
 

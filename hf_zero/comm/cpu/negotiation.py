@@ -84,11 +84,11 @@ class HostNegotiation(Negotiation):
 
     def _decide_all(self) -> bool:
         """Every decision that can be made now; whether there was one."""
-        made = False
+        has_decided = False
         while all(self._queues.values()):
             self._carry_out(self._agreed([self._queues[rank][0].request for rank in range(self.size)]))
-            made = True
-        return made
+            has_decided = True
+        return has_decided
 
     def _carry_out(self, decision: Decision) -> None:
         number, self._num_decisions = self._num_decisions, self._num_decisions + 1

@@ -76,8 +76,8 @@ def run_experiment(
     status = _run(command, home, timeout_s)
     if metrics.exists():
         return Result(experiment.name, "ok", json.loads(metrics.read_text(encoding="utf-8")))
-    said, complained = ((home / name).read_text(errors="replace") for name in ("stdout.log", "stderr.log"))
-    outcome, reason = judge(status, said, complained)
+    stdout, stderr = ((home / name).read_text(errors="replace") for name in ("stdout.log", "stderr.log"))
+    outcome, reason = judge(status, stdout, stderr)
     return Result(experiment.name, outcome, {}, reason)
 
 

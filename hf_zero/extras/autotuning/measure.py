@@ -170,10 +170,10 @@ def show_measured(plan: Plan, measured: Sequence[Measured]) -> None:
     table = Table(title="measured on this machine", title_justify="left")
     for name in ("candidate", "outcome", "tokens/s", "estimated", "reason"):
         table.add_column(name)
-    for each in measured:
-        style = "bold green" if each.estimate is plan.chosen else ""
-        rate = "" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}"
-        said = f"{each.estimate.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}"
-        row = (each.estimate.candidate.name, each.result.outcome, rate, said, escape(each.result.reason))
+    for trial in measured:
+        style = "bold green" if trial.estimate is plan.chosen else ""
+        rate = "" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
+        throughput = f"{trial.estimate.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}"
+        row = (trial.estimate.candidate.name, trial.result.outcome, rate, throughput, escape(trial.result.reason))
         table.add_row(*row, style=style)
     Console(highlight=False, width=None if sys.stdout.isatty() else 150).print(table)

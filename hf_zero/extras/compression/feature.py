@@ -234,11 +234,11 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, label
     own, theirs = student.float(), teacher.detach().float()
     if own.shape[-1] == 1:
         return functional.mse_loss(own, theirs)
-    each = -(theirs.div(temperature).softmax(-1) * own.div(temperature).log_softmax(-1)).sum(-1) * temperature**2
-    if labels is None or labels.shape != each.shape:
-        return each.mean()
-    counts = (labels != _IGNORED).to(each.dtype)
-    return (each * counts).sum() / counts.sum().clamp(min=1)
+    losses = -(theirs.div(temperature).softmax(-1) * own.div(temperature).log_softmax(-1)).sum(-1) * temperature**2
+    if labels is None or labels.shape != losses.shape:
+        return losses.mean()
+    counts = (labels != _IGNORED).to(losses.dtype)
+    return (losses * counts).sum() / counts.sum().clamp(min=1)
 
 
 def _share_of_update(labels: Tensor | None, num_items: Any) -> Tensor | float:

@@ -125,15 +125,15 @@ def match_all(model: nn.Module, policy: CompressionPolicy) -> dict[str, list[Mat
     layers, problems = layers_of(model), list[Problem]()
     matches: dict[str, list[Match]] = {}
     for technique, kinds in KINDS.items():
-        wanted = getattr(policy, technique)
-        if wanted is None:
+        section = getattr(policy, technique)
+        if section is None:
             continue
-        spared = wanted.excluded if isinstance(wanted, PruningPolicy) else ()
+        spared = section.excluded if isinstance(section, PruningPolicy) else ()
         usable = [x for x in layers if x.kind in kinds and (technique != "activations" or x.takes_inputs)]
         usable = [x for x in usable if not any(_is_meant(pattern, x.name) for pattern in spared)]
-        if isinstance(wanted, PruningPolicy) and wanted.method == "snip_momentum":
+        if isinstance(section, PruningPolicy) and section.method == "snip_momentum":
             usable = [x for x in usable if x.kind == "linear"]
-        matches[technique] = _match(model, wanted.rules, usable, problems)
+        matches[technique] = _match(model, section.rules, usable, problems)
     if problems:
         raise ConfigError(problems)
     return matches

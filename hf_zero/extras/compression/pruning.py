@@ -258,11 +258,11 @@ def learn_together(layers: Sequence[ActivationBits], collectives: Collectives) -
     if not noting:
         return
     nothing = torch.tensor([torch.inf, -torch.inf])
-    own = torch.stack([nothing if one.seen is None else one.seen.cpu() for one in noting])
-    for one, (low, high) in zip(noting, _extremes(own, collectives), strict=True):
+    own = torch.stack([nothing if activation.seen is None else activation.seen.cpu() for activation in noting])
+    for activation, (low, high) in zip(noting, _extremes(own, collectives), strict=True):
         if low <= high:
-            one.learn(low, high)
-        one.seen = None
+            activation.learn(low, high)
+        activation.seen = None
 
 
 def _extremes(own: Tensor, collectives: Collectives) -> list[tuple[float, float]]:

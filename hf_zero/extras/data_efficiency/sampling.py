@@ -359,12 +359,12 @@ class SampledCurriculumFeature(TrainingFeature):
 
     def stream(self, num_samples: int, batch_size: int) -> SampleStream:
         """A stream of the section's, with this training's functions."""
-        made = SampleStream(self.policy, num_samples, batch_size)
+        stream = SampleStream(self.policy, num_samples, batch_size)
         custom = {name: s.custom for name, s in self.schedules.items() if s.custom is not None}
         if custom:
-            made.set_custom(custom)
-        self.streams.append(made)
-        return made
+            stream.set_custom(custom)
+        self.streams.append(stream)
+        return stream
 
     def loader_options(self, draw: Draw) -> dict[str, Any]:
         options: dict[str, Any] = {"num_workers": self.policy.num_workers}

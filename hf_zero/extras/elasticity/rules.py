@@ -259,12 +259,12 @@ def _checked(section: object) -> ElasticRule:
 
 
 def _world_size() -> int:
-    given = os.environ.get("WORLD_SIZE", "")
-    if not given.isdecimal() or not int(given):
+    text = os.environ.get("WORLD_SIZE", "")
+    if not text.isdecimal() or not int(text):
         raise ElasticityConfigError(
-            f"elasticity 0.2 needs the number of ranks: give world_size=, or set WORLD_SIZE (it is {given!r})"
+            f"elasticity 0.2 needs the number of ranks: give world_size=, or set WORLD_SIZE (it is {text!r})"
         )
-    return int(given)
+    return int(text)
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any]) -> None:
@@ -346,8 +346,8 @@ def scheduler_problems(rule: ElasticRule) -> Iterator[Problem]:
     try:
         scheduled = Elasticity.model_validate({"enabled": True, **json.loads(seen)})
     except (ValueError, TypeError) as error:
-        said = str(error).splitlines()[0]
-        yield Problem("elasticity", seen, f"{SCHEDULERS} must hold the section as JSON ({said})", fix)
+        reason = str(error).splitlines()[0]
+        yield Problem("elasticity", seen, f"{SCHEDULERS} must hold the section as JSON ({reason})", fix)
         return
     theirs, problems = rule_of(scheduled)
     if theirs is None:

@@ -66,12 +66,12 @@ def through_experts(
     if trains and torch.is_grad_enabled() and not rows.requires_grad:
         rows.requires_grad_()  # all ranks of the group meet in backward, also those to which no token has come
     arrived = _travel(group, rows, away, here)
-    made = arrived  # as it is where nothing has come, which keeps it in the graph
+    outputs = arrived  # as it is where nothing has come, which keeps it in the graph
     if len(arrived):
         experts = torch.arange(own, device=flat.device).repeat(group.size)
         numbers = experts.repeat_interleave(received, output_size=len(arrived))
-        made = compute(arrived, numbers.unsqueeze(1), weights.new_ones(len(arrived), 1)).to(arrived.dtype)
-    returned = _travel(group, made, here, away)
+        outputs = compute(arrived, numbers.unsqueeze(1), weights.new_ones(len(arrived), 1)).to(arrived.dtype)
+    returned = _travel(group, outputs, here, away)
     by_token = returned[torch.argsort(order)].view(tokens, k, -1)
     return (by_token * weights.reshape(tokens, k, 1)).sum(1).to(hidden.dtype).view(hidden.shape)
 
@@ -161,9 +161,9 @@ def _check(name: str, module: Any, size: int) -> None:
     if module.num_experts % size:
         rule = f"experts = ranks x experts per rank does not hold: {module.num_experts} != {size} x n"
         raise ValueError(f"{name}: {rule}")
-    given = list(inspect.signature(module.forward).parameters)
-    if len(given) != 3:
-        raise ValueError(f"{name}: experts that take {', '.join(given)} are not known")
+    parameters = list(inspect.signature(module.forward).parameters)
+    if len(parameters) != 3:
+        raise ValueError(f"{name}: experts that take {', '.join(parameters)} are not known")
     for own, parameter in module.named_parameters(recurse=False):
         if not parameter.is_floating_point():
             raise ValueError(f"{name}.{own} is of {parameter.dtype}: load the model without quantization_config")

@@ -49,8 +49,8 @@ class CompressingOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         refuse_amsgrad(name, amsgrad)
         if eps_inside_sqrt or bias_correction:
-            given = "eps_inside_sqrt" if eps_inside_sqrt else "bias_correction"
-            raise ValueError(f"{name}({given}=True): the published algorithm has none; leave it out")
+            option = "eps_inside_sqrt" if eps_inside_sqrt else "bias_correction"
+            raise ValueError(f"{name}({option}=True): the published algorithm has none; leave it out")
         if max_grad_norm:
             raise ValueError(f"{name}(max_grad_norm={max_grad_norm}): set gradient_clipping in ds.json instead")
         rates = {key: defaults[key] for key in ("lr", "eps", "weight_decay")}

@@ -252,10 +252,10 @@ class SparseAttentionUtils:
 
         Our attention needs no padding; this is for models that do.
         """
-        given = input_ids if input_ids is not None else inputs_embeds
-        if given is None:
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        if inputs is None:
             raise ValueError("pad_to_block_size: give input_ids or inputs_embeds")
-        missing = -given.shape[1] % block_size
+        missing = -inputs.shape[1] % block_size
         if not missing:
             return 0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         if inputs_embeds is not None:

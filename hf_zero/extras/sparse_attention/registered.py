@@ -185,7 +185,7 @@ def sparse_mask(
     from transformers.masking_utils import and_masks, padding_mask_function, prepare_padding_mask, sdpa_mask
 
     def dense(**changes: Any) -> Tensor | None:
-        told = {**more, **changes}
+        arguments = {**more, **changes}
         answer: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -195,7 +195,7 @@ def sparse_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             device=device,
-            **told,
+            **arguments,
         )
         return answer
 
@@ -270,10 +270,10 @@ def _refuse(module: nn.Module, arguments: dict[str, Any]) -> None:
             "section in the config, or call "
             "hf_zero.extras.sparse_attention.registered.attach(model, FixedSparsityConfig(num_heads=...))"
         )
-    given = [name for name in _UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
-    if given:
+    names = [name for name in _UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
+    if names:
         raise NotImplementedError(
-            f"{type(module).__name__} asks attention for {', '.join(given)}, which sparse attention does not have: "
+            f"{type(module).__name__} asks attention for {', '.join(names)}, which sparse attention does not have: "
             'remove the sparse_attention section and take attn_implementation="eager"'
         )
 

@@ -280,8 +280,8 @@ def _kind(name: str) -> Any:
     def __init__(self: Accelerator) -> None:
         Accelerator.__init__(self, name)
 
-    made = {"__init__": __init__, "__module__": __name__}
-    return type(f"{name.upper()}_Accelerator", (Accelerator,), made)
+    members = {"__init__": __init__, "__module__": __name__}
+    return type(f"{name.upper()}_Accelerator", (Accelerator,), members)
 
 
 _CLASSES = {name: _kind(name) for name in ("cpu", "cuda", "xpu", "npu", "hpu")}

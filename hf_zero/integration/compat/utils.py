@@ -107,9 +107,9 @@ class LoggerFactory:
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
         if name is None:
             raise ValueError("create_logger() needs a name")
-        made = logging.getLogger(name)
-        made.setLevel(level)
-        return made
+        new_logger = logging.getLogger(name)
+        new_logger.setLevel(level)
+        return new_logger
 
 
 F = TypeVar("F", bound=Callable[..., Any])

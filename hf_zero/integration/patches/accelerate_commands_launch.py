@@ -51,9 +51,9 @@ def around_parser(original: Callable[..., argparse.ArgumentParser]) -> Callable[
 
 def _showing_our_group(formatter: Any) -> Any:
     def with_our_group(*args: Any, **kwargs: Any) -> Any:
-        made = formatter(*args, **kwargs)
-        made.titles.append(GROUP)
-        return made
+        help_formatter = formatter(*args, **kwargs)
+        help_formatter.titles.append(GROUP)
+        return help_formatter
 
     return with_our_group
 

@@ -127,11 +127,11 @@ def overruled(config: Mapping[str, Any], args: Any) -> Iterator[str]:
     """A line for every choice of TrainingArguments, other than its default, that a section of the config overrules."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for name, (section, same) in _CHOICES.items():
-        said = getattr(args, name, None)
-        text = str(getattr(said, "value", said))
+        value = getattr(args, name, None)
+        text = str(getattr(value, "value", value))
         kind = (config.get(section) or {}).get("type")
         # The plain names of AdamW say how torch runs it, which an optimizer section leaves to the engine.
-        if kind is None or said == defaults.get(name) or same.get(text) == kind or text.startswith("adamw_torch"):
+        if kind is None or value == defaults.get(name) or same.get(text) == kind or text.startswith("adamw_torch"):
             continue
         yield (
             f"TrainingArguments.{name} is {text!r}, but the config has a {section} section of type {kind}: the config "
@@ -238,14 +238,14 @@ def around_init(original: Callable[..., Any]) -> Callable[..., Any]:
             _leave_old_engine(trainer)
             _check_output(trainer.args)
         level = logger.level
-        made = None, None
+        built = None, None
         if not inference or hf_config.is_zero3():
-            made = original(trainer, num_training_steps, inference)
+            built = original(trainer, num_training_steps, inference)
         else:
             _prepare_to_evaluate(trainer, hf_config)
         if _leaves_levels(trainer.args):
             logger.setLevel(level)
-        return made
+        return built
 
     return deepspeed_init
 

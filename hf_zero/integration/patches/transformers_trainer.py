@@ -225,8 +225,8 @@ def around_train_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
         args = self.args
         total = self.get_total_train_batch_size(args)  # an update's: ranks that share samples count once
         makers = services_for(plugin.deepspeed_config, "train_sampler")
-        made = (make(plugin.deepspeed_config, len(dataset), total) for make in makers)
-        sampler = next((sampler for sampler in made if sampler is not None), None)
+        samplers = (make(plugin.deepspeed_config, len(dataset), total) for make in makers)
+        sampler = next((sampler for sampler in samplers if sampler is not None), None)
         if sampler is None:
             return original(self, train_dataset)
         strategy = getattr(args, "train_sampling_strategy", "random")

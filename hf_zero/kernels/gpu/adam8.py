@@ -147,12 +147,12 @@ def adam8_on_gpu(
     m, v = (blocks_of(state) for state in vectors.states)
     scale_tensor, factor = split_scale(scale)
     correction1, correction2 = rule.corrections(step)
-    each = BLOCK // warp_size(_adam8)
+    per_thread = BLOCK // warp_size(_adam8)
     launch: Any = _adam8[(num_blocks(vectors.start + numel) - first,)]
     launch(
         vectors.weight, *m, *v, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
         vectors.start, numel, first,
         *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
         *floats(1 / correction1, 1 / correction2, rule.eps, rule.weight_decay, TINY),
-        DECOUPLED=rule.decoupled, DECADES=DECADES, EACH=each, BLOCK=BLOCK, **options(_adam8, BLOCK, each),
+        DECOUPLED=rule.decoupled, DECADES=DECADES, EACH=per_thread, BLOCK=BLOCK, **options(_adam8, BLOCK, per_thread),
     )  # fmt: skip
