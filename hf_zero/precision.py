@@ -86,7 +86,7 @@ def can_be_cut(parameter: torch.Tensor) -> bool:
 
 
 def tensors_of(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """What a parameter consists of: its data, of packed weights followed by their scales; or the tensors it wraps."""
+    """The tensors of a parameter: its data, for packed weights followed by their scales; or those it wraps."""
     if is_wrapped(parameter):
         names: list[str] = parameter.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return [tensor for name in names for tensor in tensors_of(getattr(parameter, name))]

@@ -91,7 +91,7 @@ class Spans:
         self.open = _Open()
 
     def span(self, kind: str, name: str = "", phase: str = "") -> AbstractContextManager[None]:
-        """What runs inside is of this kind.
+        """Time what runs inside under this kind.
 
         Args:
             name: of the unit or bucket; without one, PyTorch's profiles do not show it.

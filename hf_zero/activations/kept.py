@@ -413,7 +413,7 @@ class CheckpointedCalls:
 
     @contextmanager
     def _kept(self, args: Sequence[Any], place: Place) -> Iterator[None]:
-        """What autograd saves of `args` inside is kept."""
+        """Keep what autograd saves of `args` inside."""
         self._send_latest()
         candidates = {_key(arg): arg for arg in args if self._is_candidate(arg)}
         mine: list[weakref.ref[KeptInput]] = []
@@ -483,7 +483,7 @@ def _key(tensor: Tensor) -> _Key:
 
 @dataclass
 class Configured:
-    """What a program has asked of `deepspeed.checkpointing` itself, for its whole process.
+    """Settings of `deepspeed.checkpointing` by the program, for its whole process.
 
     Attributes:
         calls: None before `deepspeed.checkpointing.configure`.

@@ -1,4 +1,4 @@
-"""What programs call: initialize, the engine with its surface, and whole values of sharded parameters."""
+"""The API for programs: initialize, the engine with its surface, and whole values of sharded parameters."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What `initialize` builds before there is an engine. No assembly means: no optimizer, forward only.
+    """Parts that `initialize` builds before the engine. No assembly means: no optimizer, forward only.
 
     The store is the assembly's, or at stage 3 without an optimizer one of its own. `names` are those of DeepSpeed that
     the engine does not use itself.

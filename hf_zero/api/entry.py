@@ -119,7 +119,7 @@ def initialize(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What the caller of `initialize` handed over."""
+    """Arguments of `initialize`."""
 
     model: nn.Module
     optimizer: OptimizerLike | None

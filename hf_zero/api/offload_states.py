@@ -17,7 +17,7 @@ from hf_zero.step.optimizer import ZeroOptimizer
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What can be sent away; names and values are DeepSpeed's."""
+    """States that can be sent away; names and values are DeepSpeed's."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

@@ -14,10 +14,10 @@ from hf_zero.features import DIMENSIONS, DIMENSIONS_OF_FEATURES
 
 
 class Parallelism:
-    """What one engine has of every registered dimension; None: its ranks are not along it."""
+    """An engine's groups by registered dimension; None: its ranks are not along it."""
 
     def __init__(self, model: nn.Module, mpu: Any, mesh_param: Any) -> None:
-        """What a program says. Collective."""
+        """Take what a program says. Collective."""
         kinds = [_load(where) for where in DIMENSIONS]
         self._asked: dict[type[ProgramGroups], ProgramGroups | None] = {
             kind: kind.given(model, mpu, mesh_param) for kind in kinds

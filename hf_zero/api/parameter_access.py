@@ -27,7 +27,7 @@ _ATTRIBUTE = "hf_zero_fragments"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What this rank owns of a parameter: `piece` of the shard with this number."""
+    """This rank's part of a parameter: `piece` of the shard with this number."""
 
     sub_group: SubGroup
     piece: Piece

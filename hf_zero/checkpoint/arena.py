@@ -119,7 +119,7 @@ class Arena:
         return self._theirs[key].narrow(0, piece.start, piece.num_bytes).view(dtype)
 
     def of_other(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """What another rank of this host has placed."""
+        """A piece that another rank of this host has placed."""
         if piece.path not in self._theirs:
             with open(piece.path, "rb") as file:
                 # Read-only by convention. torch warns of memory that cannot be written to.

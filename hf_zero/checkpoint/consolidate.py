@@ -132,7 +132,7 @@ def weights_of(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to write where.
+    """Output of a conversion.
 
     Attributes:
         output: a .bin, .pt or .safetensors file, or a folder of shards.

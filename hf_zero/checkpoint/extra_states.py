@@ -239,7 +239,7 @@ def _read(updater: Updater, sub_group: SubGroup) -> ShardState:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """What one sub-group has of a parameter: `sub_group_size` may cut it, where masters are offloaded."""
+    """A sub-group's part of a parameter: `sub_group_size` may cut it, where masters are offloaded."""
 
     start: int
     group: int

@@ -49,7 +49,7 @@ def view_of_part(
     *,
     with_optimizer: bool = True,
 ) -> CheckpointView:
-    """What this rank of a tensor group holds of a checkpoint, however many ranks per tensor group have written it.
+    """This tensor rank's part of a checkpoint, however many ranks per tensor group have written it.
 
     Args:
         folders: as `find` returns them.

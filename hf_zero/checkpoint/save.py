@@ -123,7 +123,7 @@ class Exchange:
         return placed
 
     def _swap(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """What every peer has for this rank, its copies one after the other.
+        """Receive every peer's copies for this rank, one after the other.
 
         In rounds, so that what is on its way takes little memory: fresh pages cost as much as the copying.
         """
@@ -363,7 +363,7 @@ def _target_states(subject: Subject, collected: _Collected, targets: Sequence[_T
 def _batch(
     of_kind: _TargetStates, exchange: Exchange, awaited: Sequence[Awaited | Streamed], groups: Sequence[GroupState]
 ) -> list[tuple[Awaited, Streamed]]:
-    """What one exchange brings, as far as the groups want it."""
+    """Results of one exchange, as far as the groups want them."""
     used = {id(content) for group in groups for content in (group.master, *group.moments.values())}
     return [
         (place, content)

@@ -125,7 +125,7 @@ class Subject(ModelSubject):
         return [{names[index]: shapes[index] for index in group} for group in self.assembly.members]
 
     def extents(self, rank: int) -> Iterator[Extent]:
-        """What rank number `rank` of the shard group updates, as elements of what files hold."""
+        """Elements of files that rank number `rank` of the shard group updates."""
         assembly, groups = self.assembly, self.groups
         sharded, limit = assembly.optimizer.sharding.shards_optimizer, assembly.store.sub_group_numel
         place, number = (0, 0) if groups.of_parts is None else groups.place_of(groups.shard.ranks[rank])

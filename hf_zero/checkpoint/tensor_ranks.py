@@ -107,7 +107,7 @@ def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> C
 def in_parts(
     view: CheckpointView, cuts: Mapping[str, Cut], rank: int, *, with_optimizer: bool = True
 ) -> CheckpointView:
-    """What a rank of a tensor group holds of a checkpoint of whole parameters.
+    """A tensor rank's part of a checkpoint of whole parameters.
 
     Raises:
         CheckpointError: a parameter has another shape there; or the optimizer's states are not one value per element,

@@ -149,7 +149,7 @@ class CheckpointView:
         return Pieces(tuple(shape), self.elements[MASTER].whole(self.indices[name], math.prod(shape)))
 
     def client_state(self) -> dict[str, Any]:
-        """What `load_checkpoint` returns to its caller."""
+        """The client state that `load_checkpoint` returns."""
         return {key: value for key, value in self.meta.items() if key not in ds.NOT_CLIENT_STATE}
 
 

@@ -147,7 +147,7 @@ class Collectives(ControlMessages):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_send_buffer(self, buffer: Tensor) -> None:
-        """What was reduced from `buffer` has arrived and has been read."""
+        """Return `buffer`: its reduction has arrived and has been read."""
         if len(self._send_buffers) < MAX_SEND_BUFFERS:
             self._send_buffers.append(buffer)
 

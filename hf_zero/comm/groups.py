@@ -1,4 +1,4 @@
-"""Who shares what with whom: made once for an engine, and handed down whole."""
+"""Groups of ranks: made once for an engine, and passed down whole."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ class ProgramGroups(ABC):
     @classmethod
     @abstractmethod
     def given(cls: type[Self], model: Any, mpu: Any, mesh_param: Any) -> Self | None:
-        """What a program says about this dimension, in the arguments of `initialize` or before; None: nothing.
+        """Groups of this dimension from a program, in the arguments of `initialize` or before; None: none.
         Collective."""
 
     @classmethod
@@ -314,7 +314,7 @@ class ProgramGroups(ABC):
         return batch
 
     def belong_to(self, engine: Any, beside: Sequence[ProgramGroups], mesh: Mesh) -> None:
-        """They are this engine's from now on, with those `beside`, itself among them. Collective."""
+        """Belong to this engine, with the groups `beside`, itself among them. Collective."""
         self._beside = beside
         if mesh.data != self._data_partition:
             self._see_other_samples(mesh.data)
@@ -333,7 +333,7 @@ class ProgramGroups(ABC):
         return next((groups for _, groups in reversed(alive) if isinstance(groups, cls)), None)
 
     def __getattr__(self, name: str) -> Any:
-        """What another dimension of the same engine answers."""
+        """An attribute of another dimension of the same engine."""
         for other in () if name.startswith("_") else self._beside:
             if hasattr(type(other), name):
                 return getattr(other, name)

@@ -31,11 +31,11 @@ class Call:
         return None
 
     def follow(self, pending: Pending, tensor: Tensor) -> Pending:
-        """What the caller gets instead of `pending`, which moves `tensor`: its wait is counted."""
+        """Wrap `pending`, which moves `tensor`, so that its wait is counted."""
         return pending
 
     def follow_rows(self, rows: Rows, row: Tensor) -> Rows:
-        """The same of rows."""
+        """The same for rows."""
         return rows
 
     def started(self, pending: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
@@ -50,7 +50,7 @@ UNWATCHED = Call()
 
 
 class CallWatcher(Protocol):
-    """Who wants to know how long collectives take."""
+    """Observes how long collectives take."""
 
     def call(self, phase: str, operation: str, sizes: Sequence[int], num_ranks: int) -> Call: ...
 
@@ -120,7 +120,7 @@ class Ledger:
             self.current_phase = previous
 
     def tally(self, phase: str, operation: str) -> Tally:
-        """What was counted so far; a zero tally when nothing was."""
+        """Counts so far; a zero tally where there are none."""
         return self.tallies.get((phase, operation), Tally())
 
     def received(self) -> dict[str, tuple[int, int]]:

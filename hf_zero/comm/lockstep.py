@@ -124,7 +124,7 @@ class PassHistory:
         return self._plans[start] if start in self._plans and self._trust[start].is_enough else None
 
     def end(self, start: Start | None, units: tuple[int, ...], *, are_alike: bool, followed: Start | None) -> None:
-        """All ranks have ended a pass.
+        """Record that all ranks have ended a pass.
 
         Args:
             start, units: this rank's pass; looked at only where ranks have run the same.
@@ -153,7 +153,7 @@ class PassHistory:
             self._place = None
 
     def step(self, first_unit: int) -> None:
-        """All ranks have come to an update of the engine with this unit."""
+        """Record that all ranks have come to an update of the engine with this unit."""
         if self._place is not None:
             self._follow(self._place, None)
         self._place = first_unit, 0
@@ -178,7 +178,7 @@ class PassHistory:
 
 @dataclass(slots=True)
 class Plan:
-    """What all ranks issue in the present pass.
+    """Gathers that all ranks issue in the present pass.
 
     Attributes:
         issued: units that this rank has started to gather.
@@ -199,7 +199,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Pass:
-    """What lies between two meetings, on this rank.
+    """This rank's work between two meetings.
 
     Attributes:
         number: of the pass, the same on all ranks.
@@ -238,7 +238,7 @@ _ALL = 1 << 30  # more units than a plan has: this rank waits for the others' he
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What one rank tells in an exchange.
+    """One rank's message in an exchange.
 
     Attributes:
         request: its first that was not granted yet.

@@ -114,7 +114,7 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Who shares what with whom, derived from what is true of each dimension. Ranks with the same weights are cut
+    """The mesh of ranks, derived from what is true of each dimension. Ranks with the same weights are cut
     twice: into `replicate` x `shard` for the states, and by what they see.
 
         world 8, tensor 2, sequence 2, shard size 2      rank 0 1 2 3 4 5 6 7

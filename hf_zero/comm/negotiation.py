@@ -58,7 +58,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one rank asks for.
+    """A rank's request.
 
     Attributes:
         unit: number of the unit to gather; of STEP: the first unit of the engine that updates.
@@ -96,7 +96,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens next, the same on all ranks.
+    """The next action, the same on all ranks.
 
     Attributes:
         unit: to be gathered; None: nothing.
@@ -116,7 +116,7 @@ class Disagreement(RuntimeError):
 
 
 def decide(heads: Sequence[Request]) -> Decision | None:
-    """What becomes of the first request of every rank; None where they contradict one another."""
+    """The decision about every rank's first request; None where they contradict one another."""
     if _are_alike(heads):
         return Decision(heads[0].unit, frozenset(range(len(heads))))
     gathers = [head for head in heads if head.kind is Kind.GATHER]
@@ -190,7 +190,7 @@ class Sources:
         return known is None or known[0]() is None
 
     def find(self, unit: int) -> tuple[Source, int]:
-        """Who has the rows of a unit, and its number there."""
+        """The source of a unit's rows, and the unit's number there."""
         known = self._known[unit]
         source = known[0]() if known is not None else None
         if known is None or source is None:

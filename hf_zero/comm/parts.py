@@ -17,7 +17,7 @@ _PART = "_hf_zero_part"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """What this rank holds of a parameter, beside other ranks.
+    """This rank's part of a parameter.
 
     Attributes:
         group: the ranks that hold the parts.

@@ -63,7 +63,7 @@ def init_distributed(
 
 
 class HoldsGroups(Protocol):
-    """Who keeps references to process groups."""
+    """An object that keeps references to process groups."""
 
     def release_groups(self) -> None:
         """Release all process groups: the process ends."""

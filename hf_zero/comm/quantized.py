@@ -230,7 +230,7 @@ class PlainRows:
         return [(layout.row_numel * layout.world, dtype)]
 
     def sent(self, rows: Tensor) -> Tensor:
-        """What is gathered of `rows`, as this rank keeps them: (rows, elements), or one of them (1-D)."""
+        """The form in which `rows` travel, as this rank keeps them: (rows, elements), or one of them (1-D)."""
         return rows
 
     def opened(self, rows: Rows, layout: RowLayout, like: Tensor, take: Take, per_rank: int = 1) -> Rows:

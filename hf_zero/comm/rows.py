@@ -1,4 +1,4 @@
-"""What collectives return while they are under way, and rows that arrive from all ranks."""
+"""Handles of collectives under way, and rows that arrive from all ranks."""
 
 from __future__ import annotations
 

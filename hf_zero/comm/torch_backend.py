@@ -95,7 +95,7 @@ class GatherStreamCollectives(NativeCollectives):
 
 
 class _Recorded(Pending):
-    """What a lane of the device has done when an event has passed."""
+    """Work of a device lane up to an event."""
 
     def __init__(self, runtime: Runtime, event: Event) -> None:
         self._runtime = runtime

@@ -146,7 +146,7 @@ def _top_problems(config: Root, world_size: int, sequence_size: int) -> Iterator
 
 
 def advice(config: Root) -> Iterator[Remark]:
-    """What is allowed and could be better."""
+    """Remarks on what is allowed and could be better."""
     amp = config.amp or Amp()
     if amp.enabled and amp.opt_level == "O1":
         yield Remark("amp", "O1 runs as torch.autocast in fp16, not through Apex; bf16.enabled needs no loss scale")

@@ -134,7 +134,7 @@ class Other:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What mends a key without asking its author: another place for it, another value, or, with neither, removal."""
+    """An automatic fix of a key: another place for it, another value, or, with neither, removal."""
 
     path: tuple[str, ...]
     to: tuple[str, ...] = ()
@@ -182,7 +182,7 @@ class Problem:
 
 
 class DeepSpeedConfigError(Exception):
-    """What DeepSpeed calls an unusable config; ours is one, so that callers who catch it catch ours."""
+    """DeepSpeed's error for an unusable config; ours is one, so that callers who catch it catch ours."""
 
 
 class ConfigError(DeepSpeedConfigError, ValueError):

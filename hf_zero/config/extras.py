@@ -112,7 +112,7 @@ def _others() -> dict[str, EntryPoint]:
 
 
 def service(name: str) -> Any:
-    """What an extra does for a command.
+    """An extra's service for a command.
 
     Raises:
         ExtraMissing: it is not there.
@@ -123,7 +123,7 @@ def service(name: str) -> Any:
 
 
 def services_for(tree: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """What the extras that a config asks for do under this name."""
+    """Services of this name of the extras that a config asks for."""
     for extra in schema_for(tree)[0].features:
         if name in extra.services:
             yield loaded(extra.services[name])

@@ -27,7 +27,7 @@ _STAND_IN_DEFAULTS = {"lr": 0.001, "weight_decay": 0}  # of DummyOptim
 
 
 def left_out(config: Mapping[str, Any], views: Views, known: Mapping[str, Offer]) -> Iterator[tuple[Path, Offer]]:
-    """What is stated about absent keys, by path; an offer of "auto" is answered when training starts."""
+    """Values stated for absent keys, by path; an offer of "auto" is answered when training starts."""
     if views.training is not None:
         yield from _by_trainer(config, views.training, known)
     elif views.accelerator is not None:
@@ -129,7 +129,7 @@ _OF_ADAM = ("optimizer.params.betas", "optimizer.params.eps")
 
 @dataclass(slots=True)
 class Changes:
-    """What filling a config comes down to; the config itself is left alone."""
+    """The changes that fill a config; the config itself is left alone."""
 
     values: dict[tuple[str, ...], object] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)

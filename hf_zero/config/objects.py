@@ -61,7 +61,7 @@ class DeepSpeedFP16Config(Fp16):
         return int(2**self.initial_scale_power)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """What a dynamic loss scaler is made with, by DeepSpeed's names."""
+        """Arguments of a dynamic loss scaler, by DeepSpeed's names."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -106,7 +106,7 @@ def _as(kind: type[S], section: Any) -> S:
 
 
 class ConfigView:
-    """What a config means for a number of ranks, by DeepSpeed's attribute names.
+    """A config for a number of ranks, by DeepSpeed's attribute names.
 
     Attributes:
         train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: as resolved.

@@ -150,7 +150,7 @@ def _fixed(value: object) -> int | None:
 
 
 def _from_config(config: Mapping[str, Any]) -> Iterator[tuple[str, Offer]]:
-    """What one section of the config tells another."""
+    """Values that one section of the config gives another."""
     rate = _at(config, "optimizer", "params", "lr")
     if isinstance(rate, (int, float)) and not isinstance(rate, bool):
         yield "scheduler.params.warmup_max_lr", Offer(rate, Source("derived", "optimizer.params.lr"), "lr")

@@ -82,7 +82,7 @@ def resolve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that there is to say about a config, right or wrong."""
+    """Results of examining a config, right or wrong."""
 
     config: Root  # without the keys that failed
     batch: policies.BatchPolicy | None  # None: it does not follow from what is known
@@ -99,12 +99,12 @@ class Findings:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What may be said of single keys to those who ask."""
+        """Notes on single keys, for `explain`."""
         return tuple(str(remark) for remark in self.remarks if not remark.ignored)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the config asks for and does not get."""
+        """Settings that ask for something and have no effect."""
         return tuple(str(remark) for remark in self.remarks if remark.ignored)
 
 
@@ -232,7 +232,7 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
 
 
 def resolve_for_init(raw: Mapping[str, object], world_size: int, host_sizes: tuple[int, ...]) -> policies.InitPolicy:
-    """What a model that is being built has to know, from a config that may still have open ends.
+    """The policy for building a model, from a config that may still have unfilled autos.
 
     Raises:
         ConfigError: for errors in dtypes and shard groups; the rest is reported when all is known.

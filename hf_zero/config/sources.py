@@ -81,7 +81,7 @@ class ConfigDict(dict[str, Any]):
         return (dict, (dict(self),))
 
     def rename(self, old: str, new: str) -> None:
-        """What is known of one key is from now on known of another."""
+        """Move what is known of one key to another."""
         if old in self.places:
             self.places[new] = self.places.pop(old)
         if old in self.filled:
@@ -102,7 +102,7 @@ class ConfigDict(dict[str, Any]):
 
 
 def source_in(config: object, path: str) -> Source:
-    """The same for any config: one that came as a plain dict knows no places."""
+    """The same for any config: a plain dict has no places."""
     return config.source_of(path) if isinstance(config, ConfigDict) else Source("dict", "the config")
 
 

@@ -89,7 +89,7 @@ def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails) -> Pr
 
 
 def unknown_key(path: Sequence[str], value: object) -> Problem | Remark:
-    """What to say of a key that no section has: in some places it is passed over, with a word, unless it looks like a
+    """The finding for a key that no section has: in some places it is ignored, with a remark, unless it looks like a
     key that we know."""
     *parents, key = path
     schema = whole_schema()

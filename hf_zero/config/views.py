@@ -66,7 +66,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorView:
-    """What `Accelerator.prepare` and the launcher know. Empty fields: nothing was given."""
+    """Values from `Accelerator.prepare` and the launcher. Empty fields: nothing was given."""
 
     prepares: bool = False  # `prepare` has been called, so what was not given gets Accelerate's defaults
     accumulation_steps: int | None = None
@@ -88,7 +88,7 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Views:
-    """All that a config is resolved against."""
+    """The views that a config is resolved against."""
 
     world_size: int
     host_sizes: tuple[int, ...] = ()  # ranks of every host, where that is known

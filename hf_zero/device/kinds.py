@@ -52,7 +52,7 @@ class FoundAccelerator:
 
 
 def found_accelerators() -> tuple[FoundAccelerator, ...]:
-    """Those of this machine, in the order of their indices. Nothing is put on any of them."""
+    """This machine's accelerators, by index. Nothing is allocated on them."""
     kind = accelerator_kind()
     if kind is None:
         return ()

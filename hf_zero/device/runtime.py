@@ -54,7 +54,7 @@ HOST_MEMORY = Memory(HOST)
 
 
 class Lane(Enum):
-    """What works beside the others."""
+    """A stream of work beside the others."""
 
     COMPUTE = "compute"
     GATHER = "gather"
@@ -112,7 +112,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
-        """What is asked for inside is done on the lane of gathers: kernels and collectives, and `record` and `wait`
+        """Run what is inside on the lane of gathers: kernels and collectives, and `record` and `wait`
         speak of this lane.
 
         Args:
@@ -131,7 +131,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """What is asked of the compute stream from now on begins after `event`. The host does not wait."""
+        """Let the compute stream wait for `event`. The host does not wait."""
 
     @abstractmethod
     def host_wait(self, event: Event) -> None:
@@ -167,7 +167,7 @@ class Runtime(ABC):
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """What is asked for inside appears under `name` in a profile."""
+        """Show what runs inside under `name` in a profile."""
         with torch.profiler.record_function(name):
             yield
 

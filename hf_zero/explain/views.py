@@ -80,7 +80,7 @@ _MEANT = {
 
 
 def left_aside(flag: str) -> str:
-    """What to say of a flag that is the script's own, as far as can be told."""
+    """A note on a flag that is probably the script's own."""
     meant = _MEANT.get(flag.partition("=")[0].replace("_", "-"))
     hint = f"; TrainingArguments call it {meant.replace('-', '_').replace('__', '--', 1)}" if meant else ""
     return f"{flag}: not a flag of TrainingArguments, left aside{hint}"

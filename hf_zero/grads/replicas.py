@@ -66,7 +66,7 @@ class ReplicaSums:
             _finish(flights.popleft())
 
     def clear(self) -> None:
-        """All gradients are forgotten."""
+        """Forget all gradients."""
         self._summed.clear()
 
     def _start(self, bucket: BucketGradients) -> _Flight:

@@ -97,7 +97,7 @@ class AliasFinder:
         return self.forced or switch is True or not self._real_is_installed()
 
     def _real_spec(self, path: Sequence[str] | None) -> ModuleSpec | None:
-        """That of a real DeepSpeed, whose import is then said; None to a finder that asks us while we ask it."""
+        """The spec of a real DeepSpeed, whose import is then logged; None to a finder that asks us while we ask it."""
         from _thread import get_ident
 
         thread = get_ident()
@@ -185,7 +185,7 @@ def install() -> None:
 
 
 def _program(name: str) -> CodeType:
-    """What `python -m` runs: it takes a module's code without importing it, so that nothing would be patched."""
+    """The code for `python -m`, which takes it without importing the module, so that nothing would be patched."""
     return compile(f"from {name} import main\nmain()", name, "exec")
 
 

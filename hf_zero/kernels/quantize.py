@@ -179,7 +179,7 @@ def _encode(blocks: Tensor, codes: Tensor, scales: Tensor, piece: _Piece, bits: 
 
 
 def _decode(codes: Tensor, scales: Tensor, piece: _Piece, bits: int) -> Tensor:
-    """What a row's codes and scales say of a piece: (blocks, BLOCK) in fp32, the last one padded."""
+    """Values of a piece from a row's codes and scales: (blocks, BLOCK) in fp32, the last one padded."""
     packed = codes[piece.of_codes(bits)]
     values = packed.view(torch.int8) if bits == 8 else _unpack(packed)
     return _padded(values.float()).view(-1, BLOCK).mul_(scales[piece.of_scales].float().unsqueeze(1))

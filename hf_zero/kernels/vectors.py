@@ -121,7 +121,7 @@ def _is_at_hand(flag: Tensor) -> bool:
 
 
 class _Kept:
-    """What a part was before an update that may have to be undone by the device alone."""
+    """A part before an update that the device alone may have to undo."""
 
     def __init__(self, part: Vectors, skip: Tensor) -> None:
         self._changing = [part.weight, *part.states, *([] if part.lp_param is None else [part.lp_param])]

@@ -123,7 +123,7 @@ class Message:
 
 
 def exchanges_of(messages: Iterable[Message], *, group: int, per_host: int, accumulation: int = 1) -> list[Transfer]:
-    """What an update sends of activations, among `group` consecutive ranks."""
+    """Activations that an update sends among `group` consecutive ranks."""
     wiring = Wiring(ranks=group, per_host=per_host)
     return [
         _collective(each.phase, each.operation, each.payload * accumulation, group, 1, wiring)
@@ -133,7 +133,7 @@ def exchanges_of(messages: Iterable[Message], *, group: int, per_host: int, accu
 
 
 def bytes_per_token(*, hidden: int, itemsize: int, top_k: int, computed_again: bool = False) -> int:
-    """What one layer of experts sends of a token, forward and backward: `top_k` rows of `hidden` elements to experts,
+    """Bytes per token that a layer of experts sends: forward and backward `top_k` rows of `hidden` elements to experts,
     as many back, and the gradients of both. `computed_again`: forward runs a second time (gradient checkpointing)."""
     return (6 if computed_again else 4) * top_k * hidden * itemsize
 
@@ -160,12 +160,12 @@ class Traffic:
 
 
 def across_bytes(transfers: list[Transfer]) -> int:
-    """What a rank receives from other hosts."""
+    """Bytes that a rank receives from other hosts."""
     return sum(each.across for each in transfers)
 
 
 def within_bytes(transfers: list[Transfer]) -> int:
-    """What a rank receives from its own host."""
+    """Bytes that a rank receives from its own host."""
     return sum(each.within for each in transfers)
 
 

@@ -166,7 +166,7 @@ class Updater(ABC):
         return ()
 
     def whole_states(self) -> WholeStates:
-        """What this rank keeps of them, for a checkpoint; other ranks may have the rest."""
+        """This rank's part of them, for a checkpoint; other ranks may have the rest."""
         return {}
 
     def whole_parameters(self) -> Set[int]:

@@ -109,7 +109,7 @@ def _units_of(parameters: Iterable[nn.Parameter], unit_of: Mapping[int, Unit]) -
 
 
 def _use_of(hooked: HookedModule) -> Use:
-    """What the gather plan needs to know of it."""
+    """The module's use of units, for the gather plan."""
     return Use(
         units=tuple(unit.index for unit in hooked.units),
         numel=sum(unit.numel for unit in hooked.units),

@@ -57,7 +57,7 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
 
 
 def _batches(indices: Sequence[int], handles: Sequence[ShardedParameter]) -> Iterator[list[int]]:
-    """What is gathered as one: large parameters alone, which avoids a second copy; small ones together."""
+    """Batches that are gathered as one: large parameters alone, which avoids a second copy; small ones together."""
     batch: list[int] = []
     numel = 0
     for index in indices:

@@ -18,7 +18,7 @@ from hf_zero.spans import SPANS
 
 
 class Ahead:
-    """What has been asked for before its use.
+    """Units asked for before their use.
 
     Attributes:
         units: in the order in which they were asked for.

@@ -288,7 +288,7 @@ def signed_nan(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def signature(number: int, dtype: torch.dtype) -> int:
-    """What `signature_of` finds in `signed_nan(number, dtype)`; 0: nothing that could be known again."""
+    """The result of `signature_of` for `signed_nan(number, dtype)`; 0: not recognisable."""
     if dtype not in _FORMATS:
         return 0
     _, fraction = _FORMATS[dtype]

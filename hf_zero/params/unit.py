@@ -194,14 +194,14 @@ class UnitPart:
             self._row.fetch()
 
     def open_row(self) -> Tensor:
-        """What this rank keeps on the device that gathers, as it travels (1-D), until `put_back`."""
+        """This rank's rows on the device that gathers, as they travel (1-D), until `put_back`."""
         self.fetch()
         if self._sent is None:
             self._sent = self.form.sent(self._row.take().view(self.rows.count, -1)).view(-1)
         return self._sent
 
     def put_back(self) -> None:
-        """What this rank keeps is not needed any more."""
+        """Undo `fetch`: the rows are not needed any more."""
         self._sent = None
         if self._is_fetched:
             self._is_fetched = False

@@ -99,7 +99,7 @@ class WallClock:
         self._summed, self._num_summed = [0.0] * len(PARTS), 0
 
     def show_tables(self) -> None:
-        """Those for which all ranks have told their times."""
+        """Show the tables for which all ranks' times have arrived."""
         while self._told and (self._collectives.size == 1 or self._told[0][3].is_ready()):
             number, num_updates, times, pending = self._told.pop(0)
             pending.wait()

@@ -165,7 +165,7 @@ def table(totals: dict[str, dict[int, dict[str, Any]]]) -> str:
 
 
 def stragglers(everyone: Sequence[dict[str, dict[int, dict[str, Any]]]], rank: int) -> dict[str, dict[int, Any]]:
-    """What of a rank's latencies is waiting for others: its own minus the smallest of any rank, call by call alike.
+    """A rank's waits for others: its own latencies minus the smallest of any rank, call by call.
 
     Sizes that other ranks have not called, or not equally often, are left out: they say nothing about waiting.
     """

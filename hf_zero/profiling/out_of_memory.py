@@ -130,7 +130,7 @@ def requested_bytes(message: str) -> int:
 
 
 def explanation(phase: str, kinds: Kinds, lacks: int, changes: list[Change], cached: int = 0) -> str:
-    """What held the memory, and the change.
+    """The message: what held the memory, and the change.
 
     Args:
         lacks: bytes more than there were; not positive: memory was there, in pieces.
@@ -167,7 +167,7 @@ def _advice(lacks: int, changes: list[Change]) -> str:
 
 
 def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
-    """What this engine could still change, the cheapest first, as one would try them by hand."""
+    """Changes that this engine could still make, the cheapest first."""
     zero, world = engine.settings.resolved.zero, engine.groups.shard.size
     _, micro_batch, steps = engine.settings.get_batch_info()
     left = 1 - 1 / world

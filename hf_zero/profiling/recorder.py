@@ -211,7 +211,7 @@ class Recorder:
         self._read_passed()
 
     def take_calls(self) -> list[FinishedCall]:
-        """Those since the last update that are over; listeners do not get them again. Waits for the device."""
+        """Finished calls since the last update; listeners do not get them again. Waits for the device."""
         self.clock.synchronize()
         over = [call for call in self._now.calls if call.is_over]
         self._now.calls = [call for call in self._now.calls if not call.is_over]

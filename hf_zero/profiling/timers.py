@@ -56,7 +56,7 @@ class SynchronizedWallClockTimer:
             self._records.clear()
 
         def elapsed(self, reset: bool = True) -> float:
-            """All that was added up, with a running start stopped and started anew."""
+            """The accumulated time, with a running start stopped and restarted."""
             runs = self.started_
             if runs:
                 self.stop()

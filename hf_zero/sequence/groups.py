@@ -28,7 +28,7 @@ _OTHER_SIZES = ("get_model_parallel_world_size", "get_tensor_model_parallel_worl
 
 
 class SequenceGroups(ProgramGroups):
-    """What `UlyssesSPAttentionHF.register_with_transformers` returns, and `deepspeed.initialize(mpu=...)` takes.
+    """The mpu that `UlyssesSPAttentionHF.register_with_transformers` returns, for `deepspeed.initialize(mpu=...)`.
 
         world 4, 2 ranks per sequence     rank 0 1 | 2 3
             sequence-parallel group of rank 2        2 3     parts of the same sequences

@@ -155,7 +155,7 @@ class Agreement:
         )
 
     def _sum_told(self, told: Sequence[Facts]) -> tuple[Tensor, list[float]]:
-        """What `_exchange` returns, from what all ranks know already; devices exchange their sums."""
+        """The result of `_exchange` from what all ranks know already; devices exchange their sums."""
         if host_runs_ahead(self._store.device):
             sums = self._own_sums()
             self._collectives.sum_small(sums)
@@ -207,7 +207,7 @@ class Agreement:
         return total
 
     def _share_of_difference(self) -> int:
-        """What adds up to zero over ranks with the same weights if their marks of edits are equal."""
+        """A share that sums to zero over ranks with the same weights if their marks of edits are equal."""
         weight = self._same_weights.size - 1 if self._same_weights.rank == 0 else -1
         return weight * self._store.edits.mark
 

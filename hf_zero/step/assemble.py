@@ -328,7 +328,7 @@ def _suit(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
 
 
 def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater) -> Any:
-    """What updates beside backward, where the config asks for that."""
+    """The updates beside backward, where the config asks for them."""
     if plan.zero.streaming is None:
         return None
     rules, find = plan.rules, service("streamed_updates")

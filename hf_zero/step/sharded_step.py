@@ -307,7 +307,7 @@ class ShardedStep:
         )
 
     def _refuse_overwritten(self) -> NoReturn:
-        """All ranks come here together; those that have overwritten something name it."""
+        """Raise on all ranks together; those that have overwritten a parameter name it."""
         self._clear()
         self._store.edits.refuse_lost()
         raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")

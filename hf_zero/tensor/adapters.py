@@ -255,14 +255,14 @@ def cut_parameter(module: nn.Module, own: str, group: Collectives, dim: int, int
 
 
 def adapters_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """What in `module` is of adapters for parameters."""
+    """The adapters for parameters in `module`."""
     for wrapper in module.modules():
         if _is_exactly(wrapper, "ParamWrapper"):
             yield from (p for name, p in wrapper.named_parameters() if not name.startswith("base_layer."))
 
 
 def adapters_around(module: nn.Module, own: str) -> Iterator[nn.Parameter]:
-    """What adapts the parameter `own` of the layer in `module`."""
+    """The adapters of the parameter `own` of the layer in `module`."""
     for wrapper in _around_parameter(module, own):
         for lora in _loras(wrapper):
             yield from (lora.a.weight, lora.b.weight)

@@ -16,7 +16,7 @@ _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 
 
 class TensorGroups(ProgramGroups):
-    """What `engine.mpu` is where ranks hold parts of matrices. Names are DeepSpeed's and Megatron's.
+    """The `engine.mpu` of ranks that hold parts of matrices. Names are DeepSpeed's and Megatron's.
 
     world 4, 2 ranks per matrix       rank 0 1 | 2 3
         tensor-parallel group of rank 2          2 3      parts of the same matrices, the same batches

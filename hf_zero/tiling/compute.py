@@ -155,7 +155,7 @@ def tiled(
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """What forward leaves to backward."""
+    """State that forward leaves to backward."""
 
     tiling: Tiling
     needs: tuple[bool, ...]  # of sliced, passed and parameters: whether a gradient is wanted

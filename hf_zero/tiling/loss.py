@@ -174,7 +174,7 @@ def loss_tile_tokens(width: int, hidden: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the head is to do in one call: the sum of the losses of all tokens."""
+    """The head's task in one call: the sum of the losses of all tokens."""
 
     changes_in_pieces: ClassVar[bool] = True  # read by what stands around a head that is cut
     hidden: Tensor  # [tokens, hidden]
@@ -203,7 +203,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _AllLogits:
-    """What the head is to do where the logits are wanted after all; its hooks have seen the hidden states before."""
+    """The head's task where the logits are wanted after all; its hooks have seen the hidden states before."""
 
     changes_in_pieces: ClassVar[bool] = True
     hidden: Tensor
@@ -340,7 +340,7 @@ def _divided(total: Tensor, num_valid: Tensor, num_items: Any) -> Tensor:
 
 
 def _dtype_of(hidden: Tensor) -> torch.dtype:
-    """What a linear layer makes of hidden states, here."""
+    """Output dtype of a linear layer for hidden states, here."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if autocasts(kind) else hidden.dtype
 

@@ -38,7 +38,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """What one model file holds.
+    """Content of one model file.
 
     Attributes:
         module: the state dict; at stage 3 with an empty tensor for every parameter.

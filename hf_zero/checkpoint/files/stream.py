@@ -231,7 +231,7 @@ def checksum_of_records(records: Sequence[Record], checksums: Sequence[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a finished file must look like when it is read again."""
+    """Size and checksum that a finished file must have."""
 
     name: str
     num_bytes: int

@@ -20,7 +20,7 @@ _HOLDER = -1  # stands among a block's readers for the rank that made it
 
 
 def aligned_bytes(piece: Tensor) -> int:
-    """What `piece` takes in a block, up to where the next one may lie."""
+    """Bytes that `piece` takes in a block, up to where the next one may lie."""
     return round_up(num_bytes(piece), ALIGN_BYTES)
 
 
@@ -92,7 +92,7 @@ class OwnBlocks:
         self.strike_reader(block.number, _HOLDER)
 
     def readers(self, block: Block) -> AbstractSet[int]:
-        """Who has still to read it."""
+        """Ranks that have not read it yet."""
         return self._readers.get(block.number, set())
 
     def add_readers(self, block: Block, readers: Iterable[int]) -> None:

@@ -121,7 +121,7 @@ class _Posted(Pending):
 
 
 class _Call(IntEnum):
-    """What a label says of a call."""
+    """A call, as its label describes it."""
 
     REDUCE_SCATTER = 1
     ALL_GATHER = 2
@@ -215,7 +215,7 @@ class HostCollectives(ExchangeCollectives):
         return SharedRows(self.rank, row, arrival=Arrival(self._link, lambda: self._claim(call, label)))
 
     def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
-        """What peers have for this rank is read where they have put it."""
+        """Peers' rows for this rank are read where they lie."""
         call, label = self._post_same(flat, _Call.EXCHANGE_ROWS)
         arrival = Arrival(self._link, lambda: self._claim(call, label), is_here=lambda: self._all_have_posted(call))
         own = own_shard(flat, self.rank, self.size)

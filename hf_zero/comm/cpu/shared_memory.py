@@ -160,7 +160,7 @@ class SharedMemoryLink:
             self._send(peer, word)
 
     def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> Block:
-        """What `peer` posted, or will post, as `call`; waits for it.
+        """The block that `peer` posts as `call`; waits for it.
 
         Raises:
             Mismatch: when it was something else.
@@ -291,7 +291,7 @@ class SharedMemoryLink:
             self._gone.add(peer)
 
     def _stopped(self, peer: int) -> RuntimeError:
-        """Who is the cause of it: `peer`, or the rank because of which `peer` has ended. The others learn it too."""
+        """The rank that caused the stop: `peer`, or the one because of which `peer` ended. Tells the others, too."""
         self._gone.add(peer)
         culprit = peer
         while culprit in self._blamed:

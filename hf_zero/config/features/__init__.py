@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extra:
-    """What a feature says of itself: an extra in its package, one of the core in this folder; without torch.
+    """Declaration of a feature: of an extra in its package, of the core in this folder; without torch.
 
     Attributes:
         sections: of ds.json; those of the core's features are fields of `Root` and `HfZero`.

@@ -28,7 +28,7 @@ def on_host(input_bytes: int, layers: int) -> int:
 
 
 class ActivationCheckpointing(Section):
-    """What gradient checkpointing (`gradient_checkpointing=True`) keeps for backward (docs/long_sequences.md)."""
+    """Inputs that gradient checkpointing (`gradient_checkpointing=True`) keeps (docs/long_sequences.md)."""
 
     partition_activations: Flag = ignored(
         False, "Each rank of a tensor-parallel group keeps a part of what they all have.", why=_PARTITION
@@ -76,7 +76,7 @@ ACTIVATIONS = Extra(
 
 
 class Tiling(Section):
-    """What is computed over a few tokens at a time (docs/long_sequences.md)."""
+    """Computation over a few tokens at a time (docs/long_sequences.md)."""
 
     tiled_loss: Flag = supported(
         False,

@@ -57,7 +57,7 @@ def subsection(field: FieldInfo) -> type[Section] | None:
 
 
 class Verdict(BaseModel):
-    """What setting a field does. Kept in the schema itself, so that documentation and checks cannot disagree."""
+    """The effect of setting a field. Kept in the schema itself, so that documentation and checks cannot disagree."""
 
     kind: Kind
     why: str = ""  # ignored: why it changes nothing; unsupported: what is missing
@@ -265,7 +265,7 @@ def named_sections(field: FieldInfo) -> type[Section] | None:
 
 
 def verdict_of(field: FieldInfo) -> Verdict:
-    """What setting this field does."""
+    """The effect of setting this field."""
     assert isinstance(field.json_schema_extra, dict), "every field of a section is made by supported, ignored, ..."
     return Verdict.model_validate(field.json_schema_extra)
 
@@ -314,7 +314,7 @@ _MEANT = {
 
 
 def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) -> Resemblance:
-    """What an unknown key resembles, among its siblings first."""
+    """The known key that an unknown one resembles, among its siblings first."""
     known = {name.lower(): name for name in siblings}
     if _MEANT.get(key.lower()) in known:
         return Resemblance(sibling=_MEANT[key.lower()])

@@ -117,7 +117,7 @@ GradientOf = Callable[[nn.Parameter], Tensor | None]
 
 
 class CompressedModel:
-    """What `init_compression` makes of a model; the model knows it, and `compression_of` finds it again.
+    """A model under compression, made by `init_compression`; `compression_of` finds it again.
 
     Attributes:
         matches: by technique which layers are meant.

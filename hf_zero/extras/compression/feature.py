@@ -180,7 +180,7 @@ class Distillation:
         self.teacher_layers = tuple(teacher_layers)
 
     def keywords(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """What the student's forward gets: also asked for what is compared."""
+        """Arguments of the student's forward, which also ask for what is compared."""
         arguments = dict(keywords)
         if self.policy.hidden_weight:
             arguments["output_hidden_states"] = True
@@ -242,7 +242,7 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, label
 
 
 def _share_of_update(labels: Tensor | None, num_items: Any) -> Tensor | float:
-    """What share of the update's items this batch has, where the caller divides by their number."""
+    """This batch's share of the update's items, where the caller divides by their number."""
     if num_items is None or labels is None:
         return 1.0
     counted = (labels[..., 1:] if labels.dim() > 1 else labels) != _IGNORED

@@ -38,7 +38,7 @@ from hf_zero.extras.compression.section import ActivationPolicy, PruningPolicy, 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What values of each group are rounded to: s * q + z, with q a whole number of [low, high].
+    """Grid that values of each group are rounded to: s * q + z, with q a whole number of [low, high].
 
     Attributes:
         scale, zero: (groups, 1), fp32; z is a multiple of s.
@@ -215,7 +215,7 @@ class ActivationBits:
         self.notes = not self.policy.dynamic and updates + 1 >= self.policy.offset
 
     def apply(self, inputs: Tensor) -> Tensor:
-        """What the layer gets in the place of its inputs."""
+        """The layer's inputs, quantised."""
         if not inputs.is_floating_point() or not inputs.numel():
             return inputs
         if self.notes and self.layer.module.training:
@@ -246,7 +246,7 @@ class ActivationBits:
             )
 
     def learn(self, low: float, high: float) -> None:
-        """All ranks together have seen inputs from `low` to `high`."""
+        """Learn that inputs over all ranks went from `low` to `high`."""
         device = self.seen.device if self.seen is not None else self.layer.parameter.device
         new = torch.tensor([low, high], dtype=torch.float32, device=device)
         self.range = new if self.range is None else OLD * self.range.to(device) + NEW * new

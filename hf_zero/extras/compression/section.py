@@ -84,7 +84,7 @@ class MixedQuantize(Section):
 
 
 class WeightShared(Section):
-    """What all groups of weight quantisation have in common."""
+    """Settings common to all groups of weight quantisation."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(0, _OFFSET, unit="updates")
@@ -122,7 +122,7 @@ class ActivationGroup(_Group):
 
 
 class ActivationShared(Section):
-    """What all groups of activation quantisation have in common."""
+    """Settings common to all groups of activation quantisation."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
@@ -152,7 +152,7 @@ class PruningGroup(_Group):
 
 
 class SparseShared(Section):
-    """What all groups of sparse pruning have in common."""
+    """Settings common to all groups of sparse pruning."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
@@ -178,7 +178,7 @@ class SparsePruning(Section):
 
 
 class PruningShared(Section):
-    """What all groups of a pruning technique have in common."""
+    """Settings common to all groups of a pruning technique."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
@@ -186,7 +186,7 @@ class PruningShared(Section):
 
 
 class HeadShared(Section):
-    """What all groups of head pruning have in common."""
+    """Settings common to all groups of head pruning."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")

@@ -215,7 +215,7 @@ def _put(hidden: Tensor, part: Tensor, indices: Tensor, dim: int) -> Tensor:
 
 
 def _gathered(value: Any, indices: Tensor, whole: int, *, is_mask: bool) -> Any:
-    """What belongs to positions, for the kept ones: position numbers and embeddings, masks of 2 and 4 dimensions."""
+    """Per-position arguments of the kept ones: position numbers and embeddings, masks of 2 and 4 dimensions."""
     if isinstance(value, tuple):
         return tuple(_gathered(entry, indices, whole, is_mask=is_mask) for entry in value)
     if not isinstance(value, Tensor):
@@ -332,7 +332,7 @@ class ProgressiveLayerDrop(TrainingFeature):
         return theta_at(self.policy, self._progress.step + 1)
 
     def keeps(self, layer: int) -> bool:
-        """What is drawn for a layer in the forward under way; the same whenever it is asked."""
+        """Whether a layer runs in the forward under way; the same at each call."""
         probability = keep_probability(self.get_theta(), layer, self.num_layers)
         draw = random.Random(f"{self._progress.step} {self._progress.micro_step} {layer}")
         return draw.random() < probability

@@ -209,7 +209,7 @@ def _within(counts: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
 
 
 def rank_part(batch: Sequence[int] | Ids, micro_step: int, micro_size: int, world: int, rank: int) -> list[int]:
-    """What one rank sees of an update in one of its forwards."""
+    """One rank's samples of an update in one of its forwards."""
     start = (micro_step * world + rank) * micro_size
     return [int(sample) for sample in batch[start : start + micro_size]]
 
@@ -316,7 +316,7 @@ class LengthCurriculum(TrainingFeature):
         self.difficulty.custom = function
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Nothing has to be kept: the length follows from the number of updates."""
+        """None: the length follows from the number of updates."""
         return {"schedule": self.difficulty.policy.schedule, "max_difficulty": self.difficulty.policy.maximum}
 
 
@@ -375,7 +375,7 @@ class SampledCurriculumFeature(TrainingFeature):
         return options
 
     def on_batch(self, progress: Progress, batch: Any) -> Any:
-        """What the metrics of lengths, and then the user's function, make of a training batch."""
+        """A training batch after the metrics of lengths, and then the user's function."""
         now = self.current(progress)
         if TRUNCATE in now and isinstance(batch, Mapping):
             batch = truncate(batch, now[TRUNCATE])
@@ -504,7 +504,7 @@ def sampled_curriculum_of(_model: nn.Module, resolved: Resolved) -> TrainingFeat
 
 
 def sampler_for(raw: Mapping[str, Any], num_samples: int, batch_size: int) -> StreamSampler | None:
-    """What a loader of the training data draws by; None where the config leaves it alone.
+    """The sampler of a loader of training data; None where the config leaves it alone.
 
     Raises:
         ConfigError: of the section; ValueError: the analyzer's files do not go with the data, or the loader is one of

@@ -290,6 +290,6 @@ class DataPolicy:
 
 
 def data_policy(resolved: Resolved) -> DataPolicy:
-    """What a config asks of data efficiency."""
+    """The config's policy of data efficiency."""
     policy: DataPolicy = resolved.extras.get("data_efficiency", DataPolicy())
     return policy

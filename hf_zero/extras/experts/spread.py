@@ -39,7 +39,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 def through_experts(
     group: Collectives, hidden: Tensor, chosen: Tensor, weights: Tensor, compute: Compute, *, own: int, trains: bool
 ) -> Tensor:
-    """What the experts of all ranks of `group` make of this rank's tokens, in the shape of `hidden`. Collective, and in
+    """The output of all ranks' experts for this rank's tokens, in the shape of `hidden`. Collective, and in
     backward again.
 
     Args:

@@ -139,7 +139,7 @@ class CompressingUpdater(Updater):
         return [Interval(run.start, run.stop) for run in with_padding(runs, sub_group)]
 
     def vectors(self, sub_group: SubGroup, gradient: Tensor, states: Sequence[str]) -> Vectors:
-        """What a kernel gets for one sub-group."""
+        """Inputs of a kernel for one sub-group."""
         state = self.state_of(sub_group)
         return Vectors(sub_group.master, gradient, tuple(state[name].view(-1) for name in states), sub_group.lp_param)
 

@@ -178,7 +178,7 @@ class Accelerator(DeepSpeedAccelerator):
         return self._runtime.graph(graph, pool, stream) if self._is_cuda else nullcontext()
 
     def set_compile_backend(self, backend: str) -> None:
-        """What `torch.compile` should use, for callers that ask `get_compile_backend`."""
+        """Set the back-end of `torch.compile` for callers of `get_compile_backend`."""
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
             raise ValueError(f"set_compile_backend({backend!r}): torch.compile knows {', '.join(known)}")
@@ -290,7 +290,7 @@ _chosen: list[Any] = []  # at most one
 
 
 def get_accelerator() -> Any:
-    """What `set_accelerator` has set; else the accelerator that torch was built for, if it is present; else the CPU."""
+    """The one given to `set_accelerator`; else the accelerator that torch was built for, if present; else the CPU."""
     if not _chosen:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         # Apple's mps has no process group backend; training with several processes is not possible there.
@@ -300,7 +300,7 @@ def get_accelerator() -> Any:
 
 
 def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
-    """What callers of `get_accelerator` get from now on. The engine itself asks torch, not this object.
+    """Set the result of `get_accelerator`. The engine itself asks torch, not this object.
 
     Raises:
         TypeError: for anything but a DeepSpeedAccelerator.

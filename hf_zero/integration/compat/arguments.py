@@ -119,7 +119,7 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
 
 
 class DeepSpeedConfig(ConfigView):
-    """What a config means for the ranks of this job, as attributes: see ConfigView."""
+    """A config for the ranks of this job, as attributes: see ConfigView."""
 
     def __init__(self, config: object, mpu: Any = None, mesh_device: Any = None) -> None:
         """
@@ -220,7 +220,7 @@ class CheckpointEngine:
         return torch.load(path, map_location=map_location, weights_only=False)
 
     def commit(self, info: Any) -> bool:
-        """What was saved is on disk when `save` returns."""
+        """A no-op: what was saved is on disk when `save` returns."""
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
@@ -230,7 +230,7 @@ class CheckpointEngine:
         return False
 
     def set_commit_info(self, info: Any) -> None:
-        """Nothing is committed later."""
+        """A no-op: nothing is committed later."""
 
     def get_commit_info(self) -> None:
         return None

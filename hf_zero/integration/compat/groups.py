@@ -204,7 +204,7 @@ def _get_zero_param_intra_parallel_group() -> None:
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """Nothing to make for groups of one."""
+    """A no-op for groups of one."""
     if expert_parallel_size_ != 1:
         raise NotImplementedError(
             f"expert_parallel_size={expert_parallel_size_}: initialize() makes the groups of "

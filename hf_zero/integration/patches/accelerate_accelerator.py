@@ -224,7 +224,7 @@ def around_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @PATCHES.add("Accelerator.gather_for_metrics(self, input_data, use_gather_object)", without=_EVERY_SAMPLE, until=_ONCE)
 def around_gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What is gathered for metrics is of samples, numbers too."""
+    """Gather for metrics by samples, numbers too."""
 
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
         if ranks_per_sample() > 1 and not use_gather_object:

@@ -175,7 +175,7 @@ def around_environment(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _left_out(args: Any) -> Iterator[tuple[str, str]]:
-    """What upstream parses, or takes from the config file, but does not hand on with DeepSpeed."""
+    """Settings that upstream parses, or takes from the config file, but does not pass on with DeepSpeed."""
     for name in _OFFLOADS:
         path = getattr(args, f"{name}_nvme_path")
         if path not in (None, "none"):

@@ -268,7 +268,7 @@ def _leave_old_engine(trainer: Any) -> None:
 
 
 def _prepare_to_evaluate(trainer: Any, hf_config: Any) -> None:
-    """What the original does at stage 3, with the sections for training put aside instead of thrown away."""
+    """Do what the original does at stage 3, with the sections for training kept aside instead of dropped."""
     hf_config.trainer_config_finalize(trainer.args, trainer.model, 0)
     logger.setLevel(trainer.args.get_process_log_level())
     kept = {name: hf_config.config.pop(name) for name in _TRAINING_ONLY if name in hf_config.config}
@@ -362,7 +362,7 @@ def around_initialize_weights(original: Callable[..., None]) -> Callable[..., No
 
 
 def _initialise(module: nn.Module) -> None:
-    """As linear and convolution layers are initialised by torch."""
+    """Initialise linear and convolution layers as torch does."""
     for name in module.parametrizations:  # type: ignore[union-attr]
         current: Tensor = getattr(module, name)
         values = torch.empty_like(current)
