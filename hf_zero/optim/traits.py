@@ -146,7 +146,7 @@ class WholeTensorUpdater(OwnStepUpdater):
                 kept.data = masters[parameter].clone()  # a view would keep what all ranks sent
                 kept.grad = whole[parameter].clone()
 
-    def _take_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+    def _send_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         used, mine = gradients.used, dict[int, Tensor]()
         for parameter in self._members(sub_group):
             if parameter in self._kept and parameter in used:

@@ -212,7 +212,7 @@ class OwnStepUpdater(Updater):
             self.optimizer.zero_grad(set_to_none=True)
             options.end()
             for sub_group in batch:
-                self._take_back(sub_group, gradients)
+                self._send_back(sub_group, gradients)
                 self.stager.copy_to_lp(sub_group)
                 yield sub_group
 
@@ -220,7 +220,7 @@ class OwnStepUpdater(Updater):
     def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         """Give the optimizer's tensors their gradients."""
 
-    def _take_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:  # noqa: B027
+    def _send_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:  # noqa: B027
         """Move updated values to the master. A no-op by default."""
 
 
