@@ -74,17 +74,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def _write(file: str, error: BaseException, where: TracebackType | None) -> None:
-    """In the form that torchrun reads; what somebody else has written there stays."""
+    """Write in the form that torchrun reads; an existing file stays."""
     path = Path(file)
-    text = f"{type(error).__name__}: {error}" if _is_ours(type(error)) else _with_trace(error, where)
-    told = {"message": str(error), "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    trace = "".join(traceback.format_exception(type(error), error, where)).rstrip()
+    text = f"{type(error).__name__}: {error}" if _is_ours(type(error)) else trace
+    record = {"message": str(error), "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
     try:
         if not (path.is_file() and path.stat().st_size):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"message": told}))
+            path.write_text(json.dumps({"message": record}))
     except OSError:
         return  # the error itself is printed all the same
-
-
-def _with_trace(error: BaseException, where: TracebackType | None) -> str:
-    return "".join(traceback.format_exception(type(error), error, where)).rstrip()

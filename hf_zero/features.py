@@ -45,8 +45,8 @@ def ask_for(model: Any, extra: str) -> None:
 
 def asked_of(model: Any) -> set[str]:
     """Names of the extras that `ask_for` has been told."""
-    found: set[str] = vars(model).get(_ASKED_OF_MODEL, set())
-    return found
+    names: set[str] = vars(model).get(_ASKED_OF_MODEL, set())
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a loader of training data draws from and for.
+    """Data and ranks of a training loader.
 
     Attributes:
         num_samples: of the data set; None where it is only iterated over.
@@ -88,7 +88,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class EngineTools:
-    """What a feature may ask of its engine.
+    """A feature's access to its engine.
 
     Attributes:
         full_gradient: of a parameter, whole, reduced since the last step; None where there is none. Collective.
@@ -119,7 +119,7 @@ class TrainingFeature:
     waits_for_outcome = True
 
     def on_batch(self, progress: Progress, batch: Any) -> Any:
-        """What the loop gets instead of a training batch, before anything in it is counted."""
+        """Replace a training batch, before anything in it is counted."""
         return batch
 
     def loader_options(self, draw: Draw) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class TrainingFeature:
         return keywords
 
     def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
-        """What the engine's forward returns; `inputs` and `keywords` are the model's."""
+        """Replace the output of the engine's forward; `inputs` and `keywords` are the model's."""
         return output
 
     def after_backward(self, progress: Progress, loss: Any) -> None:
@@ -228,8 +228,8 @@ class Features(list[TrainingFeature]):
 
     def state_dict(self) -> dict[str, Any]:
         """By name, of those that keep something."""
-        found = {feature.name: feature.state_dict() for feature in self}
-        return {name: dict(state) for name, state in found.items() if state is not None}
+        states = {feature.name: feature.state_dict() for feature in self}
+        return {name: dict(state) for name, state in states.items() if state is not None}
 
     def load_state_dict(self, states: Mapping[str, Any], progress: Progress) -> None:
         for feature in self:

@@ -1,4 +1,4 @@
-"""What to use instead of what DeepSpeed has and hf_zero has not: modules, and names on engine and optimizer.
+"""Alternatives to what DeepSpeed has and hf_zero lacks: modules, and names on engine and optimizer.
 
 The first table is asked by path, longest match first; in the others a row has the names that share an answer.
 """
@@ -37,9 +37,9 @@ _LORA = "LoRA and quantised layers come from PEFT: LoraConfig, get_peft_model, a
 _ENGINE_REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
 _ENGINE_COMPILER = "engine.compile() runs the model under torch.compile"
 _ENGINE_PROFILER = "deepspeed.profiling.flops_profiler has FlopsProfiler and get_model_profile"
-_ENGINE_INSIDE = "it is the inside of DeepSpeed's engine; hf_zero's is another one"
+_ENGINE_INSIDE = "it is an internal of DeepSpeed's engine; hf_zero's differs"
 _ENGINE_EXPERTS = "expert_parallel in the config spreads transformers' packed experts over ranks; there are no others"
-_OPTIMIZER_INSIDE = "it is the inside of DeepSpeed's optimizer; hf_zero's is another one"
+_OPTIMIZER_INSIDE = "it is an internal of DeepSpeed's optimizer; hf_zero's differs"
 _OPTIMIZER_REDUCTION = (
     "gradients are reduced in engine.backward(); utils.safe_get_full_grad and safe_set_full_grad reach them"
 )
@@ -88,7 +88,7 @@ MODULES = {
     "ops.random_ltd": _DATA,
     "pipe": _PIPELINE,
     "profiling": "profiling.flops_profiler has FlopsProfiler and get_model_profile; ds.json the section flops_profiler",
-    "runtime": "this is the inside of DeepSpeed's engine; hf_zero's is another one",
+    "runtime": "this is an internal of DeepSpeed's engine; hf_zero's differs",
     "runtime.activation_checkpointing": (
         "deepspeed.checkpointing.checkpoint, or model.gradient_checkpointing_enable(), whose layers the section "
         "activation_checkpointing reaches"

@@ -1,4 +1,4 @@
-"""The `hf_zero` logger: one handler, one voice (rank 0) for everything below a warning."""
+"""The `hf_zero` logger: one handler; only rank 0 logs what is below a warning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tracked(items: Sequence[T], words: str) -> Iterator[T]:
     if _rank() != 0 or not sys.stderr.isatty():
         yield from items
         return
-    from rich.console import Console  # where nobody watches it stays unloaded
+    from rich.console import Console  # not loaded without a terminal
     from rich.progress import track
 
     yield from track(items, words, console=Console(stderr=True), transient=True)

@@ -14,7 +14,7 @@ class LossScaler:
     """A scale that never changes; 1.0 where nothing needs scaling.
 
     Attributes:
-        scale: what the loss is multiplied with before backward.
+        scale: factor on the loss before backward.
     """
 
     dynamic = False
@@ -28,14 +28,14 @@ class LossScaler:
         return False
 
     def update(self, overflow: bool) -> None:
-        """Take note of one update: whether a gradient was not finite anywhere."""
+        """Record one update: whether a gradient was not finite anywhere."""
 
     def state_dict(self) -> dict[str, Any]:
         """Under the names that DeepSpeed's checkpoints use."""
         return {"cur_scale": self.scale, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing: the config decides about a fixed scale."""
+        """A no-op: a fixed scale comes from the config."""
 
 
 class DynamicLossScaler(LossScaler):
@@ -102,7 +102,7 @@ class DynamicLossScaler(LossScaler):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Where the saved scaler stood; window, floor and patience stay those of this run's config."""
+        """Restore the saved scale; window, minimum and hysteresis stay those of this run's config."""
         if not state.get("dynamic", "cur_iter" in state):
             return
         self.scale = float(state["cur_scale"])

@@ -16,8 +16,8 @@ def name_gloo_interface(environment: MutableMapping[str, str] = os.environ, peer
     """Set GLOO_SOCKET_IFNAME where gloo would listen on a loopback address that no other host can reach.
 
     gloo takes the address that the host's own name resolves to, which many distributions set to 127.0.1.1.
-    The interface is then the one from which MASTER_ADDR or one of the `peers` is reached, or the only one there is.
-    Nothing is set for a job that stays on this host, and what the user has set stays.
+    The interface is then the one that leads to MASTER_ADDR or one of the `peers`, or the only one.
+    Nothing is set for a job on this host alone, and the user's own setting stays.
     """
     master = environment.get("MASTER_ADDR", "")
     if environment.get(GLOO_INTERFACE) or not master or _is_one_host(environment):
@@ -33,7 +33,7 @@ def name_gloo_interface(environment: MutableMapping[str, str] = os.environ, peer
 
 
 def address_towards(host: str) -> str | None:
-    """This host's address on the way to `host`; None when there is no way. Nothing is sent."""
+    """This host's address on the route to `host`; None without one. Nothing is sent."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

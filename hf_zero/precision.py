@@ -1,4 +1,4 @@
-"""Which dtype everything has: parameters, masters, gradients under way and gradients being accumulated."""
+"""Dtypes of parameters, masters, reduced gradients and accumulated gradients."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def can_be_cut(parameter: torch.Tensor) -> bool:
 
 
 def tensors_of(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """What a parameter consists of: its data, of packed weights followed by their scales; or the tensors it wraps."""
+    """The tensors of a parameter: its data, for packed weights followed by their scales; or those it wraps."""
     if is_wrapped(parameter):
         names: list[str] = parameter.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return [tensor for name in names for tensor in tensors_of(getattr(parameter, name))]
     scales: Any = getattr(parameter, "quant_state", None)
     second = getattr(scales, "state2", None)  # the scales may have scales themselves
-    found = [getattr(scales, "absmax", None), getattr(scales, "offset", None), getattr(second, "absmax", None)]
-    return [parameter.data, *(tensor for tensor in found if tensor is not None)]
+    candidates = [getattr(scales, "absmax", None), getattr(scales, "offset", None), getattr(second, "absmax", None)]
+    return [parameter.data, *(tensor for tensor in candidates if tensor is not None)]
 
 
 class ForwardPrecision:

@@ -1,4 +1,4 @@
-"""Numbers and flags as people write them on command lines."""
+"""Numbers and flags of command lines."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 def count_of(text: str) -> float | None:
     """7b, 350M, 40G, 1.5e9, 7000000000; None for anything else."""
-    found = _NUMBER.fullmatch(text.strip())
-    return float(found[1]) * _FACTORS[found[2].lower()] if found else None
+    match = _NUMBER.fullmatch(text.strip())
+    return float(match[1]) * _FACTORS[match[2].lower()] if match else None
 
 
 def bytes_of(text: str) -> float | None:
     """80G, 1.5 TB, 5e10: powers of 1000; 24GiB: of 1024; None for anything else."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or (found[3] and not found[2]):
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] and not match[2]):
         return None
-    return float(found[1]) * (1024.0 if found[3] else 1000.0) ** _POWERS[found[2].lower()]
+    return float(match[1]) * (1024.0 if match[3] else 1000.0) ** _POWERS[match[2].lower()]
 
 
 def nearest_flag(flag: str, known: Iterable[str], meant: Mapping[str, str]) -> str:
-    """The known flag that somebody meant who wrote this one; "" where none is like it.
+    """The known flag most like this one; "" where none is.
 
     Args:
         meant: names that other programs have for the same.

@@ -26,7 +26,7 @@ class RankEnvironment:
     first_host: str | None = None
 
     def variables(self) -> dict[str, str]:
-        """As torchrun would say it."""
+        """Torchrun's variables for it."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -44,7 +44,7 @@ _MPI = {
 
 
 def find_rank_environment(environment: Mapping[str, str]) -> RankEnvironment | None:
-    """What an MPI's mpirun or Slurm's srun gave; None without either.
+    """The place given by MPI's mpirun or Slurm's srun; None without either.
 
     Raises:
         ValueError: when the variables do not make sense together.
@@ -71,22 +71,22 @@ def set_rank_environment(environment: MutableMapping[str, str], port: int) -> Ra
     """
     if environment.get("RANK") or environment.get("WORLD_SIZE"):
         return None
-    found = find_rank_environment(environment)
-    if found is None or found.world_size == 1:
+    rank_env = find_rank_environment(environment)
+    if rank_env is None or rank_env.world_size == 1:
         return None
     if not environment.get("MASTER_ADDR"):
-        is_one_host = found.local_world_size == found.world_size
-        address = LOCAL_ADDRESS if is_one_host else found.first_host
+        is_one_host = rank_env.local_world_size == rank_env.world_size
+        address = LOCAL_ADDRESS if is_one_host else rank_env.first_host
         if address is None:
             raise ValueError(
-                f"{found.source} started {found.world_size} ranks on several hosts, and MASTER_ADDR does not say "
+                f"{rank_env.source} started {rank_env.world_size} ranks on several hosts, and MASTER_ADDR does not say "
                 "where rank 0 is: export MASTER_ADDR (and MASTER_PORT), or start with `hf-zero launch`, which does"
             )
         environment["MASTER_ADDR"] = address
     if not environment.get("MASTER_PORT"):
         environment["MASTER_PORT"] = str(port)
-    environment.update(found.variables())
-    return found
+    environment.update(rank_env.variables())
+    return rank_env
 
 
 def first_host(hosts: str) -> str | None:

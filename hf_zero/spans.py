@@ -68,7 +68,7 @@ class _Span:
 
 
 class _Open(threading.local):
-    """Of each span of this thread that is open, the seconds of those that have ended inside it."""
+    """For each open span of this thread, the seconds of spans that have ended inside it."""
 
     def __init__(self) -> None:
         self.inside: list[float] = []
@@ -91,7 +91,7 @@ class Spans:
         self.open = _Open()
 
     def span(self, kind: str, name: str = "", phase: str = "") -> AbstractContextManager[None]:
-        """What runs inside is of this kind.
+        """Time what runs inside under this kind.
 
         Args:
             name: of the unit or bucket; without one, PyTorch's profiles do not show it.

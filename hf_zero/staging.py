@@ -47,7 +47,7 @@ class StagingFolder:
                 self._lock = _locked(self.path)
 
     def release(self) -> None:
-        """Somebody else may have it, under whatever name it has now."""
+        """Release the folder, under its present name, to others."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -60,7 +60,7 @@ class StagingFolder:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Others that use this wait meanwhile: for several renames that belong together."""
+    """Hold a lock against other users of this: for several renames that belong together."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # a file system without locks

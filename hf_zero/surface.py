@@ -18,7 +18,7 @@ GIT_HASH = GIT_BRANCH = "hf_zero"
 
 
 def announcement() -> str:
-    """The line by which tools find out which DeepSpeed a log is from."""
+    """The log line by which tools recognise DeepSpeed's version."""
     return f"DeepSpeed info: version={VERSION}, git-hash={GIT_HASH}, git-branch={GIT_BRANCH}"
 
 

@@ -1,1 +1,1 @@
-"""What checkpointed calls keep between forward and backward: where it lies, and when it is copied."""
+"""Inputs that checkpointed calls keep between forward and backward: where they lie, and when they are copied."""

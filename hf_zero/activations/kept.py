@@ -39,7 +39,7 @@ class Buffers(ABC):
 
     @abstractmethod
     def take(self, num_bytes: int) -> Tensor:
-        """1-D uint8 of that many bytes or more, uninitialised; the taker's until it is given back."""
+        """Uninitialised 1-D uint8 of at least that many bytes; the caller's until `give`."""
 
     @abstractmethod
     def give(self, block: Tensor) -> None:
@@ -51,7 +51,7 @@ class Buffers(ABC):
 
 
 class HostPool(Buffers):
-    """Blocks of page-locked host memory: as many as were in use at once, however lengths change."""
+    """Blocks of page-locked host memory: as many as were in use at once, whatever their lengths."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -78,8 +78,8 @@ class HostPool(Buffers):
 class OneBuffer(Buffers):
     """Slots of one block, so that what is kept for long does not lie between what is not.
 
-    A slot is as large as what was taken first. What finds no slot, or is larger, gets a block of its own; when all is
-    back, the next one to be taken says anew how large slots are.
+    A slot has the size of the first request. One that finds no slot, or is larger, gets its own block; when all are
+    returned, the next request sets the size again.
     """
 
     def __init__(self, make: Callable[[int], Tensor], num_slots: int) -> None:
@@ -112,7 +112,7 @@ class OneBuffer(Buffers):
 
 
 class Times:
-    """Of the calls of one forward and its backward; said when the next forward begins."""
+    """Times of the calls of one forward and its backward; logged when the next forward begins."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -382,18 +382,18 @@ class CheckpointedCalls:
 
     def _place(self, device: torch.device) -> Place:
         runtime = runtime_of(device)
-        found = self._places.get(device)
-        if found is None or found.runtime is not runtime:
+        place = self._places.get(device)
+        if place is None or place.runtime is not runtime:
             on_host = self.policy.cpu_checkpointing and runtime.has_own_memory
             moves = on_host or self.policy.contiguous_memory_optimization
-            found = Place(
+            place = Place(
                 runtime=runtime,
                 buffers=(lambda position: self._make(position, device, on_host)) if moves else None,
                 on_host=on_host,
                 group=self._group,
             )
-            self._places[device] = found
-        return found
+            self._places[device] = place
+        return place
 
     def _make(self, position: int, device: torch.device, on_host: bool) -> Buffers:
         """The buffers of a position among a call's inputs: where it is one buffer, slots are of one size."""
@@ -413,7 +413,7 @@ class CheckpointedCalls:
 
     @contextmanager
     def _kept(self, args: Sequence[Any], place: Place) -> Iterator[None]:
-        """What autograd saves of `args` inside is kept."""
+        """Keep what autograd saves of `args` inside."""
         self._send_latest()
         candidates = {_key(arg): arg for arg in args if self._is_candidate(arg)}
         mine: list[weakref.ref[KeptInput]] = []
@@ -483,7 +483,7 @@ def _key(tensor: Tensor) -> _Key:
 
 @dataclass
 class Configured:
-    """What a program has asked of `deepspeed.checkpointing` itself, for its whole process.
+    """Settings of `deepspeed.checkpointing` by the program, for its whole process.
 
     Attributes:
         calls: None before `deepspeed.checkpointing.configure`.

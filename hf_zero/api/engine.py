@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What `initialize` builds before there is an engine. No assembly means: no optimizer, forward only.
+    """Parts that `initialize` builds before the engine. No assembly means: no optimizer, forward only.
 
     The store is the assembly's, or at stage 3 without an optimizer one of its own. `names` are those of DeepSpeed that
     the engine does not use itself.
@@ -198,13 +198,13 @@ class ZeroEngine(nn.Module):
             self._num_skipped += 1
             if moved is not None:
                 moved.go_back()
-            _report_skip(optimizer, number, outcome.found, scale)
+            _report_skip(optimizer, number, outcome.computed_norm, scale)
 
         if outcome.is_known_to_skip or not outcome.is_known:
             outcome.when_skipped(count_skip)
 
     def get_lr(self) -> list[float | None]:
-        """Current learning rate of every param group; None where the optimizer makes its own (Adafactor's relative)."""
+        """Learning rate of every param group; None where the optimizer computes its own (Adafactor's relative)."""
         return _rates(self.gradients.parts("get_lr").optimizer)
 
     def get_mom(self) -> list[Any]:
@@ -247,7 +247,7 @@ class ZeroEngine(nn.Module):
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> ZeroEngine:
-        """Accepts what is already true. Moving or casting weights that live in flat buffers raises RuntimeError."""
+        """A no-op for the current device and dtype. Moving or casting weights in flat buffers raises RuntimeError."""
         self.module_view.to(*args, **kwargs)
         return self
 
@@ -274,7 +274,7 @@ class ZeroEngine(nn.Module):
             raise (names.missing(name) if names is not None else None) or error from None
 
     def destroy(self) -> None:
-        """Let go of hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
+        """Release hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
         if self._saves is not None:
             self._saves.background.close()
         assembly, store = self.gradients.assembly, self.module_view.store
@@ -351,7 +351,7 @@ class ZeroEngine(nn.Module):
         )
 
     def _checkpoints(self) -> EngineCheckpoints:
-        """What saves and loads; not there, nor imported, before it is asked for."""
+        """Saves and loads; neither made nor imported before first use."""
         if self._saves is None:
             from hf_zero.api.engine_checkpoints import EngineCheckpoints
 

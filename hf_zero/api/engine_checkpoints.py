@@ -104,7 +104,7 @@ class EngineCheckpoints:
         engine = self._engine
         engine.gradients.bring_back()
         if engine.is_destroyed:
-            raise RuntimeError(f"engine.{caller}() after destroy(): the engine has let go of what is to be saved")
+            raise RuntimeError(f"engine.{caller}() after destroy(): its weights and states have been released")
         engine.gradients.settle()
         assembly, store = engine.gradients.assembly, engine.module_view.store
         if assembly is None:

@@ -1,7 +1,7 @@
 """From a loss to reduced gradients: backward of one engine, and of several whose models one loss depends on.
 
 A generator's loss flows through the discriminator: autograd computes gradients of both models, as plain PyTorch does,
-and which of them are applied is said by `step` and `zero_grad` of each engine. While one engine runs its backward, the
+and `step` and `zero_grad` of each engine decide which of them are applied. While one engine runs its backward, the
 others hold back: what autograd leaves in their parameters is reduced afterwards, engine by engine, so that the order of
 reductions does not depend on how autograd walks through a graph of two models.
 """
@@ -43,9 +43,9 @@ class EnginesAtWork(Generic[_Engine]):
     """The engines of this process that a backward may reach, the same on all ranks.
 
     An engine is at work from a forward that records gradients until its next step or zero_grad. Ranks exchange what
-    each of them has got, so they must name the same engines; but Python frees an engine that nobody uses any more when
-    the garbage collector comes by, which is another moment on every rank. With several ranks those at work are
-    therefore held here. What has been abandoned meanwhile goes when the next engine is made, at the same place of the
+    each of them has got, so they must name the same engines; but Python frees an unused engine when
+    the garbage collector runs, at a different moment on every rank. With several ranks those at work are
+    therefore held here. Abandoned ones are freed when the next engine is made, at the same point of the
     program on every rank.
     """
 
@@ -69,7 +69,7 @@ class EnginesAtWork(Generic[_Engine]):
         return [other for number, other in sorted(self._alive.items()) if number != engine.number]
 
     def drop_abandoned(self) -> None:
-        """Free those that nothing but this object holds."""
+        """Free those that only this object references."""
         if self._held:
             self._held.clear()
             gc.collect()
@@ -163,12 +163,12 @@ class EngineGradients:
         return loss
 
     def take_reached(self) -> Sequence[ZeroOptimizer]:
-        """Of the other engines that the last backward has brought gradients to; once, so that nobody keeps them."""
+        """The other engines that the last backward reached; returned once, so that nothing keeps them alive."""
         reached, self._reached = self._reached, ()
         return [engine.assembly.optimizer for engine in reached if engine.assembly is not None]
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss for a `backward()` of the caller's own; with a loss scale, only this or `backward` will do."""
+        """The loss for the caller's own `backward()`; with a loss scale, use this or `backward`."""
         factor = self.parts("scale").step.factors.next
         self._expect(factor)
         self.micro_batches.since_step += 1
@@ -198,17 +198,17 @@ class EngineGradients:
         return True
 
     def bring_back(self) -> None:
-        """Let states that were sent away be where training needs them."""
+        """Bring states that were sent away back to where training needs them."""
         if self.offloaded is not None and self.offloaded.away:
             self.offloaded.bring_back()
 
     def settle(self) -> None:
-        """Learn what became of the last step, where the host has run ahead."""
+        """Wait for the outcome of the last step, where the host has run ahead."""
         if self.assembly is not None:
             self.assembly.step.settle()
 
     def end(self) -> None:
-        """Of training: what was trained stays as it is."""
+        """End training; what was trained stays as it is."""
         self.bring_back()
         self.settle()
         AT_WORK.end(self)
@@ -271,7 +271,7 @@ class EngineGradients:
     # Gradients
 
     def drop(self) -> None:
-        """Forget all gradients, also those already reduced or accumulated."""
+        """Drop all gradients, also those already reduced or accumulated."""
         if self.assembly is not None:
             self.assembly.step.clear()
         AT_WORK.end(self)
@@ -286,7 +286,7 @@ class EngineGradients:
             self.syncs = previous
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next backward is the last of its step; from then on nothing is counted."""
+        """Set whether the next backward is the last of its step; from then on nothing is counted."""
         self._explicit_boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:

@@ -20,7 +20,7 @@ WHOLE_WEIGHTS_ARE_OFF = (
 
 
 class ModuleView:
-    """What an engine offers of the model it wraps. Names are DeepSpeed's and torch's.
+    """An engine's view of the model it wraps. Names are DeepSpeed's and torch's.
 
     Attributes:
         store: where the weights are; None where the model is as it came, or again its owner's (after `destroy`).
@@ -42,7 +42,7 @@ class ModuleView:
         self._zero = zero
 
     def to(self, *args: Any, **kwargs: Any) -> None:
-        """As torch's method where that is possible; accepts what is already true.
+        """As torch's method where that is possible; a no-op for the current device and dtype.
 
         Raises:
             RuntimeError: for what would move or cast weights that live in flat buffers.
@@ -85,8 +85,8 @@ class ModuleView:
     def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights in host memory of rank 0; None on the others. Collective."""
         keeps = self._world.rank == 0
-        found = self._consolidated(keeps=keeps, exclude_frozen=exclude_frozen_parameters)
-        return found if keeps else None
+        weights = self._consolidated(keeps=keeps, exclude_frozen=exclude_frozen_parameters)
+        return weights if keeps else None
 
     def _consolidated(self, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
         from hf_zero.params.consolidation import consolidated_state_dict  # what no step needs
@@ -133,11 +133,11 @@ class EngineSettings:
         self._micro_batch_size = resolved.batch.micro_batch_size
 
     def train_batch_size(self) -> int:
-        """As in the config: samples that several ranks see whole count for each of them."""
+        """As in the config: a sample that several ranks see whole counts once for each."""
         return self.samples_per_update() * self._ranks_per_sample
 
     def samples_per_update(self) -> int:
-        """Different ones."""
+        """Distinct samples per update."""
         return self._micro_batch_size * self.accumulation_steps * self._num_ranks
 
     def train_micro_batch_size_per_gpu(self) -> int:

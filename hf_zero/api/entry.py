@@ -62,7 +62,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[ZeroEngine, Any, Any, Any]:
-    """Wrap `model` into an engine that trains it as the config says. Collective: call it on every rank.
+    """Wrap `model` in an engine that trains it as the config says. Collective: call it on every rank.
 
     Args:
         args: a namespace with `deepspeed_config`, when no config is given otherwise.
@@ -119,7 +119,7 @@ def initialize(
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What the caller of `initialize` handed over."""
+    """Arguments of `initialize`."""
 
     model: nn.Module
     optimizer: OptimizerLike | None
@@ -165,7 +165,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
 
 
 def engine_names() -> Surface:
-    """DeepSpeed's names on an engine, which a training loop of one's own asks for none of."""
+    """DeepSpeed's names on an engine, none of which a plain training loop needs."""
     from hf_zero.api.engine_surface import SURFACE
 
     return SURFACE
@@ -299,4 +299,4 @@ def _made_features(model: nn.Module, resolved: Resolved) -> Iterator[TrainingFea
     if ASKED.get("comms") is not None:
         targets[_PROFILING] = None
     for target in targets:
-        yield loaded(target)(model, resolved)  # what nobody asks for is not even imported
+        yield loaded(target)(model, resolved)  # unused features are not even imported

@@ -75,12 +75,8 @@ def unwrap_model_for_generation(engine: Any) -> Iterator[Any]:
 def handles_of(params: Any) -> list[ShardedParameter]:
     """The sharded ones among `params`, each once, in the order in which they were sharded (the same on all ranks)."""
     candidates: Iterable[Any] = [params] if isinstance(params, Tensor) else (params or ())
-    found = {id(handle): handle for handle in map(of, filter(_is_tensor, candidates)) if handle is not None}
-    return sorted(found.values(), key=lambda handle: handle.parameter.ds_id)  # type: ignore[attr-defined]
-
-
-def _is_tensor(candidate: Any) -> bool:
-    return isinstance(candidate, Tensor)
+    handles = {id(handle): handle for item in candidates if isinstance(item, Tensor) and (handle := of(item))}
+    return sorted(handles.values(), key=lambda handle: handle.parameter.ds_id)  # type: ignore[attr-defined]
 
 
 # Weights for an engine that generates: whole, by the model's own names, never all of them at once.
@@ -115,7 +111,7 @@ def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _adapters(model: nn.Module) -> dict[int, list[Any]]:
     """Layers of PEFT's around each parameter, by its id."""
-    found: dict[int, list[Any]] = {}
+    adapters: dict[int, list[Any]] = {}
     for name, layer in model.named_modules():
         if not hasattr(layer, "get_base_layer") or getattr(layer, "merged", False) or layer.disable_adapters:
             continue
@@ -126,8 +122,8 @@ def _adapters(model: nn.Module) -> dict[int, list[Any]]:
                 f"gathered_weights: the adapter of {name} is not added to a weight; call merge_adapter() inside "
                 "hf_zero.gathered(model), which needs memory for the whole model"
             )
-        found.setdefault(id(base), []).append(layer)
-    return found
+        adapters.setdefault(id(base), []).append(layer)
+    return adapters
 
 
 def _names_without_adapters(model: nn.Module) -> dict[int, list[str]]:

@@ -1,4 +1,4 @@
-"""What `initialize` makes of its arguments: of a model what the resolver sees of it, of a dataset a loader."""
+"""Preparation of `initialize`'s arguments: the resolver's view of a model, a loader for a dataset."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALIASES = ("hidden_size", "hidden_sizes", "text_config")
 
 
 def model_view(model: nn.Module | None) -> ModelView | None:
-    """Configuration and shapes of any module; a configuration is what can become a dict."""
+    """Configuration and shapes of any module; any configuration that can become a dict will do."""
     if model is None:
         return None
     shapes = tuple(tuple(parameter.shape) for parameter in model.parameters())
@@ -25,7 +25,7 @@ def model_view(model: nn.Module | None) -> ModelView | None:
 
 
 def config_mapping(config: Any) -> Mapping[str, object] | None:
-    """A model's configuration as a dict, its aliases included; None where it is nothing of the kind."""
+    """A model's configuration as a dict, with its aliases; None if it cannot become one."""
     if isinstance(config, Mapping):
         return config
     to_dict = getattr(config, "to_dict", None)
@@ -50,8 +50,8 @@ class TrainingLoader(DataLoader[Any]):
         for batch in super().__iter__():
             if features:
                 batch = features.on_batch(self.engine.training_progress, batch)
-            for each in parallelism:
-                batch = each.own_part(batch, self.engine.groups.along(each.name))
+            for groups in parallelism:
+                batch = groups.own_part(batch, self.engine.groups.along(groups.name))
             yield batch
 
 

@@ -17,7 +17,7 @@ from hf_zero.step.optimizer import ZeroOptimizer
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What can be sent away; names and values are DeepSpeed's."""
+    """States that can be sent away; names and values are DeepSpeed's."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -61,7 +61,7 @@ class OffloadStates:
         wanted = {OffloadStateTypeEnum(kind) for kind in _ALL if include is None or kind in include}
         if include is not None and OffloadStateTypeEnum.lp_params in include:
             raise ValueError(
-                "offload_states(include=[lp_params]): whoever read a weight meanwhile would crash; at stage 3 "
+                "offload_states(include=[lp_params]): reading a weight meanwhile would crash; at stage 3 "
                 'zero_optimization.offload_param {"device": "cpu"} keeps the shards in host memory all the time'
             )
         if OffloadStateTypeEnum.contiguous_grad_buffer in wanted:

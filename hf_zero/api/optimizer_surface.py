@@ -37,13 +37,13 @@ def _parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:
 def _gradients(optimizer: Any) -> dict[int, list[Tensor]]:
     """Param group -> this rank's reduced gradients (1-D, sums over ranks), between backward and step, where at hand."""
     optimizer.fragments.finish_reductions()
-    found: dict[int, list[Tensor]] = {index: [] for index in range(len(optimizer.param_groups))}
+    gradients: dict[int, list[Tensor]] = {index: [] for index in range(len(optimizer.param_groups))}
     for shard in optimizer.sub_groups:
         with ExitStack() as opened:
             gradient = opened.enter_context(optimizer.fragments.values.gradient(shard))
             if gradient is not None:
-                found[shard.group].append(gradient)
-    return found
+                gradients[shard.group].append(gradient)
+    return gradients
 
 
 def _offloads(optimizer: Any) -> bool:
@@ -54,7 +54,7 @@ def _offloads(optimizer: Any) -> bool:
 
 
 def _get_lr(optimizer: Any) -> float | None:
-    """Of the first param group; None where the optimizer makes its own."""
+    """Learning rate of the first param group; None where the optimizer computes its own."""
     rate = optimizer.param_groups[0]["lr"]
     return None if rate is None else float(rate)
 
@@ -136,7 +136,7 @@ def _reload_states(optimizer: Any, non_blocking: bool = False) -> None:
 
 
 def _refresh_masters(optimizer: Any) -> None:
-    """Masters from weights that were written to: what a step does first anyway."""
+    """Update masters from edited weights, as a step does first anyway."""
     optimizer.engine.gradients.settle()
     optimizer.store.sync_masters()
 

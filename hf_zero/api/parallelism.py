@@ -14,10 +14,10 @@ from hf_zero.features import DIMENSIONS, DIMENSIONS_OF_FEATURES
 
 
 class Parallelism:
-    """What one engine has of every registered dimension; None: its ranks are not along it."""
+    """An engine's groups by registered dimension; None: its ranks are not along it."""
 
     def __init__(self, model: nn.Module, mpu: Any, mesh_param: Any) -> None:
-        """What a program says. Collective."""
+        """Take what a program says. Collective."""
         kinds = [_load(where) for where in DIMENSIONS]
         self._asked: dict[type[ProgramGroups], ProgramGroups | None] = {
             kind: kind.given(model, mpu, mesh_param) for kind in kinds
@@ -26,8 +26,8 @@ class Parallelism:
     @property
     def sizes(self) -> dict[str, Any]:
         """As `resolve` takes them: int or None."""
-        told = [(kind.resolved_size, None if groups is None else groups.size) for kind, groups in self._asked.items()]
-        return {name: size for name, size in told if name is not None}
+        sizes = [(kind.resolved_size, None if groups is None else groups.size) for kind, groups in self._asked.items()]
+        return {name: size for name, size in sizes if name is not None}
 
     @property
     def used(self) -> list[ProgramGroups]:
@@ -49,11 +49,11 @@ class Parallelism:
         zero, device = resolved.zero, local_device()
         dimensions = [groups.dimension for groups in self.used]
         try:
-            found = parallel_groups(device, zero.shard_size, zero.gather_size, dimensions)
+            parallel = parallel_groups(device, zero.shard_size, zero.gather_size, dimensions)
         except ValueError as error:
             sizes = {"shard": zero.shard_size, **{each.name: len(each.groups[0]) for each in dimensions}}
             raise ConfigError(Problem("mesh", sizes, str(error), "give other sizes, or other groups")) from error
-        return in_hops(found, zero.hops, device) if zero.stage < 3 else found
+        return in_hops(parallel, zero.hops, device) if zero.stage < 3 else parallel
 
     def prepare(self, model: nn.Module, groups: ParallelGroups) -> None:
         """Make `model` what its ranks hold and see. Collective.
@@ -68,12 +68,12 @@ class Parallelism:
             kind.prepare(model, groups, asked)
 
     def belong_to(self, engine: Any, groups: ParallelGroups) -> None:
-        """Programs get answers from these as long as `engine` lives. Collective."""
-        for each in self.used:
-            each.belong_to(engine, self.used, groups.mesh)
+        """Answer programs' queries from these as long as `engine` lives. Collective."""
+        for dimension in self.used:
+            dimension.belong_to(engine, self.used, groups.mesh)
 
 
 def _load(where: str) -> type[ProgramGroups]:
     module, _, name = where.partition(":")
-    found: type[ProgramGroups] = getattr(import_module(module), name)
-    return found
+    kind: type[ProgramGroups] = getattr(import_module(module), name)
+    return kind

@@ -27,7 +27,7 @@ _ATTRIBUTE = "hf_zero_fragments"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What this rank owns of a parameter: `piece` of the shard with this number."""
+    """This rank's part of a parameter: `piece` of the shard with this number."""
 
     sub_group: SubGroup
     piece: Piece
@@ -58,7 +58,7 @@ class Fragments:
             StorageError: on all ranks, when one could not read its part from a drive.
         """
         numel, groups = parameter.numel(), self._groups.of(parameter)
-        # One element more says whether anybody has it, and a sum takes a multiple of the number of ranks.
+        # One more element counts the ranks that have it, and a sum takes a multiple of the number of ranks.
         padded = round_up(numel + 1, groups.access.size)
         flat = torch.zeros(padded, dtype=torch.float32, device=self._assembly.store.device)
         for part in self._parts_of(parameter):
@@ -84,15 +84,15 @@ class Fragments:
             StorageError: when it could not be read from a drive.
         """
         parts = self._parts_of(parameter)
-        found = []
+        chunks = []
         for part in parts:
             with source(part.sub_group, False) as values:
                 if values is not None:
                     stays = self._assembly.optimizer.updater.stager.always_at_hand
-                    found.append(_inside(values, part) if stays else _inside(values, part).clone())
+                    chunks.append(_inside(values, part) if stays else _inside(values, part).clone())
         if self._assembly.placements.failure is not None:
             raise self._assembly.placements.failure
-        return found[0] if len(found) == 1 else (torch.cat(found) if found else None)
+        return chunks[0] if len(chunks) == 1 else (torch.cat(chunks) if chunks else None)
 
     def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
         """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""
@@ -112,11 +112,11 @@ class Fragments:
 
     @property
     def gradient_factor(self) -> float:
-        """What a reduced gradient is multiplied with to be the gradient of the loss, before clipping."""
+        """Factor from a reduced gradient to the gradient of the loss, before clipping."""
         return self._assembly.step.factors.of_gradients
 
     def sync_masters(self) -> None:
-        """What was written into weights counts, before masters are read or written."""
+        """Apply edits of weights to masters before masters are read or written."""
         self._assembly.store.sync_masters()
 
     def finish_reductions(self) -> None:
@@ -141,12 +141,12 @@ class Fragments:
 
     @property
     def unreduced_factor(self) -> float:
-        """What such a gradient is multiplied with to be the gradient of this rank's loss."""
+        """Factor from such a gradient to the gradient of this rank's loss."""
         optimizer = self._assembly.optimizer
         return self.gradient_factor * (optimizer.sharding.num_ranks if optimizer.rules.gradients.average else 1)
 
     def all_gather_params(self, parameter: nn.Parameter) -> None:
-        """Let edited masters be seen by the model. Collective."""
+        """Copy edited masters to the model. Collective."""
         self.values.master_to_params(self._index[id(parameter)])
 
 
@@ -155,7 +155,7 @@ def _inside(values: Tensor, part: _Part) -> Tensor:
 
 
 def attach_fragments(assembly: Assembly, groups: ParallelGroups) -> None:
-    """Let the functions below find what belongs to the parameters of `assembly`."""
+    """Attach to the parameters of `assembly` what the functions below need."""
     fragments = Fragments(assembly, groups)
     for parameter in assembly.store.parameters:
         setattr(parameter, _ATTRIBUTE, weakref.ref(fragments))

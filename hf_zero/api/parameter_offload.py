@@ -1,4 +1,4 @@
-"""What DeepSpeed's users tell stage 3 of a model: hooks off and on again, parameters that other modules read."""
+"""Hints that DeepSpeed's users give stage 3: hooks off and on again, parameters that other modules read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _FixedOrder:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Say that `module` reads `parameter` of another module.
+    """Register that `module` reads `parameter` of another module.
 
     A read is noticed and gathers the parameter by itself, so this only records what `ds_external_parameters` tells.
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: a block of lines when an engine is made, and one line when it has trained."""
+"""A run's log lines: a block when an engine is made, and one line when it has trained."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ NOT_GATHERED = (
     "save_model() and save_16bit_model() write no model file, as stage3_gather_16bit_weights_on_model_save is false: "
     "set it to true, or make one of a checkpoint with python -m hf_zero zero_to_fp32"
 )
-_WRITTEN = ("file", "text", "dict", "default", "derived")  # sources of values that nobody filled in
+_WRITTEN = ("file", "text", "dict", "default", "derived")  # sources of values that were not filled in
 
 Sizes = Counter[tuple[str, str]]
 """(what, where) -> bytes of one rank; where is "device", "host" or "disk"."""
 
 
 def start(engine: ZeroEngine) -> None:
-    """Say what this engine is."""
+    """Log what this engine is."""
     version = sys.modules[__name__.partition(".")[0]].__version__
     log_dist("\n  ".join([f"{announcement()}, by hf_zero {version}", *_lines(engine)]))
 
 
 def end(engine: ZeroEngine) -> None:
-    """Training is over: say how it went, now."""
+    """Training is over: log how it went, now."""
     _RUNS[engine].tell()
 
 
 class Run:
-    """Follows an engine: says how its updates went, at the latest when it goes, and explains errors of memory."""
+    """Follows an engine: logs how its updates went, at the latest when it is freed; explains out-of-memory errors."""
 
     def __init__(self, engine: ZeroEngine) -> None:
         self._begin, self._told, self._phases = time.perf_counter(), 0, engine.phases
@@ -81,7 +81,7 @@ def _explain(engine: Any, phase: str, error: Exception) -> None:
 
 
 def expected_sizes(engine: ZeroEngine) -> Sizes:
-    """What one rank takes beside activations: by the rules of `hf_zero.planning.memory`, from the layout that is there.
+    """Memory per rank beside activations: by the rules of `hf_zero.planning.memory`, from the layout that is there.
     Of what passes, the most."""
     assembly, sizes = engine.gradients.assembly, Sizes()
     zero, precision = engine.settings.resolved.zero, precision_from(engine.settings.resolved.precision)
@@ -177,7 +177,7 @@ def count(number: int, thing: str) -> str:
 
 
 def _library(kind: str) -> str:
-    """Of "cpu:gloo,cuda:nccl" that of this kind of device."""
+    """The backend for this device type in "cpu:gloo,cuda:nccl"."""
     names = dict(part.rpartition(":")[::2] for part in backend_name().split(","))
     return names.get(kind, names.get("", backend_name()))
 

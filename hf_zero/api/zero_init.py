@@ -94,7 +94,7 @@ class Init(AbstractContextManager[Any]):
             self._init_rules.close()
 
     def _check(self, policy: InitPolicy | None) -> None:
-        """Raise for what is no config of this context; none is fine here."""
+        """Raise for an invalid config of this context; None is allowed."""
 
     def __enter__(self) -> Init:
         if self._enabled:

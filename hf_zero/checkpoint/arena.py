@@ -72,12 +72,12 @@ class Arena:
         return {name: (part.numel(), crc.checksum(part.numpy().data)) for name, part in used}
 
     def rewind(self) -> None:
-        """What was placed so far is not needed any more."""
+        """Free everything placed so far."""
         for segment in self._segments:
             segment.used = 0
 
     def place(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room, 1-D, with any content. In the same order, the same tensors get the same places."""
+        """An uninitialised 1-D tensor. The same requests in the same order get the same places."""
         num_bytes = numel * dtype.itemsize
         segment = next((each for each in self._segments if each.bytes.numel() - each.used >= num_bytes), None)
         if segment is None:
@@ -85,10 +85,10 @@ class Arena:
             segment = _Segment(max(num_bytes, _SEGMENT_BYTES), path)
             self._segments.append(segment)
             self._names[segment.bytes.data_ptr()] = segment.name
-        found = segment.bytes.narrow(0, segment.used, num_bytes).view(dtype)
+        tensor = segment.bytes.narrow(0, segment.used, num_bytes).view(dtype)
         segment.used += -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         segment.used = min(segment.used, segment.bytes.numel())
-        return found
+        return tensor
 
     def piece(self, part: Tensor) -> Piece | None:
         """A contiguous part as the writer can find it; None where it cannot."""
@@ -113,16 +113,16 @@ class Arena:
         """Stands for what a rank of another host has placed within `num_bytes` of a file: for descriptions alone."""
         key = f"{piece.path}:{num_bytes}"
         if key not in self._theirs:
-            pages = mmap.mmap(-1, num_bytes)  # nobody touches them
+            pages = mmap.mmap(-1, num_bytes)  # never touched
             self._theirs[key] = torch.frombuffer(pages, dtype=torch.uint8)
             self._names[self._theirs[key].data_ptr()] = piece.path
         return self._theirs[key].narrow(0, piece.start, piece.num_bytes).view(dtype)
 
     def of_other(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """What another rank of this host has placed."""
+        """A piece that another rank of this host has placed."""
         if piece.path not in self._theirs:
             with open(piece.path, "rb") as file:
-                # Nobody writes to it. torch warns of memory that cannot be written to.
+                # Read-only by convention. torch warns of memory that cannot be written to.
                 pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             memory = torch.frombuffer(pages, dtype=torch.uint8)
             self._theirs[piece.path] = memory
@@ -148,16 +148,16 @@ class Arena:
         content = record.content
         if not isinstance(content, Streamed) or not isinstance(content.parts, tuple):
             return None
-        found = []
+        pieces = []
         for part in content.parts:
             piece = self.piece(part) if part.dtype == content.dtype and part.numel() else None
             if piece is None:
                 return None
-            found.append(piece)
-        return found if content.num_bytes > self.SMALL_BYTES else None
+            pieces.append(piece)
+        return pieces if content.num_bytes > self.SMALL_BYTES else None
 
     def close(self) -> None:
-        """End the process that writes, and give the memory back."""
+        """End the writing process, and free the memory."""
         if self._writer is not None:
             self._writer.close()
         self._segments, self._theirs, self._names, self._unchanged, self._writer = [], {}, {}, {}, None

@@ -51,7 +51,7 @@ class Snapshot:
         """
         Args:
             arena: holds the snapshot; whatever it held is gone.
-            constant: what is copied again only after somebody has written to it; stays where it is.
+            constant: copied again only after it has been written to; stays where it is.
         """
         arena.rewind()
         self._constant = {
@@ -124,7 +124,7 @@ class Snapshot:
         return [self._arena.elsewhere(piece, ends[piece.path], dtype) for piece, dtype in pieces]
 
     def copy(self) -> None:
-        """Copy what has got a place only.
+        """Copy what only has a place so far.
 
         Raises:
             CheckpointError: when the program has written to it meanwhile.
@@ -181,24 +181,20 @@ def _written_by_updates(updater: Updater) -> frozenset[int]:
     optimizer states."""
     if not updater.stager.always_at_hand:
         return frozenset()
-    found = set()
+    addresses, state = set(), updater.optimizer.state
     for sub_group in updater.sub_groups:
         stored = sub_group.stored
         masters = [] if sub_group.lp_param is None else [sub_group.master if stored is None else stored.master.tensor]
-        states = (value for tensor in sub_group.tensors for value in _states_of(updater, tensor.parameter))
+        states = (value for tensor in sub_group.tensors for value in state.get(tensor.parameter, {}).values())
         kept = () if stored is None else (vector.tensor for vector in stored.vectors.values())
         for value in (*masters, *states, *kept):
             if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() > 1:
-                found.add(value.untyped_storage().data_ptr())
-    return frozenset(found)
-
-
-def _states_of(updater: Updater, parameter: torch.nn.Parameter) -> list[Any]:
-    return list(updater.optimizer.state.get(parameter, {}).values())
+                addresses.add(value.untyped_storage().data_ptr())
+    return frozenset(addresses)
 
 
 def num_bytes_of(value: Any) -> int:
-    """Of all tensors in it."""
+    """Bytes of all tensors in it."""
     if isinstance(value, (Tensor, Streamed, Awaited)):
         return math.prod(value.shape) * value.dtype.itemsize
     if isinstance(value, Arriving):
@@ -211,7 +207,7 @@ def num_bytes_of(value: Any) -> int:
 class BackgroundSave:
     """At most one save under way. The thread is waited for at exit: what was begun is finished.
 
-    Nobody may ask any more when the last save of a program fails: then the program has failed (`_end_as_failed`).
+    If the last save of a program fails and nothing asks any more, the program exits as failed (`_end_as_failed`).
     """
 
     def __init__(self, arena: Arena | None = None) -> None:
@@ -265,7 +261,7 @@ class BackgroundSave:
                 raise error
 
     def close(self) -> None:
-        """Wait, and give the memory back."""
+        """Wait, and free the memory."""
         try:
             self.wait()
         finally:
@@ -279,7 +275,7 @@ class BackgroundSave:
 
 
 def _finish_first(number: int, _frame: object) -> None:
-    """Handler of SIGTERM, with which launchers ask before they kill: a save that was begun is finished."""
+    """Handler of SIGTERM, which launchers send before they kill: a save under way is finished."""
     for thread in threading.enumerate():
         if thread.name == _THREAD_NAME:
             thread.join()
@@ -288,13 +284,13 @@ def _finish_first(number: int, _frame: object) -> None:
 
 
 def _replace_handler(old: object, new: Any) -> None:
-    """Of SIGTERM, where the program has none of its own, and while it may be replaced."""
+    """Handle SIGTERM where the program has no handler, and while one may be installed."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is old:
         signal.signal(signal.SIGTERM, new)
 
 
 def _end_as_failed() -> None:
-    """At exit, when all threads have ended: a status of 0 would say that the last checkpoint is there."""
+    """At exit, when all threads have ended: a status of 0 would mean that the last checkpoint exists."""
     errors = [save.take_error() for save in list(_untold)]
     for error in errors:
         logger.error("the program has ended, and its last checkpoint %s", error)

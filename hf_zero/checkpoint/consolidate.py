@@ -132,7 +132,7 @@ def weights_of(
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What to write where.
+    """Output of a conversion.
 
     Attributes:
         output: a .bin, .pt or .safetensors file, or a folder of shards.
@@ -220,7 +220,7 @@ def _write_folder(weights: Weights, target: Target, progress: Progress | None) -
 
 
 def _renamed(staging: Path, folder: Path) -> bool:
-    """Give the folder its name; False where another process has just done so with its own."""
+    """Rename the folder to its name; False where another process has just taken that name."""
     try:
         staging.rename(folder)
     except OSError:
@@ -312,11 +312,11 @@ def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, 
 def _state(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, Awaited | Tensor], dict[int, Awaited]]:
     """The state dict with places for its parameters, and the place of each parameter by id."""
     awaited: dict[int, Awaited] = {}
-    found: dict[str, Awaited | Tensor] = dict(_detached(persistent_buffers(module)))
+    entries: dict[str, Awaited | Tensor] = dict(_detached(persistent_buffers(module)))
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad or not exclude_frozen:
-            found[name] = awaited.setdefault(id(parameter), Awaited(parameter.dtype, whole_shape(parameter)))
-    return {name: found[name] for name in state_dict_order(module) if name in found}, awaited
+            entries[name] = awaited.setdefault(id(parameter), Awaited(parameter.dtype, whole_shape(parameter)))
+    return {name: entries[name] for name in state_dict_order(module) if name in entries}, awaited
 
 
 def _detached(buffers: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -418,7 +418,7 @@ def target_for(view: CheckpointView, output: Path, safetensors: bool, max_shard_
     """The output as the callers of this file describe it.
 
     Raises:
-        ValueError: for a size that is none, or a file name that contradicts the wish for safetensors.
+        ValueError: for an invalid size, or a file name that contradicts `safe_serialization`.
     """
     limit = None if max_shard_size is None else parse_bytes(max_shard_size)
     # Trainer keeps config.json beside the tag's folder.
@@ -432,13 +432,13 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """A dtype or its name.
 
     Raises:
-        ValueError: for one that weights are not written in.
+        ValueError: weights are not written in it.
     """
     known = {**DTYPES, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    found = known.get(dtype, None) if isinstance(dtype, str) else dtype
-    if found is None or found not in DTYPES.values():
+    torch_dtype = known.get(dtype, None) if isinstance(dtype, str) else dtype
+    if torch_dtype is None or torch_dtype not in DTYPES.values():
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
-    return found
+    return torch_dtype
 
 
 __all__ = [

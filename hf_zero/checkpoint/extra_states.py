@@ -4,8 +4,8 @@ DeepSpeed's lists of flat states have no room for them. Every rank writes what i
 that it updates alone, or slices of those that it shares (rows and columns of Adafactor). Put together they are the
 states of whole tensors, which any stage and number of ranks can take apart again.
 
-States of optimizers that ran as themselves on flat shards have no meaning apart from these very shards (blocks of a
-quantised state, for one). They are kept as they are, and fit the same number of ranks and the same layout only.
+States of optimizers that ran unchanged on flat shards mean nothing without these shards (blocks of a
+quantised state, for example). They are kept as they are, and load on the same number of ranks and layout only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def merged(files: Sequence[tuple[Path, Any]]) -> dict[str, dict[str, Any]]:
     """From what the files of all ranks say to the states of whole tensors, by parameter name.
 
     Raises:
-        CheckpointError: when a file says something else, or a part is missing.
+        CheckpointError: when files disagree, or a part is missing.
     """
     slices: dict[tuple[str, str], list[tuple[Path, Mapping[str, Any]]]] = {}
     whole: dict[str, dict[str, Any]] = {}
@@ -81,12 +81,12 @@ def _joined(what: str, slices: Sequence[tuple[Path, Mapping[str, Any]]]) -> Tens
     parts: list[tuple[int, Tensor]] = []
     path, first = slices[0]
     shape = first[_SHAPE]
-    for path, one in slices:
-        is_right = isinstance(one[_VALUES], Tensor) and isinstance(one[_START], int) and one[_SHAPE] == shape
+    for path, entry in slices:
+        is_right = isinstance(entry[_VALUES], Tensor) and isinstance(entry[_START], int) and entry[_SHAPE] == shape
         if not is_right or not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
             raise CheckpointError(path, f"{what} is not a part of a tensor, or one of another shape", _FIX)
-        if one[_VALUES].numel():
-            parts.append((one[_START], one[_VALUES].reshape(-1)))
+        if entry[_VALUES].numel():
+            parts.append((entry[_START], entry[_VALUES].reshape(-1)))
     parts.sort(key=lambda part: part[0])
     ends = [start + values.numel() for start, values in parts]
     if [start for start, _ in parts] != [0, *ends[:-1]][: len(parts)] or (ends[-1] if ends else 0) != math.prod(shape):
@@ -97,7 +97,7 @@ def _joined(what: str, slices: Sequence[tuple[Path, Mapping[str, Any]]]) -> Tens
 
 
 def pieces_of(sub_group: SubGroup, names: Sequence[str]) -> ShardKey:
-    """What a flat shard is made of: name, first element, number of elements, place; equal on equal layouts only."""
+    """The pieces of a flat shard: name, first element, number of elements, place; equal on equal layouts only."""
     return tuple((names[p.parameter], p.in_parameter, p.numel, p.in_shard) for p in sub_group.pieces)
 
 
@@ -163,13 +163,13 @@ class ShardState:
 
     def values(self, kind: str) -> Tensor | None:
         """One value per element, 1-D; None where there is no such state."""
-        found = self.moments.get(kind)
-        return found.values() if isinstance(found, Stored) else found
+        state = self.moments.get(kind)
+        return state.values() if isinstance(state, Stored) else state
 
 
 @dataclass(slots=True)
 class GroupSummary:
-    """What all ranks together know of one optimizer group.
+    """State of one optimizer group over all ranks.
 
     Attributes:
         kinds: names of the states per element, with their dtypes.
@@ -232,14 +232,14 @@ def _read(updater: Updater, sub_group: SubGroup) -> ShardState:
                     assert isinstance(whole, Tensor)
                     whole.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(flat)
             elif OF_WHOLE_TENSORS not in state:  # which has the step of every parameter
-                found = _number(value)
-                scalars[kind] = max(found, scalars.get(kind, found)) if kind == STEP else found
+                number = _number(value)
+                scalars[kind] = max(number, scalars.get(kind, number)) if kind == STEP else number
     return ShardState(moments, scalars)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """What one sub-group has of a parameter: `sub_group_size` may cut it, where masters are offloaded."""
+    """A sub-group's part of a parameter: `sub_group_size` may cut it, where masters are offloaded."""
 
     start: int
     group: int
@@ -250,15 +250,15 @@ class ParameterPart:
 
 def parts_by_parameter(sub_groups: Sequence[SubGroup], states: Sequence[ShardState]) -> dict[int, list[ParameterPart]]:
     """In order."""
-    found: dict[int, list[ParameterPart]] = {}
+    by_parameter: dict[int, list[ParameterPart]] = {}
     for sub_group, state in zip(sub_groups, states, strict=True):
         elements = {kind: values for kind in state.moments if (values := state.values(kind)) is not None}
         for piece in sub_group.pieces:
             own = {kind: values.narrow(0, piece.in_shard, piece.numel) for kind, values in elements.items()}
             master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
             part = ParameterPart(piece.in_parameter, sub_group.group, master, own, state.scalars)
-            found.setdefault(piece.parameter, []).append(part)
-    return {parameter: sorted(parts, key=lambda part: part.start) for parameter, parts in found.items()}
+            by_parameter.setdefault(piece.parameter, []).append(part)
+    return {parameter: sorted(parts, key=lambda part: part.start) for parameter, parts in by_parameter.items()}
 
 
 def _number(value: Any) -> Any:
@@ -268,7 +268,7 @@ def _number(value: Any) -> Any:
 def summarise(
     updater: Updater, states: Sequence[ShardState], num_groups: int, collectives: Collectives
 ) -> list[GroupSummary]:
-    """What all ranks together know, by optimizer group. Collective."""
+    """State over all ranks, by optimizer group. Collective."""
     mine = [GroupSummary() for _ in range(num_groups)]
     counted = updater.parameter_steps()
     for sub_group, state in zip(updater.sub_groups, states, strict=True):
@@ -299,7 +299,7 @@ def buffers_of(
 
 
 def errors_for_file(reducer: GradientReducer, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Of this rank's buckets, made of plain containers; empty without error feedback."""
+    """Errors of this rank's buckets as plain containers; empty without error feedback."""
     return [
         {
             _PARAMETERS: _names(bucket, names),
@@ -312,7 +312,7 @@ def errors_for_file(reducer: GradientReducer, names: Sequence[str]) -> list[dict
 
 
 def restore_errors(reducer: GradientReducer, names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Take over what `errors_for_file` has said of the same buckets; others have nothing left out."""
+    """Restore what `errors_for_file` returned for the same buckets; other buckets start with no error."""
     known = {tuple(entry[_PARAMETERS]): entry for entry in saved}
     num_lost = 0
     for bucket in reducer.buckets:

@@ -59,8 +59,8 @@ def plan_load(subject: ModelSubject, view: CheckpointView, *, strict: bool, with
     buffers = {name: view.buffers[name] for name in own_buffers if name in view.buffers}
     if strict:
         wanted = {*names, *subject.frozen(), *own_buffers}
-        found = {*(names[i] for i in weights), *frozen, *buffers}
-        _refuse_differences(view, wanted - found, source.names() - wanted - set(subject.aliases()))
+        present = {*(names[i] for i in weights), *frozen, *buffers}
+        _refuse_differences(view, wanted - present, source.names() - wanted - set(subject.aliases()))
     for name, value in buffers.items():
         if value.shape != own_buffers[name].shape:
             raise _other_shape(view, name, tuple(value.shape), tuple(own_buffers[name].shape))
@@ -170,7 +170,7 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
         )
     holder = {name: group for group in view.groups for name in group.names}
     names, updater = subject.names, subject.assembly.optimizer.updater
-    found: list[Group | None] = []
+    groups: list[Group | None] = []
     for members, options in zip(subject.assembly.members, subject.assembly.optimizer.param_groups, strict=True):
         group = next((holder[names[index]] for index in members if names[index] in holder), None)
         if group is None:
@@ -184,8 +184,8 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
                 f"{', '.join(wanted)}",
                 "continue with the optimizer that was saved, or load with load_optimizer_states=False",
             )
-        found.append(group)
-    return found
+        groups.append(group)
+    return groups
 
 
 def _refuse_other_kinds(updater: Updater, view: CheckpointView) -> None:
@@ -284,7 +284,7 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
 
 
 def _start_anew(updater: Updater, sub_group: SubGroup) -> None:
-    """A sub-group without states in the checkpoint: what the optimizer has learnt so far belongs to other weights."""
+    """Reset a sub-group without states in the checkpoint: its current states belong to other weights."""
     with updater.stager.opened(sub_group, changes=True):
         for tensor in sub_group.tensors:
             for value in updater.optimizer.state.pop(tensor.parameter, {}).values():
@@ -328,7 +328,7 @@ def _write_sub_group_state(
 
 
 def _write_bound_state(updater: Updater, sub_group: SubGroup, view: CheckpointView, names: Sequence[str]) -> None:
-    """States that fit nothing but this very shard."""
+    """Restore states that fit this shard only."""
     saved = view.shard_states.get(pieces_of(sub_group, names))
     if saved is None:
         kind = type(updater.optimizer).__name__
@@ -366,16 +366,16 @@ def _restores_whole(updater: Updater, view: CheckpointView) -> bool:
 
 
 def _from_elements(view: CheckpointView, name: str, group: Group) -> dict[str, Any]:
-    """What a parameter has of states of one value per element, whole; nothing if it has seen no update."""
+    """A parameter's states of one value per element, whole; empty if it has seen no update."""
     if name not in view.indices or (view.whole_states and name not in view.whole_states):
         return {}
     steps = view.steps.get(name, group.scalars.get(ds.STEP))
     if steps is not None and not steps:
         return {}
     shape = view.shapes[name]
-    found: dict[str, Any] = {kind: view.read(name, kind).view(shape) for kind in view.states_of(name)}
+    states: dict[str, Any] = {kind: view.read(name, kind).view(shape) for kind in view.states_of(name)}
     counted = {ds.STEP: torch.tensor(float(steps))} if steps is not None else {}
-    return {**group.scalars, **found, **counted}
+    return {**group.scalars, **states, **counted}
 
 
 def _write_options(options: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""`open_checkpoint` returns a view of a checkpoint folder of any writer and stage; and checks that ranks share."""
+"""`open_checkpoint` returns a view of a checkpoint folder of any writer and stage; checks that ranks make together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def view_of_part(
     *,
     with_optimizer: bool = True,
 ) -> CheckpointView:
-    """What this rank of a tensor group holds of a checkpoint, however many ranks per tensor group have written it.
+    """This tensor rank's part of a checkpoint, however many ranks per tensor group have written it.
 
     Args:
         folders: as `find` returns them.
@@ -117,12 +117,12 @@ def _files(folder: Folder) -> Sequence[Written | Path]:
 
 def name_alternative(error: CheckpointError, root: Path, tag: str, collectives: Collectives) -> CheckpointError:
     """The same error with an intact older checkpoint to turn to, if there is one. Collective."""
-    found = None
+    alternatives = None
     if collectives.rank == 0:
         # Trainer keeps every checkpoint in a folder of its own: look beside this one, too.
         siblings = [path for path in root.resolve().parent.glob("checkpoint-*") if path.resolve() != root.resolve()]
-        found = intact_alternatives(root, tag, siblings)
-    everybodys = collectives.gather_objects(found)[0]
+        alternatives = intact_alternatives(root, tag, siblings)
+    everybodys = collectives.gather_objects(alternatives)[0]
     if not isinstance(everybodys, list) or not everybodys:
         return error
     return CheckpointError(error.path, error.problem, f"{error.fix}. Intact: {everybodys[0]}")

@@ -97,11 +97,11 @@ class Exchange:
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing has to travel, between any two ranks."""
+        """Whether no data moves between any two ranks."""
         return self._longest == 0
 
     def fill(self, buffers: Sequence[Tensor]) -> dict[int, list[Placed]]:
-        """What goes where in each target buffer. Local elements stay views of `buffers`. Collective."""
+        """The pieces of each target buffer with their places. Local elements stay views of `buffers`. Collective."""
         placed: dict[int, list[Placed]] = defaultdict(list)
         rank = self._collectives.rank
         if self._share is not None and not self.is_local:
@@ -123,7 +123,7 @@ class Exchange:
         return placed
 
     def _swap(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """What every peer has for this rank, its copies one after the other.
+        """Receive every peer's copies for this rank, one after the other.
 
         In rounds, so that what is on its way takes little memory: fresh pages cost as much as the copying.
         """
@@ -178,7 +178,7 @@ def join(placed: Sequence[Placed], numel: int, dtype: torch.dtype) -> Streamed:
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    """Without memory."""
+    """Zeros that take no memory."""
     return torch.zeros(1, dtype=dtype).expand(numel)
 
 
@@ -242,7 +242,7 @@ class _Collected:
         return any(isinstance(moment, Stored) for state in self.states for moment in state.moments.values())
 
     def part(self, subject: Subject) -> OptimizerPart:
-        """What the groups of all files share."""
+        """Data that the groups of all files share."""
         names = subject.names
         steps = {}
         for group in self.groups:
@@ -270,11 +270,11 @@ class _Collected:
 
     def kinds(self) -> dict[str, torch.dtype]:
         """All kinds of state of any group, in an order that all ranks share."""
-        found: dict[str, torch.dtype] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for group in self.groups if not self.is_bound else ():
             for kind, dtype in group.kinds.items():
-                found[kind] = torch.promote_types(found.get(kind, dtype), dtype)
-        return dict(sorted(found.items()))
+                dtypes[kind] = torch.promote_types(dtypes.get(kind, dtype), dtype)
+        return dict(sorted(dtypes.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +363,7 @@ def _target_states(subject: Subject, collected: _Collected, targets: Sequence[_T
 def _batch(
     of_kind: _TargetStates, exchange: Exchange, awaited: Sequence[Awaited | Streamed], groups: Sequence[GroupState]
 ) -> list[tuple[Awaited, Streamed]]:
-    """What one exchange brings, as far as the groups want it."""
+    """Results of one exchange, as far as the groups want them."""
     used = {id(content) for group in groups for content in (group.master, *group.moments.values())}
     return [
         (place, content)
@@ -493,7 +493,7 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool, exclude_trained: bo
     parameters: dict[str, Tensor] = {}
     frozen_ids = {id(parameter) for parameter in subject.frozen().values()}
     for name, parameter in subject.module.named_parameters(remove_duplicate=False):
-        # Of experts no rank has the whole weights, which are in the files of the optimizer.
+        # No rank has whole experts; they are in the files of the optimizer.
         is_apart = sharded or subject.groups.of(parameter) is not subject.groups
         is_apart |= exclude_trained and subject.stage > 0 and id(parameter) not in frozen_ids
         parameters[name] = torch.empty(0, dtype=parameter.dtype) if is_apart else parameter.detach()

@@ -1,4 +1,4 @@
-"""What the engine calls: save a live training under a tag, load a checkpoint into it. Both are collective."""
+"""The engine's calls: save a live training under a tag, load a checkpoint into it. Both are collective."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def keep_checkpoint(
         for name, content in contents.items():
             path = folder / name
             path.unlink(missing_ok=True)
-            stated = {**content.get(ds.HF_ZERO, {}), ds.MANIFEST_KEY: False}  # nobody waits for checksums here
+            stated = {**content.get(ds.HF_ZERO, {}), ds.MANIFEST_KEY: False}  # no checksums here
             whole = {IN_PIECES: True, **described({**content, ds.HF_ZERO: stated}, arena)}
             if subject.stage == 3 and ds.MODULE in content:  # buffers: rank 0's are read on all hosts
                 whole[ds.MODULE] = content[ds.MODULE]
@@ -149,7 +149,7 @@ def keep_checkpoint(
 
 
 def _lasting(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """Of frozen parameters what this rank holds, where it is not made anew whenever it is asked for."""
+    """This rank's parts of frozen parameters, where they are not created anew on each request."""
     for parameter in parameters:
         handle = of(parameter)
         first, second = (parameter, parameter) if handle is None else (handle.view(), handle.view())
@@ -263,7 +263,7 @@ def _latest(root: Path, policy: Checkpoint) -> str | None:
 
 
 def _refuse_to_guess(root: Path) -> None:
-    """Without `latest`, a folder with checkpoints is not a new start: a new training would soon replace them."""
+    """Refuse a folder of checkpoints without `latest`: a new training would soon replace them."""
     if not root.is_dir():
         return
     if any(ds.parse(entry.name) for entry in root.iterdir()):
@@ -287,20 +287,20 @@ def _plan(subject: ModelSubject, folders: Sequence[Folder], request: LoadRequest
 
 def scheduler_state(view: CheckpointView) -> Mapping[str, Any] | None:
     """The saved state of the learning-rate schedule."""
-    found = view.meta.get(ds.LR_SCHEDULER)
-    return found if isinstance(found, Mapping) else None
+    state = view.meta.get(ds.LR_SCHEDULER)
+    return state if isinstance(state, Mapping) else None
 
 
 def feature_states(view: CheckpointView) -> dict[str, Any]:
     """The saved states of training-time features, by their names."""
     others = view.meta.get(ds.TRAINING_FEATURES)
-    found = dict(others) if isinstance(others, Mapping) else {}
-    return {**found, **{key: view.meta.get(key) for key in (ds.DATA_SAMPLER, ds.RANDOM_LTD)}}
+    states = dict(others) if isinstance(others, Mapping) else {}
+    return {**states, **{key: view.meta.get(key) for key in (ds.DATA_SAMPLER, ds.RANDOM_LTD)}}
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Where the saved training stood."""
+    """The saved progress of training."""
 
     global_steps: int
     skipped_steps: int

@@ -1,4 +1,4 @@
-"""What a checkpoint is taken of, or loaded into: a model, its sharded optimizer, the config."""
+"""The subject of a save or load: a model, its sharded optimizer, the config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelSubject:
 
     @property
     def stage(self) -> int:
-        """As configured, also where a world of one needs no sharding."""
+        """The configured stage, also where a world of one needs no sharding."""
         return self.resolved.zero.stage
 
     @property
@@ -50,7 +50,7 @@ class ModelSubject:
 
     @property
     def names(self) -> list[str]:
-        """Of the trained parameters, in the order of the layout."""
+        """Names of the trained parameters, in the order of the layout."""
         return [spec.name for spec in self.store.layout.specs] if self.store is not None else []
 
     @property
@@ -77,12 +77,12 @@ class ModelSubject:
     def aliases(self) -> dict[str, str]:
         """Second names of tied parameters -> first names."""
         first: dict[int, str] = {}
-        found = {}
+        aliases = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             owner = first.setdefault(id(parameter), name)
             if owner != name:
-                found[name] = owner
-        return found
+                aliases[name] = owner
+        return aliases
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Subject(ModelSubject):
         return [{names[index]: shapes[index] for index in group} for group in self.assembly.members]
 
     def extents(self, rank: int) -> Iterator[Extent]:
-        """What rank number `rank` of the shard group updates, as elements of what files hold."""
+        """Elements of files that rank number `rank` of the shard group updates."""
         assembly, groups = self.assembly, self.groups
         sharded, limit = assembly.optimizer.sharding.shards_optimizer, assembly.store.sub_group_numel
         place, number = (0, 0) if groups.of_parts is None else groups.place_of(groups.shard.ranks[rank])

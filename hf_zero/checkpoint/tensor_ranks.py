@@ -107,7 +107,7 @@ def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> C
 def in_parts(
     view: CheckpointView, cuts: Mapping[str, Cut], rank: int, *, with_optimizer: bool = True
 ) -> CheckpointView:
-    """What a rank of a tensor group holds of a checkpoint of whole parameters.
+    """A tensor rank's part of a checkpoint of whole parameters.
 
     Raises:
         CheckpointError: a parameter has another shape there; or the optimizer's states are not one value per element,
@@ -201,18 +201,18 @@ class _InParts:
 
 
 def _runs(cut: Cut | None, start: int, stop: int) -> Iterable[tuple[int, Interval]]:
-    """What is not cut is the same on all ranks."""
+    """Uncut parameters are the same on all ranks."""
     return [(0, Interval(start, stop))] if cut is None else cut.in_parts(start, stop)
 
 
 def _whole_pieces(name: str, cut: Cut | None, views: Sequence[CheckpointView]) -> Pieces:
     if cut is None:
         return views[0].frozen[name]
-    found = [view.frozen[name].parts for view in views]
+    parts = [view.frozen[name].parts for view in views]
 
     def read(start: int, stop: int) -> Iterator[Tensor]:
         for rank, run in cut.in_parts(start, stop):
-            yield from span(found[rank], run.start, run.stop)
+            yield from span(parts[rank], run.start, run.stop)
 
     return Pieces(cut.shape, Between(read, 0, math.prod(cut.shape)))
 

@@ -219,7 +219,7 @@ class Destination:
 
 
 def node_name(*, node_local: bool) -> str:
-    """What ranks that share a folder have in common."""
+    """Equal for ranks that share a folder."""
     return socket.gethostname() if node_local else ""
 
 
@@ -242,8 +242,8 @@ def write_checkpoint(
         return "" if staging is None else str(staging.path)
 
     try:
-        made = _all_or_nothing(place, collectives, "make the folder", prepare)
-        partial = Path(next(path for node, path in made if path and node == place.node))
+        folders = _all_or_nothing(place, collectives, "make the folder", prepare)
+        partial = Path(next(path for node, path in folders if path and node == place.node))
         reports = _all_or_nothing(place, collectives, "write its files", lambda: _write_files(partial, files, write))
         _all_or_nothing(place, collectives, "finish the checkpoint", lambda: _finish(place, partial, reports))
     except CheckpointError:
@@ -355,8 +355,8 @@ def check_output_folder(folder: str, collectives: Collectives) -> None:
     Raises:
         CheckpointError: naming the ranks and what the system says.
     """
-    found = collectives.gather_objects(_obstacle(Path(folder)))
-    hindered = [(rank, why) for rank, why in enumerate(found) if why]
+    obstacles = collectives.gather_objects(_obstacle(Path(folder)))
+    hindered = [(rank, why) for rank, why in enumerate(obstacles) if why]
     if hindered:
         ranks = ", ".join(str(rank) for rank, _ in hindered)
         problem = f"cannot be written to by rank {ranks}: {hindered[0][1]}"
@@ -364,7 +364,7 @@ def check_output_folder(folder: str, collectives: Collectives) -> None:
 
 
 def _obstacle(folder: Path) -> str:
-    """Why nothing can be made in a folder that is there or is to be made; "" if it can."""
+    """Why no file can be made in a folder, existing or not; "" if one can."""
     there = folder.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent

@@ -1,4 +1,4 @@
-"""Any checkpoint as what it means: parameters, any interval of which can be read without the rest."""
+"""One view of any checkpoint: parameters, any interval of which can be read without the rest."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class StateElements:
 
     def parts(self, parameter: int, start: int, stop: int) -> list[Tensor]:
         """Views of the elements [start, stop) of one parameter, in order."""
-        found = []
+        views = []
         for extent in self.extents[parameter]:
             low, high = max(start, extent.start), min(stop, extent.stop)
             if low < high:
                 buffer = self.buffers[extent.rank, extent.buffer]
-                found.append(buffer.narrow(0, extent.offset + low - extent.start, high - low))
-        return found
+                views.append(buffer.narrow(0, extent.offset + low - extent.start, high - low))
+        return views
 
     def whole(self, parameter: int, numel: int) -> Parts:
         return tuple(self.parts(parameter, 0, numel))
@@ -149,7 +149,7 @@ class CheckpointView:
         return Pieces(tuple(shape), self.elements[MASTER].whole(self.indices[name], math.prod(shape)))
 
     def client_state(self) -> dict[str, Any]:
-        """What `load_checkpoint` returns to its caller."""
+        """The client state that `load_checkpoint` returns."""
         return {key: value for key, value in self.meta.items() if key not in ds.NOT_CLIENT_STATE}
 
 

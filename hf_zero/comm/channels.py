@@ -64,8 +64,8 @@ def torch_group(partition: Partition) -> dist.ProcessGroup | None:
 def adopt(group: dist.ProcessGroup) -> Partition:
     """Take a group that exists as the one of `torch_group`; returns those of all ranks. Collective."""
     ranks = tuple(dist.get_process_group_ranks(group))
-    found = NativeCollectives().gather_objects(ranks)
-    partition: Partition = tuple(dict.fromkeys(cast("list[tuple[int, ...]]", found)))
+    groups = NativeCollectives().gather_objects(ranks)
+    partition: Partition = tuple(dict.fromkeys(cast("list[tuple[int, ...]]", groups)))
     if sorted(rank for ranks in partition for rank in ranks) != list(range(get_world_size())):
         raise ValueError(f"groups of ranks that share sequences must be disjoint: {list(partition)}")
     known = _known()
@@ -79,14 +79,14 @@ def hosts() -> Hosts:
 
 
 def background_collectives() -> Collectives:
-    """For a thread beside training: a group that nobody else calls on, for small objects. Collective at first use."""
+    """A group for a background thread alone, for small objects. Collective at first use."""
     if get_world_size() == 1:
         return LoneCollectives()
     return NativeCollectives(_known().gloo_group(0, "background"))
 
 
 def watching_collectives() -> Collectives:
-    """For what ranks tell one another about a run: a group that nobody else calls on, whose gathers nobody waits for.
+    """A group for reports about a run alone, whose gathers no rank waits for.
     Collective at first use."""
     if get_world_size() == 1:
         return LoneCollectives()
@@ -97,7 +97,7 @@ _worlds: dict[int, KnownGroups] = {}
 
 
 def _known() -> KnownGroups:
-    """Of the process group of all ranks. Collective at first use."""
+    """Groups made of the process group of all ranks. Collective at first use."""
     from hf_zero.comm.known_groups import KnownGroups  # here: one rank alone needs nothing of it
 
     key = id(dist.group.WORLD)

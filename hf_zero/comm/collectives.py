@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """What meets other ranks stays out of compiled code: `torch.compiler.disable`, as soon as somebody has loaded the
+    """Keep a function that communicates out of compiled code: `torch.compiler.disable`, once something has loaded the
     compiler, which takes seconds. Until then there is nothing that could compile it."""
     disabled: list[Callable[..., Any]] = []
 
@@ -117,7 +117,7 @@ class ControlMessages(ABC):
 class Collectives(ControlMessages):
     """Sums and gathers of tensors over one group of ranks, and what else they tell each other.
 
-    Reductions always SUM; whoever wants a mean divides, because averaging inside a backend is not to be trusted on
+    Reductions always SUM; callers that want a mean divide, because averaging inside a backend is not reliable on
     gloo. Flat buffers have a multiple of `size` elements; rank r owns the r-th of `size` equal shards.
 
     Attributes:
@@ -147,7 +147,7 @@ class Collectives(ControlMessages):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_send_buffer(self, buffer: Tensor) -> None:
-        """What was reduced from `buffer` has arrived and has been read."""
+        """Return `buffer`: its reduction has arrived and has been read."""
         if len(self._send_buffers) < MAX_SEND_BUFFERS:
             self._send_buffers.append(buffer)
 

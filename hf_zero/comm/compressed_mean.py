@@ -26,7 +26,7 @@ _ALIGN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What of one tensor lies in one chunk: elements [start, stop) of the line, `numel` of which are no padding."""
+    """A tensor's part of one chunk: elements [start, stop) of the line, `numel` of which are no padding."""
 
     tensor: int
     start: int
@@ -76,7 +76,7 @@ class CompressedMean:
 
     @torch.no_grad()
     def error_feedback(self) -> Tensor:
-        """What the mean of all messages so far lacks: 1-D, the whole vector, the same on all ranks. Collective.
+        """The error of the mean of all messages so far: 1-D, the whole vector, the same on all ranks. Collective.
 
         A rank that takes over as `worker_error` what this returns, with no error as a server, has the same left out.
         """

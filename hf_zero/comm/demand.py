@@ -1,9 +1,9 @@
 """How ranks that stand still learn that others wait for them, where no shared memory says so.
 
-While ranks follow a plan (`hf_zero.comm.lockstep`), each issues its gathers without a word to the others. A rank that
-waits for a reduction issues none meanwhile; another one may need them before it can start that reduction. So whoever
-waits for long says in the store of the process group how far the others must have come, and whoever waits for a
-reduction looks there now and then. In a run without such waits nobody writes or reads anything.
+While ranks follow a plan (`hf_zero.comm.lockstep`), each issues its gathers without messages to the others. A rank that
+waits for a reduction issues none meanwhile; another one may need them before it can start that reduction. A rank that
+waits for long writes to the process group's store how far the others must have come, and a rank that waits for a
+reduction looks there now and then. Without such waits nothing is written or read.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # between two looks at the store: the fi
 
 
 class Demand(ABC):
-    """Numbers above 0 that ranks say of topics, which are numbers too; of each, what somebody has said last."""
+    """Positive numbers that ranks publish by topic (a number, too); each topic keeps the latest."""
 
     @abstractmethod
     def say(self, topic: int, value: int) -> None:
-        """Said again and again while this rank waits, so that nobody's word hides another one's for long."""
+        """Publish a number; repeated while this rank waits, so that no rank hides another's for long."""
 
     @abstractmethod
     def look(self, topic: int) -> int:
-        """What somebody has said; 0: nothing."""
+        """The latest number; 0: none."""
 
     @abstractmethod
     def forget(self, topic: int) -> None:
-        """Nobody looks there any more."""
+        """Drop a topic that is not read any more."""
 
     @abstractmethod
     def wait(self, pending: Pending, act: Callable[[], None]) -> None:

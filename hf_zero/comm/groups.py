@@ -1,4 +1,4 @@
-"""Who shares what with whom: made once for an engine, and handed down whole."""
+"""Groups of ranks: made once for an engine, and passed down whole."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ParallelGroups:
         return self.of_parts if self.of_parts is not None and part is not None and part.is_mixed else self
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Of what a rank of the world holds of parameters with groups of their own: which shard, and of which part."""
+        """Which shard, and of which part, a rank of the world holds of parameters with groups of their own."""
         assert self.of_parts is not None, "only asked where there are some"
         mesh = self.of_parts.mesh
         return group_of(rank, mesh.shard).index(rank), group_of(rank, mesh.whole_model).index(rank)
@@ -182,10 +182,10 @@ def parallel_groups(
         return made[partition, channel]
 
     def apart(partition: Partition, channel: Channel = Channel.REDUCE) -> Collectives:
-        """Of its own: what is sent here has buffers of its own."""
+        """A separate group, with send buffers of its own."""
         return collectives_for(device, channel, partition, mesh.shard if channel is Channel.GATHER else None)
 
-    found = ParallelGroups(
+    groups = ParallelGroups(
         mesh=mesh,
         world=group(whole),
         shard=apart(mesh.shard),
@@ -203,11 +203,11 @@ def parallel_groups(
     )
     inner = mesh.of_parts()
     if inner is None:
-        return found
+        return groups
     assert set(inner.replicate) == set(mesh.replicate), "each copy of the states has all parts"
     shard, lone = apart(inner.shard), group(agreeing(len(whole[0]), inner.dimensions))
     of_parts = replace(
-        found,
+        groups,
         mesh=inner,
         same_weights=shard if inner.same_weights == inner.shard else group(inner.same_weights),
         shard=shard,
@@ -218,7 +218,7 @@ def parallel_groups(
         host=shard,
         across_hosts=lone,
     )
-    return replace(found, of_parts=of_parts)
+    return replace(groups, of_parts=of_parts)
 
 
 Self = TypeVar("Self", bound="ProgramGroups")
@@ -271,7 +271,7 @@ class ProgramGroups(ABC):
     @classmethod
     @abstractmethod
     def given(cls: type[Self], model: Any, mpu: Any, mesh_param: Any) -> Self | None:
-        """What a program says about this dimension, in the arguments of `initialize` or before; None: nothing.
+        """Groups of this dimension from a program, in the arguments of `initialize` or before; None: none.
         Collective."""
 
     @classmethod
@@ -310,11 +310,11 @@ class ProgramGroups(ABC):
         Collective."""
 
     def own_part(self, batch: Any, group: Collectives) -> Any:
-        """Of a loader's batch, the part that this rank of `group` sees."""
+        """The part of a loader's batch that this rank of `group` sees."""
         return batch
 
     def belong_to(self, engine: Any, beside: Sequence[ProgramGroups], mesh: Mesh) -> None:
-        """They are this engine's from now on, with those `beside`, itself among them. Collective."""
+        """Belong to this engine, with the groups `beside`, itself among them. Collective."""
         self._beside = beside
         if mesh.data != self._data_partition:
             self._see_other_samples(mesh.data)
@@ -333,7 +333,7 @@ class ProgramGroups(ABC):
         return next((groups for _, groups in reversed(alive) if isinstance(groups, cls)), None)
 
     def __getattr__(self, name: str) -> Any:
-        """What another dimension of the same engine answers."""
+        """An attribute of another dimension of the same engine."""
         for other in () if name.startswith("_") else self._beside:
             if hasattr(type(other), name):
                 return getattr(other, name)

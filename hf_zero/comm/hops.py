@@ -22,7 +22,7 @@ from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What a host can do: bytes per second, and seconds that an exchange takes however small.
+    """Speed of links: bytes per second, and seconds that the smallest exchange takes.
 
     The numbers are those of shared memory and of 10 Gbit/s between hosts; what matters is where they put the limit
     below which a second exchange does not pay, some hundred kilobytes.

@@ -1,4 +1,4 @@
-"""What a process group of several ranks has been given: hosts, groups for all purposes, links, negotiations."""
+"""State of a process group of several ranks: hosts, groups for all purposes, links, negotiations."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Process:
 
 
 class _Ranks:
-    """What this process knows of the others; empty where there are none."""
+    """This process's knowledge of the others; empty where there are none."""
 
     def __init__(self) -> None:
         self.world: object = None
@@ -126,7 +126,7 @@ def describe_dead(others: Sequence[_Process], store: dist.Store | None = None, p
 
 
 def _silent(others: Sequence[_Process], store: dist.Store | None) -> list[_Process]:
-    """Who has not said that it ends because of another rank."""
+    """Ranks that have not said that they end because of another one."""
     try:
         return [] if store is None else [each for each in others if not store.check([_LEFT.format(each.rank)])]
     except RuntimeError:  # who keeps the store does not answer
@@ -138,7 +138,7 @@ def _names(processes: Sequence[_Process]) -> str:
 
 
 def _state(pid: int) -> str:
-    """Of a process of this machine, as the kernel has it; one that is gone counts as dead."""
+    """The kernel's state of a process of this machine; one that is gone counts as dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -153,7 +153,7 @@ def _place() -> str:
 
 
 class KnownGroups:
-    """What has been made of one process group: its hosts, and for each way to cut it into groups, numbered as they
+    """Objects made of one process group: its hosts, and for each way to cut it into groups, numbered as they
     came, what these need. Kept for as long as the process group is the one of all ranks."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class KnownGroups:
         return self._link
 
     def group_link(self, ranks: tuple[int, ...], number: int) -> GroupLink | None:
-        """What a group uses of the link; None where its ranks do not share memory."""
+        """A group's view of the link; None where its ranks do not share memory."""
         link, linked = self._linked()
         on = {self.hosts.of_rank[rank] for rank in ranks}
         if link is None or len(on) > 1 or not on <= linked:
@@ -208,7 +208,7 @@ class KnownGroups:
     def negotiation(
         self, collectives: Collectives, ranks: tuple[int, ...], number: int, *, host_waits: bool, can_attend: bool
     ) -> Negotiation:
-        """What all engines on these ranks share. Collective at first use.
+        """The negotiation that all engines on these ranks share. Collective at first use.
 
         Args:
             can_attend: a rank that waits for a reduction waits in shared memory, and looks after the others meanwhile.
@@ -237,7 +237,7 @@ class KnownGroups:
         return self._group(number, purpose, "gloo")
 
     def adopt(self, number: int, group: dist.ProcessGroup) -> None:
-        """For what layers exchange, a group that somebody else has made, where there is none yet."""
+        """Use an existing group for what layers exchange, where there is none yet."""
         self._groups.setdefault((number, Channel.LAYERS), group)
 
     def _group(self, number: int, use: Channel | str, backend: str | None) -> dist.ProcessGroup:

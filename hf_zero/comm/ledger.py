@@ -15,11 +15,11 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Call:
-    """One collective, which nobody watches.
+    """One collective without a watcher.
 
     with ledger.call("all_reduce", num_bytes, num_ranks=4) as call:     the host starts it
         pending = call.follow(...)
-    pending.wait()                                                  somebody needs its result
+    pending.wait()                                                  its result is needed
     """
 
     __slots__ = ()
@@ -31,15 +31,15 @@ class Call:
         return None
 
     def follow(self, pending: Pending, tensor: Tensor) -> Pending:
-        """What the caller gets instead of `pending`, which moves `tensor`: its wait is counted."""
+        """Wrap `pending`, which moves `tensor`, so that its wait is counted."""
         return pending
 
     def follow_rows(self, rows: Rows, row: Tensor) -> Rows:
-        """The same of rows."""
+        """The same for rows."""
         return rows
 
     def started(self, pending: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
-        """These are under way; whoever waits says so by `waiting`."""
+        """These are under way; a caller waits inside `waiting`."""
 
     def waiting(self) -> AbstractContextManager[None]:
         """The caller waits for the result inside."""
@@ -50,7 +50,7 @@ UNWATCHED = Call()
 
 
 class CallWatcher(Protocol):
-    """Who wants to know how long collectives take."""
+    """Observes how long collectives take."""
 
     def call(self, phase: str, operation: str, sizes: Sequence[int], num_ranks: int) -> Call: ...
 
@@ -86,7 +86,7 @@ class Ledger:
     """Tallies by (phase, operation). Phases: setup, forward, backward, step, checkpoint, control.
 
     Attributes:
-        watcher: who is told of every call; None: nobody.
+        watcher: notified of every call, if any.
     """
 
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
@@ -120,16 +120,16 @@ class Ledger:
             self.current_phase = previous
 
     def tally(self, phase: str, operation: str) -> Tally:
-        """What was counted so far; a zero tally when nothing was."""
+        """Counts so far; a zero tally where there are none."""
         return self.tallies.get((phase, operation), Tally())
 
     def received(self) -> dict[str, tuple[int, int]]:
         """By phase: bytes that this rank has got from ranks of its host, and of others."""
-        found: dict[str, tuple[int, int]] = {}
+        by_phase: dict[str, tuple[int, int]] = {}
         for (phase, _), tally in self.tallies.items():
-            within, across = found.get(phase, (0, 0))
-            found[phase] = within + tally.within, across + tally.across
-        return found
+            within, across = by_phase.get(phase, (0, 0))
+            by_phase[phase] = within + tally.within, across + tally.across
+        return by_phase
 
     @property
     def crosses_hosts(self) -> bool:

@@ -4,9 +4,9 @@
             END                   one small all-gather: all have run the plan, so it stands
 
 *Alike is the rule.* Where all ranks have used the same units in the same order, that is a plan, which all of them have.
-The next such pass follows it: every rank issues the plan's gathers in the plan's order, without a word to the others.
+The next such pass follows it: every rank issues the plan's gathers in the plan's order, without messages to the others.
 At END each says what it has used, as one number; so a plan is renewed or dropped by all ranks at once
-(`hf_zero.comm.lockstep`). How a pass begins that nobody can foresee is agreed on with its first unit.
+(`hf_zero.comm.lockstep`). How an unforeseen pass begins is agreed on with its first unit.
 
 *Divergence is the exception.* A rank that asks for something else than the plan goes on with the plan to its end, for
 the others' sake, and negotiates then. What ranks have asked for is decided one after the other, each decision being one
@@ -113,7 +113,7 @@ class PassHistory:
         self._place: tuple[int, int] | None = (-1, 0)  # None: after something that tells nothing about what comes
 
     def foreseen(self) -> Start | None:
-        """How the next pass begins; None: nobody can know."""
+        """How the next pass begins; None: unknown."""
         successor = None if self._place is None else self._successors.get(self._place)
         if successor is None or successor.start is None or not successor.trust.is_enough:
             return None
@@ -124,7 +124,7 @@ class PassHistory:
         return self._plans[start] if start in self._plans and self._trust[start].is_enough else None
 
     def end(self, start: Start | None, units: tuple[int, ...], *, are_alike: bool, followed: Start | None) -> None:
-        """All ranks have ended a pass.
+        """Record that all ranks have ended a pass.
 
         Args:
             start, units: this rank's pass; looked at only where ranks have run the same.
@@ -153,7 +153,7 @@ class PassHistory:
             self._place = None
 
     def step(self, first_unit: int) -> None:
-        """All ranks have come to an update of the engine with this unit."""
+        """Record that all ranks have come to an update of the engine with this unit."""
         if self._place is not None:
             self._follow(self._place, None)
         self._place = first_unit, 0
@@ -178,7 +178,7 @@ class PassHistory:
 
 @dataclass(slots=True)
 class Plan:
-    """What all ranks issue in the present pass.
+    """Gathers that all ranks issue in the present pass.
 
     Attributes:
         issued: units that this rank has started to gather.
@@ -199,7 +199,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Pass:
-    """What lies between two meetings, on this rank.
+    """This rank's work between two meetings.
 
     Attributes:
         number: of the pass, the same on all ranks.
@@ -238,7 +238,7 @@ _ALL = 1 << 30  # more units than a plan has: this rank waits for the others' he
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What one rank tells in an exchange.
+    """One rank's message in an exchange.
 
     Attributes:
         request: its first that was not granted yet.
@@ -271,7 +271,7 @@ class _Exchange:
             self.pending = hosts.all_gather(self._heads)
 
     def heads(self) -> list[_Head]:
-        """Of all ranks, once all have shown theirs."""
+        """The heads of all ranks, once all have arrived."""
         self.pending.wait()
         table = self._heads.view(self._size, -1)
         if bool((table == table[0]).all()):  # the usual case, which is to cost little among many ranks
@@ -294,7 +294,7 @@ class LockstepNegotiation(Negotiation):
     ) -> None:
         """
         Args:
-            hosts: the same ranks, for small tensors in host memory, used by nobody else.
+            hosts: the same ranks, for small tensors in host memory, used here only.
             host_waits: waiting for a reduction stops this process, rather than a stream of its device.
             demand: where `host_waits`: how a rank that waits learns that it is waited for.
         """
@@ -495,7 +495,7 @@ class LockstepNegotiation(Negotiation):
         source.close_rows(local)
 
     def _serve_gone(self, unit: int, place: int) -> None:
-        """The plan is of an engine that has been dropped here. Nobody uses it if it has been dropped everywhere."""
+        """Serve the plan of an engine that was dropped here; no rank uses it if all have dropped it."""
         self._pass.has_served_gone = True
         for numel, dtype, device in self._shapes[unit]:
             row = torch.full((numel,), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
@@ -503,7 +503,7 @@ class LockstepNegotiation(Negotiation):
                 self.wait_for_rows(self._collectives._gather_rows(row, row.new_empty), place)
 
     def _refuse_gone(self, used: set[int]) -> None:
-        """Raise if somebody has used what this rank had not any more."""
+        """Raise if a rank has used what this rank no longer had."""
         start = self._pass.followed
         if self._pass.has_served_gone and start is not None:
             units = self._history.plan(start) or ()

@@ -114,7 +114,7 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Who shares what with whom, derived from what is true of each dimension. Ranks with the same weights are cut
+    """The mesh of ranks, derived from what is true of each dimension. Ranks with the same weights are cut
     twice: into `replicate` x `shard` for the states, and by what they see.
 
         world 8, tensor 2, sequence 2, shard size 2      rank 0 1 2 3 4 5 6 7
@@ -242,14 +242,14 @@ class Mesh:
 
     def _along(self, partitions: Iterable[Partition]) -> Partition:
         """Ranks that differ in these directions alone."""
-        found: Partition = tuple((rank,) for rank in range(len(self.hosts.of_rank)))
+        merged: Partition = tuple((rank,) for rank in range(len(self.hosts.of_rank)))
         for partition in partitions:
-            if len(found[0]) == 1:
-                found = partition
+            if len(merged[0]) == 1:
+                merged = partition
             elif len(partition[0]) > 1:
-                reached = [{rank for each in ranks for rank in group_of(each, partition)} for ranks in found]
-                found = tuple(dict.fromkeys(tuple(sorted(ranks)) for ranks in reached))
-        return found
+                reached = [{rank for each in ranks for rank in group_of(each, partition)} for ranks in merged]
+                merged = tuple(dict.fromkeys(tuple(sorted(ranks)) for ranks in reached))
+        return merged
 
 
 def agreeing(world: int, dimensions: Iterable[Dimension]) -> Partition:

@@ -2,7 +2,7 @@
 
 Every rank asks for what it needs, in the order of its own program. What ranks have asked for and not got yet are
 queues, one per rank; what happens next depends on the heads of all queues and on nothing else, so that all ranks come
-to the same decisions without a word more:
+to the same decisions without further messages:
 
     queues   rank 0: layer 3, layer 4          decision 1: layer 2, for rank 1; rank 0 sends its row and still waits
              rank 1: layer 2, layer 3          decision 2: layer 3, for both
@@ -58,7 +58,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one rank asks for.
+    """A rank's request.
 
     Attributes:
         unit: number of the unit to gather; of STEP: the first unit of the engine that updates.
@@ -96,7 +96,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens next, the same on all ranks.
+    """The next action, the same on all ranks.
 
     Attributes:
         unit: to be gathered; None: nothing.
@@ -116,7 +116,7 @@ class Disagreement(RuntimeError):
 
 
 def decide(heads: Sequence[Request]) -> Decision | None:
-    """What becomes of the first request of every rank; None where they contradict one another."""
+    """The decision about every rank's first request; None where they contradict one another."""
     if _are_alike(heads):
         return Decision(heads[0].unit, frozenset(range(len(heads))))
     gathers = [head for head in heads if head.kind is Kind.GATHER]
@@ -162,7 +162,7 @@ class Source(Protocol):
         """A buffer of at least so many elements like `row`, for rows that arrive in one."""
 
     def give_buffer(self, rows: Rows) -> None:
-        """Rows that nobody has wanted here: give them and their buffer back."""
+        """Return rows that were not needed here, and their buffer."""
 
     def ask_ahead(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
         """Gather a unit now that such a pass will need; False: it cannot be, or another pass is under way."""
@@ -190,7 +190,7 @@ class Sources:
         return known is None or known[0]() is None
 
     def find(self, unit: int) -> tuple[Source, int]:
-        """Who has the rows of a unit, and its number there."""
+        """The source of a unit's rows, and the unit's number there."""
         known = self._known[unit]
         source = known[0]() if known is not None else None
         if known is None or source is None:
@@ -283,7 +283,7 @@ class Negotiation(ABC):
     # What an engine calls
 
     def upcoming(self, *, in_backward: bool, trains: bool) -> Sequence[int] | None:
-        """The units that such a pass will gather next, in order, as all ranks know; None: nobody knows."""
+        """The units that such a pass will gather next, in order, as all ranks know; None: unknown."""
         return None
 
     def gather(self, unit: int, *, order: int, in_backward: bool, trains: bool = True) -> Gathering:
@@ -320,7 +320,7 @@ class Negotiation(ABC):
         Raises:
             Disagreement: when ranks have not run backward equally often, or update other engines.
         """
-        assert len(facts) <= self.num_facts, "facts that nobody would hear"
+        assert len(facts) <= self.num_facts, "facts that would not be sent"
         decision = self._run(self._request(Kind.STEP, unit=first_unit), facts)
         self.version += 1
         self._is_open = False

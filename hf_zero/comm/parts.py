@@ -17,7 +17,7 @@ _PART = "_hf_zero_part"
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """What this rank holds of a parameter, beside other ranks.
+    """This rank's part of a parameter.
 
     Attributes:
         group: the ranks that hold the parts.
@@ -42,12 +42,12 @@ class HeldPart:
         flat = torch.zeros(self.group.size, row, dtype=part.dtype, device=part.device)
         flat[self.group.rank, : part.numel()] = part.detach().reshape(-1)
         self.group.all_gather(flat.view(-1)).wait()
-        found = part.new_empty(self.cut.shape)
+        whole = part.new_empty(self.cut.shape)
         for rank, shape in enumerate(shapes):
             theirs = flat[rank, : torch.Size(shape).numel()].view(shape)
-            for place, values in zip(self._places(found, rank), self._pieces(theirs, rank), strict=True):
+            for place, values in zip(self._places(whole, rank), self._pieces(theirs, rank), strict=True):
                 place.copy_(values)
-        return found
+        return whole
 
     def _places(self, whole: Tensor, rank: int) -> list[Tensor]:
         return [whole.narrow(self.cut.dim, piece.start, piece.numel) for piece in self.cut.intervals[rank]]
@@ -100,6 +100,6 @@ def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[st
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Of all its parts together."""
+    """Shape of all its parts together."""
     part = held_part(parameter)
     return tuple(parameter.shape) if part is None else part.cut.shape

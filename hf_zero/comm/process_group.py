@@ -63,10 +63,10 @@ def init_distributed(
 
 
 class HoldsGroups(Protocol):
-    """Who keeps references to process groups."""
+    """An object that keeps references to process groups."""
 
     def release_groups(self) -> None:
-        """Of all of them: the process ends."""
+        """Release all process groups: the process ends."""
 
 
 _HOLDERS: WeakSet[HoldsGroups] = WeakSet()
@@ -129,14 +129,14 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Of this process among all of the job."""
+    """This process among all of the job."""
 
     rank: int
     size: int
 
 
 def this_process() -> Process:
-    """For programs that ask where there is no engine yet; whoever has one asks its groups."""
+    """For programs without an engine; an engine has its groups."""
     return Process(get_rank(), get_world_size())
 
 

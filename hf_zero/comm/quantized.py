@@ -5,7 +5,7 @@
                 quantises the sums; across hosts: row h of these goes to host h, among the ranks of equal place
 
 Every element is quantised once per hop, however many ranks there are, and added up in the order of ranks by the one
-rank that owns it: so all ranks go on with the same bits. Sums stay sums: whoever wants a mean divides.
+rank that owns it: so all ranks go on with the same bits. Sums stay sums: callers that want a mean divide.
 """
 
 from __future__ import annotations
@@ -126,11 +126,11 @@ class QuantizedWire:
         sent = reduction.take(rows.shape[0] * size, torch.uint8, self._device)
         messages = sent.view(-1, size)
         # Of several rows for each rank of this hop, those for one rank are a stride of `world` apart.
-        each = rows.shape[0] // collectives.size
-        for peer in range(collectives.size if each > 1 else 1):
-            part = slice(peer * each, (peer + 1) * each) if each > 1 else slice(None)
+        rows_per_rank = rows.shape[0] // collectives.size
+        for peer in range(collectives.size if rows_per_rank > 1 else 1):
+            part = slice(peer * rows_per_rank, (peer + 1) * rows_per_rank) if rows_per_rank > 1 else slice(None)
             write_messages(
-                rows[peer :: collectives.size] if each > 1 else rows,
+                rows[peer :: collectives.size] if rows_per_rank > 1 else rows,
                 messages[part],
                 reduction.bits,
                 self._feedback(hop, part),
@@ -230,7 +230,7 @@ class PlainRows:
         return [(layout.row_numel * layout.world, dtype)]
 
     def sent(self, rows: Tensor) -> Tensor:
-        """What is gathered of `rows`, as this rank keeps them: (rows, elements), or one of them (1-D)."""
+        """The form in which `rows` travel, as this rank keeps them: (rows, elements), or one of them (1-D)."""
         return rows
 
     def opened(self, rows: Rows, layout: RowLayout, like: Tensor, take: Take, per_rank: int = 1) -> Rows:

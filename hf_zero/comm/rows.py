@@ -1,4 +1,4 @@
-"""What collectives return while they are under way, and rows that arrive from all ranks."""
+"""Handles of collectives under way, and rows that arrive from all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Pending:
         return False
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Whoever waits for `arrive` does so inside, to be counted."""
+        """Context in which to wait for `arrive`, so that it is counted."""
         return _NOTHING
 
     def arrive(self) -> None:

@@ -70,9 +70,9 @@ class NativeCollectives(Collectives):
         if self._hosts is None:
             return super()._sum_with_facts(values, facts)
         self._sum_small(values)
-        told = torch.tensor(facts, dtype=torch.float64, device="cpu")
-        dist.all_reduce(told, group=self._hosts)
-        return told.tolist()
+        on_host = torch.tensor(facts, dtype=torch.float64, device="cpu")
+        dist.all_reduce(on_host, group=self._hosts)
+        return on_host.tolist()
 
 
 class GatherStreamCollectives(NativeCollectives):
@@ -95,7 +95,7 @@ class GatherStreamCollectives(NativeCollectives):
 
 
 class _Recorded(Pending):
-    """What a lane of the device has done when an event has passed."""
+    """Work of a device lane up to an event."""
 
     def __init__(self, runtime: Runtime, event: Event) -> None:
         self._runtime = runtime

@@ -56,13 +56,13 @@ def _zero_problems(zero: Zero) -> Iterator[Problem]:
 def _loco_problems(zero: Zero) -> Iterator[Problem]:
     loco = zero.zeropp_loco_param
     if zero.stage == 3 and loco is not None and loco.err_beta >= 1:
-        rule = "must be below 1, where the average of errors never changes from nothing"
+        rule = "must be below 1: at 1 the average of errors stays zero"
         yield Problem("zero_optimization.zeropp_loco_param.err_beta", loco.err_beta, rule, "give less than 1, as 0.8")
 
 
 def _offload_problems(name: str, offload: OffloadOptimizer | OffloadParam | None, stage: int) -> Iterator[Problem]:
     if offload is None or offload.device in (None, "none") or (name == "offload_param" and stage in (0, 1, 2)):
-        return  # without effect, which is said as a remark
+        return  # without effect, which gets a remark
     path = f"zero_optimization.{name}.device"
     if offload.device == "nvme" and stage < 1:
         rule = "at stage 0 every rank would write all states to the drive"
@@ -146,7 +146,7 @@ def _top_problems(config: Root, world_size: int, sequence_size: int) -> Iterator
 
 
 def advice(config: Root) -> Iterator[Remark]:
-    """What is allowed and could be better."""
+    """Remarks on what is allowed and could be better."""
     amp = config.amp or Amp()
     if amp.enabled and amp.opt_level == "O1":
         yield Remark("amp", "O1 runs as torch.autocast in fp16, not through Apex; bf16.enabled needs no loss scale")

@@ -1,4 +1,4 @@
-"""What is wrong with a config, said so that its author can mend it.
+"""Errors in a config, worded so that its author can fix them.
 
 An error also is of the type that DeepSpeed raises, and says its words. Scripts that catch DeepSpeed's errors, suites
 with `pytest.raises(..., match=...)`, and people who search for a message know a type and a few distinctive words. So an
@@ -58,8 +58,8 @@ _ANSWERS: tuple[tuple[str, str, type[Exception] | None, str], ...] = (
 
 def _answer(path: str, rule: str) -> tuple[type[Exception] | None, str, str]:
     """The first row that fits: type, how the rule is shown, and the last key of the path."""
-    for wanted, words, kind, shown in _ANSWERS:
-        match = re.fullmatch(wanted, path)
+    for pattern, words, kind, shown in _ANSWERS:
+        match = re.fullmatch(pattern, path)
         if match and re.search(words, rule):
             return kind, shown, match.groupdict().get("key", "")
     return None, "", ""
@@ -134,7 +134,7 @@ class Other:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What mends a key without asking its author: another place for it, another value, or, with neither, removal."""
+    """An automatic fix of a key: another place for it, another value, or, with neither, removal."""
 
     path: tuple[str, ...]
     to: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ class Remark:
     path: str
     text: str
     value: object = ABSENT
-    ignored: bool = False  # its author asked for something that does not happen: said as a warning
+    ignored: bool = False  # the setting asks for something that does not happen: a warning
     edit: Edit | None = None
 
     def __str__(self) -> str:
@@ -182,7 +182,7 @@ class Problem:
 
 
 class DeepSpeedConfigError(Exception):
-    """What DeepSpeed calls an unusable config; ours is one, so that callers who catch it catch ours."""
+    """DeepSpeed's error for an unusable config; ours is one, so that callers who catch it catch ours."""
 
 
 class ConfigError(DeepSpeedConfigError, ValueError):

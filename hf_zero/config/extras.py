@@ -1,4 +1,4 @@
-"""Extras: what few configs ask for, each with sections, rules, policy and code of its own, imported when asked for.
+"""Extras: rarely used features, each with its own sections, rules, policy and code, imported on demand.
 
 An extra is a package that has an `EXTRA`. `ASKED_BY` names ours by what in a config asks for them: the path of a
 section, or an optimizer's type. Those of other packages are named the same way, by entry points of one group:
@@ -7,7 +7,7 @@ section, or an optimizer's type. Those of other packages are named the same way,
     my_section = "my_package.extra:EXTRA"
     "optimizer.MyOptimizer" = "my_package.extra:EXTRA"
 
-Nothing else of hf_zero names an extra: whoever needs one asks here, and gets it or an error that says which is missing.
+Nothing else in hf_zero names an extra: code that needs one asks here, and gets it or an error naming what is missing.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ def extra_named(name: str) -> Extra:
         ExtraMissing: its package is not there.
     """
     try:
-        found: Extra = import_module(f"{_PACKAGE}.{name}").EXTRA
+        extra: Extra = import_module(f"{_PACKAGE}.{name}").EXTRA
     except ModuleNotFoundError as error:
         if error.name is None or not f"{_PACKAGE}.{name}".startswith(error.name):
             raise  # something that it needs is missing, which is another matter
         raise ExtraMissing(name, f"there is no {_PACKAGE}.{name}") from None
-    return found
+    return extra
 
 
 def extra_asked_by(key: str) -> Extra | None:
@@ -99,20 +99,20 @@ def extra_asked_by(key: str) -> Extra | None:
     if entry is None:
         return None
     try:
-        found: Extra = entry.load()
+        extra: Extra = entry.load()
     except (ImportError, AttributeError) as error:
         raise ExtraMissing(entry.name, f"{entry.value}: {error}") from error
-    return found
+    return extra
 
 
 @functools.cache
 def _others() -> dict[str, EntryPoint]:
-    """Those of other packages; looking takes milliseconds, and is done for a key that nobody else knows."""
+    """Extras of other packages; the look-up takes milliseconds, and is done for unknown keys only."""
     return {entry.name.lower(): entry for entry in entry_points(group=_GROUP)}
 
 
 def service(name: str) -> Any:
-    """What an extra does for a command.
+    """An extra's service for a command.
 
     Raises:
         ExtraMissing: it is not there.
@@ -123,7 +123,7 @@ def service(name: str) -> Any:
 
 
 def services_for(tree: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """What the extras that a config asks for do under this name."""
+    """Services of this name of the extras that a config asks for."""
     for extra in schema_for(tree)[0].features:
         if name in extra.services:
             yield loaded(extra.services[name])
@@ -154,7 +154,7 @@ def optimizer_type(name: str) -> OptimizerType | None:
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """Of the types that our extras add, whether they are there or not."""
+    """Types that our extras add, installed or not."""
     return tuple(key.removeprefix(_OPTIMIZER) for key in ASKED_BY if key.startswith(_OPTIMIZER))
 
 

@@ -1,6 +1,6 @@
-"""Every "auto" replaced where somebody knows a value, and every fixed value compared with what it must agree with.
+"""Replace every "auto" whose value is known, and compare every fixed value with what it must agree with.
 
-`left_out` finds keys that the config leaves out although somebody has stated them in code: they mean "auto". Trainer
+`left_out` finds keys that are absent from the config but stated in code: they mean "auto". Trainer
 states all of its arguments, and a script what it gives to accelerate's DummyOptim and DummyScheduler beyond their
 defaults. An absent section stays absent: without an optimizer section the optimizer is the script's. Only a precision
 that TrainingArguments ask for makes its section, as accelerate would.
@@ -27,7 +27,7 @@ _STAND_IN_DEFAULTS = {"lr": 0.001, "weight_decay": 0}  # of DummyOptim
 
 
 def left_out(config: Mapping[str, Any], views: Views, known: Mapping[str, Offer]) -> Iterator[tuple[Path, Offer]]:
-    """What is stated about absent keys, by path; an offer of "auto" is answered when training starts."""
+    """Values stated for absent keys, by path; an offer of "auto" is answered when training starts."""
     if views.training is not None:
         yield from _by_trainer(config, views.training, known)
     elif views.accelerator is not None:
@@ -94,7 +94,7 @@ def _precision(
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """A section with a type and readable params, or None; what is wrong with it is said elsewhere."""
+    """A section with a type and readable params, or None; its errors are reported elsewhere."""
     section = config.get(name)
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
         return None
@@ -115,7 +115,7 @@ def _lacks_step(section: Mapping[str, Any] | None, name: str) -> bool:
 
 
 def _states(view: TrainingView, name: str, optimizer: Mapping[str, Any] | None) -> bool:
-    """adam_beta1, adam_beta2 and adam_epsilon speak of Adam: for other optimizers their defaults are no statement."""
+    """adam_beta1, adam_beta2 and adam_epsilon are Adam's: their defaults say nothing about other optimizers."""
     stated = {
         "betas": not (view.is_default("adam_beta1") and view.is_default("adam_beta2")),
         "eps": not view.is_default("adam_epsilon"),
@@ -129,7 +129,7 @@ _OF_ADAM = ("optimizer.params.betas", "optimizer.params.eps")
 
 @dataclass(slots=True)
 class Changes:
-    """What filling a config comes down to; the config itself is left alone."""
+    """The changes that fill a config; the config itself is left alone."""
 
     values: dict[tuple[str, ...], object] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class Changes:
 
 
 def fill(config: Mapping[str, Any], views: Views) -> Changes:
-    """The values for all autos that somebody knows and for keys left to the code; a problem per contradiction."""
+    """The known values for autos and for keys left to the code; a problem per contradiction."""
     known, changes = offers(config, views), Changes()
     for path, value in leaves(config):
         name = dotted(path)
@@ -175,7 +175,7 @@ def apply(config: dict[str, Any], changes: Changes) -> None:
 
 
 def drop_unfilled(config: dict[str, Any], keep: str = "") -> None:
-    """Take out, in place, every "auto" that nobody filled: absent means the default, everywhere.
+    """Remove, in place, every unfilled "auto": absent means the default, everywhere.
 
     Args:
         keep: leave what stands below this path.
@@ -232,7 +232,7 @@ def _plain(value: object) -> object:
 
 
 def conflict(config: Mapping[str, Any], keys: tuple[str, ...], value: object, offer: Offer) -> Problem:
-    """The problem of a fixed value that somebody else states differently.
+    """The problem of a fixed value that is stated differently elsewhere.
 
     Only a flag says which of the two its author wants: a default of TrainingArguments must not replace what is written.
     """
@@ -245,7 +245,7 @@ def conflict(config: Mapping[str, Any], keys: tuple[str, ...], value: object, of
 
 
 def _is_foreign(config: Mapping[str, Any], path: str) -> bool:
-    """Whether the optimizer or schedule in the config does not take the argument that somebody offers."""
+    """Whether the optimizer or schedule in the config does not take the argument on offer."""
     section = config.get("optimizer") if path in _OF_ADAM else None
     kind = section.get("type") if isinstance(section, Mapping) else None
     if not isinstance(kind, str) or not isinstance(section, Mapping):

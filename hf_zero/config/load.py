@@ -62,7 +62,7 @@ def normalise(config: dict[str, Any]) -> None:
 
 
 def _rename(config: dict[str, Any], zero: object) -> None:
-    """Every key by the one name that accelerate looks for; what is given by two names is said when it is resolved."""
+    """Rename keys to what accelerate looks for; a key under two names is reported when the config is resolved."""
     if not isinstance(zero, dict):
         return
     for written, name in ZERO_SPELLINGS.items():
@@ -87,8 +87,8 @@ def _require_sections(config: dict[str, Any]) -> None:
     ]
     if broken:
         translated = translate(config)
-        found = validate(translated.tree)[1]
-        problems = translated.problems + [finding for finding in found if isinstance(finding, Problem)]
+        findings = validate(translated.tree)[1]
+        problems = translated.problems + [finding for finding in findings if isinstance(finding, Problem)]
         if problems:
             raise ConfigError(problems)
 
@@ -104,4 +104,4 @@ def _make_whole(config: dict[str, Any], path: tuple[str, ...]) -> None:
         try:
             holder[path[-1]] = as_whole(value)
         except ValueError:
-            return  # said with all other problems, when the config is resolved
+            return  # reported with all other problems, when the config is resolved

@@ -61,7 +61,7 @@ class DeepSpeedFP16Config(Fp16):
         return int(2**self.initial_scale_power)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """What a dynamic loss scaler is made with, by DeepSpeed's names."""
+        """Arguments of a dynamic loss scaler, by DeepSpeed's names."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -92,8 +92,8 @@ def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
     keys = {"bf16": ("bf16", "bfloat16")}.get(name, (name,))
     alone = {key: param_dict[key] for key in keys if key in param_dict}
     translated = translate(alone)
-    config, found = validate(translated.tree)
-    problems = [finding for finding in found if isinstance(finding, Problem)]
+    config, findings = validate(translated.tree)
+    problems = [finding for finding in findings if isinstance(finding, Problem)]
     if translated.problems or problems:
         raise ConfigError([*translated.problems, *problems])
     return _as(kind, getattr(config, name))
@@ -106,7 +106,7 @@ def _as(kind: type[S], section: Any) -> S:
 
 
 class ConfigView:
-    """What a config means for a number of ranks, by DeepSpeed's attribute names.
+    """A config for a number of ranks, by DeepSpeed's attribute names.
 
     Attributes:
         train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: as resolved.
@@ -131,7 +131,7 @@ class ConfigView:
 
     @classmethod
     def of(cls, resolved: Resolved, world_size: int) -> ConfigView:
-        """Of a config that has been resolved already."""
+        """The view of a resolved config."""
         view = cls.__new__(cls)
         view._param_dict = resolved.raw
         view.world_size = world_size
@@ -182,7 +182,7 @@ class ConfigView:
         if root is not None and name in type(root).model_fields:
             return getattr(root, name)
         if name in section_names():
-            return None  # of an extra that nobody asks for
+            return None  # of an unused extra
         raise AttributeError(f"this config has no attribute {name!r}")
 
     def print_user_config(self) -> str:

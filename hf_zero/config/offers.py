@@ -45,13 +45,13 @@ class Offer:
 
 def offers(config: Mapping[str, Any], views: Views) -> dict[str, Offer]:
     """By path of the key; where several know a value, Trainer goes before Accelerate, and both before the rest."""
-    found: dict[str, Offer] = {}
+    by_path: dict[str, Offer] = {}
     for path, offer in _all(config, views):
-        found.setdefault(path, offer)
+        by_path.setdefault(path, offer)
     for written, meant in _OTHER_SPELLINGS.items():
-        if meant in found:
-            found.setdefault(written, found[meant])
-    return found
+        if meant in by_path:
+            by_path.setdefault(written, by_path[meant])
+    return by_path
 
 
 def _all(config: Mapping[str, Any], views: Views) -> Iterator[tuple[str, Offer]]:
@@ -150,7 +150,7 @@ def _fixed(value: object) -> int | None:
 
 
 def _from_config(config: Mapping[str, Any]) -> Iterator[tuple[str, Offer]]:
-    """What one section of the config tells another."""
+    """Values that one section of the config gives another."""
     rate = _at(config, "optimizer", "params", "lr")
     if isinstance(rate, (int, float)) and not isinstance(rate, bool):
         yield "scheduler.params.warmup_max_lr", Offer(rate, Source("derived", "optimizer.params.lr"), "lr")
@@ -167,9 +167,9 @@ def hidden_size(model: ModelView | None) -> Given | None:
     if model is None:
         return None
     if model.config is not None:
-        found = next(_in_config(model.config, "model.config"), None)
-        if found is not None:
-            return found
+        given = next(_in_config(model.config, "model.config"), None)
+        if given is not None:
+            return given
     return _from_shapes(model.shapes)
 
 

@@ -65,7 +65,7 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroPolicy:
-    """What is sharded, and in pieces of which size it travels."""
+    """What is sharded, and the sizes in which it travels."""
 
     stage: int
     shard_size: int | Literal["host"] | None = None  # ranks that share the states of one copy; None: all
@@ -88,7 +88,7 @@ class ZeroPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitPolicy:
-    """What `zero.Init` takes from a config."""
+    """The config's values for `zero.Init`."""
 
     precision: PrecisionPolicy
     shard_size: int | Literal["host"] | None
@@ -98,7 +98,7 @@ class InitPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPolicy:
-    """What happens to the reduced gradient before the update."""
+    """Treatment of the reduced gradient before the update."""
 
     clip_norm: float  # largest global L2 norm; 0.0: no clipping
     average: bool  # mean over ranks; False: sum

@@ -1,4 +1,4 @@
-"""What becomes of every key: where its value came from, and whether it does what it says.
+"""Provenance of every key: where its value came from, and whether it does what it says.
 
 None is ignored in silence: each one set is supported, noted as without effect, or refused with the reason.
 """

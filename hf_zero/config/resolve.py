@@ -82,7 +82,7 @@ def resolve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that there is to say about a config, right or wrong."""
+    """Results of examining a config, right or wrong."""
 
     config: Root  # without the keys that failed
     batch: policies.BatchPolicy | None  # None: it does not follow from what is known
@@ -99,12 +99,12 @@ class Findings:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What may be said of single keys to those who ask."""
+        """Notes on single keys, for `explain`."""
         return tuple(str(remark) for remark in self.remarks if not remark.ignored)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the config asks for and does not get."""
+        """Settings that ask for something and have no effect."""
         return tuple(str(remark) for remark in self.remarks if remark.ignored)
 
 
@@ -112,7 +112,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     """Look at a config from all sides.
 
     Args:
-        complete: False while more is still to become known: an "auto" that nobody has filled yet is then no problem.
+        complete: False while more is still to become known: an unfilled "auto" is then no problem.
     """
     _check_call(raw, views.world_size)
     changes = fill(raw, views)
@@ -139,10 +139,10 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
         problems += sizes.problems
     if complete or not {TRAIN, MICRO} & translated.autos:
         problems += wrong
-    optimizer, found = resolve_optimizer(config.optimizer, translated.autos)
-    problems += found
-    scheduler, found = resolve_scheduler(config.scheduler, translated.autos)
-    problems += found
+    optimizer, wrong = resolve_optimizer(config.optimizer, translated.autos)
+    problems += wrong
+    scheduler, wrong = resolve_scheduler(config.scheduler, translated.autos)
+    problems += wrong
     extras = {extra.name: extra.examine(config) for extra in config.features if extra.examine is not None}
     problems += [problem for examined in extras.values() for problem in examined.problems]
     remarks += [remark for examined in extras.values() for remark in examined.remarks]
@@ -165,7 +165,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
 
 
 def _decided_sizes(config: Root, data_ranks: int, origins: Origins, tensor_size: int) -> Iterator[Sizes]:
-    """Of the extras that decide batch sizes."""
+    """Sizes from the extras that decide batch sizes."""
     for extra in config.features:
         sizes = extra.sizes(config, data_ranks, origins.is_written, tensor_size) if extra.sizes is not None else None
         if sizes is not None:
@@ -232,10 +232,10 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
 
 
 def resolve_for_init(raw: Mapping[str, object], world_size: int, host_sizes: tuple[int, ...]) -> policies.InitPolicy:
-    """What a model that is being built has to know, from a config that may still have open ends.
+    """The policy for building a model, from a config that may still have unfilled autos.
 
     Raises:
-        ConfigError: for what is wrong with dtypes and shard groups; the rest is said when all is known.
+        ConfigError: for errors in dtypes and shard groups; the rest is reported when all is known.
     """
     findings = examine(raw, Views(world_size=world_size, host_sizes=host_sizes), complete=False)
     dtypes = ("bf16", "fp16", "data_types")

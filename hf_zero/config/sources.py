@@ -59,13 +59,13 @@ class ConfigDict(dict[str, Any]):
         super().__setitem__(key, value)
 
     def assume(self, key: str, value: object) -> None:
-        """Put a value where there is none, for those who read one before anybody has said it."""
+        """Put a placeholder where there is no value, for code that reads it before it is known."""
         if key not in self:
             self[key] = value
             self._assumed[key] = value
 
     def assumes(self, path: str) -> bool:
-        """Whether the value only stands in until somebody says one."""
+        """Whether the value is such a placeholder."""
         return path in self._assumed and self.get(path) == self._assumed[path]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConfigDict:
@@ -81,7 +81,7 @@ class ConfigDict(dict[str, Any]):
         return (dict, (dict(self),))
 
     def rename(self, old: str, new: str) -> None:
-        """What is known of one key is from now on known of another."""
+        """Move what is known of one key to another."""
         if old in self.places:
             self.places[new] = self.places.pop(old)
         if old in self.filled:
@@ -102,7 +102,7 @@ class ConfigDict(dict[str, Any]):
 
 
 def source_in(config: object, path: str) -> Source:
-    """The same for any config: one that came as a plain dict knows no places."""
+    """The same for any config: a plain dict has no places."""
     return config.source_of(path) if isinstance(config, ConfigDict) else Source("dict", "the config")
 
 
@@ -117,7 +117,7 @@ _MAY_RETURN = ({"training", "flag"}, {"model"})
 
 
 def is_open(config: object, path: str, value: object, offered: Source) -> bool:
-    """Whether the value is "auto", or was, and comes from those who offer another one now, or from nobody."""
+    """Whether the value is "auto", or was, and comes from a source that offers another one now, or from none."""
     if is_auto(value):
         return True
     if not isinstance(config, ConfigDict):

@@ -297,8 +297,8 @@ def parse_hjson(text: str) -> Document | None:
         return None
     if any(_is_doubtful(word) for word in _texts(value)):
         return None
-    places = _Places(text)
-    return Document(_plain(value, (), places), places.found)
+    locator = _Locator(text)
+    return Document(_plain(value, (), locator), locator.places)
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -321,31 +321,31 @@ class _Pairs(list[tuple[str, Any]]):
     """An object as its key-value pairs, so that a repeated key can be told."""
 
 
-def _plain(value: object, path: tuple[str | int, ...], places: _Places) -> object:
+def _plain(value: object, path: tuple[str | int, ...], locator: _Locator) -> object:
     if len(path) > MAX_DEPTH:
         raise SyntaxProblem(Place(1, 1), f"nested more than {MAX_DEPTH} levels deep", "flatten it")
     if isinstance(value, _Pairs):
         result: dict[str, object] = {}
         for key, inner in value:
             where = (*path, key)
-            place = places.next(where)
+            place = locator.next(where)
             if key in result:
-                raise repeated_key(where, place, places.found[where])
-            places.found[where] = place
-            result[key] = _plain(inner, where, places)
+                raise repeated_key(where, place, locator.places[where])
+            locator.places[where] = place
+            result[key] = _plain(inner, where, locator)
         return result
     if isinstance(value, list):
-        return [_plain(entry, (*path, index), places) for index, entry in enumerate(value)]
+        return [_plain(entry, (*path, index), locator) for index, entry in enumerate(value)]
     return value
 
 
-class _Places:
+class _Locator:
     """Where keys stand: asked in the order of the text, each is looked for behind the one before."""
 
     def __init__(self, text: str) -> None:
         self._text = "".join(_without_comments(text))
         self._at = 0
-        self.found: dict[tuple[str | int, ...], Place] = {}
+        self.places: dict[tuple[str | int, ...], Place] = {}
 
     def next(self, path: tuple[str | int, ...]) -> Place:
         key = re.escape(str(path[-1]))
@@ -361,7 +361,7 @@ def _without_comments(text: str) -> Iterator[str]:
     end = 0
     for match in _QUOTED_OR_COMMENT.finditer(text):
         yield text[end : match.start()]
-        found = match.group()
-        yield found if found[0] in "\"'" else re.sub(r"[^\n]", " ", found)
+        token = match.group()
+        yield token if token[0] in "\"'" else re.sub(r"[^\n]", " ", token)
         end = match.end()
     yield text[end:]

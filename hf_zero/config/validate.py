@@ -89,7 +89,7 @@ def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails) -> Pr
 
 
 def unknown_key(path: Sequence[str], value: object) -> Problem | Remark:
-    """What to say of a key that no section has: in some places it is passed over, with a word, unless it looks like a
+    """The finding for a key that no section has: in some places it is ignored, with a remark, unless it looks like a
     key that we know."""
     *parents, key = path
     schema = whole_schema()
@@ -143,7 +143,7 @@ def _fix(path: Sequence[str | int], value: object) -> str:
 
 
 def _example(section: type[Section] | None, value: object) -> str:
-    """The section that somebody meant who wrote this value in its place."""
+    """The section that the author of this value probably meant."""
     fields = section.model_fields if section is not None else {}
     kinds = {"enabled": bool, "stage": int, "device": str, "type": str}
     key = next((key for key, kind in kinds.items() if key in fields and type(value) is kind), None)

@@ -1,4 +1,4 @@
-"""What the resolver may know besides the config: small frozen views of TrainingArguments, Accelerator and model."""
+"""The resolver's inputs besides the config: small frozen views of TrainingArguments, Accelerator and model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TrainingView:
         return Source("training", ", ".join(self._field(name) for name in names))
 
     def is_default(self, name: str) -> bool:
-        """Whether a field has the value that it has when nobody says anything."""
+        """Whether a field has its default."""
         default = next((entry.default for entry in fields(self) if entry.name == name), None)
         return bool(getattr(self, name, ...) == default)
 
@@ -66,9 +66,9 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorView:
-    """What `Accelerator.prepare` and the launcher know. Empty fields: nothing was given."""
+    """Values from `Accelerator.prepare` and the launcher. Empty fields: nothing was given."""
 
-    prepares: bool = False  # `prepare` has been called, so what nobody gave gets Accelerate's defaults
+    prepares: bool = False  # `prepare` has been called, so what was not given gets Accelerate's defaults
     accumulation_steps: int | None = None
     batch_sizes: tuple[int, ...] = ()  # per process, of the loaders that were prepared
     take_largest_batch: bool = False  # is_train_batch_min=False
@@ -88,12 +88,12 @@ class ModelView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Views:
-    """All that a config is resolved against."""
+    """The views that a config is resolved against."""
 
     world_size: int
     host_sizes: tuple[int, ...] = ()  # ranks of every host, where that is known
     training: TrainingView | None = None
     accelerator: AcceleratorView | None = None
     model: ModelView | None = None
-    sequence_size: int | None = None  # ranks per sequence, where somebody besides the config says so
-    tensor_size: int | None = None  # ranks that hold parts of the same matrices, the same
+    sequence_size: int | None = None  # ranks per sequence, where stated outside the config
+    tensor_size: int | None = None  # ranks that hold parts of the same matrices, likewise

@@ -21,8 +21,8 @@ _UNLIMITED = 1 << 60
 
 def host_available(root: Path = Path("/")) -> int:
     """Bytes of host memory that this process could still get: of the machine, of its control groups, of ulimit -d."""
-    found = [_machine_available(root), *_group_available(root), _ulimit_available(root)]
-    return max(0, min(found))
+    limits = [_machine_available(root), *_group_available(root), _ulimit_available(root)]
+    return max(0, min(limits))
 
 
 def disk_available(folder: str) -> int:
@@ -36,7 +36,7 @@ def _machine_available(root: Path) -> int:
 
 
 def _group_available(root: Path) -> Iterator[int]:
-    """Of the group and all above it; what the cache holds could be had."""
+    """Limits of the group and its parents; page cache counts as available."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -105,8 +105,8 @@ def trim() -> None:
 def _malloc_trim() -> Callable[[int], object]:
     """glibc's; other C libraries have none."""
     try:
-        found: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
-        return found
+        malloc_trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+        return malloc_trim
     except (AttributeError, OSError, TypeError):  # TypeError: Windows, which cannot open "this program"
         return lambda _kept: None
 

@@ -14,8 +14,8 @@ def accelerator_kind() -> str | None:
     """Torch's name of the accelerator that is there and can take part in a process group; None: only the CPU."""
     if not torch.accelerator.is_available():
         return None
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None and found.type in BACKENDS else None
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None and accelerator.type in BACKENDS else None
 
 
 def default_backend() -> str:
@@ -52,10 +52,10 @@ class FoundAccelerator:
 
 
 def found_accelerators() -> tuple[FoundAccelerator, ...]:
-    """Those of this machine, in the order of their indices. Nothing is put on any of them."""
+    """This machine's accelerators, by index. Nothing is allocated on them."""
     kind = accelerator_kind()
     if kind is None:
         return ()
     module = torch.get_device_module(kind)
-    found = (module.get_device_properties(index) for index in range(torch.accelerator.device_count()))
-    return tuple(FoundAccelerator(str(each.name), int(each.total_memory)) for each in found)
+    properties = (module.get_device_properties(index) for index in range(torch.accelerator.device_count()))
+    return tuple(FoundAccelerator(str(each.name), int(each.total_memory)) for each in properties)

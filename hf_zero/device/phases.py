@@ -39,7 +39,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What runs inside is phase `name` of the engine."""
+        """Run phase `name` of the engine inside."""
         for observer in self.observers:
             observer.phase_begins(name)
         try:

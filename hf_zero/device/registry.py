@@ -242,7 +242,7 @@ _runtimes: dict[torch.device, Runtime] = {}
 
 
 def runtime_of(device: torch.device) -> Runtime:
-    """What an engine on `device` asks for copies and events."""
+    """The runtime for copies and events of an engine on `device`."""
     known = _runtimes.get(device)
     if known is not None:
         return known
@@ -254,7 +254,7 @@ def runtime_of(device: torch.device) -> Runtime:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What marks moments on `device`."""
+    """The clock that marks moments on `device`."""
     return StreamClock(device) if isinstance(runtime_of(device), Accelerator) else Clock()
 
 

@@ -1,4 +1,4 @@
-"""What an engine asks of the machine it computes on: copies to and from host memory, and waits for them.
+"""An engine's interface to its device: copies to and from host memory, and waits for them.
 
     host       queues work, and continues
     compute    ----- forward ----- backward --------------- forward -----     the current stream of the device
@@ -54,7 +54,7 @@ HOST_MEMORY = Memory(HOST)
 
 
 class Lane(Enum):
-    """What works beside the others."""
+    """A stream of work beside the others."""
 
     COMPUTE = "compute"
     GATHER = "gather"
@@ -112,7 +112,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
-        """What is asked for inside is done on the lane of gathers: kernels and collectives, and `record` and `wait`
+        """Run what is inside on the lane of gathers: kernels and collectives, and `record` and `wait`
         speak of this lane.
 
         Args:
@@ -126,12 +126,12 @@ class Runtime(ABC):
         """The event after which everything asked of the compute stream so far is done.
 
         Args:
-            read: buffers that somebody will copy into after the event. Only the late device looks at them.
+            read: buffers that will be copied into after the event. Only the late device looks at them.
         """
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """What is asked of the compute stream from now on begins after `event`. The host does not wait."""
+        """Let the compute stream wait for `event`. The host does not wait."""
 
     @abstractmethod
     def host_wait(self, event: Event) -> None:
@@ -167,13 +167,13 @@ class Runtime(ABC):
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """What is asked for inside appears under `name` in a profile."""
+        """Show what runs inside under `name` in a profile."""
         with torch.profiler.record_function(name):
             yield
 
     @abstractmethod
     def random_state(self) -> Tensor:
-        """Of the device's default generator."""
+        """State of the device's default generator."""
 
     @abstractmethod
     def set_random_state(self, state: Tensor) -> None:
@@ -190,7 +190,7 @@ class HostMark(Event):
 
 
 class Clock:
-    """Of a device that has done everything when a call returns: the host's own."""
+    """The host's clock, for a device that has done everything when a call returns."""
 
     def mark(self) -> Event:
         """The moment at which everything asked of the compute stream so far is done."""

@@ -55,12 +55,12 @@ class Row:
     value: object
     source: str
     effect: str
-    matters: bool = True  # has an effect at this stage, or was set by somebody
+    matters: bool = True  # has an effect at this stage, or was set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that is to be told."""
+    """A report of `explain`."""
 
     name: str
     stage: int | None = None
@@ -281,8 +281,8 @@ def mend(config: ConfigDict, views: Views, *, ranks_known: bool = True) -> tuple
 def _edits(findings: Findings) -> Iterator[Edit]:
     """Once per place: a key that is wrong for two reasons is changed for the first. What changes nothing may stay."""
     seen = set()
-    found: list[Problem | Remark] = [*findings.problems, *findings.remarks]
-    for finding in found:
+    in_order: list[Problem | Remark] = [*findings.problems, *findings.remarks]
+    for finding in in_order:
         edit = finding.edit
         if edit is None or edit.path in seen:
             continue
@@ -349,7 +349,7 @@ _OWN_FLAGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `explain` itself takes; everything else is taken for flags of TrainingArguments."""
+    """Arguments of `explain` itself; everything else is taken for flags of TrainingArguments."""
     parser.add_argument("config", help="ds.json: a path, JSON text, or base64 of it")
     parser.add_argument("--model", help="folder, config.json or hub name of the model, for sizes that follow from it")
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: 1)")
@@ -412,7 +412,7 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
 
 
 def _by_extras(findings: Findings) -> Iterator[Any]:
-    """What the extras of a config without problems have to say beside it: functions of findings and --model."""
+    """Reports by the extras of a config without problems: functions of findings and --model."""
     for extra in findings.config.features if not findings.problems else ():
         if "explain" in extra.services and extra.name in findings.extras:
             yield loaded(extra.services["explain"])

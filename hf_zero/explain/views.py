@@ -1,4 +1,4 @@
-"""What flags of TrainingArguments and the name of a model say, without making either."""
+"""Views from flags of TrainingArguments and the name of a model, without building either."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _MEANT = {
 
 
 def left_aside(flag: str) -> str:
-    """What to say of a flag that is the script's own, as far as can be told."""
+    """A note on a flag that is probably the script's own."""
     meant = _MEANT.get(flag.partition("=")[0].replace("_", "-"))
     hint = f"; TrainingArguments call it {meant.replace('-', '_').replace('__', '--', 1)}" if meant else ""
     return f"{flag}: not a flag of TrainingArguments, left aside{hint}"
@@ -138,7 +138,7 @@ def config_file(name: str) -> Path:
 
 
 def _hub_answers() -> bool:
-    """Whether anybody listens there: the hub's own library tries for half a minute."""
+    """Whether the hub can be reached: its own library tries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
@@ -153,8 +153,8 @@ def _hub_answers() -> bool:
 
 def _as_number(name: str) -> str:
     """How else to say it, where a name says how many parameters its model has."""
-    found = _NUM_IN_NAME.search(name)
-    return f"; `plan` also takes the number of parameters: {found[0].lower()}" if found else ""
+    match = _NUM_IN_NAME.search(name)
+    return f"; `plan` also takes the number of parameters: {match[0].lower()}" if match else ""
 
 
 # What a config sends per update, within hosts and across, and what it would send with other keys of ZeRO++.
@@ -174,7 +174,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Of one rank, per update.
+    """What one rank sends per update.
 
     Attributes:
         within, across: bytes, or models where the number of parameters is not known.
@@ -189,10 +189,10 @@ class Sent:
 
 def number_of(text: str, flag: str) -> float:
     """7b, 350M, 40G, 1.5e9."""
-    found = count_of(text)
-    if found is None:
+    number = count_of(text)
+    if number is None:
         raise ConfigError(Problem(flag, text, "must be a number, as 7b, 350M or 1.5e9", "correct it"))
-    return found
+    return number
 
 
 def traffic_rows(findings: Findings, per_host: int | None, parameters: float | None, links: Links) -> tuple[Sent, ...]:
@@ -216,13 +216,13 @@ def traffic_rows(findings: Findings, per_host: int | None, parameters: float | N
 def _sizes(findings: Findings, parameters: float | None) -> Sizes:
     zero = findings.config.zero_optimization or Zero()
     num = int(parameters) if parameters is not None else _UNIT_NUMEL
-    each = 4 if model_dtype(findings.config) == "fp32" else 2
-    # What is said in elements is in no proportion to a model of unknown size.
+    num_bytes = 4 if model_dtype(findings.config) == "fp32" else 2
+    # Settings in elements cannot be scaled to a model of unknown size.
     kept = min(num, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance // 2) if parameters else 0
     communication = findings.config.communication_data_type
-    sent = each if communication is None else 4 if communication == "fp32" else 2
+    sent = num_bytes if communication is None else 4 if communication == "fp32" else 2
     num //= findings.tensor_size  # a rank's part of the matrices; the few parameters that are not cut are small
-    return Sizes(gathered=num, trained=num, kept=kept, weight_bytes=each, gradient_bytes=sent)
+    return Sizes(gathered=num, trained=num, kept=kept, weight_bytes=num_bytes, gradient_bytes=sent)
 
 
 def _wiring(findings: Findings, per_host: int) -> Wiring:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ArrivalState(Enum):
-    """Of a bucket within one backward."""
+    """State of a bucket within one backward."""
 
     OPEN = auto()
     COMPLETE = auto()
@@ -145,7 +145,7 @@ class Arrivals:
 
 
 class BucketGradients:
-    """What has arrived for one bucket, what is kept for this rank (`local`), what is summed over ranks (`reduced`).
+    """Gradients of one bucket: arrived, kept for this rank (`local`), and summed over ranks (`reduced`).
 
     Attributes:
         owns_all: this rank updates the whole bucket.

@@ -38,7 +38,7 @@ class GradientDtypes:
 
 
 class ReducedState(Enum):
-    """Of the sum."""
+    """State of the sum."""
 
     NONE = auto()  # since the last step
     AWAITED = auto()  # a collective writes it where it stays

@@ -40,7 +40,7 @@ TOO_LATE = (
 
 
 class Mode(Enum):
-    """What becomes of gradients that arrive."""
+    """Treatment of gradients that arrive."""
 
     REDUCE = auto()  # each bucket is launched when its turn has come
     KEEP_LOCAL = auto()  # for a reduction at a later micro-batch, or for an optimizer that wants them so
@@ -49,7 +49,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a reducer was about when it was told to hold back."""
+    """State of a reducer when it was told to hold back."""
 
     mode: Mode
     late: set[int]

@@ -34,7 +34,7 @@ class _Flight:
 
 
 class ReplicaSums:
-    """Of the buckets of one engine, over one group."""
+    """Sums of one engine's buckets over one group."""
 
     def __init__(self, buckets: Sequence[BucketGradients], collectives: Collectives, *, is_first: bool) -> None:
         """`is_first`: this rank belongs to the first copy."""
@@ -66,7 +66,7 @@ class ReplicaSums:
             _finish(flights.popleft())
 
     def clear(self) -> None:
-        """All gradients are forgotten."""
+        """Forget all gradients."""
         self._summed.clear()
 
     def _start(self, bucket: BucketGradients) -> _Flight:

@@ -168,5 +168,5 @@ def _index_bytes(count: int) -> int:
 
 
 def _message_bytes(count: int, width: int, itemsize: int) -> int:
-    """Of the indices and values of `count` rows."""
+    """Bytes of the indices and values of `count` rows."""
     return round_up(_index_bytes(count) + count * width * itemsize, torch.float64.itemsize)

@@ -1,6 +1,6 @@
 """Import hook, live from interpreter start, through which `deepspeed` finds hf_zero; it imports nothing costly.
 
-Who answers to the name:
+Which package `deepspeed` means:
   HF_ZERO=0                            never hf_zero
   HF_ZERO=1 or hf_zero.install()       always hf_zero
   otherwise                            a real DeepSpeed if one is installed, else hf_zero
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # not typing's own: importing typing alone costs several times the whole budget of this file
+TYPE_CHECKING = False  # not typing's: importing typing costs several times the whole budget of this file
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from importlib.machinery import ModuleSpec
@@ -87,7 +87,7 @@ class AliasFinder:
         """Nothing is cached: part of the protocol of sys.meta_path."""
 
     def answers(self) -> bool:
-        """Whether `deepspeed` means hf_zero at this moment."""
+        """Whether `deepspeed` means hf_zero now."""
         switch = _switch()
         if switch is False:
             return False
@@ -97,7 +97,7 @@ class AliasFinder:
         return self.forced or switch is True or not self._real_is_installed()
 
     def _real_spec(self, path: Sequence[str] | None) -> ModuleSpec | None:
-        """That of a real DeepSpeed, whose import is then said; None to a finder that asks us while we ask it."""
+        """The spec of a real DeepSpeed, whose import is then logged; None to a finder that asks us while we ask it."""
         from _thread import get_ident
 
         thread = get_ident()
@@ -185,7 +185,7 @@ def install() -> None:
 
 
 def _program(name: str) -> CodeType:
-    """What `python -m` runs: it takes a module's code without importing it, so that nothing would be patched."""
+    """The code for `python -m`, which takes it without importing the module, so that nothing would be patched."""
     return compile(f"from {name} import main\nmain()", name, "exec")
 
 

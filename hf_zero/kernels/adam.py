@@ -36,7 +36,7 @@ class AdamRule:
     bias_correction: bool = True
 
     def corrections(self, step: int) -> tuple[float, float]:
-        """What m and v are divided by at update number `step`."""
+        """Divisors of m and v at update number `step`."""
         if not self.bias_correction:
             return 1.0, 1.0
         return 1 - self.beta1**step, 1 - self.beta2**step

@@ -101,7 +101,7 @@ def _in_chunks(
         if not coders or mine[0].codes.numel() != coders[0].values.numel():
             count = mine[0].scales.numel()
             coders = [Coder(count, weight.device, signed=index == 0) for index in range(2)]
-        # Where nobody can look at the flag; `fp32_chunks` does the same for the weights.
+        # Where the flag cannot be read; `fp32_chunks` does the same for the weights.
         may_undo = skip is not None and not walking._is_at_hand(skip)
         kept = [(run.codes.clone(), run.scales.clone()) for run in mine] if may_undo else []
         for coder, run in zip(coders, mine, strict=True):

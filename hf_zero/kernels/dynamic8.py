@@ -204,8 +204,8 @@ def _on_threads(work: Callable[[Tensor, Tensor, Tensor], None], table: Tensor, s
 
     done = [_helpers(threads).submit(run, part) for part in parts[1:]]
     run(parts[0])
-    for one in done:
-        one.result()
+    for future in done:
+        future.result()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Where things lie in a quantised message. Integers only, without torch: traffic is counted from these on paper, too.
+"""Layout of a quantised message. Integers only, without torch, as traffic formulas use it, too.
 
     | codes: 8 or 4 bits per element | scales: one bf16 per BLOCK elements |       both end at multiples of 16 bytes
 

@@ -31,7 +31,7 @@ _LEAST_SCALE = torch.finfo(torch.bfloat16).tiny
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What earlier messages have left out.
+    """Errors that earlier messages have left out.
 
     Attributes:
         errors: (rows, message_bytes) of uint8, 8-bit messages themselves; all zeros: nothing. Changes in place.
@@ -179,10 +179,10 @@ def _encode(blocks: Tensor, codes: Tensor, scales: Tensor, piece: _Piece, bits: 
 
 
 def _decode(codes: Tensor, scales: Tensor, piece: _Piece, bits: int) -> Tensor:
-    """What a row's codes and scales say of a piece: (blocks, BLOCK) in fp32, the last one padded."""
+    """Values of a piece from a row's codes and scales: (blocks, BLOCK) in fp32, the last one padded."""
     packed = codes[piece.of_codes(bits)]
-    found = packed.view(torch.int8) if bits == 8 else _unpack(packed)
-    return _padded(found.float()).view(-1, BLOCK).mul_(scales[piece.of_scales].float().unsqueeze(1))
+    values = packed.view(torch.int8) if bits == 8 else _unpack(packed)
+    return _padded(values.float()).view(-1, BLOCK).mul_(scales[piece.of_scales].float().unsqueeze(1))
 
 
 def _pack(codes: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every kernel works on: flat vectors of one length, walked in chunks of the precision they need, rounded once.
+"""Inputs of every kernel: flat vectors of one length, processed in chunks of the precision they need, rounded once.
 
 Rounding to 16 bits is to nearest, or stochastic for training whose only weights are bf16: the upper neighbour is taken
 with a probability equal to how far the value lies towards it, so that updates smaller than half a step of bf16 are not
@@ -121,7 +121,7 @@ def _is_at_hand(flag: Tensor) -> bool:
 
 
 class _Kept:
-    """What a part was before an update that may have to be undone by the device alone."""
+    """A part before an update that the device alone may have to undo."""
 
     def __init__(self, part: Vectors, skip: Tensor) -> None:
         self._changing = [part.weight, *part.states, *([] if part.lp_param is None else [part.lp_param])]

@@ -198,8 +198,8 @@ def effective_bucket_numel(total_numel: int, limit: int) -> int:
     The limit is a ceiling, not a wish: the DeepSpeed default of 5e8 would put most models into a single bucket, which
     can only be reduced after backward has ended.
     """
-    wanted = max(MIN_BUCKET_NUMEL, -(-total_numel // BUCKETS_PER_MODEL))
-    return max(1, min(limit, wanted, MAX_BUCKET_NUMEL))
+    preferred = max(MIN_BUCKET_NUMEL, -(-total_numel // BUCKETS_PER_MODEL))
+    return max(1, min(limit, preferred, MAX_BUCKET_NUMEL))
 
 
 def plan_layout(specs: Sequence[ParameterSpec], *, world: int, bucket_numel: int) -> FlatLayout:
@@ -212,7 +212,7 @@ def plan_layout(specs: Sequence[ParameterSpec], *, world: int, bucket_numel: int
         raise ValueError(f"a layout needs world >= 1 and bucket_numel >= 1, got {world} and {bucket_numel}")
     for spec in specs:
         if spec.numel < 1:
-            raise ValueError(f"parameter {spec.name!r} has {spec.numel} elements; the layout takes only filled ones")
+            raise ValueError(f"parameter {spec.name!r} has {spec.numel} elements; the layout takes only non-empty ones")
     members = _group_backwards(specs, bucket_numel)
     # A bucket is complete when its earliest parameter's gradient arrives: later registration means earlier arrival.
     members.sort(key=min, reverse=True)

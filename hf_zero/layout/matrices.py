@@ -72,9 +72,9 @@ def blocks(matrix: MatrixShape, start: int, stop: int) -> Iterator[Block]:
             shape = (1, min(matrix.rows - row_in_matrix, left // matrix.columns), matrix.columns)
         else:
             shape = (left // matrix.matrix_numel, matrix.rows, matrix.columns)
-        found = Block(cursor - start, batch, row, column, shape)
-        yield found
-        cursor += found.numel
+        block = Block(cursor - start, batch, row, column, shape)
+        yield block
+        cursor += block.numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,5 +115,5 @@ class MatrixSlice:
 
 
 def runs_cut(cuts: Sequence[int], length: int) -> tuple[int, ...]:
-    """Of the runs of `length` elements (rows, matrices) those that any of `cuts` falls inside, in order."""
+    """Those runs of `length` elements (rows, matrices) that any of `cuts` falls inside, in order."""
     return tuple(sorted({cut // length for cut in cuts if cut % length}))

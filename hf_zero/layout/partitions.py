@@ -47,11 +47,11 @@ class GroupPartition:
 
     def offsets(self) -> tuple[int, ...]:
         """Where each member starts on the line."""
-        found, cursor = [], 0
+        offsets, cursor = [], 0
         for index, member in enumerate(self.members):
-            found.append(cursor)
+            offsets.append(cursor)
             cursor += member.numel + self._gap(index)
-        return tuple(found)
+        return tuple(offsets)
 
     @property
     def used_numel(self) -> int:
@@ -67,15 +67,15 @@ class GroupPartition:
         return min(max((rank + 1) * part - self.used_numel, 0), part)
 
     def extents(self, rank: int, buffer: int) -> list[Extent]:
-        """What lies in `rank`'s part."""
+        """Extents in `rank`'s part."""
         part = Interval(rank * self.partition_numel, (rank + 1) * self.partition_numel)
-        found = []
+        extents = []
         for member, offset in zip(self.members, self.offsets(), strict=True):
             common = part.intersect(Interval(offset, offset + member.numel))
             if common is not None:
                 start, inside = common.start - offset, common.start - part.start
-                found.append(Extent(member.parameter, start, common.numel, rank, buffer, inside))
-        return found
+                extents.append(Extent(member.parameter, start, common.numel, rank, buffer, inside))
+        return extents
 
     def _gap(self, index: int) -> int:
         return self.gaps[index] if index < len(self.gaps) else 0
@@ -93,14 +93,14 @@ class SubGroupPartition:
         return sum(chunk_numel(member.numel, self.world) for member in self.members)
 
     def extents(self, rank: int, buffer: int) -> list[Extent]:
-        """What lies in `rank`'s flat tensor; padding is left out."""
-        found, cursor = [], 0
+        """Extents in `rank`'s flat tensor, without padding."""
+        extents, cursor = [], 0
         for member in self.members:
             own = chunk_interval(member.numel, rank, self.world)
             if own.numel:
-                found.append(Extent(member.parameter, own.start, own.numel, rank, buffer, cursor))
+                extents.append(Extent(member.parameter, own.start, own.numel, rank, buffer, cursor))
             cursor += chunk_numel(member.numel, self.world)
-        return found
+        return extents
 
 
 def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGroupPartition, ...]:
@@ -122,7 +122,7 @@ def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGr
 def extents_in_memory(
     layout: FlatLayout, rank: int, *, sharded: bool, sub_group_numel: int | None = None, place: int = 0
 ) -> Iterator[Extent]:
-    """What `rank` updates. Buffers are numbered as the master shards: the sub-groups of all buckets.
+    """Extents that `rank` updates. Buffers are numbered as the master shards: the sub-groups of all buckets.
 
     Args:
         sharded: whether every rank owns its part of each bucket; otherwise it owns all of it.

@@ -111,8 +111,8 @@ class _Index:
         position = bisect_right(self._starts.get(parameter, ()), element) - 1
         if position < 0:
             return None
-        found = self._extents[parameter][position]
-        return found if element < found.stop else None
+        extent = self._extents[parameter][position]
+        return extent if element < extent.stop else None
 
     def next_start(self, parameter: int, element: int) -> int:
         starts = self._starts.get(parameter, ())

@@ -1,4 +1,4 @@
-"""What each ZeRO stage shards, as data (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+"""The sharding of each ZeRO stage, as data (Rajbhandari et al. 2020, arXiv 1910.02054)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank sends per update, within its host and to others: formulas, without a model. Integers only, no torch.
+"""Traffic of one rank per update, within its host and to others: formulas, without a model. Integers only, no torch.
 
     gather, reduce-scatter, exchange     payload P over n ranks: each receives P * (n - 1) / n, 1/n from every other
     all-reduce                           both, one after the other
@@ -16,7 +16,7 @@
     parts of matrices, of sequences             activations: `exchanges_of`, from what a model sends
     experts over ranks                          rows of tokens: `bytes_per_token`; 1 - 1/ranks of them leave a rank
 
-Whoever plans (`explain`, estimates of memory and time) calls `traffic_of`; `Transfer.payload` is what the ledger
+Planning (`explain`, estimates of memory and time) calls `traffic_of`; `Transfer.payload` is what the ledger
 (`hf_zero.comm.ledger`) counts for the same call, padding of rows apart. docs/hybrid_and_zeropp.md has the formulas
 beside counted bytes.
 """
@@ -33,7 +33,7 @@ WEIGHT_BITS = 8  # of a quantised gather
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of a model, in elements and bytes.
+    """Sizes of a model, in elements and bytes.
 
     Attributes:
         gathered: parameters that stage 3 gathers around their use; at other stages all trained ones.
@@ -123,7 +123,7 @@ class Message:
 
 
 def exchanges_of(messages: Iterable[Message], *, group: int, per_host: int, accumulation: int = 1) -> list[Transfer]:
-    """What an update sends of activations, among `group` consecutive ranks."""
+    """Activations that an update sends among `group` consecutive ranks."""
     wiring = Wiring(ranks=group, per_host=per_host)
     return [
         _collective(each.phase, each.operation, each.payload * accumulation, group, 1, wiring)
@@ -133,7 +133,7 @@ def exchanges_of(messages: Iterable[Message], *, group: int, per_host: int, accu
 
 
 def bytes_per_token(*, hidden: int, itemsize: int, top_k: int, computed_again: bool = False) -> int:
-    """What one layer of experts sends of a token, forward and backward: `top_k` rows of `hidden` elements to experts,
+    """Bytes per token that a layer of experts sends: forward and backward `top_k` rows of `hidden` elements to experts,
     as many back, and the gradients of both. `computed_again`: forward runs a second time (gradient checkpointing)."""
     return (6 if computed_again else 4) * top_k * hidden * itemsize
 
@@ -160,12 +160,12 @@ class Traffic:
 
 
 def across_bytes(transfers: list[Transfer]) -> int:
-    """What a rank receives from other hosts."""
+    """Bytes that a rank receives from other hosts."""
     return sum(each.across for each in transfers)
 
 
 def within_bytes(transfers: list[Transfer]) -> int:
-    """What a rank receives from its own host."""
+    """Bytes that a rank receives from its own host."""
     return sum(each.within for each in transfers)
 
 
@@ -197,8 +197,8 @@ def _in_hops(phase: str, operation: str, payload: int, group: int, wiring: Wirin
         return
     yield _collective(phase, operation, payload // local, group // local, local, wiring)
     within = ("reduce_scatter", "all_gather") if operation == "all_reduce" else (operation,)
-    for each in within:
-        yield _collective(phase, each, payload, local, 1, wiring)
+    for transfer in within:
+        yield _collective(phase, transfer, payload, local, 1, wiring)
 
 
 def _gathers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:

@@ -137,9 +137,9 @@ def stay_gathered(numels: Sequence[int], always: Sequence[bool], *, largest: int
         largest: elements of the largest small one (stage3_param_persistence_threshold).
         budget: elements of all that stay (stage3_model_persistence_threshold).
     """
-    found = []
+    decisions = []
     for numel, must in zip(numels, always, strict=True):
         stays = must or (numel <= largest and numel <= budget)
         budget -= numel if stays else 0
-        found.append(stays)
-    return found
+        decisions.append(stays)
+    return decisions

@@ -73,12 +73,12 @@ class Sums:
         return Sums(self.of, self.rows / self.of.matrix.columns, self.columns / self.of.matrix.rows)
 
     def move_to(self, means: Sums, weight: float) -> None:
-        """Let these running means follow: x = x + weight * (mean - x)."""
+        """Update these running means: x = x + weight * (mean - x)."""
         self.rows.lerp_(means.rows, weight)
         self.columns.lerp_(means.columns, weight)
 
     def shares(self, floor: float | None) -> Sums:
-        """What `precondition` needs: R / mean(R) and C, or one over their roots where there is no floor.
+        """Inputs of `precondition`: R / mean(R) and C, or one over their roots without a floor.
 
         Args:
             floor: smallest mean(R), and smallest sqrt(V); None: neither has one.
@@ -128,9 +128,9 @@ class Table:
                 self._columns[index] = self._places(runs_cut(one.cuts, matrix.matrix_numel), matrix.columns)
 
     def _places(self, runs: Sequence[int], length: int) -> dict[int, int]:
-        found = {run: self.numel + position * length for position, run in enumerate(runs)}
+        places = {run: self.numel + position * length for position, run in enumerate(runs)}
         self.numel += len(runs) * length
-        return found
+        return places
 
     def write(self, message: Tensor, parameter: int, sums: Sums) -> None:
         """Put a rank's sums of what others share into `message`."""
@@ -184,10 +184,10 @@ class AdafactorRule:
 
 
 class Flavour(ABC):
-    """What the implementations differ in. Has no state of its own.
+    """The differences between the implementations. Stateless.
 
     Attributes:
-        rows, columns, vector: what they call R, C and V.
+        rows, columns, vector: their names for R, C and V.
         keeps_dims: whether R and C keep the dimension that the mean is over.
     """
 
@@ -202,13 +202,13 @@ class Flavour(ABC):
 
     @abstractmethod
     def single_values(self, step: int, rms: Tensor) -> dict[str, Any]:
-        """What the class itself keeps beside tensors."""
+        """States of the class that are no tensors."""
 
     def has_momentum(self, group: Mapping[str, Any]) -> bool:
         return group.get("beta1") is not None
 
     def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Of the states of a parameter of this shape, momentum apart."""
+        """Shapes of a parameter's states, without momentum."""
         if len(shape) < 2:
             return {self.vector: shape}
         kept = (1,) if self.keeps_dims else ()
@@ -300,10 +300,10 @@ class _Part:
 
     def own(self, names: Flavour) -> dict[str, Any]:
         """Step, rms, and the tensors of the part by the flavour's names."""
-        found: dict[str, Any] = {"step": self.step, "RMS": self.rms}
+        state: dict[str, Any] = {"step": self.step, "RMS": self.rms}
         if self.factors is not None:
-            return {**found, names.rows: self.factors.rows, names.columns: self.factors.columns}
-        return {**found, names.vector: self.vector}
+            return {**state, names.rows: self.factors.rows, names.columns: self.factors.columns}
+        return {**state, names.vector: self.vector}
 
     def adopt(self, own: Mapping[str, Any], names: Flavour) -> None:
         """The reverse of `own`, on the same layout."""
@@ -316,11 +316,11 @@ class _Part:
             self.vector.copy_(own[names.vector])
 
     def slices(self, names: Flavour) -> dict[str, Any]:
-        """What this rank says of the parameter in a checkpoint: rows and matrices that begin in its part."""
+        """This rank's part of the parameter in a checkpoint: rows and matrices that begin in its part."""
         shapes = names.shapes(self.shape)
-        found = names.single_values(self.step, self.rms)
+        states = names.single_values(self.step, self.rms)
         if self.vector is not None:
-            return {**found, names.vector: StateSlice(shapes[names.vector], self.piece.in_parameter, self.vector)}
+            return {**states, names.vector: StateSlice(shapes[names.vector], self.piece.in_parameter, self.vector)}
         assert self.factors is not None
         of = self.factors.of
         first, end = of.begun(of.matrix.columns)
@@ -328,7 +328,7 @@ class _Part:
         first_batch, end_batch = of.begun(of.matrix.matrix_numel)
         columns = self.factors.columns[first_batch - of.first_batch : end_batch - of.first_batch].reshape(-1)
         return {
-            **found,
+            **states,
             names.rows: StateSlice(shapes[names.rows], first, rows),
             names.columns: StateSlice(shapes[names.columns], first_batch * of.matrix.columns, columns),
         }
@@ -353,7 +353,7 @@ class AdafactorUpdater(Updater):
         self._place = {piece.parameter: (sub_group, piece) for sub_group, piece in placed}
         assert len(self._place) == len(placed), "a parameter lies in two sub-groups of one rank"
 
-    # What others ask
+    # Queries
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",) if self._flavour.has_momentum(group) else ()
@@ -414,7 +414,7 @@ class AdafactorUpdater(Updater):
         return [self._part(piece.parameter) for piece in sub_group.pieces if piece.parameter in gradients.used]
 
     def _part(self, parameter: int) -> _Part:
-        """What is known of a parameter; zeros at first."""
+        """The part of a parameter; zeros at first."""
         if parameter not in self._parts:
             sub_group, piece = self._place[parameter]
             device, shape = sub_group.master.device, self._spread[parameter].shape
@@ -562,7 +562,7 @@ def _slice_of(part: _Part) -> MatrixSlice | None:
 
 
 def adafactor_traits(optimizer: torch.optim.Optimizer) -> Traits | None:
-    """Of transformers' and torch's own classes; None for others of this name."""
+    """Traits of transformers' and torch's own classes; None for others of this name."""
     flavour = flavour_of(optimizer)
     if flavour is None:
         return None

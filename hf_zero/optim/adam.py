@@ -86,12 +86,12 @@ class DeepSpeedCPUAdam(FusedAdam):
 
 
 def adam(params: Iterable[Any], adam_w_mode: bool = True, **arguments: Any) -> torch.optim.Optimizer:
-    """What "Adam" means in ds.json: AdamW, unless `adam_w_mode` is false."""
+    """Adam of ds.json: AdamW, unless `adam_w_mode` is false."""
     return _section_adam(params, adam_w_mode, **arguments)
 
 
 def adamw(params: Iterable[Any], adam_w_mode: bool = True, **arguments: Any) -> torch.optim.Optimizer:
-    """What "AdamW" means in ds.json; as in DeepSpeed `adam_w_mode` changes nothing."""
+    """AdamW of ds.json; as in DeepSpeed `adam_w_mode` changes nothing."""
     return _section_adam(params, True, **arguments)
 
 
@@ -104,7 +104,7 @@ def _section_adam(
 
 
 def cpu_adam(params: Iterable[Any], adam_w_mode: bool = True, **arguments: Any) -> DeepSpeedCPUAdam:
-    """What "CPUAdam" means in ds.json, which may say `adam_w_mode` for the class's `adamw_mode`."""
+    """CPUAdam of ds.json, which may have `adam_w_mode` for the class's `adamw_mode`."""
     return DeepSpeedCPUAdam(params, **{"adamw_mode": adam_w_mode, **arguments})
 
 

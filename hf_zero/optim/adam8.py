@@ -62,7 +62,7 @@ class AdamW8bit(FusedAdam):
     have no small tensors, and a checkpoint of either should fit the other.
 
     Args:
-        block_size: elements that share a scale; 256 is the only size there is.
+        block_size: elements that share a scale; only 256 is supported.
     """
 
     family = Adam8Family()

@@ -1,6 +1,6 @@
 """Optimizers whose update looks at one element at a time: alone on parameters, and fused on flat shards.
 
-`LoneOptimizer` is what can be used alone, as any of torch's: one update per parameter that has a gradient.
+`LoneOptimizer` can be used alone, as any of torch's: one update per parameter that has a gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LoneOptimizer(torch.optim.Optimizer):
         return loss
 
     def begin_step(self) -> None:  # noqa: B027
-        """Updates of one step follow. Nothing, by default."""
+        """Called before the updates of a step. A no-op by default."""
 
     @abstractmethod
     def update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
@@ -53,7 +53,7 @@ def flat_view(parameter: Tensor) -> Tensor:
 
 
 def write_back(parameter: Tensor, flat: Tensor) -> None:
-    """Carry over what was written to `flat_view(parameter)` where that is a copy."""
+    """Copy `flat_view(parameter)` back where that is a copy."""
     if flat.data_ptr() != parameter.data_ptr():
         parameter.copy_(flat.view(parameter.shape))
 
@@ -64,7 +64,7 @@ class Applied:
 
     Attributes:
         scale: factor on it.
-        skip: one element on the device; where it is not zero nothing changes. None: nobody asks.
+        skip: one element on the device; where it is not zero nothing changes. None: no check.
         seed: round bf16 weights stochastically, with this seed; None: to nearest.
     """
 
@@ -109,7 +109,7 @@ class Family(ABC):
     def vectors(
         self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, lp_param: Tensor | None
     ) -> Vectors:
-        """What the kernel gets for one parameter or shard; all are 1-D views."""
+        """Inputs of the kernel for one parameter or shard; all are 1-D views."""
         states = tuple(state[name].view(-1) for name in self.state_names(group))
         return Vectors(weight=weight, gradient=gradient, states=states, lp_param=lp_param)
 
@@ -138,9 +138,9 @@ class ElementwiseOptimizer(LoneOptimizer):
 def check_rates(name: str, betas: Sequence[float] = (), **numbers: float) -> None:
     """Raise ValueError unless all numbers are at least 0 and all betas in [0, 1)."""
     if any(not number >= 0 for number in numbers.values()) or any(not 0 <= beta < 1 for beta in betas):
-        given = ", ".join(f"{key}={value}" for key, value in numbers.items())
+        shown = ", ".join(f"{key}={value}" for key, value in numbers.items())
         rule = f"{', '.join(numbers)} >= 0" + (" and betas in [0, 1)" if betas else "")
-        got = given + (f", betas={tuple(betas)}" if betas else "")
+        got = shown + (f", betas={tuple(betas)}" if betas else "")
         raise ValueError(f"{name} needs {rule}, got {got}")
 
 
@@ -198,10 +198,10 @@ class Counters:
 
 
 def with_padding(runs: Sequence[Run], sub_group: SubGroup) -> list[Run]:
-    """Every run up to where the next piece begins, or to the sub-group's end.
+    """Extend every run to the next piece, or to the sub-group's end.
 
     Vectorised kernels round the last few elements of a vector differently. Padding has zeros only, so with it those
-    elements are nobody's, and a weight's bits do not depend on how the weights were cut into shards.
+    elements are no parameter's, and a weight's bits do not depend on how the weights were cut into shards.
     """
     starts = [piece.in_shard for piece in sub_group.pieces]
     whole = sub_group.master.numel()
@@ -267,7 +267,7 @@ class ElementwiseUpdater(Updater):
 
     @torch.no_grad()
     def update_sub_group(self, sub_group: SubGroup, gradients: StepGradients, reduced: Tensor | None = None) -> None:
-        """Update one sub-group with its reduced gradient; `reduced`: where somebody has taken that already."""
+        """Update one sub-group with its reduced gradient; `reduced`: where that was read already."""
         reduced = gradients.of(sub_group) if reduced is None else reduced
         group = self.optimizer.param_groups[sub_group.group]
         state = self._family.state_of(self.optimizer, sub_group.tensors[0].parameter, group)

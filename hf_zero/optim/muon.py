@@ -106,7 +106,7 @@ class Muon(LoneOptimizer):
 
     @staticmethod
     def groups_for(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
-        """What the config's optimizer is made with; `names`: id of a parameter -> its name in the model."""
+        """Param groups for the config's optimizer; `names`: id of a parameter -> its name in the model."""
         return muon_groups(groups, names)
 
     def traits(self) -> Traits:
@@ -193,24 +193,24 @@ class MuonUpdater(Updater):
         own, lr = {piece.parameter: piece for piece in used}, float(group["lr"])
         for parameter in self._peers.members(sub_group):
             part = self._joined_part(parameter)
-            # Ranks that hold the rest of a matrix are all asked for theirs, whoever owns what of it.
+            # All ranks that hold the rest of a matrix are asked for theirs, whichever owns what of it.
             if parameter not in gradients.used or (parameter not in own and part is None):
                 continue
             whole = held[parameter] if part is None else part.whole(held[parameter])
             if parameter in own:
-                found = direction(whole) if part is None else part.of(direction(whole))
-                self._apply(sub_group, own[parameter], found.reshape(-1), lr, group["weight_decay"])
+                own_direction = direction(whole) if part is None else part.of(direction(whole))
+                self._apply(sub_group, own[parameter], own_direction.reshape(-1), lr, group["weight_decay"])
 
     def _joined_part(self, parameter: int) -> HeldPart | None:
-        """What this rank holds of a matrix that has to be put together first; None: what it holds is enough."""
+        """This rank's part of a matrix that must be joined first; None: it needs no other part."""
         part = self._peers.part_of(parameter)
         return None if part is None or is_independent(part.cut) else part
 
     @staticmethod
-    def _apply(sub_group: SubGroup, piece: Piece, found: Tensor, lr: float, weight_decay: float) -> None:
-        """`found`: the direction of all that this rank holds of the parameter."""
+    def _apply(sub_group: SubGroup, piece: Piece, update: Tensor, lr: float, weight_decay: float) -> None:
+        """`update`: the direction of all that this rank holds of the parameter."""
         master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
         master.mul_(1 - lr * weight_decay)
-        master.sub_(found.narrow(0, piece.in_parameter, piece.numel), alpha=lr)
+        master.sub_(update.narrow(0, piece.in_parameter, piece.numel), alpha=lr)
         if sub_group.lp_param is not None:
             sub_group.lp_param.narrow(0, piece.in_shard, piece.numel).copy_(master)

@@ -1,4 +1,4 @@
-"""From a ds.json optimizer section to an optimizer, and what speaks against it."""
+"""From a ds.json optimizer section to an optimizer, and checks of it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def refuse_unfit(optimizer: torch.optim.Optimizer, traits: Traits, stage: int, n
     all."""
     name = type(optimizer).__name__
     if traits.unmet is not None:
-        rule, fix = f"needs {traits.unmet}, which the engine's step has not", "use another one, AdamW for example"
+        rule, fix = f"needs {traits.unmet}, which the engine's step lacks", "use another one, AdamW for example"
         raise ConfigError([Problem("optimizer", name, rule, fix)])
     if stage > traits.highest_stage:
         rule, fix = f"{name} works at stages up to {traits.highest_stage}", f"use {traits.highest_stage}"

@@ -23,7 +23,7 @@ from hf_zero.offload.vector import Store, Vector, absent
 
 # How the states of a tensor are stored: one value per element, a form of their own, or a count.
 #
-# Stagers and drives keep the stored form as it is. Checkpoints, fragments and whoever else wants elements go through
+# Stagers and drives keep the stored form as it is. Checkpoints, fragments and other readers of elements go through
 # `values` and `store`.
 
 
@@ -60,7 +60,7 @@ class StateForm(ABC):
 
     @abstractmethod
     def store(self, values: Tensor) -> Tensor:
-        """The stored tensor of 1-D `values`. Of what `values` gave it is the same to the bit."""
+        """The stored tensor of 1-D `values`; bit for bit the inverse of `values`."""
 
     def zeros(self, numel: int, device: torch.device) -> Tensor:
         return torch.zeros(self.stored_numel(numel), dtype=self.dtype, device=device)
@@ -71,7 +71,7 @@ FormOf = Callable[[str], "StateForm | None"]
 
 
 def plain(name: str) -> StateForm | None:
-    """Of optimizers without any such state."""
+    """Placement for optimizers without such states."""
     return None
 
 
@@ -80,7 +80,7 @@ WritesAll = Callable[[SubGroup], bool]
 
 
 class StateStager:
-    """Everything is where updates run."""
+    """States that are always where updates run."""
 
     def __init__(self, sub_groups: Sequence[SubGroup]) -> None:
         self.sub_groups = tuple(sub_groups)
@@ -97,7 +97,7 @@ class StateStager:
             yield sub_group
 
     def batches(self, sub_groups: Sequence[SubGroup]) -> Iterator[Sequence[SubGroup]]:
-        """Those whose masters, states and gradients are in place together, until the next ones are asked for."""
+        """Sub-groups whose masters, states and gradients are in place together, until the next batch is asked for."""
         yield sub_groups
 
     def copy_to_lp(self, sub_group: SubGroup) -> None:
@@ -198,14 +198,14 @@ class OffloadStager(StateStager):
 
     @staticmethod
     def _end_walk(sub_groups: Sequence[SubGroup]) -> None:
-        """Updated on the device, and kept on the host: everybody there may read them from now on."""
+        """Updated on the device, and kept on the host, where they may be read from now on."""
         for sub_group in sub_groups:
             for vector in _everything(_stored(sub_group)):
                 if vector.leaves_late:
                     vector.flush()
 
     def _walk(self, sub_groups: Sequence[SubGroup], fetch: Work) -> Iterator[SubGroup]:
-        """Each with everything in place; the next one is on its way meanwhile. The caller leaves it."""
+        """Each with everything in place, while the next one is fetched. The caller leaves it."""
         for position, sub_group in enumerate(sub_groups):
             if position == 0 or not self._reads_ahead:
                 fetch(sub_group)
@@ -281,9 +281,9 @@ class OffloadStager(StateStager):
             parameter = sub_group.tensors[position].parameter
             is_known = name in self._optimizer.state.get(parameter, {})
             if (is_known and vector.tensor is None) or (begins and not is_known):
-                found = values(vector)
-                is_form = found.numel() != parameter.numel()
-                self._optimizer.state[parameter][name] = found if is_form else found.view(parameter.shape)
+                tensor = values(vector)
+                is_form = tensor.numel() != parameter.numel()
+                self._optimizer.state[parameter][name] = tensor if is_form else tensor.view(parameter.shape)
 
     def _settle(self, sub_group: SubGroup, *, changed: bool) -> None:
         """Take over states that were made or replaced since they were fetched, and release."""

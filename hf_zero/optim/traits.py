@@ -1,7 +1,7 @@
-"""What is known of an optimizer, described once: how it runs on shards, and what it needs for that.
+"""The traits of an optimizer, described once: how it runs on shards, and what it needs for that.
 
-A class of ours says it itself: by `family`, its elementwise rule, or by a method `traits`. Only the class that says so
-is meant; one that is derived from it may do something else. What nobody uses is not imported.
+Our own classes declare them: by `family`, an elementwise rule, or by a method `traits`. Only the declaring class
+is meant; a subclass may do something else. Unused classes are not imported.
 
 `WholeTensorUpdater` runs any torch optimizer on whole tensors, also where ranks hold shards: each parameter is updated
 by one rank.
@@ -13,12 +13,12 @@ by one rank.
 The keeper of a parameter has the optimizer's state for it, so states are shared out over the ranks, whatever shape they
 have. It costs three collectives per sub-group and step, where an elementwise update needs none.
 
-Makes an optimizer hold masters instead of the model's parameters.
+`adopt_masters` makes an optimizer hold masters instead of the model's parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -31,7 +31,7 @@ from hf_zero.config.choices.optimizer_types import type_of_class
 from hf_zero.config.extras import loaded
 from hf_zero.optim.elementwise import ElementwiseUpdater, Family
 from hf_zero.optim.updater import (
-    Options,
+    OwnStepUpdater,
     Peers,
     Ranks,
     Spread,
@@ -93,7 +93,7 @@ def keepers(spread: Sequence[Spread], world: int) -> list[int]:
     return keeper_of
 
 
-class WholeTensorUpdater(Updater):
+class WholeTensorUpdater(OwnStepUpdater):
     """Runs the optimizer's own step on those parameters that this rank keeps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], peers: Peers) -> None:
@@ -131,38 +131,23 @@ class WholeTensorUpdater(Updater):
             if index in self._kept:
                 self.optimizer.state[self._kept[index]] = copied(saved, self._device)
 
-    @torch.no_grad()
-    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
-        options = Options(self.optimizer)
-        for batch in self.stager.batches(gradients.wanted):
-            options.begin()
-            for sub_group in batch:
-                self._fetch(sub_group, gradients)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            options.end()
-            for sub_group in batch:
-                self._send_back(sub_group, gradients.used)
-                self.stager.copy_to_lp(sub_group)
-                yield sub_group
-
     def _members(self, sub_group: SubGroup) -> Sequence[int]:
         """Parameters that have a part in the sub-group, on any rank."""
         return self._peers.members(sub_group)
 
-    def _fetch(self, sub_group: SubGroup, gradients: StepGradients) -> None:
-        """Let kept parameters hold their masters and gradients, whole."""
+    def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        """Give kept parameters their whole masters and gradients."""
         masters = self._peers.gather_whole(sub_group, sub_group.master)
         reduced = gradients.of(sub_group).to(sub_group.master.dtype) * gradients.scale
-        found = self._peers.gather_whole(sub_group, reduced)
+        whole = self._peers.gather_whole(sub_group, reduced)
         for parameter in self._members(sub_group):
             kept = self._kept.get(parameter)
             if kept is not None and parameter in gradients.used:
                 kept.data = masters[parameter].clone()  # a view would keep what all ranks sent
-                kept.grad = found[parameter].clone()
+                kept.grad = whole[parameter].clone()
 
-    def _send_back(self, sub_group: SubGroup, used: Set[int]) -> None:
-        mine: dict[int, Tensor] = {}
+    def _send_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        used, mine = gradients.used, dict[int, Tensor]()
         for parameter in self._members(sub_group):
             if parameter in self._kept and parameter in used:
                 mine[parameter] = self._kept[parameter].detach()
@@ -175,7 +160,7 @@ class WholeTensorUpdater(Updater):
             self._kept[parameter].data = self._absent(parameter, sub_group.master.dtype)
 
     def _absent(self, parameter: int, dtype: torch.dtype) -> Tensor:
-        """What a kept parameter shows between steps: NaN in its shape, without memory."""
+        """Placeholder of a kept parameter between steps: NaN in its shape, without memory."""
         nan = torch.full((), float("nan"), dtype=dtype, device=self._device)
         return nan.expand(self._spread[parameter].shape)
 
@@ -184,7 +169,7 @@ Make = Callable[[Sequence[SubGroup], "Peers | None", "Ranks | None"], Updater]
 
 
 class Sees(Enum):
-    """What an optimizer works on at stages 1 to 3."""
+    """Inputs of an optimizer at stages 1 to 3."""
 
     ELEMENTS = "flat shards, one element at a time"
     SHARDS_AND_PEERS = "flat shards, and asks other ranks for what they lack"
@@ -233,7 +218,7 @@ def traits_of(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None = N
     ours = _built_in(optimizer, choice)
     if ours is not None:
         return ours
-    known = [found for kind in type(optimizer).__mro__ if (found := type_of_class(kind)) is not None]
+    known = [registered for kind in type(optimizer).__mro__ if (registered := type_of_class(kind)) is not None]
     is_whole = choice == "whole_tensors" or choice is None and any(kind.whole_tensors for kind in known)
     unmet = next((kind.needs for kind in known if kind.needs), None)
     return Traits(Sees.WHOLE_TENSORS if is_whole else Sees.FLAT_SHARDS, unmet=unmet)
@@ -252,19 +237,19 @@ def holds_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
 def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
     """The elementwise rule of this optimizer. Exact classes only: a subclass may do something else."""
     own = vars(type(optimizer)).get("family")
-    found = own if isinstance(own, Family) else _stand_in(optimizer)
-    return found if isinstance(found, Family) else None
+    family = own if isinstance(own, Family) else _stand_in(optimizer)
+    return family if isinstance(family, Family) else None
 
 
 def _stand_in(optimizer: torch.optim.Optimizer) -> Family | Traits | None:
-    """How a class that is not ours is run instead of its own step, which nobody watches."""
+    """How a foreign class is run in place of its own step, unless that has hooks."""
     kind = type_of_class(type(optimizer))
     if kind is None or not kind.stands_in:
         return None
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return None
-    found: Family | Traits | None = loaded(kind.stands_in)(optimizer)
-    return found
+    stand_in: Family | Traits | None = loaded(kind.stands_in)(optimizer)
+    return stand_in
 
 
 def updater_for(
@@ -289,7 +274,7 @@ def updater_for(
 
 
 def _built_in(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None) -> Traits | None:
-    """Of the optimizers that run natively at every stage they have."""
+    """Traits of optimizers that run natively at every stage they have."""
     rule = family_of(optimizer)
     if rule is not None:
         return Traits(
@@ -300,5 +285,5 @@ def _built_in(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None) ->
     described: Callable[[torch.optim.Optimizer], Traits] | None = vars(type(optimizer)).get("traits")
     if described is not None:
         return described(optimizer)
-    found = _stand_in(optimizer) if choice != "flat_shards" else None
-    return found if isinstance(found, Traits) else None
+    stand_in = _stand_in(optimizer) if choice != "flat_shards" else None
+    return stand_in if isinstance(stand_in, Traits) else None

@@ -1,4 +1,4 @@
-"""The seam between the engine and an optimizer: reduced gradients in, updated weights out, sub-group by sub-group."""
+"""The interface between the engine and an optimizer: reduced gradients in, updated weights out, by sub-group."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What an updater may ask of the ranks that share its parameters. Every rank asks the same, in the same order.
+    """Exchanges of an updater with the ranks that share its parameters; the same calls on all, in the same order.
 
     Attributes:
         rank: this one among them.
@@ -65,7 +65,7 @@ class Peers:
         gather_whole: from a sub-group's values (1-D, as long as its master) on every rank to whole tensors in their own
             shapes, for every parameter that has a part in the sub-group.
         scatter_whole: the way back: from whole tensors, each given by one rank, to every rank's values of the sub-group
-            (a new tensor); what nobody gives is zero.
+            (a new tensor); elements from no rank are zero.
         members: the parameters that have a part in a sub-group on any rank, in the order in which they lie.
         spread: of every parameter, in the order of the layout.
         part_of: what this rank holds of a parameter of which other ranks hold the rest; None: all of it. What
@@ -84,7 +84,7 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What an updater that talks to all ranks by itself must know of them.
+    """The ranks, for an updater that communicates by itself.
 
     Attributes:
         buckets: of the layout; `sub_group.bucket` indexes them.
@@ -138,13 +138,13 @@ class Updater(ABC):
         return False
 
     def roll_back(self) -> None:  # noqa: B027
-        """The last step was skipped by the device: it does not count. Only asked of those that obey."""
+        """Undo the count of a step that the device skipped. Only called where `obeys_skip`."""
 
     def collect_state(self) -> None:  # noqa: B027
-        """Ahead of saving: put into the optimizer's state what is kept elsewhere. Collective. Nothing, by default."""
+        """Before saving: copy what is kept elsewhere into the optimizer's state. Collective. A no-op by default."""
 
     def state_replaced(self) -> None:  # noqa: B027
-        """The optimizer's state has been loaded: forget what was derived from the old one. Nothing, by default."""
+        """Called after the optimizer's state was loaded: drop what was derived from the old one. A no-op by default."""
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...] | None:
         """Per-element states of a parameter of this group; None where only the optimizer itself knows."""
@@ -166,7 +166,7 @@ class Updater(ABC):
         return ()
 
     def whole_states(self) -> WholeStates:
-        """What this rank keeps of them, for a checkpoint; other ranks may have the rest."""
+        """This rank's part of them, for a checkpoint; other ranks may have the rest."""
         return {}
 
     def whole_parameters(self) -> Set[int]:
@@ -198,7 +198,33 @@ class Updater(ABC):
         """Update the sub-groups; yields each as soon as its new weights are in place."""
 
 
-class WholeStepUpdater(Updater):
+class OwnStepUpdater(Updater):
+    """Calls the optimizer's own `step` on each batch of sub-groups."""
+
+    @torch.no_grad()
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
+        options = Options(self.optimizer)
+        for batch in self.stager.batches(gradients.wanted):
+            options.begin()
+            for sub_group in batch:
+                self._hand_over(sub_group, gradients)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            options.end()
+            for sub_group in batch:
+                self._send_back(sub_group, gradients)
+                self.stager.copy_to_lp(sub_group)
+                yield sub_group
+
+    @abstractmethod
+    def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        """Give the optimizer's tensors their gradients."""
+
+    def _send_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:  # noqa: B027
+        """Move updated values to the master. A no-op by default."""
+
+
+class WholeStepUpdater(OwnStepUpdater):
     """Any torch optimizer, as itself: gradients are handed over in the master dtype and its own `step` is called.
 
     A parameter that got no gradient anywhere is skipped, as in plain PyTorch, when the optimizer holds it as a tensor
@@ -230,35 +256,21 @@ class WholeStepUpdater(Updater):
         return self._whole().keys()
 
     def whole_states(self) -> WholeStates:
-        """Everything, if any of it does not hold one value per element: such states make no line of elements."""
+        """All states, if any does not hold one value per element: such states cannot be cut by elements."""
         whole = self._whole()
-        found = {index: dict(self.optimizer.state[p]) for index, p in whole.items() if self.optimizer.state.get(p)}
+        states = {index: dict(self.optimizer.state[p]) for index, p in whole.items() if self.optimizer.state.get(p)}
         has_other_shapes = any(
             isinstance(value, Tensor) and value.dim() and value.numel() != whole[index].numel()
-            for index, state in found.items()
+            for index, state in states.items()
             for value in state.values()
         )
-        return found if has_other_shapes else {}
+        return states if has_other_shapes else {}
 
     def restore_whole_states(self, states: WholeStates) -> None:
         self.optimizer.state.clear()
         for index, parameter in self._whole().items():
             if index in states:
                 self.optimizer.state[parameter] = copied(states[index], parameter.device)
-
-    @torch.no_grad()
-    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
-        options = Options(self.optimizer)
-        for batch in self.stager.batches(gradients.wanted):
-            options.begin()
-            for sub_group in batch:
-                self._hand_over(sub_group, gradients)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            options.end()
-            for sub_group in batch:
-                self.stager.copy_to_lp(sub_group)
-                yield sub_group
 
     def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         reduced = gradients.of(sub_group)
@@ -314,5 +326,5 @@ class Options:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer may count in a group."""
+    """A value that an optimizer may count in a group."""
     return {key: value for key, value in group.items() if isinstance(value, (int, float, bool, str, tuple))}

@@ -26,19 +26,19 @@ def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: b
         keeps: whether this rank gets it.
     """
     names = _names_by_parameter(module)
-    found: dict[str, Tensor] = {}
+    state_dict: dict[str, Tensor] = {}
     for parameter, values in unsharded_values(module, exclude_frozen=exclude_frozen):
         if keeps:
             host = values.detach().to("cpu", copy=True)
-            found.update(dict.fromkeys(names[id(parameter)], host))
+            state_dict.update(dict.fromkeys(names[id(parameter)], host))
             if is_packed(parameter):
                 scales = parameter.quant_state.as_dict(packed=True)  # type: ignore[attr-defined]
-                found.update({f"{n}.{key}": s.cpu() for n in names[id(parameter)] for key, s in scales.items()})
+                state_dict.update({f"{n}.{key}": s.cpu() for n in names[id(parameter)] for key, s in scales.items()})
     if not keeps:
         return {}
     for name, buffer in persistent_buffers(module):
-        found[name] = buffer.detach().cpu().clone()
-    return {name: found[name] for name in state_dict_order(module) if name in found} | found
+        state_dict[name] = buffer.detach().cpu().clone()
+    return {name: state_dict[name] for name in state_dict_order(module) if name in state_dict} | state_dict
 
 
 def unsharded_values(

@@ -3,7 +3,7 @@
     forward     enter 0 | gather 0, ask for 1 | compute | enter 1 | ...                         ascending
     backward    output of 1 needs a gradient | gather 1, ask for 0 | compute | ...              descending
 
-What other ranks do inside and between units is no concern of this module: each rank gathers what it needs when it needs
+Ranks need not run in step inside and between units: each rank gathers what it needs when it needs
 it, and `hf_zero.comm.negotiation` brings the ranks together. A unit that is entered again within one pass (a layer used
 twice, a tied head) is gathered again unless it is still there. The end of a pass is met by all ranks, so that nobody
 leaves while others still need its shards.
@@ -65,7 +65,7 @@ class Forward:
         return {unit for frame in self._frames for unit in frame.units}
 
     def begin(self, hooked: HookedModule, *, trains: bool) -> None:
-        """`hooked` is the first to be entered."""
+        """Begin a pass: `hooked` is entered first."""
         self.trains = self._prefetcher.trains = trains
         self._subtree = hooked.subtree
         self.seen = []
@@ -90,7 +90,7 @@ class Forward:
         self._frames[-1].units.append(unit)
 
     def leave(self, hooked: HookedModule) -> Sequence[Unit]:
-        """Release what nobody around uses and the gather plan does not keep. Returns what `hooked` has read."""
+        """Release what no enclosing module uses and the gather plan does not keep. Returns what `hooked` has read."""
         frame = self._frames.pop()
         for unit in frame.units:
             if not any(unit in other.units for other in self._frames) and not self._keeps(hooked, unit):
@@ -104,12 +104,12 @@ class Forward:
         return hooked.position in (plan.kept_for_backward if self.trains else plan.kept_for_inference)
 
     def end(self) -> None:
-        """The first module that was entered has been left. Collective."""
+        """End a pass: the first module that was entered has been left. Collective."""
         self._prefetcher.end_pass(in_backward=False)
         self.is_out_of_order = self.is_out_of_order or self.seen != sorted(self.seen)
 
     def abandon(self) -> None:
-        """Nobody will say when what is running ends."""
+        """Forget running modules: their ends will not be seen."""
         self._frames.clear()
 
     def forget_order(self) -> None:
@@ -120,7 +120,7 @@ class Forward:
 
 @dataclass(slots=True)
 class _Descent:
-    """How far a backward has come."""
+    """Progress of a backward."""
 
     cursor: int  # everything at this position and above has had its turn
     entered: set[int] = field(default_factory=set)  # positions that backward has reached itself
@@ -167,7 +167,7 @@ class Backward:
 
     def gather(self, hooked: HookedModule | None, units: Sequence[Unit]) -> None:
         """Gather `units` for `hooked`, which backward has come to or whose forward it runs again, and ask for what
-        comes after it. None: somebody else reads them."""
+        comes after it. None: read elsewhere."""
         if not units:
             return
         with ledger.phase("backward"):
@@ -222,7 +222,7 @@ def _is_around(holder: HookedModule | None, hooked: HookedModule) -> bool:
 
 
 class ParameterCoordinator:
-    """See the module's docstring for the rules.
+    """Gathers and releases units; the module's docstring has the rules.
 
     Attributes:
         prefetcher: gathers, and meets the other ranks.
@@ -336,7 +336,7 @@ class ParameterCoordinator:
         if trains and not self.forward.trains:
             self._edits.give_up_kept()
             self.release_all()
-        self.prefetcher.note_written()  # whatever the program has done between passes
+        self.prefetcher.note_written()  # what the program has done between passes
         self.forward.begin(hooked, trains=trains)
         self.backward.num_passes += trains
 
@@ -351,7 +351,7 @@ class ParameterCoordinator:
         self.release_all()
 
     def settle(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
-        """The same, before weights change. Collective: all ranks have come to this when it returns their `facts`."""
+        """The same, before weights change. Collective: returns when all ranks have called it, with their `facts`."""
         self.end_passes()
         self.prefetcher.ahead.discard()
         return self.prefetcher.begin_update(facts)
@@ -373,10 +373,10 @@ def _in_autograd() -> bool:
 
 def _tensors(output: Any) -> list[Tensor]:
     """The tensors of a module's output; of an object that is no container, those among its attributes."""
-    found = []
+    tensors = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            found.extend(value for value in vars(leaf).values() if isinstance(value, Tensor))
-    return found
+            tensors.extend(value for value in vars(leaf).values() if isinstance(value, Tensor))
+    return tensors

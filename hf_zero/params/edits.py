@@ -1,4 +1,4 @@
-"""Writes of the user's into parameters that are whole: noticed, carried over to the shards, compared between ranks.
+"""User writes into whole parameters: detected, carried over to the shards, compared between ranks.
 
 Whole between steps are persistent parameters, and what inference has kept gathered. A write in place counts up the
 parameter's version, by which it is noticed wherever a unit goes back to shards; one through `parameter.data` does not,
@@ -28,7 +28,7 @@ MARK_BITS = 20
 
 
 class ShardedEdits(Edits):
-    """Of the parameters of one store."""
+    """Edits of the parameters of one store."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ShardedEdits(Edits):
         self._stand_ins = stand_ins
         self._collectives = collectives
         self._persistent = {member for unit in units if unit.is_persistent for member in unit.members}
-        # At values, in every step: where the host runs ahead it would have to wait.
+        # By values, in every step: where the host runs ahead it would have to wait.
         self._may_look = not host_runs_ahead(device)
         self._has_values = device.type != "meta"
         # Of which other ranks hold other parts: what is written into these is not compared.
@@ -55,13 +55,13 @@ class ShardedEdits(Edits):
         self._edited: dict[str, int] = {}  # since ranks met the last time: name -> digest
 
     def remember_persistent(self) -> None:
-        """The persistent unit has just been gathered, or the engine has written to it."""
+        """Record the persistent unit after a gather, or after the engine has written to it."""
         for unit in self._units:
             if unit.is_persistent:
                 self._totals.update((part, part.digest()) for part in unit.parts)
 
     def remember_kept(self) -> None:
-        """Inference has kept units, as long as it may."""
+        """Record the units that inference keeps."""
         for unit in self._units:
             if unit.is_gathered and not unit.is_persistent and self._has_values:
                 for part in unit.parts:
@@ -69,7 +69,7 @@ class ShardedEdits(Edits):
                         self._digests[part] = _digests(part)
 
     def give_up_kept(self) -> None:
-        """What inference has kept is about to be released."""
+        """Sync what inference has kept before it is released."""
         self.adopt()
         for unit in self._units:
             if unit.is_gathered and not unit.is_persistent:
@@ -77,7 +77,7 @@ class ShardedEdits(Edits):
                     part.leave_views()
 
     def close(self) -> None:
-        """The units are gone: what is written from now on is the user's own."""
+        """Stop: the units are gone, and later writes are not tracked."""
         self._units = ()
         self._totals.clear()
         self._digests.clear()
@@ -92,7 +92,7 @@ class ShardedEdits(Edits):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Carry over what has been written into parameters that are whole now.
+        """Carry over writes into parameters that are whole now.
 
         Raises:
             RuntimeError: when a parameter was given other data.
@@ -107,14 +107,14 @@ class ShardedEdits(Edits):
             self._sync_persistent(part)
             return
         known = self._digests.get(part)
-        found = None if known is None else _digests(part)
+        digests = None if known is None else _digests(part)
         for place, member in enumerate(part.members):
-            member.sync_master(is_certain=known is not None and found is not None and known[place] != found[place])
-        if found is not None:
-            self._digests[part] = found
+            member.sync_master(is_certain=known is not None and digests is not None and known[place] != digests[place])
+        if digests is not None:
+            self._digests[part] = digests
 
     def _sync_persistent(self, part: UnitPart) -> None:
-        """This is part of every step: one look at all, and only if that finds something, one at each."""
+        """Part of every step: one check of all, and only if that differs, one of each."""
         is_changed = self._may_look and bool(part.digest() != self._totals[part])
         synced = [member.sync_master(is_certain=is_changed and member.differs()) for member in part.members]
         if is_changed or any(synced):
@@ -156,7 +156,7 @@ class ShardedEdits(Edits):
             )
 
     def note(self, handle: ShardedParameter) -> None:
-        """What was written into `handle` has been carried over."""
+        """Record that a write into `handle` has been carried over."""
         assert handle.unsharded is not None, "only what is whole can be written to"
         if handle not in self._persistent or not (self._may_look or handle in self._differ):
             # Of others the total is compared in every step.
@@ -164,7 +164,7 @@ class ShardedEdits(Edits):
 
     @property
     def mark(self) -> int:
-        """Equal where the same has been written, and persistent parameters are equal."""
+        """Equal on ranks with equal writes and equal persistent parameters."""
         compared = (known for part, known in self._totals.items() if part.members[0] not in self._differ)
         totals = [int(known) for known in compared] if self._may_look else []
         if not self._edited and not totals:
@@ -205,8 +205,8 @@ def _name(handle: ShardedParameter) -> str:
 
 
 def _digests(part: UnitPart) -> list[int]:
-    """Of every member's bits, in one look at the device."""
-    found: list[int] = torch.stack(
+    """Digests of every member's bits, with one device synchronization."""
+    digests: list[int] = torch.stack(
         [digest(member.unsharded) for member in part.members if member.unsharded is not None]
     ).tolist()
-    return found
+    return digests

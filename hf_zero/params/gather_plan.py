@@ -1,4 +1,4 @@
-"""Which units stay gathered when, decided once from the limits of the config: the same answer on all ranks."""
+"""Which units stay gathered when, decided once from the config's limits, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the units of a model: which modules' parameters are gathered together, and around whose forward.
+"""Finds the units of a model: which parameters are gathered together, and around whose forward.
 
 Model                     container      its own direct parameters, if any, are a unit
   embed_tokens            unit

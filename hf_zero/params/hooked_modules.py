@@ -109,7 +109,7 @@ def _units_of(parameters: Iterable[nn.Parameter], unit_of: Mapping[int, Unit]) -
 
 
 def _use_of(hooked: HookedModule) -> Use:
-    """What the gather plan needs to know of it."""
+    """The module's use of units, for the gather plan."""
     return Use(
         units=tuple(unit.index for unit in hooked.units),
         numel=sum(unit.numel for unit in hooked.units),
@@ -151,7 +151,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the mark away; returns the modules."""
+    """Unmark modules; returns them."""
     return _mark(model, _of_class(leaf_module_classes), False, raise_if_not_found, leaf_module_classes)
 
 
@@ -177,7 +177,7 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def mark_leaves(model: nn.Module, policy: Zero) -> None:
-    """What zero_optimization.leaf_module asks for; names that a model does not have are no error there."""
+    """Mark the modules of zero_optimization.leaf_module; unknown names are no error there."""
     wanted = policy.leaf_module
     if wanted is None:
         return

@@ -39,25 +39,25 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     Raises:
         StorageError: on all ranks, when one could not read its chunks from a drive.
     """
-    found: dict[int, Tensor] = {}
+    gathered: dict[int, Tensor] = {}
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, handle in enumerate(handles):
         by_kind.setdefault((handle.shard.dtype, handle.device), []).append(index)
     for indices in by_kind.values():
         for batch in _batches(indices, handles):
             members = [handles[index] for index in batch]
-            found.update(zip(batch, _gather_together(members), strict=True))
+            gathered.update(zip(batch, _gather_together(members), strict=True))
     kept = [handle.kept for handle in handles if handle.kept is not None]
     if kept:
         failures = (vector.failure for vector in kept)
         sync_failures(
             next((failure for failure in failures if failure), None), handles[0].groups.access_copies, handles[0].device
         )
-    return [found[index] for index in range(len(handles))]
+    return [gathered[index] for index in range(len(handles))]
 
 
 def _batches(indices: Sequence[int], handles: Sequence[ShardedParameter]) -> Iterator[list[int]]:
-    """What is gathered as one: large parameters alone, which avoids a second copy; small ones together."""
+    """Batches that are gathered as one: large parameters alone, which avoids a second copy; small ones together."""
     batch: list[int] = []
     numel = 0
     for index in indices:
@@ -91,7 +91,7 @@ def _gather_together(members: Sequence[ShardedParameter]) -> list[Tensor]:
 
 
 def unshard(handles: Sequence[ShardedParameter]) -> None:
-    """Let `handles` show their values in tensors of their own until `reshard`; nests. Collective."""
+    """Give `handles` their values in separate tensors until `reshard`; nests. Collective."""
     fresh = [handle for handle in handles if not handle.unshard_count]
     with torch.inference_mode(False), torch.no_grad():
         missing = [handle for handle in fresh if handle.unsharded is None or handle.as_gathered is not None]
@@ -102,7 +102,7 @@ def unshard(handles: Sequence[ShardedParameter]) -> None:
         for handle in fresh:
             if handle.unsharded is not None and handle.as_gathered is None:
                 handle.sync_master()
-                handle.show(handle.unsharded.clone())  # edits in here must be able to be dropped
+                handle.show(handle.unsharded.clone())  # so that edits can be dropped
     for handle in handles:
         handle.unshard_count += 1
 
@@ -161,7 +161,7 @@ ACTIVE: list[Any] = []
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Nothing is sharded as it is built; `initialize` puts its own things together in here."""
+    """Inside, modules are not sharded as they are built; used by `initialize`."""
     sharders = ACTIVE[:1]
     for sharder in sharders:
         sharder.pause()
@@ -242,7 +242,7 @@ def describe_unsharded(module: nn.Module) -> None:
 
 
 def _describe(handle: ShardedParameter) -> None:
-    """Put the names on the parameter that the ecosystem reads (spec: parameter attributes of ZeRO-3)."""
+    """Set the attributes of ZeRO-3 parameters that other libraries read."""
     parameter: Any = handle.parameter
     setattr(parameter, HANDLE, handle)
     known = getattr(parameter, "ds_id", None)

@@ -18,7 +18,7 @@ from hf_zero.spans import SPANS
 
 
 class Ahead:
-    """What has been asked for before its use.
+    """Units asked for before their use.
 
     Attributes:
         units: in the order in which they were asked for.
@@ -37,14 +37,14 @@ class Ahead:
         return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=live)
 
     def discard(self) -> None:
-        """Nobody uses it after all."""
+        """Release it: it is not used after all."""
         unwanted, self.units = self.units, []
         for unit in unwanted:
             unit.discard(self._buffers)
 
 
 class Prefetcher:
-    """What ranks do at the same time is no concern of it: each asks for what it needs when it needs it, and
+    """Gathers ahead of use. Each rank asks for what it needs when it needs it, and
     `hf_zero.comm.negotiation` brings them together.
 
     Attributes:
@@ -96,7 +96,7 @@ class Prefetcher:
     # What this rank needs
 
     def gather(self, unit: Unit) -> None:
-        """The unit has its values when this returns."""
+        """Gather the unit; it has its values on return."""
         if unit.is_gathered:
             return
         with SPANS.span("gather", unit.name, _phase(self.in_backward)):
@@ -138,7 +138,7 @@ class Prefetcher:
     # Beside an update
 
     def next_forward(self) -> list[Unit]:
-        """What the next forward is known to begin with, as much as may be under way at once, as long as rows need not
+        """The first units of the next forward, as many as may be under way at once, as long as rows need not
         be fetched for it, which the update's own traffic would have to wait for. The same on all ranks."""
         units: list[Unit] = []
         for unit in self._planned(self._channel.negotiation.upcoming(in_backward=False, trains=True) or ()):
@@ -222,11 +222,11 @@ class Prefetcher:
         self._channel.negotiation.reopen()
 
     def note_written(self) -> None:
-        """Rows may have been written: gathers wait for what the compute stream has been asked for."""
+        """Note that rows may have been written: gathers wait for the compute stream."""
         self._rows_written = None
 
     def close(self) -> None:
-        """The units are gone."""
+        """Stop: the units are gone."""
         self._channel.negotiation.sources.forget(self._number, len(self._units))
 
 

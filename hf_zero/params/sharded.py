@@ -75,7 +75,7 @@ class ShardedParameters(ParameterStore):
         self.coordinator = ParameterCoordinator(self._order, prefetcher, self.edits, self._tell)
         self._finished_at = sorted(self._first_uses(), reverse=True)
         if groups.across_gather.size > 1:
-            # Second shards have come from ranks of other groups. Nobody gathers before all of its own know the units.
+            # Second shards have come from ranks of other groups. No rank gathers before its own group knows the units.
             groups.shard.gather_objects(None)
         for unit in self.units:
             for member in unit.members:
@@ -141,7 +141,7 @@ class ShardedParameters(ParameterStore):
     # Step
 
     def sync_masters(self) -> None:
-        """Of parameters that are whole now: persistent ones, and what inference has kept."""
+        """Update masters of parameters that are whole now: persistent ones, and what inference has kept."""
         self.edits.adopt()
 
     @property
@@ -153,9 +153,9 @@ class ShardedParameters(ParameterStore):
         self.coordinator.end_passes()
 
     def prepare_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
-        told = self.coordinator.settle(facts)
+        all_facts = self.coordinator.settle(facts)
         self.edits.forget_released()
-        return told
+        return all_facts
 
     def updated_first(self) -> Sequence[int]:
         units = self.coordinator.prefetcher.next_forward()
@@ -218,7 +218,7 @@ def _plan_by(policy: Zero) -> partial[GatherPlan]:
 
 
 def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:
-    """An engine that was built on the same parameters before hands them over."""
+    """Take the parameters over from an earlier engine."""
     owners = {id(h.owner): h.owner for h in map(of, parameters) if h is not None and h.owner is not None}
     for owner in owners.values():
         owner.release()

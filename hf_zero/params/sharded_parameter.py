@@ -55,7 +55,7 @@ class Owner(Protocol):
 
     @property
     def max_live_numel(self) -> int:
-        """How much may stay whole after its use (stage3_max_live_parameters)."""
+        """Elements that may stay whole after use (stage3_max_live_parameters)."""
 
     def before_write(self, handle: ShardedParameter) -> None:
         """Shards of `handle` are about to be written to outside of an update, on all ranks."""
@@ -106,14 +106,14 @@ class ShardedParameter:
         return self.unsharded is not None or self.unshard_count > 0
 
     def show(self, unsharded: Tensor) -> None:
-        """Let the parameter have its values."""
+        """Give the parameter its values."""
         self.parameter.__class__ = self._kind
         self.parameter.data = unsharded
         self._version = self.parameter._version
         self.parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
     def hide(self) -> None:
-        """Let the parameter have its shape alone."""
+        """Leave the parameter its shape only."""
         self.parameter.__class__ = self._kind
         self.parameter.data = self.stand_in
         self.parameter.__class__ = self._released_kind
@@ -191,12 +191,12 @@ class ShardedParameter:
 
     def is_source_of(self, value: float) -> bool:
         """Whether `value` is the NaN that the released parameter holds, by its bits."""
-        found = signature_of(value)
-        return found != 0 and found == signature(self._number, self.stand_in.dtype)
+        bits = signature_of(value)
+        return bits != 0 and bits == signature(self._number, self.stand_in.dtype)
 
     @property
     def mark(self) -> Tensor:
-        """0-dim: NaN, unless somebody has filled the released parameter with a constant (torch lets that pass)."""
+        """0-dim: NaN, unless the released parameter was filled with a constant (torch lets that pass)."""
         return self.stand_in.as_strided((), ())
 
     def local_chunk(self, unsharded: Tensor) -> Tensor:

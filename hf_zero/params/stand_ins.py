@@ -1,4 +1,4 @@
-"""What a released parameter holds: a NaN that says whose it is, known again in a loss that was made of it.
+"""Stand-ins of released parameters: a NaN that identifies its parameter, also in a loss computed from it.
 
 A NaN has bits to spare, and here they are a number. Copies and conversions to wider types keep them, and so does most
 arithmetic of CPUs; that of GPUs, and conversions to narrower types, make plain NaNs of them (IEEE 754-2019, 6.2.3).
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hf_zero.params.store import ParameterStore
 
 
-# What class a parameter and its views have while this rank holds only a shard: it describes them and refuses reads.
+# The class of a parameter and its views while this rank holds only a shard: it describes them and refuses reads.
 #
 # A parameter is of class `ReleasedParameter` between its uses and of its own class while it has values; it stays the
 # same object. torch asks the class before it runs a function from Python (`__torch_function__`):
@@ -45,7 +45,7 @@ _Options = Mapping[str, Any]
 
 
 class _Released:
-    """Asked by torch before it runs a function on the tensor."""
+    """Intercepts torch functions on the tensor."""
 
     __slots__ = ()
 
@@ -59,7 +59,7 @@ class ReleasedParameter(_Released, nn.Parameter):
 
 
 class ReleasedView(_Released, Tensor):
-    """What views of a released parameter, and its `data`, are."""
+    """The class of a released parameter's views and `data`."""
 
     released_from: ShardedParameter
 
@@ -288,7 +288,7 @@ def signed_nan(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def signature(number: int, dtype: torch.dtype) -> int:
-    """What `signature_of` finds in `signed_nan(number, dtype)`; 0: nothing that could be known again."""
+    """The result of `signature_of` for `signed_nan(number, dtype)`; 0: not recognisable."""
     if dtype not in _FORMATS:
         return 0
     _, fraction = _FORMATS[dtype]
@@ -313,7 +313,7 @@ def _payload(number: int, dtype: torch.dtype) -> int:
 
 
 class StandIns:
-    """What is shown in place of all parameters of a store that have no values between their uses."""
+    """Stand-ins for all parameters of a store without values between their uses."""
 
     def __init__(self, handles: Sequence[ShardedParameter]) -> None:
         self.handles = tuple(handles)
@@ -330,8 +330,8 @@ class StandIns:
 
     def refuse_overwritten(self) -> None:
         """Raise if there are any: there is no telling where that write should have gone."""
-        found = [handle for handle in self._marked if not handle.mark.is_meta and not handle.mark.isnan()]
-        names = [handle.name or f"of shape {tuple(handle.shape)}" for handle in found]
+        overwritten = [handle for handle in self._marked if not handle.mark.is_meta and not handle.mark.isnan()]
+        names = [handle.name or f"of shape {tuple(handle.shape)}" for handle in overwritten]
         if names:
             raise RuntimeError(
                 f"{len(names)} parameters were overwritten while this rank held only a shard of them, which changes "
@@ -368,7 +368,7 @@ class FirstNan:
                 return
 
     def _report(self, value: float, when: str, stand_ins: StandIns) -> None:
-        self._stand_ins = None  # said once
+        self._stand_ins = None  # reported once
         self._losses.clear()
         names = stand_ins.sources_of(value)
         if not names:

@@ -1,4 +1,4 @@
-"""What every stage's parameter store offers to reductions and to the step."""
+"""The interface of every stage's parameter store to reductions and to the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_zero.params.stand_ins import StandIns
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What is trained: parameters with their specs, in the order of the layout."""
+    """Trained parameters with their specs, in the order of the layout."""
 
     parameters: Sequence[nn.Parameter]
     specs: Sequence[ParameterSpec]
@@ -51,12 +51,12 @@ class TrainedBucket:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """Dtype of the weights."""
         return getattr(torch, self.bucket.dtype)  # type: ignore[no-any-return]
 
     @property
     def has_masters(self) -> bool:
-        """Whether weights and masters are two things."""
+        """Whether masters are separate from weights."""
         return any(sub_group.lp_param is not None for sub_group in self.sub_groups)
 
     def write_master(self, start: int, values: Tensor) -> None:
@@ -191,5 +191,5 @@ class ParameterStore(ABC):
         return None
 
     def release(self) -> None:
-        """Let go of the model, which stays usable."""
+        """Release the model, which stays usable."""
         return None

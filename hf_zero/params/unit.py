@@ -144,7 +144,7 @@ class UnitPart:
         self._num_own_uses = self._num_uses()
 
     def _num_uses(self) -> int:
-        """Of the storage, by tensors anywhere."""
+        """Uses of the storage, by tensors anywhere."""
         count: int = torch._C._storage_Use_Count(self._full.untyped_storage()._cdata)
         return count
 
@@ -194,21 +194,21 @@ class UnitPart:
             self._row.fetch()
 
     def open_row(self) -> Tensor:
-        """What this rank keeps on the device that gathers, as it travels (1-D), until `put_back`."""
+        """This rank's rows on the device that gathers, as they travel (1-D), until `put_back`."""
         self.fetch()
         if self._sent is None:
             self._sent = self.form.sent(self._row.take().view(self.rows.count, -1)).view(-1)
         return self._sent
 
     def put_back(self) -> None:
-        """What this rank keeps is not needed any more."""
+        """Undo `fetch`: the rows are not needed any more."""
         self._sent = None
         if self._is_fetched:
             self._is_fetched = False
             self._row.release(changed=False)
 
     def unpack(self, rows: Rows, buffers: GatherBuffers) -> None:
-        """Take in what a gather has brought; parameters that somebody holds keep what they show."""
+        """Take in what a gather has brought; parameters in use keep what they show."""
         storage = self._full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self._num_bytes)
@@ -342,13 +342,13 @@ class Unit:
         return tuple(member for part in self.parts for member in part.members)
 
     def fetch(self) -> None:
-        """The unit is to be gathered soon."""
+        """Prepare to gather the unit soon."""
         if self.state is UnitState.RELEASED:
             for part in self.parts:
                 part.fetch()
 
     def put_back(self) -> None:
-        """The unit is not to be gathered soon after all."""
+        """Undo `fetch`."""
         if self.state is not UnitState.IN_FLIGHT:
             for part in self.parts:
                 part.put_back()
@@ -392,7 +392,7 @@ class Unit:
             self.state = UnitState.RELEASED
 
     def settle_in(self, buffers: GatherBuffers) -> None:
-        """Gather a persistent unit, once and for all. Collective."""
+        """Gather a persistent unit, which stays gathered. Collective."""
         for part in self.parts:
             part.allocate()
             part.refill(buffers).wait()

@@ -97,7 +97,7 @@ class UnitBuilder:
         return tuple(units)
 
     def _form_of(self, parameter: nn.Parameter) -> type[PlainRows]:
-        """What is trained is not kept as a message, and what is packed is never rounded."""
+        """Trained parameters are not kept as messages, and packed ones are never rounded."""
         if is_packed(parameter):
             return PlainRows
         if self._wire.zero_quantized_nontrainable_weights and self._group_of(parameter) is None:

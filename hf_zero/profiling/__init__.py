@@ -1,1 +1,1 @@
-"""Seeing a run: times, collectives, operations, memory, monitors, a trace (docs/profiling.md)."""
+"""Profiling: times, collectives, operations, memory, monitors, a trace (docs/profiling.md)."""

@@ -76,13 +76,13 @@ class WallClock:
         self._told: list[tuple[int, int, Tensor, Pending]] = []  # last update, how many, times, under way
 
     def on_update(self, update: Update) -> None:
-        found = self.last = Breakdown.of(update)
+        breakdown = self.last = Breakdown.of(update)
         if not self._prints:
             return
-        timers = " | ".join(f"{name}: {took:.2f}" for name, took in found.timers.items())
+        timers = " | ".join(f"{name}: {took:.2f}" for name, took in breakdown.timers.items())
         log_dist(f"time (ms) | {timers}")
-        log_dist(f"update {update.number} took {found}")
-        self._summed = [sum_ + found.parts[name] for sum_, name in zip(self._summed, PARTS, strict=True)]
+        log_dist(f"update {update.number} took {breakdown}")
+        self._summed = [sum_ + breakdown.parts[name] for sum_, name in zip(self._summed, PARTS, strict=True)]
         self._num_summed += 1
         if update.number % self._every == 0:
             self._tell(update.number)
@@ -99,7 +99,7 @@ class WallClock:
         self._summed, self._num_summed = [0.0] * len(PARTS), 0
 
     def show_tables(self) -> None:
-        """Those for which all ranks have told their times."""
+        """Show the tables for which all ranks' times have arrived."""
         while self._told and (self._collectives.size == 1 or self._told[0][3].is_ready()):
             number, num_updates, times, pending = self._told.pop(0)
             pending.wait()
@@ -108,7 +108,7 @@ class WallClock:
 
 
 def table(rows: Sequence[Sequence[float]], title: str) -> str:
-    """Of mean milliseconds per update, by rank and part: min, median and max over ranks, and the slow ranks."""
+    """Mean milliseconds per update, by rank and part: min, median and max over ranks, and the slow ranks."""
     total = median(sum(row) for row in rows) or 1.0
     lines = [
         f"time per update, {title}, {len(rows)} rank(s), in ms",

@@ -109,7 +109,7 @@ class TimedCall(Call):
 
     @property
     def is_old(self) -> bool:
-        """Nobody seems to wait for it."""
+        """Whether nothing seems to wait for it."""
         return self.age >= _TOO_OLD
 
     @property
@@ -188,8 +188,8 @@ class _WatchedRows(Rows):
 
 
 def _wait_for(pending: Sequence[Pending]) -> None:
-    for each in pending:
-        each.wait()
+    for call in pending:
+        call.wait()
 
 
 def _caller() -> str:

@@ -151,10 +151,10 @@ _COLUMNS = (
 )
 
 
-def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
+def table(totals: dict[str, dict[int, dict[str, Any]]]) -> str:
     """DeepSpeed's table, 20 characters to the column."""
     lines = ["".join(f"{title:<20}" for title in _COLUMNS).rstrip()]
-    for name, sizes in found.items():
+    for name, sizes in totals.items():
         lines.append(name)
         for size in sorted(sizes):
             row = sizes[size]
@@ -165,11 +165,11 @@ def table(found: dict[str, dict[int, dict[str, Any]]]) -> str:
 
 
 def stragglers(everyone: Sequence[dict[str, dict[int, dict[str, Any]]]], rank: int) -> dict[str, dict[int, Any]]:
-    """What of a rank's latencies is waiting for others: its own minus the smallest of any rank, call by call alike.
+    """A rank's waits for others: its own latencies minus the smallest of any rank, call by call.
 
     Sizes that other ranks have not called, or not equally often, are left out: they say nothing about waiting.
     """
-    found: dict[str, dict[int, Any]] = {}
+    waits: dict[str, dict[int, Any]] = {}
     for name, sizes in everyone[rank].items():
         for size, own in sizes.items():
             rows = [theirs.get(name, {}).get(size) for theirs in everyone]
@@ -177,7 +177,7 @@ def stragglers(everyone: Sequence[dict[str, dict[int, dict[str, Any]]]], rank: i
                 continue
             least = min(row["total_latency_ms"] for row in rows if row is not None)
             waited = own["total_latency_ms"] - least
-            found.setdefault(name, {})[size] = {
+            waits.setdefault(name, {})[size] = {
                 "total_comm_lat_ms": least,
                 "total_straggler_ms": waited,
                 "avg_comm_lat_ms": least / own["count"],
@@ -185,13 +185,13 @@ def stragglers(everyone: Sequence[dict[str, dict[int, dict[str, Any]]]], rank: i
                 "count": own["count"],
                 "msg_size_str": own["msg_size_str"],
             }
-    return found
+    return waits
 
 
-def straggler_table(found: dict[str, dict[int, Any]]) -> str:
+def straggler_table(waits: dict[str, dict[int, Any]]) -> str:
     titles = ("Comm. Op", "Message Size", "Count", "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)")
     lines = ["".join(f"{title:<20}" for title in (*titles, "Avg straggler(ms)")).rstrip()]
-    for name, sizes in found.items():
+    for name, sizes in waits.items():
         lines.append(name)
         for size in sorted(sizes):
             row = sizes[size]

@@ -1,4 +1,4 @@
-"""What a config wants to see of a run, as one training feature: it looks, and changes nothing.
+"""The profiling that a config asks for, as one training feature that changes nothing.
 
     wall_clock_breakdown    WallClock       listens to the recorder
     comms_logger            CommsLog        listens to the recorder
@@ -44,7 +44,7 @@ from hf_zero.profiling.recorder import Recorder, TraceFile, Update
 _ROOT = "Train/Samples"
 _TIMES = {"fwd": "forward", "bwd": "backward", "bwd_inner": "backward_inner", "bwd_allreduce": "backward_allreduce"}
 _TIMES["step"] = "step"
-WARM_UP = 2  # updates that do not count
+WARM_UP = 2  # updates left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Waiting:
 
 
 class RunEvents:
-    """Collects what an update has to say, and writes it in order. Also listens to the recorder, for times."""
+    """Collects the numbers of an update, and writes them in order. Also listens to the recorder, for times."""
 
     wants_intervals = False
 
@@ -67,7 +67,7 @@ class RunEvents:
         self._samples: dict[int, int] = {}  # by number of the update
 
     def add_loss(self, loss: Any) -> None:
-        """Of one micro-batch, divided by their number."""
+        """Add a micro-batch's loss, divided by their number."""
         if isinstance(loss, torch.Tensor):
             part = loss.detach().float()
             self._loss = part if self._loss is None else self._loss + part
@@ -204,7 +204,7 @@ class Profiling(TrainingFeature):
         self._flops: FlopsProfiler | None = None
         self._engine: Any = None
         self._rank = 0
-        self._monitors = Monitors(policy.monitors)  # before anything is built: a missing library is said first
+        self._monitors = Monitors(policy.monitors)  # before anything is built: a missing library is reported first
 
     def begin(self, tools: EngineTools) -> None:
         policy, self._engine = self.policy, tools.engine
@@ -269,7 +269,7 @@ class Profiling(TrainingFeature):
         self._drop_idle()
 
     def _drop_idle(self) -> None:
-        """A listener that has everything it needs costs nothing from then on."""
+        """Drop listeners that are complete, so that they cost nothing."""
         if self.recorder is None:
             return
         if self._trace is not None and self._trace.is_written:
@@ -314,7 +314,7 @@ class Profiling(TrainingFeature):
         )
 
     def last_breakdown(self) -> Breakdown | None:
-        """Of the last update; waits for the device. None without wall_clock_breakdown, or before an update."""
+        """Breakdown of the last update; waits for the device. None without wall_clock_breakdown or an update."""
         if self.recorder is None or self.wall_clock is None:
             return None
         self.recorder.finish()
@@ -334,7 +334,7 @@ class Profiling(TrainingFeature):
 
 
 def profiling_of(model: nn.Module, resolved: Resolved) -> Profiling:
-    """The feature; for a config that wants to see anything, or a program that does."""
+    """The feature, where the config or the program asks for any of it."""
     return Profiling(model, resolved.section(sections.Observation), resolved.section(sections.Trace))
 
 

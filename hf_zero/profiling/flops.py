@@ -81,7 +81,7 @@ def scaled(number: float, unit: str, *, precision: int = 2, billions: str = "G")
 def _attention_on_cpu(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_args: Any, **_options: Any
 ) -> int:
-    """Of a kernel that torch's counter does not know: Q K^T and the product with V, by query heads."""
+    """FLOPs of a kernel that torch's counter does not know: Q K^T and the product with V, by query heads."""
     batch, heads, length, dim = query
     return 2 * batch * heads * length * key[-2] * (dim + value[-1])
 
@@ -96,7 +96,7 @@ def flop_counter() -> FlopCounterMode:
 
 @dataclass(slots=True)
 class _Latency:
-    """Of one module: marks of its calls."""
+    """Marks of one module's calls."""
 
     begins: list[Event] = field(default_factory=list)
     ends: list[Event] = field(default_factory=list)
@@ -270,7 +270,7 @@ class FlopsProfiler:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Of whole parameters, also where this rank has a shard of them."""
+    """Elements of whole parameters, also where this rank has only shards."""
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in module.parameters())
 
 
@@ -323,13 +323,13 @@ def get_model_profile(
             detailed=detailed,
             output_file=output_file,
         )
-    found = (
+    profile = (
         profiler.get_total_flops(as_string),
         profiler.get_total_macs(as_string),
         profiler.get_total_params(as_string),
     )
     profiler.end_profile()
-    return found
+    return profile
 
 
 def _write(text: str, output_file: str | None) -> None:
@@ -369,7 +369,7 @@ class ModuleProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimes:
-    """Of the update whose forward was profiled, all its micro-batches together.
+    """Times of the update whose forward was profiled, all its micro-batches together.
 
     Attributes:
         samples: of the update, over all ranks.

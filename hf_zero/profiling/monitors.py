@@ -1,4 +1,4 @@
-"""Monitors: where numbers of a run go while it runs, each through its own library. Rank 0 writes.
+"""Monitors: back-ends for the numbers of a run, each through its own library. Rank 0 writes.
 
 Names and arguments are DeepSpeed's: `MonitorMaster(config).write_events([(name, value, samples), ...])`.
 """
@@ -25,13 +25,13 @@ LIBRARIES = {
 
 
 class Monitor(ABC):
-    """One place that events go to."""
+    """One back-end for events."""
 
     @abstractmethod
     def write_events(self, event_list: Sequence[Event]) -> None: ...
 
     def close(self) -> None:  # noqa: B027
-        """Nothing comes any more."""
+        """Close: no events follow."""
 
 
 class TensorBoardMonitor(Monitor):
@@ -133,7 +133,7 @@ MONITORS: dict[str, Callable[[Any], Monitor]] = {
 
 
 class Monitors(Monitor):
-    """All that are switched on, as one."""
+    """All enabled monitors as one."""
 
     def __init__(self, policies: Mapping[str, sections.Monitor]) -> None:
         """

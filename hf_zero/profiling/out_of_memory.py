@@ -36,18 +36,18 @@ def memory_by_kind(engine: Any) -> Kinds:
     On a CPU the rest is what the process has beside them: the interpreter, libraries, data.
     """
     device, seen = engine.device, set[int]()
-    found = {kind: _size(tensors(), device, seen) for kind, tensors in _kinds(engine)}
-    found[REST] = max(0, _in_use(device) - sum(found.values()))
-    return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes}
+    sizes = {kind: _size(tensors(), device, seen) for kind, tensors in _kinds(engine)}
+    sizes[REST] = max(0, _in_use(device) - sum(sizes.values()))
+    return {kind: num_bytes for kind, num_bytes in sizes.items() if num_bytes}
 
 
 def free_bytes(device: torch.device) -> int:
-    """What could still be had, PyTorch's cache included."""
+    """Bytes still available, PyTorch's cache included."""
     return runtime_of(device).available() if runtime_of(device).has_own_memory else host_available()
 
 
 def cached_bytes(device: torch.device) -> int:
-    """What PyTorch has taken and no tensor uses."""
+    """Bytes that PyTorch has reserved and no tensor uses."""
     return max(0, reserved(device)[0] - runtime_of(device).allocated()[0])
 
 
@@ -124,13 +124,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(message: str) -> int:
-    """What could not be had; 0 where the message does not say."""
-    found = _ASKED.search(message)
-    return round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    """Bytes that could not be allocated; 0 if the message does not say."""
+    match = _ASKED.search(message)
+    return round(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 def explanation(phase: str, kinds: Kinds, lacks: int, changes: list[Change], cached: int = 0) -> str:
-    """What held the memory, and the change.
+    """The message: what held the memory, and the change.
 
     Args:
         lacks: bytes more than there were; not positive: memory was there, in pieces.
@@ -167,7 +167,7 @@ def _advice(lacks: int, changes: list[Change]) -> str:
 
 
 def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
-    """What this engine could still change, the cheapest first, as one would try them by hand."""
+    """Changes that this engine could still make, the cheapest first."""
     zero, world = engine.settings.resolved.zero, engine.groups.shard.size
     _, micro_batch, steps = engine.settings.get_batch_info()
     left = 1 - 1 / world
@@ -225,7 +225,7 @@ def _shared_sequences(engine: Any, rest: int) -> Iterator[Change]:
 
 
 def _text_config(module: Any) -> Any:
-    """Of a language model, also inside of one of several kinds."""
+    """Config of the language model, also inside a multimodal one."""
     config = getattr(module, "config", None)
     getter = getattr(config, "get_text_config", None)
     return config if getter is None else getter()

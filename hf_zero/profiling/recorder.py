@@ -162,14 +162,14 @@ class Recorder:
         SPANS.watcher = ledger.watcher = self
 
     def drop(self, listener: Listener) -> None:
-        """It has heard enough; with the last one, the watch ends."""
+        """Remove a listener; with the last one, recording ends."""
         if listener in self.listeners:
             self.listeners.remove(listener)
         if not self.listeners:
             self.detach()
 
     def detach(self) -> None:
-        """Nobody watches any more."""
+        """Stop watching."""
         if SPANS.watcher is self:
             SPANS.watcher = ledger.watcher = None
 
@@ -199,7 +199,7 @@ class Recorder:
     # Updates
 
     def end_update(self, number: int) -> None:
-        """Update `number` has just been made."""
+        """Record that update `number` has been made."""
         done, self._now = self._now, _Waiting(0, [], [], [])
         done.number = number
         self._waiting.append(done)
@@ -211,7 +211,7 @@ class Recorder:
         self._read_passed()
 
     def take_calls(self) -> list[FinishedCall]:
-        """Those since the last update that are over; listeners do not get them again. Waits for the device."""
+        """Finished calls since the last update; listeners do not get them again. Waits for the device."""
         self.clock.synchronize()
         over = [call for call in self._now.calls if call.is_over]
         self._now.calls = [call for call in self._now.calls if not call.is_over]
@@ -264,23 +264,23 @@ class Recorder:
         return self._waiting[0] if self._waiting else self._now
 
     def _copies(self, waiting: _Waiting) -> list[Transfer]:
-        found = []
+        copies = []
         for lane, num_bytes, begin, end in waiting.transfers:
             if self.clock.has_passed(end):
-                found.append(Transfer(lane, num_bytes, self._ns(begin), self._ns(end)))
+                copies.append(Transfer(lane, num_bytes, self._ns(begin), self._ns(end)))
             else:
                 self._next.transfers.append((lane, num_bytes, begin, end))
-        return found
+        return copies
 
     def _requests(self, waiting: _Waiting) -> list[Transfer]:
-        found = []
+        requests = []
         for verb, num_bytes, completion in waiting.requests:
             if completion.is_done:
                 begin, end = round(completion.started_at * 1e9), round(completion.ended_at * 1e9)
-                found.append(Transfer(verb, num_bytes, begin, end))
+                requests.append(Transfer(verb, num_bytes, begin, end))
             else:
                 self._next.requests.append((verb, num_bytes, completion))
-        return found
+        return requests
 
 
 # A trace file for Perfetto (ui.perfetto.dev) and chrome://tracing, in Chrome's trace event format.
@@ -327,7 +327,7 @@ class TraceFile:
             self.write()
 
     def write(self) -> None:
-        """What there is; nothing where it has been written, or nothing was recorded."""
+        """Write the trace, once; no file if nothing was recorded."""
         if self.is_written or not self._events:
             return
         self.is_written = True

@@ -56,7 +56,7 @@ class SynchronizedWallClockTimer:
             self._records.clear()
 
         def elapsed(self, reset: bool = True) -> float:
-            """All that was added up, with a running start stopped and started anew."""
+            """The accumulated time, with a running start stopped and restarted."""
             runs = self.started_
             if runs:
                 self.stop()
@@ -68,7 +68,7 @@ class SynchronizedWallClockTimer:
             return total
 
         def mean(self) -> float:
-            """Of one start and stop; the slowest and the fastest tenth do not count."""
+            """Mean over start-stop pairs, without the slowest and fastest tenth."""
             return trim_mean(self._records, 0.1)
 
     def __init__(self) -> None:

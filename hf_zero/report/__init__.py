@@ -1,1 +1,1 @@
-"""What an issue needs to know of a machine: `python -m hf_zero report`, by another name `ds_report`."""
+"""A report on the machine for issues: `python -m hf_zero report`, also `ds_report`."""

@@ -30,18 +30,18 @@ def run(arguments: argparse.Namespace) -> int:
         features,  # these load torch, which arguments do not need
     )
 
-    found = _sections()
+    sections = _sections()
     policy = Aio(block_size=arguments.block_size, queue_depth=arguments.queue_depth)
     drives, failed = _drives(arguments.probe, policy)
     if drives:
-        found["drives"] = drives
+        sections["drives"] = drives
     here = list(features())
     if arguments.json:
-        shown: dict[str, Any] = {title: dict(rows) for title, rows in found.items()}
+        shown: dict[str, Any] = {title: dict(rows) for title, rows in sections.items()}
         shown |= {"between devices": between_devices(), "features": [dataclasses.asdict(each) for each in here]}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
     else:
-        sys.stdout.write(_text(found, between_devices(), here))
+        sys.stdout.write(_text(sections, between_devices(), here))
     return 1 if failed else 0
 
 
@@ -68,9 +68,9 @@ def _sections() -> dict[str, list[Row]]:
     from hf_zero.report.environment import devices, host, networks, software, variables
 
     parts = {"hf_zero environment": software(), "devices": devices(), "host": host(), "links": networks()}
-    found = {title: list(rows) for title, rows in parts.items()}
-    found["variables"] = list(variables())
-    return found
+    sections = {title: list(rows) for title, rows in parts.items()}
+    sections["variables"] = list(variables())
+    return sections
 
 
 def _drives(folders: Iterable[str], policy: Aio) -> tuple[list[Row], bool]:
@@ -97,6 +97,7 @@ def _text(sections: dict[str, list[Row]], matrix: str, here: Sequence[Feature]) 
     if matrix:
         lines += ["between devices", matrix, ""]
     lines.append("features")
-    for each in here:
-        lines.append(f"[{'yes' if each.is_available else 'NO':>3}] {each.name}{f': {each.note}' if each.note else ''}")
+    for feature in here:
+        note = f": {feature.note}" if feature.note else ""
+        lines.append(f"[{'yes' if feature.is_available else 'NO':>3}] {feature.name}{note}")
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """Versions, devices, limits, variables and links of this machine, as rows of (name, value); without privileges.
 
-And which features can be used here, of those that cannot, why not, and how fast a drive is as offload uses it.
+Also which features can be used here, or why not, and how fast a drive is as offload uses it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def devices() -> Iterator[Row]:
 def host() -> Iterator[Row]:
     memory = psutil.virtual_memory()
     yield "CPU cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
-    yield "host memory", f"{memory.total / GIB:.1f} GiB, {host_available() / GIB:.1f} GiB to be had by this process"
+    yield "host memory", f"{memory.total / GIB:.1f} GiB, {host_available() / GIB:.1f} GiB available to this process"
     yield "shared memory", _shared_memory()
     yield "page-locked memory", _limit(resource.RLIMIT_MEMLOCK)
     yield "open files", _limit(resource.RLIMIT_NOFILE, unit=1)
@@ -151,7 +151,7 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One thing one might use.
+    """A feature of this machine.
 
     Attributes:
         note: why not, and what to do; or how it works here.
@@ -215,20 +215,20 @@ def _nvme() -> Feature:
 
 def _launchers() -> Iterator[Feature]:
     for program, launcher in (("pdsh", "pdsh"), ("mpirun", "openmpi, mpich, impi, mvapich"), ("srun", "slurm")):
-        found = shutil.which(program)
-        why = "" if found else f"{program} is not in PATH; torchrun and --no_ssh need nothing"
-        yield Feature(f"several hosts through {launcher}", found is not None, why)
+        path = shutil.which(program)
+        why = "" if path else f"{program} is not in PATH; torchrun and --no_ssh need nothing"
+        yield Feature(f"several hosts through {launcher}", path is not None, why)
 
 
 def _needs_module(name: str, module: str, package: str = "") -> Feature:
-    found = find_spec(module) is not None
-    return Feature(name, found, "" if found else f"pip install {package or module}")
+    is_there = find_spec(module) is not None
+    return Feature(name, is_there, "" if is_there else f"pip install {package or module}")
 
 
 def _compiler() -> Feature:
-    found = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    why = "" if found else "a C compiler is missing, which torch.compile and Triton need"
-    return Feature("torch.compile", found is not None, why)
+    compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
+    why = "" if compiler else "a C compiler is missing, which torch.compile and Triton need"
+    return Feature("torch.compile", compiler is not None, why)
 
 
 # The drive

@@ -1,5 +1,5 @@
-"""What all our schedules share: a counter of updates, and rates written into the optimizer's groups. And where any
-schedule stood, so that an advance can be taken back: a host that runs ahead of its device may learn of a skipped update
+"""The base of our schedules: a counter of updates, and rates written into the optimizer's groups. Also a mark of any
+schedule's state, to take an advance back: a host that runs ahead of its device may learn of a skipped update
 when the schedule has already moved."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class HasParamGroups(Protocol):
 
 
 class Schedule(Protocol):
-    """What the engine needs of a schedule, ours or torch's."""
+    """The engine's interface to a schedule, ours or torch's."""
 
     def step(self) -> None: ...
     def get_last_lr(self) -> list[float]: ...
@@ -136,7 +136,7 @@ class ScheduleMark:
                     group[key] = value
 
     def _numbers(self) -> list[dict[str, Any]]:
-        """Of every group, the numbers as they are now; those in tensors of one element, copied."""
+        """Current numbers of every group; those in one-element tensors are copied."""
         return [
             {key: _kept(value) for key, value in group.items() if _is_number(value)}
             for group in self._optimizer.param_groups

@@ -342,8 +342,8 @@ def _without_warmup(cls: type[Any], optimizer: object, policy: SchedulerPolicy) 
         return None
     schedule: Any = _constructed(cls, optimizer, replace(policy, params={**policy.params, "warmup_num_steps": 1}))
     schedule.skip_warmup()
-    found: Schedule = schedule
-    return found
+    result: Schedule = schedule
+    return result
 
 
 def _torch_class(name: str) -> type[Any]:

@@ -2,7 +2,7 @@
 
     q, k, v [b, H, l, d]    --exchange-->    [b, H / n, n * l, d]    --attention-->    --exchange-->    [b, l, H, d]
 
-It stands around the functions by which transformers attends; models that are not attached pass through.
+It wraps transformers' attention functions; models that are not attached pass through.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EAGER = "eager_attention_forward"
 
 
 def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> None:
-    """`model` sees parts of sequences from now on, and attends over the whole of them.
+    """Let `model` see parts of sequences, and attend over whole ones.
 
     Args:
         group: the ranks that have the other parts.
@@ -58,7 +58,7 @@ def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> N
 
 
 def detach(model: nn.Module) -> None:
-    """Each rank sees whole sequences again."""
+    """Let each rank see whole sequences again."""
     for handle in vars(model).pop(_HANDLES, ()):
         handle.remove()
     for module in model.modules():
@@ -94,20 +94,20 @@ def check_config(config: Any, size: int) -> None:
 
 def _of_text(model: nn.Module, config: Any) -> Iterable[nn.Module]:
     """The modules of a model without those of parts with another configuration (images, sound)."""
-    found, waiting = [], [model]
+    modules, waiting = [], [model]
     while waiting:
         module = waiting.pop()
         own: Any = getattr(module, "config", None)
         inner = own.get_text_config() if hasattr(own, "get_text_config") else own
         if own is not None and type(inner) is not type(config):
             continue
-        found.append(module)
+        modules.append(module)
         waiting.extend(module.children())
-    return found
+    return modules
 
 
 def install(name: str, modules: Iterable[nn.Module]) -> None:
-    """The attention function `name` looks whether a module shares sequences; for good, in this process."""
+    """Make the attention function `name` check whether a module shares sequences; for the rest of this process."""
     from transformers import AttentionInterface
 
     install_masks(name)
@@ -174,10 +174,10 @@ def _for_whole(group: Collectives, more: dict[str, Any], heads: int) -> dict[str
     """Arguments of an attention function that speak of positions or heads."""
     if more.get("position_bias") is not None:
         raise NotImplementedError("attention with a bias of positions (position_bias) cannot share sequences")
-    told, positions, sinks = dict(more), more.get("position_ids"), more.get("s_aux")
+    arguments, positions, sinks = dict(more), more.get("position_ids"), more.get("s_aux")
     if isinstance(positions, Tensor) and positions.dim() == 2:  # flash attention finds documents in them
-        told["position_ids"] = gather(group, positions.contiguous(), dim=1)
+        arguments["position_ids"] = gather(group, positions.contiguous(), dim=1)
     if isinstance(sinks, Tensor) and sinks.numel() == heads:
-        each = heads // group.size
-        told["s_aux"] = sinks.narrow(0, group.rank * each, each)
-    return told
+        per_rank = heads // group.size
+        arguments["s_aux"] = sinks.narrow(0, group.rank * per_rank, per_rank)
+    return arguments

@@ -40,9 +40,9 @@ class UlyssesSPDataLoaderAdapter:
 
     def around(self, dl: Any, skipped: int = 0) -> UlyssesSPDataLoaderAdapter:
         """The same around another loader, leaving out its first `skipped` batches (of all ranks)."""
-        found = type(self)(dl, self.sp_rank, self.sp_group, self.sp_world_size, self.device)
-        found._num_skipped = skipped
-        return found
+        adapter = type(self)(dl, self.sp_rank, self.sp_group, self.sp_world_size, self.device)
+        adapter._num_skipped = skipped
+        return adapter
 
     def __getattr__(self, name: str) -> Any:
         if name == "dl":  # not there yet: a copy is being made
@@ -56,19 +56,19 @@ class UlyssesSPDataLoaderAdapter:
         """
         batches, to_skip = iter(self.dl), self._num_skipped
         while True:
-            told = [_Told(*found) for found in self._collectives.gather_objects(_next(batches))]  # type: ignore[misc]
-            failed = [f"rank {rank}: {one.error}" for rank, one in zip(self._ranks, told, strict=True) if one.error]
+            reports = [_Told(*answer) for answer in self._collectives.gather_objects(_next(batches))]  # type: ignore[misc]
+            failed = [f"rank {rank}: {it.error}" for rank, it in zip(self._ranks, reports, strict=True) if it.error]
             if failed:
                 raise RuntimeError(f"a loader of ranks that share sequences failed: {'; '.join(failed)}")
-            if all(one.batch is None for one in told):
+            if all(report.batch is None for report in reports):
                 return
-            for one in told:
-                if one.batch is None:
+            for report in reports:
+                if report.batch is None:
                     continue
                 if to_skip:
                     to_skip -= 1
                 else:
-                    part = part_of(one.batch, self.sp_rank, self.sp_world_size, self.device)
+                    part = part_of(report.batch, self.sp_rank, self.sp_world_size, self.device)
                     _sequences(part).__dict__[_IS_PART] = True
                     yield part
 
@@ -78,7 +78,7 @@ class UlyssesSPDataLoaderAdapter:
 
 
 class _Told:
-    """What a rank says of its next batch."""
+    """A rank's report of its next batch."""
 
     def __init__(self, batch: Any, error: str | None) -> None:
         self.batch = batch
@@ -126,10 +126,10 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any = None) 
 
 
 def _sequences(batch: Mapping[str, Any]) -> Tensor:
-    found = batch.get("input_ids", batch.get("inputs_embeds"))
-    if not isinstance(found, Tensor) or found.dim() < 2:
+    sequences = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(sequences, Tensor) or sequences.dim() < 2:
         raise ValueError(f"sequences are cut along input_ids [samples, positions]; the batch has {sorted(batch)}")
-    return found
+    return sequences
 
 
 def is_part(sequences: Tensor) -> bool:
@@ -138,7 +138,7 @@ def is_part(sequences: Tensor) -> bool:
 
 
 def _close_documents(batch: dict[str, Any], num: int) -> None:
-    """Where documents end is told to flash attention by their bounds: `num` positions more are one of their own."""
+    """Give flash attention the bounds of documents; `num` more positions form one of their own."""
     for name in ("q", "k"):
         bounds, longest = batch.get(f"cu_seq_lens_{name}"), batch.get(f"max_length_{name}")
         if num and isinstance(bounds, Tensor) and bounds.dim() == 1:
@@ -151,7 +151,7 @@ def _padded(name: str, values: Tensor, num: int) -> Tensor:
     """`num` more positions on the right, which attention and loss ignore."""
     if not num:
         return values
-    if name == "position_ids":  # they go on, lest they look like another document
+    if name == "position_ids":  # they continue, so as not to look like another document
         more = values[:, -1:] + torch.arange(1, num + 1, device=values.device)
         return torch.cat([values, more], dim=1)
     return pad(values, (0, 0) * (values.dim() - 2) + (0, num), value=_PADDED_WITH.get(name, 0))

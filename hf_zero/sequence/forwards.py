@@ -1,4 +1,4 @@
-"""Around the forward of a model that shares sequences: what a part alone cannot know is made known.
+"""Hooks around the forward of a model that shares sequences, for what a part alone cannot know.
 
 every rank has      input_ids [b, l], maybe position_ids, attention_mask, labels     of its own positions
 forward gets        position_ids that go on where the rank before ends, if there were none
@@ -72,9 +72,9 @@ def _check_parts(shared: Shared, seen: Tensor) -> None:
     Raises:
         ValueError: on all ranks, when their parts are not of one shape.
     """
-    told = told_by_all(shared.group, seen.shape[:2], seen.device)
-    if any(shape != told[0] for shape in told):
-        shown = ", ".join(f"{batch} x {length}" for batch, length in told)
+    all_shapes = told_by_all(shared.group, seen.shape[:2], seen.device)
+    if any(shape != all_shapes[0] for shape in all_shapes):
+        shown = ", ".join(f"{batch} x {length}" for batch, length in all_shapes)
         raise ValueError(
             f"ranks {', '.join(map(str, shared.group.ranks))} share sequences, and their parts are of different shapes "
             f"(samples x positions): {shown}. All parts of a sequence have the same length: sequence length = "
@@ -114,7 +114,7 @@ def _sight(shared: Shared, keywords: dict[str, Any], length: int) -> Sight:
 
 
 def install_masks(name: str) -> None:
-    """The mask function of an implementation answers for whole sequences from now on; other models see no change."""
+    """Make an implementation's mask function answer for whole sequences; other models see no change."""
     from transformers.masking_utils import AttentionMaskInterface
 
     original: Any = AttentionMaskInterface._global_mapping.get(name)
@@ -124,7 +124,7 @@ def install_masks(name: str) -> None:
 
 def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **keywords: Any) -> Any:
-        """As the original; called with the extents of a part, it answers for the whole sequences."""
+        """The original; called with the extents of a part, it answers for the whole sequences."""
         sight = RUNNING.sight
         if sight is None or args or not _is_of(sight, keywords):
             return original(*args, **keywords)
@@ -146,17 +146,17 @@ def _of_all(sight: Sight, keywords: dict[str, Any]) -> dict[str, Any]:
             "the model makes an attention mask of its own (a mask function with tensors in it, or a cache of another "
             "length), which is known for this rank's positions only: it cannot share sequences"
         )
-    told = {**keywords, "q_length": sight.whole_length, "kv_length": sight.whole_length}
+    arguments = {**keywords, "q_length": sight.whole_length, "kv_length": sight.whole_length}
     if keywords.get("attention_mask") is not None:
-        told["attention_mask"] = sight.padding
+        arguments["attention_mask"] = sight.padding
     documents = _documents(sight, keywords["batch_size"])
     if documents is not None:
         from transformers.masking_utils import packed_sequence_mask_function
 
-        inner, within = told["mask_function"], packed_sequence_mask_function(documents)
-        told["mask_function"] = lambda *indices: inner(*indices) & within(*indices)
-        told["allow_is_causal_skip"] = False
-    return told
+        inner, within = arguments["mask_function"], packed_sequence_mask_function(documents)
+        arguments["mask_function"] = lambda *indices: inner(*indices) & within(*indices)
+        arguments["allow_is_causal_skip"] = False
+    return arguments
 
 
 def _documents(sight: Sight, batch_size: int) -> Any:

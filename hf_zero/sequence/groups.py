@@ -28,7 +28,7 @@ _OTHER_SIZES = ("get_model_parallel_world_size", "get_tensor_model_parallel_worl
 
 
 class SequenceGroups(ProgramGroups):
-    """What `UlyssesSPAttentionHF.register_with_transformers` returns, and `deepspeed.initialize(mpu=...)` takes.
+    """The mpu that `UlyssesSPAttentionHF.register_with_transformers` returns, for `deepspeed.initialize(mpu=...)`.
 
         world 4, 2 ranks per sequence     rank 0 1 | 2 3
             sequence-parallel group of rank 2        2 3     parts of the same sequences
@@ -67,7 +67,7 @@ class SequenceGroups(ProgramGroups):
 
     @classmethod
     def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: SequenceGroups | None) -> None:
-        """Let `model` share sequences, or no more. Others than those of transformers are left to their own attention
+        """Let `model` share sequences, or stop. Models outside transformers are left to their own attention
         (`DistributedAttention`)."""
         if asked is None and not shares_sequences(model):
             return
@@ -92,7 +92,7 @@ class SequenceGroups(ProgramGroups):
         self._alike_group = torch_group(mesh.same_weights) if len(mesh.same_weights) > 1 else None
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
-        """The groups are there already; another size is an error."""
+        """A no-op: the groups exist; another size is an error."""
         if sequence_parallel_size != len(self._ranks):
             raise WrongArgument(f"these are groups of {len(self._ranks)} ranks, not of {sequence_parallel_size}")
 
@@ -130,12 +130,12 @@ def make_groups(size: int) -> SequenceGroups:
 
 def process_group_of(groups: ParallelGroups) -> Any:
     """torch's group of the ranks that share this one's sequences; None where it has whole ones. Collective once."""
-    found = next((each for each in groups.mesh.dimensions if each.name == SequenceGroups.name), None)
-    return None if found is None else torch_group(found.groups)
+    dimension = next((each for each in groups.mesh.dimensions if each.name == SequenceGroups.name), None)
+    return None if dimension is None else torch_group(dimension.groups)
 
 
 def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | None:
-    """What the arguments of `initialize` say; None: nothing about sequences. Collective.
+    """Groups from the arguments of `initialize`; None: nothing about sequences. Collective.
 
     Args:
         mpu: an object or module with DeepSpeed's `get_sequence_parallel_group`.
@@ -164,11 +164,11 @@ def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | No
 def _of_mesh(mesh: Any) -> SequenceGroups | None:
     names = getattr(mesh, "mesh_dim_names", None)
     if names is not None:
-        found = next((name for name in ("sp", "sequence_parallel") if name in names), None)
-        if found is None:
+        dimension = next((name for name in ("sp", "sequence_parallel") if name in names), None)
+        if dimension is None:
             return None
-        size = int(mesh[found].size())
-        return _adopted(mesh.get_group(found)) if size > 1 else None
+        size = int(mesh[dimension].size())
+        return _adopted(mesh.get_group(dimension)) if size > 1 else None
     data, size = (int(extent) for extent in mesh)
     world = this_process().size
     if data * size != world:

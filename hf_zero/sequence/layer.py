@@ -64,7 +64,7 @@ def _swapped_evenly(group: Collectives, tensors: Sequence[Tensor], split: int, j
 
 
 def _joined_shape(part: Tensor, join: int) -> list[int]:
-    """Of what `part.shape[0]` ranks send, along `join`."""
+    """Shape of what `part.shape[0]` ranks send, joined along `join`."""
     shape = list(part.shape[1:])
     shape[join] *= part.shape[0]
     return shape
@@ -83,8 +83,8 @@ def told_by_all(group: Collectives, values: Sequence[int], device: torch.device)
     facts = [0.0] * (group.size * len(values))
     start = group.rank * len(values)
     facts[start : start + len(values)] = [float(value) for value in values]
-    told = group.sum_with_facts(torch.zeros(1, dtype=torch.float64, device=device), facts)
-    return [[int(value) for value in told[rank * len(values) :][: len(values)]] for rank in range(group.size)]
+    all_facts = group.sum_with_facts(torch.zeros(1, dtype=torch.float64, device=device), facts)
+    return [[int(value) for value in all_facts[rank * len(values) :][: len(values)]] for rank in range(group.size)]
 
 
 class DistributedAttention(nn.Module):
@@ -163,38 +163,26 @@ class DistributedAttention(nn.Module):
         per_key = query.shape[heads] // num_key_heads
         of_query = [share * per_key for share in shares]
         whole = [
-            _Uneven.apply(group, heads, positions, of_rank, tensor)
+            _Uneven.apply(_to_heads, _to_positions, group, heads, positions, of_rank, tensor)
             for tensor, of_rank in ((query, of_query), (key, shares), (value, shares))
         ]
         output = self.local_attn(*whole, *args, **kwargs)
-        own: Tensor = _UnevenBack.apply(group, heads, positions, of_query, output)
+        own: Tensor = _Uneven.apply(_to_positions, _to_heads, group, heads, positions, of_query, output)
         return own
 
 
 class _Uneven(torch.autograd.Function):
-    """Heads for positions, where ranks get different numbers of heads."""
+    """Heads for positions by `forth`, or the way back, where ranks get different numbers of heads."""
 
     @staticmethod
-    def forward(ctx: Any, group: Collectives, heads: int, positions: int, shares: list[int], tensor: Tensor) -> Tensor:
-        ctx.group, ctx.heads, ctx.positions, ctx.shares = group, heads, positions, shares
-        return _to_heads(group, heads, positions, shares, tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, None, None, _to_positions(ctx.group, ctx.heads, ctx.positions, ctx.shares, grad)
-
-
-class _UnevenBack(torch.autograd.Function):
-    """The way back."""
-
-    @staticmethod
-    def forward(ctx: Any, group: Collectives, heads: int, positions: int, shares: list[int], tensor: Tensor) -> Tensor:
-        ctx.group, ctx.heads, ctx.positions, ctx.shares = group, heads, positions, shares
-        return _to_positions(group, heads, positions, shares, tensor)
+    def forward(ctx: Any, forth: Callable[..., Tensor], back: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        *ctx.where, tensor = arguments
+        ctx.back = back
+        return forth(*ctx.where, tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, None, None, _to_heads(ctx.group, ctx.heads, ctx.positions, ctx.shares, grad)
+        return *(None,) * (len(ctx.where) + 2), ctx.back(*ctx.where, grad)
 
 
 def _to_heads(group: Collectives, heads: int, positions: int, shares: Sequence[int], tensor: Tensor) -> Tensor:

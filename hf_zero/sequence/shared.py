@@ -1,4 +1,4 @@
-"""Which modules see only parts of sequences: models that are attached, and what their forward is about to see."""
+"""Which modules see only parts of sequences: attached models, and the inputs of their forward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Shared:
 
 @dataclass(slots=True)
 class Sight:
-    """What all ranks together see in one forward.
+    """The inputs of one forward over all ranks.
 
     Attributes:
         length, whole_length: positions on this rank and on all.
@@ -57,7 +57,7 @@ MODULES: WeakKeyDictionary[nn.Module, Shared] = WeakKeyDictionary()  # every mod
 
 
 def shares_sequences(model: nn.Module) -> bool:
-    """Whether it, or a part of it, is attached."""
+    """Whether the model, or a part of it, is attached."""
     return any(module in MODULES for module in model.modules())
 
 
@@ -77,7 +77,7 @@ RUNNING = _Running()
 
 @contextmanager
 def with_groups_of_heads(module: nn.Module, num_groups: int) -> Iterator[None]:
-    """`module` believes that so many query heads share a key head."""
+    """Set how many query heads share a key head in `module`."""
     before = getattr(module, "num_key_value_groups", None)
     if before is None or before == num_groups:
         yield
@@ -121,6 +121,6 @@ def text_config(model: Any) -> Any:
 
 
 def first_tensor(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
-    """What has the batch and the positions of a forward as its first two extents."""
-    found = [keywords.get("input_ids"), keywords.get("inputs_embeds"), *args[:1]]
-    return next((tensor for tensor in found if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2), None)
+    """The input whose first two dimensions are batch and positions."""
+    candidates = [keywords.get("input_ids"), keywords.get("inputs_embeds"), *args[:1]]
+    return next((tensor for tensor in candidates if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2), None)

@@ -1,4 +1,4 @@
-"""What all ranks agree on before an update: facts that hosts know, and sums that only devices know.
+"""The agreement of all ranks before an update: facts that hosts know, and sums that only devices know.
 
     hosts      used parameters, late gradients, order, failed drives, what users wrote into weights: known when `reach`
                returns
@@ -48,7 +48,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one rank tells in the meeting before an update, as integers.
+    """One rank's facts in the exchange before an update, as integers.
 
     Attributes:
         used: digest of the parameters that have got a gradient here.
@@ -89,16 +89,16 @@ class Agreement:
         self._squares_so_far: Tensor | None = None  # of the gradients as they are, once counted
 
     def sums(self) -> Tensor:
-        """What `Agreed.sums` would be, with nothing decided yet. Every gradient is reduced when this returns.
+        """`Agreed.sums` in advance, with nothing decided yet. Every gradient is reduced on return.
         Collective."""
         return self._reduce_all()[0]
 
     def forget(self) -> None:
-        """Gradients are about to change, or have."""
+        """Drop the sums: gradients have changed, or are about to."""
         self._squares_so_far = None
 
     def meet(self) -> Sequence[Facts]:
-        """Be where weights may change on all ranks; returns what they tell one another there. Collective."""
+        """Meet all ranks where weights may change; returns the facts exchanged there. Collective."""
         if not self._meets_before:
             self._store.prepare_update()
             return ()
@@ -106,8 +106,8 @@ class Agreement:
             self._reducer.finish()
             self._store.end_passes()
             self._reducer.complete()
-        told = self._store.prepare_update(astuple(self._facts()))
-        return [Facts(*each) for each in told]
+        all_facts = self._store.prepare_update(astuple(self._facts()))
+        return [Facts(*each) for each in all_facts]
 
     def reach(self, told: Sequence[Facts] = ()) -> Agreed:
         """Every gradient since the last step is reduced when this returns. Collective.
@@ -155,7 +155,7 @@ class Agreement:
         )
 
     def _sum_told(self, told: Sequence[Facts]) -> tuple[Tensor, list[float]]:
-        """What `_exchange` returns, from what all ranks know already; devices exchange their sums."""
+        """The result of `_exchange` from what all ranks know already; devices exchange their sums."""
         if host_runs_ahead(self._store.device):
             sums = self._own_sums()
             self._collectives.sum_small(sums)
@@ -178,7 +178,7 @@ class Agreement:
         return sums, self._collectives.sum_with_facts(sums, facts)
 
     def _used(self) -> list[float]:
-        """Of each parameter: 1.0 if it has got a gradient here."""
+        """For each parameter 1.0 if it has a gradient here."""
         counts = [0.0] * len(self._store.parameters)
         for bucket in self._reducer.buckets:
             for index in bucket.arrivals.used:
@@ -207,7 +207,7 @@ class Agreement:
         return total
 
     def _share_of_difference(self) -> int:
-        """What adds up to zero over ranks with the same weights if their marks of edits are equal."""
+        """A share that sums to zero over ranks with the same weights if their marks of edits are equal."""
         weight = self._same_weights.size - 1 if self._same_weights.rank == 0 else -1
         return weight * self._store.edits.mark
 

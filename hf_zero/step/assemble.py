@@ -154,7 +154,7 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything decided before the first tensor moves."""
+    """All decisions, made before the first tensor moves."""
 
     zero: ZeroPolicy
     precision: Precision
@@ -328,7 +328,7 @@ def _suit(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
 
 
 def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater) -> Any:
-    """What updates beside backward, where the config asks for that."""
+    """The updates beside backward, where the config asks for them."""
     if plan.zero.streaming is None:
         return None
     rules, find = plan.rules, service("streamed_updates")
@@ -460,11 +460,11 @@ def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], plan: Plan) ->
 
 
 def _refuse_complex(trained: Mapping[str, nn.Parameter]) -> None:
-    found = [f"{name} ({parameter.dtype})" for name, parameter in trained.items() if parameter.is_complex()]
-    if found:
+    names = [f"{name} ({parameter.dtype})" for name, parameter in trained.items() if parameter.is_complex()]
+    if names:
         raise ValueError(
-            f"{len(found)} trainable parameters are complex, which flat buffers and updates in real numbers cannot "
-            f"hold: {', '.join(found[:8])}. Keep the real view as the parameter, self.weight = "
+            f"{len(names)} trainable parameters are complex, which flat buffers and updates in real numbers cannot "
+            f"hold: {', '.join(names[:8])}. Keep the real view as the parameter, self.weight = "
             "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) in forward (Adam's "
             "update is the same on it); or freeze them with requires_grad_(False)."
         )

@@ -16,7 +16,7 @@ from hf_zero.step.agreement import Agreement
 
 
 class GradientSource(ABC):
-    """What is between the reducer and an update.
+    """The gradients between reducer and update.
 
     Attributes:
         num_added: ranks whose gradients count in the sum of squares that the step agrees on.
@@ -33,7 +33,7 @@ class GradientSource(ABC):
 
 
 class ReducedGradients(GradientSource):
-    """Of a sub-group the sum over ranks, as long as its master, while that is in place."""
+    """A sub-group's sum over ranks, as long as its master, while that is in place."""
 
     def of(self, sub_group: SubGroup) -> Tensor:
         reduced = self._reducer.buckets[sub_group.bucket].reduced.vector.take()
@@ -51,7 +51,7 @@ class ReducedGradients(GradientSource):
 
 
 class LocalGradients(GradientSource):
-    """Of a sub-group's whole bucket what this rank alone has computed; nothing is reduced."""
+    """This rank's own gradients of a sub-group's whole bucket; nothing is reduced."""
 
     def __init__(self, reducer: GradientReducer, world: int) -> None:
         super().__init__(reducer)
@@ -112,7 +112,7 @@ class OwnedValues:
             yield gradient
 
     def state(self, key: str) -> Source:
-        """Of one optimizer state: 1-D, as long as the master; None when the optimizer has none."""
+        """One optimizer state: 1-D, as long as the master; None when the optimizer has none."""
 
         @contextmanager
         def opened(sub_group: SubGroup, changes: bool = False) -> Iterator[Tensor | None]:
@@ -133,10 +133,10 @@ class OwnedValues:
     def _plain_state(self, sub_group: SubGroup, key: str) -> Tensor | None:
         states = self._updater.optimizer.state
         values = [states.get(tensor.parameter, {}).get(key) for tensor in sub_group.tensors]
-        found = [value.view(-1) for value in values if isinstance(value, Tensor) and value.dim()]
-        if len(found) != len(values):
+        views = [value.view(-1) for value in values if isinstance(value, Tensor) and value.dim()]
+        if len(views) != len(values):
             return None
-        return found[0] if len(found) == 1 else _spread(sub_group, found)
+        return views[0] if len(views) == 1 else _spread(sub_group, views)
 
     @torch.no_grad()
     def master_to_params(self, parameter: int) -> None:

@@ -94,7 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def late_norm(self) -> LateNorm | float | None:
-        """The same as a number that is read only when somebody looks at its value."""
+        """The same as a number that is read from the device only on use."""
         return self._step.late_norm
 
     @property
@@ -103,7 +103,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._step.factors.has_any
 
     def foresee_norm(self) -> None:
-        """Let `grad_norm` be that of what `step` would apply now. Collective; does not wait for the device."""
+        """Set `grad_norm` to that of what `step` would apply now. Collective; does not wait for the device."""
         self._step.foresee_norm()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,11 +1,11 @@
-"""What became of a step, for a host that runs ahead of its device.
+"""The outcome of a step, for a host that runs ahead of its device.
 
     device    sums ---> norm, factor, skip flag ---> update (nothing changes where the flag is set)
                     host         copy to host memory ... forward, backward of the next step ... read(): norm, skipped
 
 On a CPU, and wherever the host has to decide something first, the sums are read before the update.
 
-`LateNorm` is read from the device when somebody looks at its value, and not before.
+`LateNorm` is read from the device when its value is used, and not before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LateNorm:
 
     @property
     def is_known(self) -> bool:
-        """Whether looking at it waits for nothing."""
+        """Whether reading it needs no wait."""
         return self._outcome.is_known
 
     def __float__(self) -> float:
@@ -53,7 +53,7 @@ class LateNorm:
 
 
 def late_norm(*outcomes: StepOutcome | None) -> LateNorm | float | None:
-    """Of the first outcome that there is: its norm if that is known, else one that is read when somebody looks."""
+    """Norm of the first outcome: the value if it is known, else one that is read on use."""
     outcome = next((one for one in outcomes if one is not None), None)
     if outcome is None or outcome.is_known:
         return None if outcome is None else outcome.norm
@@ -133,7 +133,7 @@ class StepOutcome:
         self._on_skip: list[Callable[[], None]] = []
 
     def read(self) -> None:
-        """Learn the numbers; waits for the device to have come that far. Callbacks of `when_skipped` run now, once."""
+        """Read the numbers; waits for the device. Callbacks of `when_skipped` run now, once."""
         if self._known is not None:
             return
         squares, overwritten = self._copy.read()
@@ -144,7 +144,7 @@ class StepOutcome:
             tell()
 
     def when_skipped(self, tell: Callable[[], None]) -> None:
-        """Call `tell` if the step was skipped: now, or when somebody learns it."""
+        """Call `tell` if the step was skipped: now, or when that becomes known."""
         if not self.is_known:
             self._on_skip.append(tell)
         elif self.skipped:
@@ -154,10 +154,10 @@ class StepOutcome:
     def norm(self) -> float:
         """Global L2 norm before clipping; of an update that is skipped because it is not finite, infinity."""
         # Infinity minus infinity within a model is NaN, which loggers refuse and comparisons pass over.
-        return math.inf if math.isnan(self.found) and self._rule.skips else self.found
+        return math.inf if math.isnan(self.computed_norm) and self._rule.skips else self.computed_norm
 
     @property
-    def found(self) -> float:
+    def computed_norm(self) -> float:
         """The norm as it was computed, which may be NaN."""
         return self._rule.norm(self._read()[0])
 

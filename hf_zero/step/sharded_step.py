@@ -28,7 +28,7 @@ from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, clip_coefficie
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """What decides whether and how reduced gradients are applied."""
+    """Rules for whether and how reduced gradients are applied."""
 
     gradients: GradientPolicy
     skip_nonfinite: bool
@@ -63,15 +63,15 @@ class LossFactors:
 
     @property
     def of_gradients(self) -> float:
-        """What a reduced gradient is multiplied with to be the gradient of the loss, before clipping."""
+        """Factor from a reduced gradient to the gradient of the loss, before clipping."""
         return self._mean / (min(self._seen) if self._seen else self.next)
 
     def expect(self, factor: float) -> None:
-        """Gradients are coming of a loss that was multiplied with `factor` (by another engine: with its own)."""
+        """Expect gradients of a loss multiplied by `factor` (by another engine: by its own)."""
         self._seen.add(factor)
 
     def clear(self) -> None:
-        """They have been applied or dropped."""
+        """Forget factors: the gradients have been applied or dropped."""
         self._seen.clear()
 
     def refuse_mixed(self) -> None:
@@ -145,17 +145,17 @@ class ShardedStep:
 
     @property
     def grad_norm(self) -> float | None:
-        """Of the gradients that wait for their step, where `foresee_norm` has looked, else of the last step."""
+        """Norm of the gradients that wait for their step after `foresee_norm`, else of the last step."""
         known = self._foreseen or self.outcome
         return None if known is None else known.norm
 
     @property
     def late_norm(self) -> LateNorm | float | None:
-        """The same, read only when somebody looks at its value."""
+        """The same, read only on use."""
         return late_norm(self._foreseen, self.outcome)
 
     def expect(self, factor: float) -> None:
-        """Gradients are coming of a loss that was multiplied with `factor`."""
+        """Expect gradients of a loss multiplied by `factor`."""
         self.factors.expect(factor)
         self._forget()
 
@@ -223,12 +223,12 @@ class ShardedStep:
         self._clear()
 
     def _agree(self) -> tuple[Set[int], StepOutcome]:
-        """With the other ranks on what is applied, and how: the parameters that have gradients, and the outcome."""
+        """Agree on what is applied, and how: the parameters with gradients, and the outcome."""
         self.factors.refuse_mixed()
         self._store.sync_masters()
-        told = self._agreement.meet()
+        facts = self._agreement.meet()
         self.settle()
-        agreed = self._agreement.reach(told)
+        agreed = self._agreement.reach(facts)
         if self._rules.require_all_gradients:
             refuse_unused(self._store, agreed.used)
         self.outcome = self._unsettled = StepOutcome(agreed.sums, self._norm_rule)
@@ -254,7 +254,7 @@ class ShardedStep:
         return StepGradients(self._source.of, used, outcome.scale, wanted, skip)
 
     def settle(self) -> None:
-        """Learn the outcome of the last step, if that has not happened yet; waits for the device to have come that far.
+        """Read the outcome of the last step, if not read yet; waits for the device.
 
         Raises:
             RuntimeError: when a parameter was written to where that is lost, or at an overflow that no smaller loss
@@ -281,7 +281,7 @@ class ShardedStep:
             self._reducer.settle_errors(is_skipped=is_skipped, factor=factor)
 
     def foresee_norm(self) -> None:
-        """Let `grad_norm` be that of what `run` would apply now. Collective; does not wait for the device."""
+        """Set `grad_norm` to that of what `run` would apply now. Collective; does not wait for the device."""
         self._foreseen = StepOutcome(self._agreement.sums(), self._norm_rule)
 
     def true_anywhere(self, facts: Sequence[bool]) -> list[bool]:
@@ -307,7 +307,7 @@ class ShardedStep:
         )
 
     def _refuse_overwritten(self) -> NoReturn:
-        """All ranks come here together; those that have overwritten something name it."""
+        """Raise on all ranks together; those that have overwritten a parameter name it."""
         self._clear()
         self._store.edits.refuse_lost()
         raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")

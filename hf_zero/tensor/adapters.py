@@ -119,14 +119,14 @@ def layer_in(module: nn.Module) -> nn.Module:
 
 
 def copies_of(module: nn.Module) -> list[nn.Module]:
-    """Of what is in `modules_to_save`: the original, and what each adapter trains of it; or only `module`."""
+    """The original and each adapter's copy of a module in `modules_to_save`; else only `module`."""
     if not isinstance(module, _peft("utils.other", "ModulesToSaveWrapper")):
         return [module]
     return [module.get_submodule("original_module"), *module.get_submodule("modules_to_save").children()]
 
 
 def parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Of a layer, with its adapters."""
+    """Parameters of a layer, with its adapters."""
     return module.parameters(recurse=layer_in(module) is not module)
 
 
@@ -139,21 +139,21 @@ def stays_whole(module: Any) -> bool:
 
 def model_in(model: nn.Module) -> nn.Module:
     """The model that PEFT's stands around, or `model`."""
-    found: nn.Module = getattr(model, "get_base_model", lambda: model)()
-    return found
+    inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
+    return inner
 
 
 def modules_in(base: nn.Module) -> dict[str, nn.Module]:
     """By name, as they would be without adapters around them; where there are some, the outermost."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     is_adapted = any(map(_is_adapter, base.modules()))
     for name, module in base.named_modules():
-        found.setdefault(name.replace(".base_layer", "") if is_adapted else name, module)
-    return found
+        modules.setdefault(name.replace(".base_layer", "") if is_adapted else name, module)
+    return modules
 
 
 def names_in(base: nn.Module) -> list[str]:
-    """Of its modules and parameters, as they would be without adapters."""
+    """Names of its modules and parameters, as they would be without adapters."""
     names = [name for name, _ in base.named_modules()] + [name for name, _ in base.named_parameters()]
     return [_INNER.sub("", name) for name in names] if any(map(_is_adapter, base.modules())) else names
 
@@ -255,14 +255,14 @@ def cut_parameter(module: nn.Module, own: str, group: Collectives, dim: int, int
 
 
 def adapters_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """What in `module` is of adapters for parameters."""
+    """The adapters for parameters in `module`."""
     for wrapper in module.modules():
         if _is_exactly(wrapper, "ParamWrapper"):
             yield from (p for name, p in wrapper.named_parameters() if not name.startswith("base_layer."))
 
 
 def adapters_around(module: nn.Module, own: str) -> Iterator[nn.Parameter]:
-    """What adapts the parameter `own` of the layer in `module`."""
+    """The adapters of the parameter `own` of the layer in `module`."""
     for wrapper in _around_parameter(module, own):
         for lora in _loras(wrapper):
             yield from (lora.a.weight, lora.b.weight)
@@ -344,12 +344,12 @@ def _tokens() -> type:
 
 
 class _Nothing:
-    """What nobody is an instance of."""
+    """A class without instances."""
 
 
 def _peft(module: str, name: str) -> type:
-    found: type = getattr(sys.modules.get(f"peft.{module}"), name, _Nothing)
-    return found
+    kind: type = getattr(sys.modules.get(f"peft.{module}"), name, _Nothing)
+    return kind
 
 
 class _DropoutOfPart:
@@ -388,5 +388,5 @@ class _DoraOfPart:
     def forward(self, x: Tensor, *, base_layer: nn.Module, base_result: Tensor | None = None, **more: Any) -> Tensor:
         if base_result is None:  # what was dropped differs from what the layer saw
             base_result = base_layer(x)
-        found: Tensor = super().forward(x, base_layer=base_layer, base_result=base_result, **more)  # type: ignore[misc]
-        return found
+        result: Tensor = super().forward(x, base_layer=base_layer, base_result=base_result, **more)  # type: ignore[misc]
+        return result

@@ -16,7 +16,7 @@ _GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 
 
 class TensorGroups(ProgramGroups):
-    """What `engine.mpu` is where ranks hold parts of matrices. Names are DeepSpeed's and Megatron's.
+    """The `engine.mpu` of ranks that hold parts of matrices. Names are DeepSpeed's and Megatron's.
 
     world 4, 2 ranks per matrix       rank 0 1 | 2 3
         tensor-parallel group of rank 2          2 3      parts of the same matrices, the same batches
@@ -32,20 +32,20 @@ class TensorGroups(ProgramGroups):
 
     @classmethod
     def given(cls, model: nn.Module, mpu: Any = None, mesh_param: Any = None) -> TensorGroups | None:
-        """What `tp_model_init` and an mpu say; None: nothing. Collective.
+        """Groups from `tp_model_init` or an mpu; None: neither. Collective.
 
         Raises:
             ConfigError: they contradict each other.
         """
         inner = getattr(model, "get_base_model", lambda: model)()  # PEFT's model stands around it
         size, group = vars(model).get(_WANTED) or vars(inner).get(_WANTED) or (1, None)
-        found = mpu if isinstance(mpu, TensorGroups) else cls._of_mpu(mpu)
-        if found is not None and size not in (1, found.size):
-            rule = f"initialize(mpu=...) has groups of {found.size} ranks"
+        groups = mpu if isinstance(mpu, TensorGroups) else cls._of_mpu(mpu)
+        if groups is not None and size not in (1, groups.size):
+            rule = f"initialize(mpu=...) has groups of {groups.size} ranks"
             raise ConfigError(Problem("tp_model_init(tp_size=)", size, rule, "give the same size in both"))
-        if found is None and size > 1:
-            found = cls.of_size(size) if group is None else cls(adopt(group))
-        return found
+        if groups is None and size > 1:
+            groups = cls.of_size(size) if group is None else cls(adopt(group))
+        return groups
 
     @classmethod
     def _of_mpu(cls, mpu: Any) -> TensorGroups | None:

@@ -1,4 +1,4 @@
-"""What stands around the forward of layers that hold parts, on every rank of a tensor group."""
+"""Wrappers around the forward of layers that hold parts, on every rank of a tensor group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives, uncompiled
 
-# What parts of a matrix have computed becomes what the whole one would have, differentiably.
+# Results of parts of a matrix become those of the whole one, differentiably.
 #
 #                     forward                     backward
 # enter               the same                    sum over ranks        before columns: each rank has part of dX
@@ -47,9 +47,9 @@ def enter(group: Collectives, tensor: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
     entered = _ENTERED.setdefault(group, [])
-    for one in entered:
-        if one.source() is tensor and one.version == tensor._version:
-            return one.result
+    for entry in entered:
+        if entry.source() is tensor and entry.version == tensor._version:
+            return entry.result
     result = cast("Tensor", _Enter.apply(group, tensor))
     entered.append(_Entered(weakref.ref(tensor), tensor._version, result))
     return result
@@ -162,9 +162,9 @@ def check_first_batch(model: nn.Module, group: Collectives) -> None:
                 "ranks that hold parts of the same matrices must drop the same activations, and their random numbers "
                 f"start from different seeds ({shown}): call transformers.set_seed(n) with the same n on all of them"
             )
-        told = group.gather_objects(digest((args, keywords)))
-        if any(theirs != told[0] for theirs in told):
-            shown = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in zip(group.ranks, told, strict=True))
+        digests = group.gather_objects(digest((args, keywords)))
+        if any(theirs != digests[0] for theirs in digests):
+            shown = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in zip(group.ranks, digests, strict=True))
             raise ValueError(
                 "ranks that hold parts of the same matrices must see the same batches, and theirs differ (shapes, and "
                 f"a digest of the values): {shown}. Let a sampler deal out batches by data ranks: "
@@ -176,7 +176,7 @@ def check_first_batch(model: nn.Module, group: Collectives) -> None:
 
 
 def digest(inputs: Any) -> str:
-    """Of all tensors in what a forward gets."""
+    """Digest of all tensors among a forward's inputs."""
     shapes, values = [], hashlib.sha256()
     for tensor in _tensors(inputs):
         shapes.append("x".join(map(str, tensor.shape)))
@@ -221,10 +221,10 @@ class PartialVocabulary:
     def forward(self, ids: Tensor) -> Tensor:
         local = ids - self.first_token
         is_here = (local >= 0) & (local < self.weight.shape[0])
-        found = nn.functional.embedding(local.clamp(0, self.weight.shape[0] - 1), self.weight)
+        rows = nn.functional.embedding(local.clamp(0, self.weight.shape[0] - 1), self.weight)
         if self.padding_idx is not None:  # the row of the padding gets no gradient
-            found = torch.where((ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
-        return leave(self.tensor_group, found * is_here.unsqueeze(-1).to(found.dtype))
+            rows = torch.where((ids == self.padding_idx).unsqueeze(-1), rows.detach(), rows)
+        return leave(self.tensor_group, rows * is_here.unsqueeze(-1).to(rows.dtype))
 
 
 def stand_in_front(mixin: type, module: nn.Module, base: type, **attributes: Any) -> None:
@@ -253,9 +253,9 @@ def partial_vocabulary(module: nn.Module, group: Collectives, first_token: int) 
 def has_halves(module: nn.Module) -> bool:
     """Whether experts take the first half of what their `gate_up` matrices give for the gate, the second for the rest
     (or else every second feature)."""
-    said = getattr(module, "is_concatenated", None)
-    if said is not None:
-        return bool(said)
+    is_concatenated = getattr(module, "is_concatenated", None)
+    if is_concatenated is not None:
+        return bool(is_concatenated)
     try:
         return "chunk(2" in inspect.getsource(type(module))
     except (OSError, TypeError):

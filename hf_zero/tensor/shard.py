@@ -1,4 +1,4 @@
-"""A model of transformers in parts: every rank of a tensor group keeps its part of each matrix that its plan names."""
+"""A transformers model in parts: every rank of a tensor group keeps its part of each matrix that the plan names."""
 
 from __future__ import annotations
 
@@ -288,16 +288,16 @@ class _Sharder:
 
     def _columns(self, name: str, module: nn.Module, *, gathers: bool) -> None:
         group, extent = self._group, _outputs(module)
-        found = None if gathers else self._heads_of(name)
+        head_split = None if gathers else self._heads_of(name)
         own = name.rpartition(".")[2]
-        if found is not None and own in ("k_proj", "v_proj") and found.key is not None:
-            self._whole_key_heads(name, module, found)
+        if head_split is not None and own in ("k_proj", "v_proj") and head_split.key is not None:
+            self._whole_key_heads(name, module, head_split)
             return
         unit = 1
-        if found is not None:
-            unit = extent // sum(found.query) if own == "q_proj" else self._head_extent(name)
+        if head_split is not None:
+            unit = extent // sum(head_split.query) if own == "q_proj" else self._head_extent(name)
         intervals = even(extent, group.size, unit=unit)
-        self._check_halves(name, extent, gathers=gathers or found is not None)
+        self._check_halves(name, extent, gathers=gathers or head_split is not None)
         self._cut(module, intervals, of_outputs=True)
         if gathers:
             layers.gather_output(module, group, sizes_of(intervals))
@@ -343,7 +343,7 @@ class _Sharder:
             )
 
     def _heads_of(self, name: str) -> Heads | None:
-        """Of the attention that a projection belongs to, where it has q_proj, k_proj and a head_dim of its own."""
+        """Heads of the attention that a projection belongs to, where it has q_proj, k_proj and a head_dim."""
         owner, _, own = name.rpartition(".")
         if own not in ("q_proj", "k_proj", "v_proj", *_OUTPUTS):
             return None
@@ -352,20 +352,20 @@ class _Sharder:
             numbers = _numbers_of_heads(attention)
             if numbers is None:
                 return None
-            found = heads(*numbers, self._group.size)
-            self._heads[owner] = found
-            if found.key is not None:
-                attention.num_key_value_groups = found.groups[self._group.rank]
+            head_split = heads(*numbers, self._group.size)
+            self._heads[owner] = head_split
+            if head_split.key is not None:
+                attention.num_key_value_groups = head_split.groups[self._group.rank]
         return self._heads[owner]
 
     def _head_extent(self, name: str) -> int:
         attention: Any = self._modules[name.rpartition(".")[0]]
         return int(attention.head_dim)
 
-    def _whole_key_heads(self, name: str, module: nn.Module, found: Heads) -> None:
+    def _whole_key_heads(self, name: str, module: nn.Module, head_split: Heads) -> None:
         """They cannot be split: every rank has all, and uses those that its query heads need."""
-        assert found.key is not None
-        wanted, extent = found.key[self._group.rank], self._head_extent(name)
+        assert head_split.key is not None
+        wanted, extent = head_split.key[self._group.rank], self._head_extent(name)
         layers.enter_inputs(module, self._group)
         layers.sum_gradients(parameters_of(module), self._group)
 

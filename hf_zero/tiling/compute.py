@@ -155,7 +155,7 @@ def tiled(
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """What forward leaves to backward."""
+    """State that forward leaves to backward."""
 
     tiling: Tiling
     needs: tuple[bool, ...]  # of sliced, passed and parameters: whether a gradient is wanted
@@ -203,15 +203,15 @@ class _Tiles(torch.autograd.Function):
         if gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         if work.tiling.eager:
-            found = work.gradients.times(gradient)
+            gradients = work.gradients.times(gradient)
         else:
             tensors = work.kept[0].saved_tensors
             sliced, passed = tensors[: work.num_sliced], tensors[work.num_sliced :]
             with work.surroundings.again():
-                _, made = _differentiate(work, sliced, passed, gradient)
-            found = made.times(None)
-        found.deliver_unlisted()
-        return None, None, *found.listed
+                _, tile_gradients = _differentiate(work, sliced, passed, gradient)
+            gradients = tile_gradients.times(None)
+        gradients.deliver_unlisted()
+        return None, None, *gradients.listed
 
 
 # --- one way -----------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def _places(tiling: Tiling) -> Iterator[_Place]:
 
 
 def _tile(tensor: Tensor, tiling: Tiling, place: _Place) -> Tensor:
-    """Of a contiguous input a contiguous tile: functions reshape what they get by `view`."""
+    """A contiguous tile of a contiguous input: functions reshape their inputs by `view`."""
     tile = tensor.narrow(tiling.dim, place.offset, place.rows)
     return tile.contiguous() if tensor.is_contiguous() else tile
 
@@ -291,7 +291,7 @@ class _Joined:
 
 @dataclass(slots=True)
 class _Gradients:
-    """Of the listed inputs, in order, and of leaves that the graph of a tile has shown."""
+    """Gradients of the listed inputs, in order, and of leaves found in the graph of a tile."""
 
     listed: list[Tensor | None]
     dtypes: list[torch.dtype]
@@ -300,10 +300,10 @@ class _Gradients:
     def times(self, factor: Tensor | None) -> _Gradients:
         """Multiplied by a scalar (None: as they are), each in the dtype of what it belongs to."""
         listed = [
-            None if found is None else _scaled(found, factor, dtype)
-            for found, dtype in zip(self.listed, self.dtypes, strict=True)
+            None if gradient is None else _scaled(gradient, factor, dtype)
+            for gradient, dtype in zip(self.listed, self.dtypes, strict=True)
         ]
-        unlisted = [(leaf, _scaled(found, factor, leaf.dtype)) for leaf, found in self.unlisted]
+        unlisted = [(leaf, _scaled(gradient, factor, leaf.dtype)) for leaf, gradient in self.unlisted]
         return _Gradients(listed, self.dtypes, unlisted)
 
     def deliver_unlisted(self) -> None:
@@ -366,10 +366,10 @@ def _differentiate(
         inputs = [*tracked, *listed]
         inputs += unlisted.look(output, inputs)
         with work.surroundings.no_autocast():
-            found = torch.autograd.grad(
+            grads = torch.autograd.grad(
                 output, inputs, _of_tile(gradient, output, tiling, place, number), allow_unused=True
             )
-        own = iter(found)
+        own = iter(grads)
         for buffer in buffers:
             part = None if buffer is None else next(own)
             if buffer is not None and part is not None:
@@ -409,7 +409,7 @@ class _Unlisted:
     def look(self, output: Tensor, listed: Sequence[Tensor]) -> list[Tensor]:
         """Those in the graph of `output`; an object stays in `leaves`, so that its id is its own."""
         known = {id(tensor) for tensor in listed}
-        found: list[Tensor] = []
+        reached: list[Tensor] = []
         seen, todo = set(), [output.grad_fn]
         while todo:
             node = todo.pop()
@@ -419,10 +419,10 @@ class _Unlisted:
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, Tensor) and id(leaf) not in known:
                 known.add(id(leaf))
-                found.append(leaf)
+                reached.append(leaf)
             todo.extend(following for following, _ in node.next_functions)
-        self.leaves += [leaf for leaf in found if all(leaf is not other for other in self.leaves)]
-        return found
+        self.leaves += [leaf for leaf in reached if all(leaf is not other for other in self.leaves)]
+        return reached
 
 
 def _unique(tensors: Iterator[Tensor]) -> list[Tensor]:

@@ -235,14 +235,14 @@ def norms_of_tokens(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
     layer needs most.
     """
     inside = tuple(f"{name}." for name, _ in dense_mlps(model))
-    found = []
+    norms = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 1 or name.startswith(inside):
             continue
         if type(module).__name__.endswith(_PER_TOKEN):
-            found.append((name, module, weight.numel()))
-    return found
+            norms.append((name, module, weight.numel()))
+    return norms
 
 
 class TiledMLPs(TrainingFeature):
@@ -256,15 +256,15 @@ class TiledMLPs(TrainingFeature):
         Raises:
             ValueError: there is no dense MLP.
         """
-        found = dense_mlps(model)
-        if not found:
+        mlps = dense_mlps(model)
+        if not mlps:
             known = ", ".join(sorted(_NAMES))
             raise ValueError(
                 f"{type(model).__name__} has no dense MLP (a module named {known} that is made of linear layers; "
                 "experts are none)"
             )
-        self.names = [name for name, _ in found]
-        self._modules = [module for _, module in found]
+        self.names = [name for name, _ in mlps]
+        self._modules = [module for _, module in mlps]
         for module in self._modules:
             vars(module)["forward"] = _tiled_forward(module)
         for _, norm, width in norms_of_tokens(model):

@@ -88,18 +88,24 @@ class DeferredLogits(Tensor):
             make: the logits of hidden states, at once.
             on_use: told the operation for which they are all computed after all.
         """
-        found: DeferredLogits = torch.Tensor._make_wrapper_subclass(
+        deferred: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, (*hidden.shape[:-1], width), dtype=dtype, device=hidden.device
         )
-        found.hidden, found.steps, found._make, found._on_use, found._made = hidden, [], make, on_use, None
-        return found
+        deferred.hidden, deferred.steps, deferred._make, deferred._on_use, deferred._made = (
+            hidden,
+            [],
+            make,
+            on_use,
+            None,
+        )
+        return deferred
 
     def after(self, step: Step) -> DeferredLogits:
         """The same with one more step."""
         probe = step(torch.zeros((1, self.shape[-1]), dtype=self.dtype, device=self.device))
-        found = DeferredLogits.of(self.hidden, self.shape[-1], probe.dtype, self._make, self._on_use)
-        found.steps = [*self.steps, step]
-        return found
+        deferred = DeferredLogits.of(self.hidden, self.shape[-1], probe.dtype, self._make, self._on_use)
+        deferred.steps = [*self.steps, step]
+        return deferred
 
     def computed(self, operation: str) -> Tensor:
         """All of them, for an operation."""
@@ -168,7 +174,7 @@ def loss_tile_tokens(width: int, hidden: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What the head is to do in one call: the sum of the losses of all tokens."""
+    """The head's task in one call: the sum of the losses of all tokens."""
 
     changes_in_pieces: ClassVar[bool] = True  # read by what stands around a head that is cut
     hidden: Tensor  # [tokens, hidden]
@@ -197,7 +203,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _AllLogits:
-    """What the head is to do where the logits are wanted after all; its hooks have seen the hidden states before."""
+    """The head's task where the logits are wanted after all; its hooks have seen the hidden states before."""
 
     changes_in_pieces: ClassVar[bool] = True
     hidden: Tensor
@@ -258,7 +264,7 @@ class TiledLoss(TrainingFeature):
             logger.warning("hf_zero.tiled_loss saves no memory here: %s", why)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the head, inside its hooks."""
+        """Forward of the head, inside its hooks."""
         if args and isinstance(args[0], (_Job, _AllLogits)):
             return args[0].run(self._whole, list(self._head.parameters()))
         if self._defers and len(args) == 1 and not kwargs and torch.is_grad_enabled():
@@ -334,7 +340,7 @@ def _divided(total: Tensor, num_valid: Tensor, num_items: Any) -> Tensor:
 
 
 def _dtype_of(hidden: Tensor) -> torch.dtype:
-    """What a linear layer makes of hidden states, here."""
+    """Output dtype of a linear layer for hidden states, here."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if autocasts(kind) else hidden.dtype
 
@@ -351,8 +357,8 @@ def _head_of(model: Any) -> tuple[nn.Module, int]:
 def _loss_of(model: Any) -> Any:
     loss = getattr(model, "loss_function", None)
     if getattr(loss, "__name__", None) != _LOSS:
-        found = getattr(loss, "__name__", None) or type(loss).__name__
+        name = getattr(loss, "__name__", None) or type(loss).__name__
         raise ValueError(
-            f"{type(model).__name__} computes its loss by {found}; only transformers' {_LOSS} is cut into tiles"
+            f"{type(model).__name__} computes its loss by {name}; only transformers' {_LOSS} is cut into tiles"
         )
     return loss

@@ -111,10 +111,10 @@ def list_files(path: Path, tag: str) -> Sequence[Folder]:
         if rank in files:
             raise CheckpointError(entry, f"belongs to the same rank as {files[rank].name}", "remove the stray file")
         files[rank] = entry
-    found = [folders.get(rank, Folder(path, tag, {}, {}, True, False)) for rank in range(max(folders, default=0) + 1)]
-    for folder in found:
+    by_rank = [folders.get(rank, Folder(path, tag, {}, {}, True, False)) for rank in range(max(folders, default=0) + 1)]
+    for folder in by_rank:
         _check_ranks(folder)
-    return found
+    return by_rank
 
 
 def _universal(path: Path, tag: str) -> Folder:

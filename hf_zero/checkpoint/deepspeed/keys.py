@@ -111,7 +111,7 @@ _OPTIMIZER_FILE = re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """What the name of one state file says. `rank` is None for the model file that all ranks share."""
+    """The parts of a state file's name. `rank` is None for the model file that all ranks share."""
 
     kind: str  # "model" or "optimizer"
     rank: int | None
@@ -120,11 +120,11 @@ class FileName:
 
 def parse(name: str) -> FileName | None:
     """The parts of a state file's name, None for any other file."""
-    found = _MODEL_FILE.fullmatch(name)
-    if found:
-        return FileName("model", None if found["rank"] is None else int(found["rank"]), int(found["mp"]))
-    found = _OPTIMIZER_FILE.fullmatch(name)
-    return FileName("optimizer", int(found["rank"]), int(found["mp"])) if found else None
+    match = _MODEL_FILE.fullmatch(name)
+    if match:
+        return FileName("model", None if match["rank"] is None else int(match["rank"]), int(match["mp"]))
+    match = _OPTIMIZER_FILE.fullmatch(name)
+    return FileName("optimizer", int(match["rank"]), int(match["mp"])) if match else None
 
 
 def model_file(rank: int, stage: int, model_rank: int = 0) -> str:

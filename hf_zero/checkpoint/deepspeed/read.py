@@ -114,7 +114,7 @@ def _stage(folder: Folder, files: Sequence[_RankFile]) -> int:
     inner = files[0].inner
     if ds.ZERO_STAGE in inner:
         stage = int(inner[ds.ZERO_STAGE])
-    else:  # one optimizer class of DeepSpeed (bf16, stage 1, fp32 accumulation) does not say
+    else:  # missing from one optimizer class of DeepSpeed (bf16, stage 1, fp32 accumulation)
         stage = 3 if ds.FP32_FLAT_GROUPS in inner else 1
     if stage not in (1, 2, 3) or (stage == 3) != (ds.FP32_FLAT_GROUPS in inner):
         raise CheckpointError(files[0].path, f"says stage {stage}, and its content is of another", _FIX)
@@ -281,7 +281,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
     shapes = {name: shape for group in groups for name, shape in group.items()}
     part = module_part([model], [path], shapes)
     module = need_mapping(model, ds.MODULE, path)
-    buffers = {MASTER: {index: _weight(module, name, path) for index, name in enumerate(shapes)}}
+    buffers = {MASTER: {i: flat(need(module, name, path), f"{name!r}", path) for i, name in enumerate(shapes)}}
     inner = optimizer.get(ds.OPTIMIZER_STATE_DICT, optimizer)
     is_flat = ds.FP32_GROUPS_FLAT in optimizer
     if is_flat:
@@ -413,10 +413,6 @@ def _parameter_files(folder: Folder, name: str) -> list[Path]:
     return sorted(place.glob("*.pt"))
 
 
-def _weight(module: Mapping[str, Any], name: str, path: Path) -> Tensor:
-    return flat(need(module, name, path), f"{name!r}", path)
-
-
 def _whole_extents(groups: Sequence[Shapes], is_flat: bool) -> list[Extent]:
     """One buffer per group, or one per parameter; everything on rank 0."""
     extents: list[Extent] = []
@@ -445,14 +441,14 @@ def _whole_elements(
 
 def _scalars_0(states: Mapping[int, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """Single values of the parameter that has seen most updates."""
-    found: dict[str, Any] = {}
+    latest: dict[str, Any] = {}
     for number in group.get(ds.PARAMS, ()):
         state = states.get(number)
         if state:
             scalars = scalar_states(state, element_states(state, 1, of_scalar=True))
-            if not found or scalars.get(ds.STEP, 0) > found.get(ds.STEP, 0):
-                found = scalars
-    return found
+            if not latest or scalars.get(ds.STEP, 0) > latest.get(ds.STEP, 0):
+                latest = scalars
+    return latest
 
 
 def _steps_0(
@@ -461,11 +457,11 @@ def _steps_0(
     """Updates by parameter: at stage 0 each has a counter of its own, none before its first update."""
     if is_flat:
         return {}
-    found = {}
+    steps = {}
     for names, group in zip(groups, stated, strict=True):
         for name, number in zip(names, group.get(ds.PARAMS, ()), strict=False):
-            found[name] = int((states.get(number) or {}).get(ds.STEP, 0))
-    return found
+            steps[name] = int((states.get(number) or {}).get(ds.STEP, 0))
+    return steps
 
 
 def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Dictionaries that come from files: a missing key or a wrong type names the file. And, from those of model files, the
+"""Dictionaries from files: errors about missing keys and wrong types name the file. And, from model files, the
 weights: buffers, frozen parameters, second names of tied ones, and everything else."""
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def scaler_values(scaler: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ModulePart:
-    """What a model file says beside the trainable weights."""
+    """Contents of a model file apart from the trainable weights."""
 
     frozen: dict[str, Pieces]
     buffers: dict[str, Tensor]

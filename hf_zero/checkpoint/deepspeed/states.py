@@ -38,7 +38,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """What one model file holds.
+    """Content of one model file.
 
     Attributes:
         module: the state dict; at stage 3 with an empty tensor for every parameter.
@@ -72,13 +72,13 @@ class GroupState:
     scalars: Mapping[str, Any]
 
     def torch_state(self) -> dict[str, Any]:
-        """As an optimizer's `state` holds it; empty before the first step."""
+        """The optimizer's `state` of it; empty before the first step."""
         return {**_scalars(self.scalars), **self.moments} if self.moments or self.scalars else {}
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPart:
-    """What all groups share.
+    """Data shared by all groups.
 
     Attributes:
         options: per optimizer group its hyper-parameters, without `params`.
@@ -200,7 +200,7 @@ def optimizer_states_3(
 def optimizer_states_0(
     part: OptimizerPart, groups: Sequence[Shapes], states: Mapping[str, GroupState], *, has_masters: bool
 ) -> dict[str, Any]:
-    """What the model file of stage 0 holds under `optimizer`: one entry per parameter.
+    """The `optimizer` entry of stage 0's model file: one entry per parameter.
 
     Args:
         states: by parameter name, whole; masters in the parameter's shape.
@@ -216,16 +216,16 @@ def optimizer_states_0(
     }
     if not has_masters:
         return torch_form
-    found = {
+    entries = {
         ds.DYNAMIC_LOSS_SCALE: bool(part.scaler.get("dynamic")),
         "cur_scale": float(part.scaler.get("cur_scale", 1.0)),
         "cur_iter": 0,
     }
     for key in ("cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "cur_hysteresis"):
         if key in part.scaler:
-            found[key] = part.scaler[key]
+            entries[key] = part.scaler[key]
     masters = [[states[name].master for name in group] for group in groups]
-    return {**found, ds.OPTIMIZER_STATE_DICT: torch_form, ds.FP32_GROUPS: masters, ds.CLIP_GRAD: part.clip_grad}
+    return {**entries, ds.OPTIMIZER_STATE_DICT: torch_form, ds.FP32_GROUPS: masters, ds.CLIP_GRAD: part.clip_grad}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def _file(run: RunState, part: OptimizerPart, inner: dict[str, Any]) -> dict[str
 
 
 def ours(part: OptimizerPart) -> dict[str, Any]:
-    """What only hf_zero reads: that a manifest belongs to this file, and what DeepSpeed's keys have no room for."""
+    """Keys that only hf_zero reads: that a manifest belongs to this file, and what DeepSpeed's keys cannot hold."""
     extras = {ds.STEPS: dict(part.steps), ds.WHOLE_STATES: dict(part.whole), ds.SHARD_STATES: list(part.bound)}
     extras[ds.GRADIENT_ERRORS] = list(part.errors)
     return {ds.MANIFEST_KEY: True, **{key: value for key, value in extras.items() if value}}
@@ -269,8 +269,8 @@ def _sizes(shapes: Shapes) -> OrderedDict[str, torch.Size]:
 
 def _scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
     """Step counters first, as ints unless they are tensors, for which torch's own optimizers ask."""
-    found = {key: plain(value) for key, value in scalars.items()}
-    if ds.STEP in found:
-        step = found.pop(ds.STEP)
-        found = {ds.STEP: step if isinstance(step, Tensor) else int(step), **found}
-    return found
+    values = {key: plain(value) for key, value in scalars.items()}
+    if ds.STEP in values:
+        step = values.pop(ds.STEP)
+        values = {ds.STEP: step if isinstance(step, Tensor) else int(step), **values}
+    return values

@@ -1,7 +1,7 @@
 """Writes DeepSpeed's universal form of a checkpoint: a folder per parameter, from which any number of ranks resumes.
 
-hf_zero itself needs no such step: every checkpoint loads on any number of ranks and at any stage. It is for those who
-go on with DeepSpeed.
+hf_zero itself needs no such step: every checkpoint loads on any number of ranks and at any stage. It is for going
+back to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_zero.checkpoint.view import MASTER, CheckpointView
 from hf_zero.errors import CheckpointError
 from hf_zero.staging import StagingFolder
 
-# Of rank 0's state: what the folders of the parameters hold.
+# Keys of rank 0's state that the parameters' folders hold.
 _IN_FOLDERS = (ds.BASE_OPTIMIZER_STATE, ds.BASE_OPTIMIZER_STATE_STEP, ds.FP32_PARTITIONS, ds.SLICE_MAPPINGS)
 
 
@@ -84,17 +84,17 @@ def _write(view: CheckpointView, folder: Path, on_parameter: Callable[[str], obj
 
 def _untrained(view: CheckpointView) -> dict[str, Tensor]:
     """Frozen weights, buffers, and second names of tied parameters."""
-    found = {name: pieces.to_stream().materialise() for name, pieces in view.frozen.items()} | dict(view.buffers)
+    tensors = {name: pieces.to_stream().materialise() for name, pieces in view.frozen.items()} | dict(view.buffers)
     for alias, owner in view.aliases.items():
         if owner in view.shapes:
-            found[alias] = view.read(owner).view(view.shapes[owner])
-        elif owner in found:
-            found[alias] = found[owner]
-    return found
+            tensors[alias] = view.read(owner).view(view.shapes[owner])
+        elif owner in tensors:
+            tensors[alias] = tensors[owner]
+    return tensors
 
 
 def _common_state(view: CheckpointView) -> dict[str, Any]:
-    """What is the same for all parameters: rank 0's file without what the folders hold."""
+    """State shared by all parameters: rank 0's file without what the folders hold."""
     path = view.folder.optimizer_files[min(view.folder.optimizer_files)]
     inner: Mapping[str, Any] = read_torch_file(path)[ds.OPTIMIZER_STATE_DICT]
     if view.stage == 3:

@@ -175,7 +175,7 @@ def write_records(file: int, records: Sequence[Record], progress: Callable[[int]
         checksum, offset = 0, record.offset
         for block in _blocks(record.content):
             checksum = crc.checksum(block, checksum)
-            # Threads share the casts and checksums. Of two writes to one file the kernel lets one spin meanwhile.
+            # Threads share the casts and checksums; of two writes to one file, the kernel lets one spin.
             with turn:
                 write_at(file, block, offset)
                 start_flushing(file, offset, len(block))
@@ -231,7 +231,7 @@ def checksum_of_records(records: Sequence[Record], checksums: Sequence[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a finished file must look like when it is read again."""
+    """Size and checksum that a finished file must have."""
 
     name: str
     num_bytes: int
@@ -271,7 +271,7 @@ def into_place(path: Path, write: Callable[[Path], Written]) -> Written:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable; file systems that cannot are let be."""
+    """Make renames inside `folder` durable; not where the file system cannot."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:

@@ -152,7 +152,7 @@ def _pickle(value: object, name: str) -> tuple[bytes, list[Streamed | Awaited]]:
 
 
 def _readable_globals() -> set[str]:
-    """What torch's restricted reader builds without being asked, and what the user has allowed it."""
+    """Globals that torch's restricted reader builds by default, and those that the user has allowed."""
     allowed = set(_weights_only_unpickler._get_allowed_globals())
     # Listed by torch under the names of Python 2, which pickles of protocol 2 use.
     return allowed | {name.replace("builtins.", "__builtin__.") for name in allowed}
@@ -166,10 +166,10 @@ class _Storage:
 
 
 def _storage_class(dtype: torch.dtype) -> type:
-    found = torch.storage._dtype_to_storage_type_map().get(dtype)
-    if found is None:
+    name = torch.storage._dtype_to_storage_type_map().get(dtype)
+    if name is None:
         raise TypeError(f"a tensor of dtype {dtype} cannot be written to a torch file")
-    return getattr(torch, found)  # type: ignore[no-any-return]
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 # The pickler in Python, not the one in C: only it lets a class be written under a name that is not importable.
@@ -273,13 +273,13 @@ def place_records(contents: Sequence[tuple[str, Streamed | Awaited | bytes]]) ->
 
 
 def archive_headers(members: Sequence[Member], checksums: Sequence[int]) -> list[Record]:
-    """Everything but the records: local headers, and the directory at the end."""
-    found = [
+    """Everything but the records' data: local headers, and the directory at the end."""
+    headers = [
         Record(m.header_offset, _local_header(m, checksum)) for m, checksum in zip(members, checksums, strict=True)
     ]
     start = members[-1].offset + members[-1].record.num_bytes
     entries = b"".join(_directory_entry(m, checksum) for m, checksum in zip(members, checksums, strict=True))
-    return [*found, Record(start, entries + _directory_end(len(members), start, len(entries)))]
+    return [*headers, Record(start, entries + _directory_end(len(members), start, len(entries)))]
 
 
 def _local_header(member: Member, checksum: int) -> bytes:

@@ -54,7 +54,7 @@ class Writer:
         """Carry out `orders` in an open file of this process; returns the CRC-32 of each.
 
         Raises:
-            OSError: as the system has said it there, or when the process has ended.
+            OSError: as raised in the process, or when it has ended.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -84,12 +84,12 @@ class Writer:
 
 
 def name_of(descriptor: int) -> str:
-    """By which other processes of this user can open what this one has open."""
+    """The path by which other processes of this user can open this one's file."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def write_at(file: int, block: memoryview | bytes, offset: int) -> None:
-    """All of `block`, however often the system has to be asked."""
+    """Write all of `block`, in as many system calls as that takes."""
     rest = memoryview(block)
     while rest:
         done = os.pwrite(file, rest, offset)
@@ -118,7 +118,7 @@ def main() -> None:
     """The process: a line of orders, a line of checksums or of what went wrong, until there are no more."""
     for number in (signal.SIGINT, signal.SIGTERM):  # what is begun is finished, also after Ctrl-C
         signal.signal(number, signal.SIG_IGN)
-    # In the session of training: Linux shares processors between sessions first (sched_autogroup), whatever is nice.
+    # In the session of training: Linux divides processors between sessions first (sched_autogroup), then by nice.
     os.nice(_LEAST_NICE)
     memories: dict[str, mmap.mmap] = {}
     for line in sys.stdin:

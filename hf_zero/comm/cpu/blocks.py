@@ -20,7 +20,7 @@ _HOLDER = -1  # stands among a block's readers for the rank that made it
 
 
 def aligned_bytes(piece: Tensor) -> int:
-    """What `piece` takes in a block, up to where the next one may lie."""
+    """Bytes that `piece` takes in a block, up to where the next one may lie."""
     return round_up(num_bytes(piece), ALIGN_BYTES)
 
 
@@ -63,7 +63,7 @@ class OwnBlocks:
         return [block.bytes for block in self._all.values()]
 
     def take(self, num_bytes: int, show: Callable[[int, int, int], None], *, is_held: bool) -> Block:
-        """A block that nobody reads; `show` gets number, size and descriptor of one that had to be made.
+        """A block that no rank reads; `show` gets number, size and descriptor of a new one.
 
         One that `is_held` is not free again before `release`.
         """
@@ -92,7 +92,7 @@ class OwnBlocks:
         self.strike_reader(block.number, _HOLDER)
 
     def readers(self, block: Block) -> AbstractSet[int]:
-        """Who has still to read it."""
+        """Ranks that have not read it yet."""
         return self._readers.get(block.number, set())
 
     def add_readers(self, block: Block, readers: Iterable[int]) -> None:

@@ -121,7 +121,7 @@ class _Posted(Pending):
 
 
 class _Call(IntEnum):
-    """What a label says of a call."""
+    """A call, as its label describes it."""
 
     REDUCE_SCATTER = 1
     ALL_GATHER = 2
@@ -215,7 +215,7 @@ class HostCollectives(ExchangeCollectives):
         return SharedRows(self.rank, row, arrival=Arrival(self._link, lambda: self._claim(call, label)))
 
     def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
-        """What peers have for this rank is read where they have put it."""
+        """Peers' rows for this rank are read where they lie."""
         call, label = self._post_same(flat, _Call.EXCHANGE_ROWS)
         arrival = Arrival(self._link, lambda: self._claim(call, label), is_here=lambda: self._all_have_posted(call))
         own = own_shard(flat, self.rank, self.size)
@@ -258,12 +258,12 @@ class HostCollectives(ExchangeCollectives):
     def _claim(self, call: int, label: Label) -> dict[int, Block]:
         try:
             return {peer: self._link.claim(peer, call, label) for peer in self._peers()}
-        except Mismatch as found:
+        except Mismatch as mismatch:
             raise RuntimeError(
-                f"ranks have come to different places: rank {self.ranks[self.rank]} calls {_described(found.ours)} "
-                f"where rank {found.peer} calls {_described(found.theirs)}. Every rank has to run the same number of "
-                "backward passes between two updates, and the same collective calls in the same order."
-            ) from found
+                f"ranks have come to different places: rank {self.ranks[self.rank]} calls {_described(mismatch.ours)} "
+                f"where rank {mismatch.peer} calls {_described(mismatch.theirs)}. Every rank has to run the same "
+                "number of backward passes between two updates, and the same collective calls in the same order."
+            ) from mismatch
 
 
 def _described(label: Label) -> str:

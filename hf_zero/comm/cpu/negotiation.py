@@ -4,7 +4,7 @@
     rank 1 asks for the same   the same; both have heads and rows, nothing more is sent
     rank 1 asks for unit 1     decision: 1. Rank 0 sends its row of 1 to rank 1 (SERVED); its own request stands
 
-A rank that waits for another one's next request nudges it. Whoever is nudged while it waits for something else, and has
+A rank that waits for another's next request nudges it. One that is nudged while it waits for something else, and has
 nothing to ask for, asks WAIT.
 """
 
@@ -84,11 +84,11 @@ class HostNegotiation(Negotiation):
 
     def _decide_all(self) -> bool:
         """Every decision that can be made now; whether there was one."""
-        made = False
+        has_decided = False
         while all(self._queues.values()):
             self._carry_out(self._agreed([self._queues[rank][0].request for rank in range(self.size)]))
-            made = True
-        return made
+            has_decided = True
+        return has_decided
 
     def _carry_out(self, decision: Decision) -> None:
         number, self._num_decisions = self._num_decisions, self._num_decisions + 1

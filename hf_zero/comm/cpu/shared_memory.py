@@ -31,7 +31,7 @@ FIRST_MAIL = 100  # kinds of words from here on are those of `mail`
 MAIL_KINDS = 8  # of a group
 WORD = struct.Struct(f"<{3 + NUM_DETAILS}q")  # kind, block, argument, details
 _CALLS_PER_CHANNEL = 1 << 48
-STALL_S = 60.0  # without a word from anybody; then a warning says who is waited for
+STALL_S = 60.0  # without any message; then a warning names the ranks that are waited for
 
 
 def pack_word(kind: int, block: int, argument: int = 0, *details: int) -> bytes:
@@ -84,7 +84,7 @@ class Mismatch(RuntimeError):
 class SharedMemoryLink:
     """This rank's end of the connections to all other ranks.
 
-    Whoever waits takes in the words of all ranks, and `attendants` may act on them, so that waiting for one thing keeps
+    A waiting rank receives all ranks' messages, and `attendants` may act on them, so that waiting for one thing keeps
     nothing else from going on.
 
     Attributes:
@@ -123,7 +123,7 @@ class SharedMemoryLink:
     # Blocks
 
     def take(self, num_bytes: int, *, is_held: bool = False) -> Block:
-        """A block of this rank's that nobody reads; one that `is_held` is not free again before `own.release`."""
+        """A block of this rank that no rank reads; one that `is_held` is not free again before `own.release`."""
         self._listen_to_all()
         block = self.own.take(num_bytes, self._show, is_held=is_held)
         for number in self.own.drop_idle():
@@ -160,7 +160,7 @@ class SharedMemoryLink:
             self._send(peer, word)
 
     def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> Block:
-        """What `peer` posted, or will post, as `call`; waits for it.
+        """The block that `peer` posts as `call`; waits for it.
 
         Raises:
             Mismatch: when it was something else.
@@ -219,7 +219,7 @@ class SharedMemoryLink:
         not_posted: Callable[[], AbstractSet[int]] | None = None,
         purpose: str = "to exchange data with it",
     ) -> None:
-        """Return when nobody is missing. Takes in words, and lets the attendants act, while it waits.
+        """Return when `missing` is empty. Receives messages, and lets the attendants act, while it waits.
 
         Args:
             missing: peers from whom something is waited for.
@@ -247,7 +247,7 @@ class SharedMemoryLink:
         self._wires.close()
 
     def _wait_for_words(self, peer: int, purpose: str) -> None:
-        """Sleep until anybody says anything; say why after a while."""
+        """Sleep until any message arrives; warn after a while."""
         if self._wires.wait(min(self.timeout_s, STALL_S)):
             return
         left = self.timeout_s - STALL_S
@@ -291,7 +291,7 @@ class SharedMemoryLink:
             self._gone.add(peer)
 
     def _stopped(self, peer: int) -> RuntimeError:
-        """Who is the cause of it: `peer`, or the rank because of which `peer` has ended. The others learn it too."""
+        """The rank that caused the stop: `peer`, or the one because of which `peer` ended. Tells the others, too."""
         self._gone.add(peer)
         culprit = peer
         while culprit in self._blamed:
@@ -305,7 +305,7 @@ class SharedMemoryLink:
             self._listen(peer)
 
     def _listen(self, peer: int) -> None:
-        """Take in what `peer` has said so far."""
+        """Receive the messages of `peer` so far."""
         while peer not in self._gone:
             try:
                 heard, descriptors = self._wires.receive(peer)

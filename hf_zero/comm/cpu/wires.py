@@ -40,7 +40,7 @@ class Wires(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float, *, room_for: int | None = None) -> bool:
-        """Wait until a word arrives from anybody, or there is room to send to `room_for`; False when none does."""
+        """Wait until any message arrives, or there is room to send to `room_for`; False on a timeout."""
 
     def close(self) -> None:
         return None

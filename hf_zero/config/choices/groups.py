@@ -112,7 +112,7 @@ def tensor_problems(config: Root, world_size: int, sequence_size: int, tensor_si
         rule = f"world size = data ranks x ranks per sequence x ranks per tensor group does not hold: {ranks}"
         yield Problem(TENSOR, tensor_size, rule, f"start a multiple of {tensor_size * sequence_size} ranks")
     if section.partition_config is not None:
-        rule = "layers are cut by transformers' plan; rules of one's own are not read"
+        rule = "layers are cut by transformers' plan; custom rules are not read"
         fix = "remove it, and set tp_plan on the model, with the styles of transformers"
         yield Problem("tensor_parallel.partition_config", section.partition_config, rule, fix)
     if section.vocab_parallel_lm_head:

@@ -61,7 +61,7 @@ def _known(name: str) -> OptimizerType | None:
     try:
         return optimizer_type(name)
     except ExtraMissing:
-        return None  # said where the section is resolved
+        return None  # reported where the section is resolved
 
 
 def _refusal(name: str, kind: OptimizerType | None) -> Problem:

@@ -22,7 +22,7 @@ LAST_STAGE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerType:
-    """What is known of the optimizers of one name.
+    """The optimizers of one name.
 
     Attributes:
         name: as `optimizer.type` spells it; also that of a class which a program passes.
@@ -76,7 +76,7 @@ class OptimizerType:
 
 
 def known_type(name: str) -> OptimizerType | None:
-    """What `optimizer.type` means by this name, extras' types aside. Torch may have classes younger than this file."""
+    """The type for a name in `optimizer.type`, without extras'. Torch may have classes newer than this file."""
     kind = _TYPES.get(name.lower())
     if kind is not None and (kind.any_case or kind.name == name):
         return kind
@@ -87,12 +87,12 @@ def known_type(name: str) -> OptimizerType | None:
 
 
 def type_of_class(kind: type) -> OptimizerType | None:
-    """What is known of a class by its name alone."""
+    """The type for a class, by its name."""
     return _TYPES.get(kind.__name__.lower())
 
 
 def known_names() -> Iterator[str]:
-    """Of what ds.json may ask for, extras' types aside."""
+    """Optimizer types that ds.json may name, without those of extras."""
     return (kind.name for kind in _TYPES.values() if kind.made_by)
 
 

@@ -73,7 +73,7 @@ def _misspelled(name: str, right: str, rule: str, fix: str) -> Problem:
 
 
 def _missing(name: str, params: Mapping[str, object], autos: Collection[str]) -> Iterator[Problem]:
-    # An "auto" that nobody filled is left to the builder: without an optimizer the section is never used.
+    # An unfilled "auto" is left to the builder: without an optimizer the section is never used.
     for argument, (meaning, fix) in _REQUIRED.get(name, {}).items():
         path = f"scheduler.params.{argument}"
         if argument not in params and path not in autos:

@@ -1,4 +1,4 @@
-"""What a feature declares: its keys of ds.json, their rules, what the engine reads of them, and who makes it.
+"""A feature's declaration: its keys of ds.json, their rules, what the engine reads of them, and who makes it.
 
 Those of the core have a file each in this folder: the keys (sections, which are also what the engine reads:
 `Resolved.section(kind)`), `examine`, and an `Extra` that `Root.features` lists. What few configs
@@ -30,7 +30,7 @@ class OwnSection:
 
 @dataclass(slots=True)
 class Examined:
-    """What there is to say of an extra's sections; no policy where they ask for nothing, or have problems."""
+    """Findings about an extra's sections; no policy where they are off or have problems."""
 
     problems: list[Problem] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extra:
-    """What a feature says of itself: an extra in its package, one of the core in this folder; without torch.
+    """Declaration of a feature: of an extra in its package, of the core in this folder; without torch.
 
     Attributes:
         sections: of ds.json; those of the core's features are fields of `Root` and `HfZero`.

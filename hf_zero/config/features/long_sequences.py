@@ -1,4 +1,4 @@
-"""What long sequences ask for: the section `activation_checkpointing`, and tiles of a few tokens below `hf_zero`."""
+"""Settings for long sequences: the section `activation_checkpointing`, and tiles of a few tokens below `hf_zero`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ON_DEVICE = 2  # with cpu_checkpointing: of the layer at work, and of the next 
 
 
 def on_host(input_bytes: int, layers: int) -> int:
-    """Of the inputs of so many checkpointed layers, those that `cpu_checkpointing` has in host memory. For `plan` and
-    for what a run that is out of memory says."""
+    """How many inputs of checkpointed layers `cpu_checkpointing` has in host memory. For `plan` and
+    out-of-memory messages."""
     return input_bytes * max(0, layers - _ON_DEVICE)
 
 
 class ActivationCheckpointing(Section):
-    """What gradient checkpointing (`gradient_checkpointing=True`) keeps for backward (docs/long_sequences.md)."""
+    """Inputs that gradient checkpointing (`gradient_checkpointing=True`) keeps (docs/long_sequences.md)."""
 
     partition_activations: Flag = ignored(
         False, "Each rank of a tensor-parallel group keeps a part of what they all have.", why=_PARTITION
@@ -76,7 +76,7 @@ ACTIVATIONS = Extra(
 
 
 class Tiling(Section):
-    """What is computed over a few tokens at a time (docs/long_sequences.md)."""
+    """Computation over a few tokens at a time (docs/long_sequences.md)."""
 
     tiled_loss: Flag = supported(
         False,

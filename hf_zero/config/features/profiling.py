@@ -1,4 +1,4 @@
-"""What is seen of a run (docs/profiling.md): lines in the log, times, operations, collectives, monitors, a trace."""
+"""Observation of a run (docs/profiling.md): lines in the log, times, operations, collectives, monitors, a trace."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _FileMonitor(Section):
     job_name: str = supported("DeepSpeedJobName", "Folder in it.")
 
     def folder(self, default: str) -> Path:
-        """Of the files; below `default` where no path is given."""
+        """Folder of the files; below `default` where no path is given."""
         return Path(self.output_path or default) / self.job_name
 
 
@@ -102,7 +102,7 @@ class Comet(Section):
     mode: Literal["get_or_create", "create", "get"] | None = supported(None, "Whether the experiment may exist.")
 
     def arguments(self) -> dict[str, object]:
-        """Of comet_ml.start, as far as given."""
+        """Arguments of comet_ml.start, as far as given."""
         names = {"project": "project_name"}
         keys = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
         return {names.get(key, key): getattr(self, key) for key in keys if getattr(self, key) is not None}

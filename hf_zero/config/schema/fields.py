@@ -1,4 +1,4 @@
-"""What a config field is made of: value types that forgive spelling, and the verdict each field carries."""
+"""Config fields: value types that accept several spellings, and the verdict of each field."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Section(BaseModel):
         """
         if isinstance(self, kind):
             return self
-        found: Any = self
+        section: Any = self
         for name in _path_to(type(self), kind) or ():
-            found = getattr(found, name, None)
-        return kind() if found is None else found
+            section = getattr(section, name, None)
+        return kind() if section is None else section
 
 
 @functools.cache
@@ -57,7 +57,7 @@ def subsection(field: FieldInfo) -> type[Section] | None:
 
 
 class Verdict(BaseModel):
-    """What setting a field does. Kept in the schema itself, so that documentation and checks cannot disagree."""
+    """The effect of setting a field. Kept in the schema itself, so that documentation and checks cannot disagree."""
 
     kind: Kind
     why: str = ""  # ignored: why it changes nothing; unsupported: what is missing
@@ -65,13 +65,13 @@ class Verdict(BaseModel):
     unit: str = ""
     switch: str = "enabled"  # unsupported section: the key that turns it on; "": any content does
     met: bool = False  # where the field changes nothing, what it asks for holds all the same
-    off: tuple[int, ...] = ()  # unsupported: further values that ask for nothing
+    off: tuple[int, ...] = ()  # unsupported: further values that mean off
 
 
 def supported(
     default: Any, doc: str, *, why: str = "", unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
 ) -> Any:
-    """The engine does what the field says; `why` is said at stages where it does not."""
+    """The engine does what the field says; `why` is shown at stages where it does not."""
     return _field(default, doc, Verdict(kind="supported", why=why, unit=unit, stages=stages, met=met))
 
 
@@ -265,7 +265,7 @@ def named_sections(field: FieldInfo) -> type[Section] | None:
 
 
 def verdict_of(field: FieldInfo) -> Verdict:
-    """What setting this field does."""
+    """The effect of setting this field."""
     assert isinstance(field.json_schema_extra, dict), "every field of a section is made by supported, ignored, ..."
     return Verdict.model_validate(field.json_schema_extra)
 
@@ -314,7 +314,7 @@ _MEANT = {
 
 
 def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) -> Resemblance:
-    """What an unknown key resembles, among its siblings first."""
+    """The known key that an unknown one resembles, among its siblings first."""
     known = {name.lower(): name for name in siblings}
     if _MEANT.get(key.lower()) in known:
         return Resemblance(sibling=_MEANT[key.lower()])
@@ -328,5 +328,5 @@ def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) ->
 
 
 def leading_paths(root: type[Section]) -> tuple[str, ...]:
-    """The key paths that somebody may be led to: not into Apex's section, nor into our own."""
+    """The key paths that a fix may suggest: none in Apex's section, nor in our own."""
     return tuple(path for path in all_paths(root) if not path.startswith(("amp.", "hf_zero.")))

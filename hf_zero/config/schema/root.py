@@ -73,7 +73,7 @@ OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
             Flag,
             supported(
                 False,
-                "Training goes on at once: what is saved is copied in host memory beside forward and backward, "
+                "Training continues at once: what is saved is copied in host memory beside forward and backward, "
                 "and another process writes it. The next save and the exit wait, and errors come at the next step.",
             ),
         )
@@ -95,7 +95,7 @@ class HfZero(Tiling):
     gather_order: Literal["planned", "negotiated"] = supported(
         "planned",
         'Between hosts and on accelerators: "planned" gathers units in the order of the last pass that all ranks have '
-        'run alike, ahead and without a word, and agrees on each where there is none; "negotiated" always agrees on '
+        'run alike, ahead and without messages, and agrees on each where there is none; "negotiated" always agrees on '
         "each, for programs in which ranks do different things in every pass (docs/stage3.md). Ranks that share memory "
         "always agree.",
         stages=(3,),

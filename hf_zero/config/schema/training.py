@@ -88,9 +88,7 @@ class Aio(Section):
     queue_depth: Positive = supported(8, "Requests under way.")
     intra_op_parallelism: Positive = supported(1, "Times queue_depth: the number of threads.")
     thread_count: Positive = supported(1, "Older name of intra_op_parallelism; the larger of the two counts.")
-    single_submit: Flag = ignored(
-        False, "Submit one by one.", why="requests are always handed over one by one", met=True
-    )
+    single_submit: Flag = ignored(False, "Submit one by one.", why="requests are always submitted one by one", met=True)
     overlap_events: Flag = ignored(True, "Overlap submission and completion.", why="they always overlap")
     use_gds: Flag = unsupported(
         False, "GPUDirect storage.", why="files go through host memory; device nvme works without it"
@@ -201,7 +199,7 @@ class Amp(Section):
     master_weights: Flag | None = unsupported(None, "fp32 masters.", why="parameters are fp32 under torch.autocast")
     cast_model_type: Any = unsupported(None, "Dtype of the model.", why="parameters stay fp32; see fp16.enabled")
     patch_torch_functions: Flag | None = ignored(None, "Patch functions.", why="torch.autocast does that by itself")
-    cast_model_outputs: Any = unsupported(None, "Dtype of outputs.", why="outputs come as the model gives them")
+    cast_model_outputs: Any = unsupported(None, "Dtype of outputs.", why="outputs are returned as the model gives them")
     num_losses: Count = unsupported(1, "Losses with scales of their own.", why="there is one loss scale")
 
 

@@ -82,7 +82,7 @@ class OffloadParam(Section):
 
     @property
     def buffer_numel(self) -> int:
-        """Of all buffers together."""
+        """Elements of all buffers together."""
         return self.buffer_count * self.buffer_size
 
 

@@ -17,12 +17,12 @@ Outcome = Literal["ok", "out of memory", "failed", "ran too long"]
 
 TIMEOUT_S = 3600.0
 _MEMORY = ("out of memory", "OutOfMemoryError", "MemoryError", "DoesNotFit", "can't allocate memory", "bad_alloc")
-_KILLED = (-9, 137)  # by the system, when host memory ends
+_KILLED = (-9, 137)  # by the system, out of host memory
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What is tried.
+    """One trial.
 
     Attributes:
         config: ds.json.
@@ -38,7 +38,7 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of it.
+    """Outcome of a trial.
 
     Attributes:
         metrics: `latency` (seconds per update), `throughput` (samples per second); empty without success.
@@ -76,8 +76,8 @@ def run_experiment(
     status = _run(command, home, timeout_s)
     if metrics.exists():
         return Result(experiment.name, "ok", json.loads(metrics.read_text(encoding="utf-8")))
-    said, complained = ((home / name).read_text(errors="replace") for name in ("stdout.log", "stderr.log"))
-    outcome, reason = judge(status, said, complained)
+    stdout, stderr = ((home / name).read_text(errors="replace") for name in ("stdout.log", "stderr.log"))
+    outcome, reason = judge(status, stdout, stderr)
     return Result(experiment.name, outcome, {}, reason)
 
 
@@ -90,7 +90,7 @@ def with_config(command: Sequence[str], place: int, path: str) -> list[str]:
 
 
 def judge(status: int | None, said: str, complained: str) -> tuple[Outcome, str]:
-    """What a run that has left no metrics died of."""
+    """The cause of death of a run without metrics."""
     if status is None:
         return "ran too long", ""
     lines = [line.strip() for line in (*said.splitlines(), *complained.splitlines()) if line.strip()]

@@ -62,8 +62,8 @@ class Trial(TrainingFeature):
 
     def _write(self, seconds: float) -> None:
         if self._world.rank == 0:
-            found = {"latency": seconds, "throughput": self._samples / seconds, "samples_per_update": self._samples}
-            Path(self._policy.path).write_text(json.dumps(found), encoding="utf-8")
+            figures = {"latency": seconds, "throughput": self._samples / seconds, "samples_per_update": self._samples}
+            Path(self._policy.path).write_text(json.dumps(figures), encoding="utf-8")
 
 
 def trial_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
@@ -98,14 +98,14 @@ class MeasuredPlan:
     """A plan whose choice is the fastest that was run."""
 
     plan: Plan
-    found: tuple[Measured, ...]
+    measured: tuple[Measured, ...]
 
     def as_list(self) -> list[dict[str, Any]]:
-        return [each.as_dict() for each in self.found]
+        return [each.as_dict() for each in self.measured]
 
     def show(self) -> None:
-        if self.found:
-            show_measured(self.plan, self.found)
+        if self.measured:
+            show_measured(self.plan, self.measured)
 
 
 def measured_plan(plan: Plan, number: int, folder: Path) -> MeasuredPlan:
@@ -170,10 +170,10 @@ def show_measured(plan: Plan, measured: Sequence[Measured]) -> None:
     table = Table(title="measured on this machine", title_justify="left")
     for name in ("candidate", "outcome", "tokens/s", "estimated", "reason"):
         table.add_column(name)
-    for each in measured:
-        style = "bold green" if each.estimate is plan.chosen else ""
-        rate = "" if each.tokens_per_s is None else f"{each.tokens_per_s:,.0f}"
-        said = f"{each.estimate.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}"
-        row = (each.estimate.candidate.name, each.result.outcome, rate, said, escape(each.result.reason))
+    for trial in measured:
+        style = "bold green" if trial.estimate is plan.chosen else ""
+        rate = "" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
+        throughput = f"{trial.estimate.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}"
+        row = (trial.estimate.candidate.name, trial.result.outcome, rate, throughput, escape(trial.result.reason))
         table.add_row(*row, style=style)
     Console(highlight=False, width=None if sys.stdout.isatty() else 150).print(table)

@@ -54,13 +54,13 @@ class TrialPolicy:
 def examine(config: Any) -> Examined:
     """Only in a trial there is something to do while a model trains."""
     section: Autotuning | None = config.autotuning
-    found = Examined()
+    examined = Examined()
     if section is None or not section.enabled:
-        return found
+        return examined
     first, last = max(1, section.start_profile_step), section.end_profile_step
     if last <= first:
         rule = f"must be beyond start_profile_step ({first}), from which a trial is timed"
-        found.problems.append(Problem("autotuning.end_profile_step", last, rule, f"set it to {first + 2}"))
+        examined.problems.append(Problem("autotuning.end_profile_step", last, rule, f"set it to {first + 2}"))
     elif section.metric_path is not None:
-        found.policy = TrialPolicy(path=section.metric_path, first=first, last=last)
-    return found
+        examined.policy = TrialPolicy(path=section.metric_path, first=first, last=last)
+    return examined

@@ -38,7 +38,7 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What is searched.
+    """A search.
 
     Attributes:
         raw: the user's ds.json, lists of candidates in it.
@@ -89,9 +89,9 @@ def read_search(words: Sequence[str], num_script_words: int) -> Search:
     place = _place_of_config(words, len(words) - num_script_words)
     path = words[place].partition("=")[2] if words[place].startswith("--") else words[place]
     raw = dict(load_config(path))
-    found = examine({"train_batch_size": 1, "autotuning": raw.get("autotuning") or {}}, Views(world_size=1))
-    problems = [problem for problem in found.problems if problem.path.startswith("autotuning")]
-    section: Autotuning | None = vars(found.config)["autotuning"]
+    findings = examine({"train_batch_size": 1, "autotuning": raw.get("autotuning") or {}}, Views(world_size=1))
+    problems = [problem for problem in findings.problems if problem.path.startswith("autotuning")]
+    section: Autotuning | None = vars(findings.config)["autotuning"]
     if problems or section is None or not section.enabled:
         rule = "a search has to be switched on there, too"
         asked = Problem("autotuning.enabled", False, rule, 'write "autotuning": {"enabled": true} into the config')
@@ -161,8 +161,8 @@ def _run(search: Search, experiment: Experiment) -> Result:
 def stages_of(raw: Mapping[str, Any]) -> list[int]:
     """`zero_optimization.stage`: a number, a list, or "all"; without it all of them."""
     stage = (raw.get("zero_optimization") or {}).get("stage", "all")
-    found = [0, 1, 2, 3] if stage == "all" else stage if isinstance(stage, list) else [stage]
-    return [int(each) for each in found]
+    stages = [0, 1, 2, 3] if stage == "all" else stage if isinstance(stage, list) else [stage]
+    return [int(each) for each in stages]
 
 
 def micro_batches(search: Search) -> Sequence[int | None]:

@@ -272,7 +272,7 @@ def _drop_ignored(compressed: CompressedModel) -> None:
 
 
 def _packed_bits(compressed: CompressedModel) -> dict[int, tuple[int, int]]:
-    """Of every quantised weight its bits and scales; empty for those that are cut afterwards, which are new tensors."""
+    """Bits and scales of each quantised weight; none for those that are cut afterwards, which are new tensors."""
     bits_of = {}
     for layer in compressed.layers:
         if layer.weight_bits is not None:
@@ -337,8 +337,8 @@ def cut_inputs(module: nn.Module, kept: Tensor) -> None:
 
 
 def _layer(module: nn.Module) -> Layer | None:
-    found = [layer for layer in layers_of(module) if layer.module is module]
-    return found[0] if found and found[0].kind in ("linear", "conv") else None
+    layers = [layer for layer in layers_of(module) if layer.module is module]
+    return layers[0] if layers and layers[0].kind in ("linear", "conv") else None
 
 
 def _rename(module: nn.Module, names: Sequence[str], before: int, after: int) -> None:
@@ -420,10 +420,10 @@ def _elements(kept: Tensor, size: int) -> Tensor:
     return (kept.view(-1, 1) * size + torch.arange(size)).view(-1)
 
 
-def _check(name: str, wanted: int, found: int) -> None:
-    if wanted != found:
+def _check(name: str, wanted: int, actual: int) -> None:
+    if wanted != actual:
         raise WrongArgument(
-            f"compression_training: related module {name} has {found} where the pruned layer has {wanted} outputs; "
+            f"compression_training: related module {name} has {actual} where the pruned layer has {wanted} outputs; "
             "name the modules that read the pruned layer's outputs in related_modules"
         )
 

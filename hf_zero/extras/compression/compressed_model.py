@@ -117,7 +117,7 @@ GradientOf = Callable[[nn.Parameter], Tensor | None]
 
 
 class CompressedModel:
-    """What `init_compression` makes of a model; the model knows it, and `compression_of` finds it again.
+    """A model under compression, made by `init_compression`; `compression_of` finds it again.
 
     Attributes:
         matches: by technique which layers are meant.
@@ -187,8 +187,8 @@ class CompressedModel:
 
     def scores(self) -> list[nn.Parameter]:
         """Parameters that compression has added to the model."""
-        found = [pruned.scores for pruned in self.pruned()]
-        return [scores for scores in found if scores is not None]
+        all_scores = [pruned.scores for pruned in self.pruned()]
+        return [scores for scores in all_scores if scores is not None]
 
     def score_names(self) -> list[str]:
         """Names of these parameters."""
@@ -279,8 +279,8 @@ class CompressedModel:
                 pruned.resume(None if score is None else score.clone(), int(state["updates"]))
         for layer in self.layers:
             if layer.activation_bits is not None:
-                found = ranges.get(layer.layer.name)
-                layer.activation_bits.range = None if found is None else found.clone()
+                own_range = ranges.get(layer.layer.name)
+                layer.activation_bits.range = None if own_range is None else own_range.clone()
                 layer.activation_bits.seen = None
         self.advance(int(state["updates"]))
 
@@ -292,9 +292,9 @@ class CompressedModel:
 
 
 def compression_of(model: nn.Module) -> CompressedModel | None:
-    """What compresses this model."""
-    found: CompressedModel | None = model.__dict__.get(_HANDLE)
-    return found
+    """The `CompressedModel` of this model."""
+    compressed: CompressedModel | None = model.__dict__.get(_HANDLE)
+    return compressed
 
 
 @contextmanager

@@ -26,10 +26,10 @@ def compression_words(findings: Findings, model: str | None) -> tuple[list[str],
         built = _without_weights(model)
         if policy.layers is not None:
             reduce_layers(built, policy.layers)
-        found = listing(match_all(built, policy))
+        modules = listing(match_all(built, policy))
     except ConfigError as error:
         return [], list(error.problems)
-    lines = [f"{path}: {len(names)} modules: {_few(names)}" for path, names in found.items()]
+    lines = [f"{path}: {len(names)} modules: {_few(names)}" for path, names in modules.items()]
     if policy.layers is not None:
         kept = ", ".join(map(str, policy.layers.teacher_layer))
         lines.insert(0, f"compression_training.layer_reduction: {policy.layers.module_name_prefix} keeps layers {kept}")

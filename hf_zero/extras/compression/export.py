@@ -6,7 +6,7 @@ also has codes, scales and zeros under names of our own, which `unpack` reads:
 
     NAME.codes   int8 (groups, values)     NAME.scale, NAME.zero   fp32 (groups, 1)     value = code * scale + zero
 
-`init_compression` and `redundancy_clean`: compression for loops of one's own, under DeepSpeed's names.
+`init_compression` and `redundancy_clean`: compression for custom training loops, under DeepSpeed's names.
 """
 
 from __future__ import annotations
@@ -157,19 +157,19 @@ def save_quantized(model: Any, folder: str | Path, deepspeed_config: Any) -> str
     compressed = compression_of(inner)
     assert compressed is not None
     bits = [layer.weight_bits for layer in compressed.layers if layer.weight_bits is not None]
-    fitting = [one for one in bits if _FEWEST <= one.rule.bits <= _MOST]
+    fitting = [weight for weight in bits if _FEWEST <= weight.rule.bits <= _MOST]
     if not fitting:
         raise WrongArgument("save_quantized: no weight has 3 to 8 bits in compression_training.weight_quantization")
-    original = {one.layer.name: one.layer.parameter for one in fitting}
-    for one in fitting:
-        one.advance(1 << 40)
+    original = {weight.layer.name: weight.layer.parameter for weight in fitting}
+    for weight in fitting:
+        weight.advance(1 << 40)
     with torch.no_grad():
-        grids = {one.layer.name: _codes(one, original[one.layer.name]) for one in fitting}
+        grids = {weight.layer.name: _codes(weight, original[weight.layer.name]) for weight in fitting}
     cleaned = redundancy_clean(model, deepspeed_config)
     path = Path(folder)
     cleaned.save_pretrained(path)  # type: ignore[operator]
-    kept = [one for one in fitting if one.layer.parameter.shape == grids[one.layer.name].shape]
-    if all(_has_place(one) for one in kept) and len({one.rule.bits for one in kept}) == 1:
+    kept = [weight for weight in fitting if weight.layer.parameter.shape == grids[weight.layer.name].shape]
+    if all(_has_place(weight) for weight in kept) and len({weight.rule.bits for weight in kept}) == 1:
         _write_compressed_tensors(path, cleaned, kept, grids)
         return "compressed-tensors"
     _write_codes(path, kept, grids)
@@ -201,18 +201,18 @@ def _has_place(one: WeightBits) -> bool:
 def _write_compressed_tensors(path: Path, model: nn.Module, kept: list[WeightBits], grids: dict[str, Codes]) -> None:
     tensors = load_file(path / WEIGHTS)
     strategies: dict[tuple[str, int | None], list[str]] = {}
-    for one in kept:
-        name, rows, columns = one.layer.name, one.layer.num_out, one.layer.num_in
-        found = grids[name]
+    for weight in kept:
+        name, rows, columns = weight.layer.name, weight.layer.num_out, weight.layer.num_in
+        grid = grids[name]
         key: tuple[str, int | None] = ("channel", None)
-        scale = found.scale
-        if one.num_groups <= rows:
-            scale = scale.repeat_interleave(rows // one.num_groups, dim=0)
+        scale = grid.scale
+        if weight.num_groups <= rows:
+            scale = scale.repeat_interleave(rows // weight.num_groups, dim=0)
         else:
-            per_row = one.num_groups // rows
+            per_row = weight.num_groups // rows
             scale, key = scale.view(rows, per_row), ("group", columns // per_row)
         strategies.setdefault(key, []).append(name)
-        tensors[f"{name}.weight"] = found.codes.view(found.shape)
+        tensors[f"{name}.weight"] = grid.codes.view(grid.shape)
         tensors[f"{name}.weight_scale"] = scale.contiguous()
     save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
     quantized = {name for names in strategies.values() for name in names}
@@ -232,10 +232,10 @@ def _write_compressed_tensors(path: Path, model: nn.Module, kept: list[WeightBit
 def _write_codes(path: Path, kept: list[WeightBits], grids: dict[str, Codes]) -> None:
     tensors: dict[str, Tensor] = {}
     shapes = {}
-    for one in kept:
-        name, found = one.layer.name, grids[one.layer.name]
-        tensors |= {f"{name}.codes": found.codes, f"{name}.scale": found.scale, f"{name}.zero": found.zero}
-        shapes[name] = json.dumps([one.layer.weight, *found.shape])
+    for weight in kept:
+        name, grid = weight.layer.name, grids[weight.layer.name]
+        tensors |= {f"{name}.codes": grid.codes, f"{name}.scale": grid.scale, f"{name}.zero": grid.zero}
+        shapes[name] = json.dumps([weight.layer.weight, *grid.shape])
     save_file(tensors, path / CODES, metadata=shapes)
     logger.info("%s has codes and scales of %d weights beside the plain ones", path / CODES, len(kept))
 

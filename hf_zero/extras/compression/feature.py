@@ -1,7 +1,7 @@
 """Compression as a training feature: what the engine's forwards and steps mean for it.
 
 `Distillation` is a loss that also pulls the model towards a teacher. It takes the place of `output.loss`, so that
-whatever reads that (Trainer, a loop of one's own) trains with it.
+whatever reads that (Trainer, a custom loop) trains with it.
 
     loss = labels * the model's own loss
          + logits * T^2 * cross entropy of softmax(teacher / T) and softmax(student / T)      mean over answers
@@ -180,13 +180,13 @@ class Distillation:
         self.teacher_layers = tuple(teacher_layers)
 
     def keywords(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """What the student's forward gets: also asked for what is compared."""
-        found = dict(keywords)
+        """Arguments of the student's forward, which also ask for what is compared."""
+        arguments = dict(keywords)
         if self.policy.hidden_weight:
-            found["output_hidden_states"] = True
+            arguments["output_hidden_states"] = True
         if self.policy.attention_weight:
-            found["output_attentions"] = True
-        return found
+            arguments["output_attentions"] = True
+        return arguments
 
     def apply(self, inputs: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> Any:
         """`output` with the new loss in it.
@@ -210,23 +210,21 @@ class Distillation:
     def teachers_part(self, output: Any, taught: Any, labels: Tensor | None = None) -> Tensor:
         """The loss without the model's own."""
         policy = self.policy
-        found: Tensor = output.logits.new_zeros(())
+        loss: Tensor = output.logits.new_zeros(())
         if policy.logit_weight:
-            found = found + policy.logit_weight * logit_loss(output.logits, taught.logits, policy.temperature, labels)
+            loss = loss + policy.logit_weight * logit_loss(output.logits, taught.logits, policy.temperature, labels)
         if policy.hidden_weight:
             own, theirs = output.hidden_states, taught.hidden_states
             pairs = zip(own, (theirs[index] for index in self._states(len(own), len(theirs))), strict=True)
-            found = found + policy.hidden_weight * _squared_errors(pairs)
+            loss = loss + policy.hidden_weight * _squared_errors(pairs)
         if policy.attention_weight:
             own, theirs = _maps(output), _maps(taught)
             chosen = self.teacher_layers or _every(len(own), len(theirs))
-            found = found + policy.attention_weight * _squared_errors(
-                zip(own, (theirs[i] for i in chosen), strict=True)
-            )
-        return found
+            loss = loss + policy.attention_weight * _squared_errors(zip(own, (theirs[i] for i in chosen), strict=True))
+        return loss
 
     def _states(self, own: int, theirs: int) -> list[int]:
-        """Of the teacher's states (embeddings first) those that the student's are compared with."""
+        """Which of the teacher's states (embeddings first) the student's are compared with."""
         chosen = self.teacher_layers or _every(own - 1, theirs - 1)
         return [max(chosen[0] - 1, 0), *(index + 1 for index in chosen)]
 
@@ -236,15 +234,15 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, label
     own, theirs = student.float(), teacher.detach().float()
     if own.shape[-1] == 1:
         return functional.mse_loss(own, theirs)
-    each = -(theirs.div(temperature).softmax(-1) * own.div(temperature).log_softmax(-1)).sum(-1) * temperature**2
-    if labels is None or labels.shape != each.shape:
-        return each.mean()
-    counts = (labels != _IGNORED).to(each.dtype)
-    return (each * counts).sum() / counts.sum().clamp(min=1)
+    losses = -(theirs.div(temperature).softmax(-1) * own.div(temperature).log_softmax(-1)).sum(-1) * temperature**2
+    if labels is None or labels.shape != losses.shape:
+        return losses.mean()
+    counts = (labels != _IGNORED).to(losses.dtype)
+    return (losses * counts).sum() / counts.sum().clamp(min=1)
 
 
 def _share_of_update(labels: Tensor | None, num_items: Any) -> Tensor | float:
-    """What share of the update's items this batch has, where the caller divides by their number."""
+    """This batch's share of the update's items, where the caller divides by their number."""
     if num_items is None or labels is None:
         return 1.0
     counted = (labels[..., 1:] if labels.dim() > 1 else labels) != _IGNORED

@@ -38,9 +38,9 @@ class Layer:
     @property
     def parameter(self) -> nn.Parameter:
         """The weight; at stage 3 its true shape, whatever it shows."""
-        found = dict.__getitem__(self.module._parameters, self.weight)
-        assert found is not None
-        return found
+        parameter = dict.__getitem__(self.module._parameters, self.weight)
+        assert parameter is not None
+        return parameter
 
     @property
     def bias(self) -> nn.Parameter | None:
@@ -62,12 +62,12 @@ class Layer:
 
 def layers_of(model: nn.Module) -> list[Layer]:
     """All weights that can be compressed, in the order of registration, each module once. Adapters are left alone."""
-    found: list[Layer] = []
+    layers: list[Layer] = []
     hosts = {id(module.out_proj): module for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     for name, module in model.named_modules():
         if not any(adapter in f".{name}" for adapter in _ADAPTERS):
-            found += _layers_in(name, module, hosts.get(id(module), module))
-    return found
+            layers += _layers_in(name, module, hosts.get(id(module), module))
+    return layers
 
 
 def _layers_in(name: str, module: nn.Module, host: nn.Module) -> Iterator[Layer]:
@@ -123,32 +123,32 @@ def match_all(model: nn.Module, policy: CompressionPolicy) -> dict[str, list[Mat
             pair up.
     """
     layers, problems = layers_of(model), list[Problem]()
-    found: dict[str, list[Match]] = {}
+    matches: dict[str, list[Match]] = {}
     for technique, kinds in KINDS.items():
-        wanted = getattr(policy, technique)
-        if wanted is None:
+        section = getattr(policy, technique)
+        if section is None:
             continue
-        spared = wanted.excluded if isinstance(wanted, PruningPolicy) else ()
+        spared = section.excluded if isinstance(section, PruningPolicy) else ()
         usable = [x for x in layers if x.kind in kinds and (technique != "activations" or x.takes_inputs)]
         usable = [x for x in usable if not any(_is_meant(pattern, x.name) for pattern in spared)]
-        if isinstance(wanted, PruningPolicy) and wanted.method == "snip_momentum":
+        if isinstance(section, PruningPolicy) and section.method == "snip_momentum":
             usable = [x for x in usable if x.kind == "linear"]
-        found[technique] = _match(model, wanted.rules, usable, problems)
+        matches[technique] = _match(model, section.rules, usable, problems)
     if problems:
         raise ConfigError(problems)
-    return found
+    return matches
 
 
 def listing(matches: Mapping[str, Sequence[Match]]) -> dict[str, list[str]]:
     """Names of the modules that each rule means, by the rule's path."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for match in (match for each in matches.values() for match in each):
-        found.setdefault(match.rule.path, []).append(match.layer.name)
-    return found
+        names.setdefault(match.rule.path, []).append(match.layer.name)
+    return names
 
 
 def _match(model: nn.Module, rules: Sequence[Rule], usable: Sequence[Layer], problems: list[Problem]) -> list[Match]:
-    found: dict[str, Match] = {}
+    matches: dict[str, Match] = {}
     for rule in rules:
         for index, pattern in enumerate(rule.modules):
             meant = [layer for layer in usable if _is_meant(pattern, layer.name)]
@@ -157,13 +157,13 @@ def _match(model: nn.Module, rules: Sequence[Rule], usable: Sequence[Layer], pro
             expressions = rule.related[index] if rule.related else ()
             related = list(_related(model, rule, meant, expressions, problems))
             for position, layer in enumerate(meant):
-                if layer.name in found:
-                    problems.append(_twice(rule, pattern, found[layer.name]))
+                if layer.name in matches:
+                    problems.append(_twice(rule, pattern, matches[layer.name]))
                     break
                 partners = tuple(partner[position] for partner in related)
-                found[layer.name] = Match(layer, rule, partners)
+                matches[layer.name] = Match(layer, rule, partners)
     order = {layer.name: position for position, layer in enumerate(usable)}
-    return sorted(found.values(), key=lambda match: order[match.layer.name])
+    return sorted(matches.values(), key=lambda match: order[match.layer.name])
 
 
 def _related(

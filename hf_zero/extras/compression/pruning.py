@@ -38,7 +38,7 @@ from hf_zero.extras.compression.section import ActivationPolicy, PruningPolicy, 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What values of each group are rounded to: s * q + z, with q a whole number of [low, high].
+    """Grid that values of each group are rounded to: s * q + z, with q a whole number of [low, high].
 
     Attributes:
         scale, zero: (groups, 1), fp32; z is a multiple of s.
@@ -87,12 +87,12 @@ def quantized(
     """
     groups = values.detach().reshape(num_groups, -1).float()
     if bits == 1:
-        found = groups.sign() * groups.abs().mean(dim=1, keepdim=True)
+        rounded = groups.sign() * groups.abs().mean(dim=1, keepdim=True)
     elif bits == 2 and symmetric:
-        found = _ternary(groups)
+        rounded = _ternary(groups)
     else:
-        found = grid_of(groups, bits, symmetric=symmetric).rounded(groups, noise)
-    return found.view(values.shape).to(values.dtype)
+        rounded = grid_of(groups, bits, symmetric=symmetric).rounded(groups, noise)
+    return rounded.view(values.shape).to(values.dtype)
 
 
 def _ternary(groups: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ class _StraightThrough(torch.autograd.Function):
 
 def straight_through(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """`function(values)`, whose gradient goes to `values` unchanged."""
-    found: Tensor = _StraightThrough.apply(values, function)
-    return found
+    result: Tensor = _StraightThrough.apply(values, function)
+    return result
 
 
 @dataclass(slots=True, eq=False)
@@ -169,9 +169,9 @@ class WeightBits:
 
     def _rounded(self, weight: Tensor) -> Tensor:
         symmetric = self.policy.symmetric
-        found = quantized(weight, self.now.bits, self.num_groups, symmetric=symmetric, noise=self._noise(weight))
+        rounded = quantized(weight, self.now.bits, self.num_groups, symmetric=symmetric, noise=self._noise(weight))
         share = exact_share(self.policy.change_ratio, self.updates - self.now.since)
-        return found if share == 0.0 else torch.lerp(found, weight.detach(), share)
+        return rounded if share == 0.0 else torch.lerp(rounded, weight.detach(), share)
 
     def _noise(self, weight: Tensor) -> Tensor | None:
         if not self.policy.stochastic:
@@ -215,7 +215,7 @@ class ActivationBits:
         self.notes = not self.policy.dynamic and updates + 1 >= self.policy.offset
 
     def apply(self, inputs: Tensor) -> Tensor:
-        """What the layer gets in the place of its inputs."""
+        """The layer's inputs, quantised."""
         if not inputs.is_floating_point() or not inputs.numel():
             return inputs
         if self.notes and self.layer.module.training:
@@ -237,14 +237,16 @@ class ActivationBits:
 
     def _note(self, inputs: Tensor) -> None:
         low, high = torch.aminmax(inputs)
-        found = torch.stack([low, high]).float()
+        extremes = torch.stack([low, high]).float()
         if self.seen is None:
-            self.seen = found
+            self.seen = extremes
         else:
-            self.seen = torch.stack([torch.minimum(self.seen[0], found[0]), torch.maximum(self.seen[1], found[1])])
+            self.seen = torch.stack(
+                [torch.minimum(self.seen[0], extremes[0]), torch.maximum(self.seen[1], extremes[1])]
+            )
 
     def learn(self, low: float, high: float) -> None:
-        """All ranks together have seen inputs from `low` to `high`."""
+        """Learn that inputs over all ranks went from `low` to `high`."""
         device = self.seen.device if self.seen is not None else self.layer.parameter.device
         new = torch.tensor([low, high], dtype=torch.float32, device=device)
         self.range = new if self.range is None else OLD * self.range.to(device) + NEW * new
@@ -256,11 +258,11 @@ def learn_together(layers: Sequence[ActivationBits], collectives: Collectives) -
     if not noting:
         return
     nothing = torch.tensor([torch.inf, -torch.inf])
-    own = torch.stack([nothing if one.seen is None else one.seen.cpu() for one in noting])
-    for one, (low, high) in zip(noting, _extremes(own, collectives), strict=True):
+    own = torch.stack([nothing if activation.seen is None else activation.seen.cpu() for activation in noting])
+    for activation, (low, high) in zip(noting, _extremes(own, collectives), strict=True):
         if low <= high:
-            one.learn(low, high)
-        one.seen = None
+            activation.learn(low, high)
+        activation.seen = None
 
 
 def _extremes(own: Tensor, collectives: Collectives) -> list[tuple[float, float]]:
@@ -300,11 +302,11 @@ class Pruned(ABC):
 
     @abstractmethod
     def sizes(self, weight: Tensor) -> Tensor:
-        """What l1 goes by: one number per unit."""
+        """Magnitudes for l1: one number per unit."""
 
     @abstractmethod
     def scores_shape(self) -> tuple[int, ...]:
-        """Of the trained parameter, as DeepSpeed has it."""
+        """Shape of the trained parameter, as DeepSpeed has it."""
 
     @abstractmethod
     def weight_factor(self, mask: Tensor) -> Tensor:
@@ -414,8 +416,8 @@ class SnipWeights(SparseWeights):
 
     def follow(self, weight: Tensor, gradient: Tensor) -> None:
         """An update is about to be made with this gradient; both are whole."""
-        found = self._per_block((weight.detach().float() * gradient.float()).abs())
-        self.score = found if self.score is None else SCORE_KEPT * self.score.to(found.device) + found
+        score = self._per_block((weight.detach().float() * gradient.float()).abs())
+        self.score = score if self.score is None else SCORE_KEPT * self.score.to(score.device) + score
 
     def resume(self, score: Tensor | None, updates: int) -> None:
         """Go on from a checkpoint that was made after so many updates."""

@@ -22,7 +22,7 @@ _SNIP_ONLY = ("block_pattern", "dense_ratio", "schedule_offset_stride", "schedul
 
 
 def examine(config: Any) -> Examined:
-    """Of both sections."""
+    """Check both sections."""
     problems, remarks = [*_problems(config)], [*_advice(config)]
     policy = None if problems else compression_policy(config)
     return Examined(problems, remarks, policy if policy is not None and policy.is_on else None)
@@ -74,8 +74,8 @@ def _technique_problems(path: str, name: str, technique: Any) -> Iterator[Proble
 
 
 def _snip_problems(path: str, shared: Any) -> Iterator[Problem]:
-    found = BLOCK_PATTERN.fullmatch(shared.block_pattern)
-    if found is None or (found[2] == ":" and int(found[1]) >= int(found[3])):
+    match = BLOCK_PATTERN.fullmatch(shared.block_pattern)
+    if match is None or (match[2] == ":" and int(match[1]) >= int(match[3])):
         rule = 'must be "NxM", such as "4x1", or "N:M" with N below M, such as "2:4"'
         yield Problem(f"{path}.block_pattern", shared.block_pattern, rule, 'correct it, or remove the key ("4x1")')
     end = shared.schedule_offset_end

@@ -1,4 +1,4 @@
-"""What holds after how many updates: bits, ratios, and the masks that follow from them."""
+"""Schedules by number of updates: bits, ratios, and the masks that follow from them."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class _TopMask(torch.autograd.Function):
 
 def trained_mask(scores: Tensor, dense_ratio: float) -> Tensor:
     """The mask of the largest scores, through which they are trained."""
-    found: Tensor = _TopMask.apply(scores, dense_ratio)
-    return found
+    mask: Tensor = _TopMask.apply(scores, dense_ratio)
+    return mask
 
 
 def first_scores(sizes: Tensor, shape: torch.Size | tuple[int, ...], name: str) -> Tensor:
@@ -93,7 +93,7 @@ def first_scores(sizes: Tensor, shape: torch.Size | tuple[int, ...], name: str) 
     what is larger, so that the first mask is that of l1.
 
     Args:
-        sizes: what l1 goes by, in the order of the scores.
+        sizes: magnitudes for l1, in the order of the scores.
         name: of the module; the same numbers on all ranks.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

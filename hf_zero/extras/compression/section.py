@@ -84,7 +84,7 @@ class MixedQuantize(Section):
 
 
 class WeightShared(Section):
-    """What all groups of weight quantisation have in common."""
+    """Settings common to all groups of weight quantisation."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(0, _OFFSET, unit="updates")
@@ -122,7 +122,7 @@ class ActivationGroup(_Group):
 
 
 class ActivationShared(Section):
-    """What all groups of activation quantisation have in common."""
+    """Settings common to all groups of activation quantisation."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
@@ -152,7 +152,7 @@ class PruningGroup(_Group):
 
 
 class SparseShared(Section):
-    """What all groups of sparse pruning have in common."""
+    """Settings common to all groups of sparse pruning."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
@@ -178,7 +178,7 @@ class SparsePruning(Section):
 
 
 class PruningShared(Section):
-    """What all groups of a pruning technique have in common."""
+    """Settings common to all groups of a pruning technique."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
@@ -186,7 +186,7 @@ class PruningShared(Section):
 
 
 class HeadShared(Section):
-    """What all groups of head pruning have in common."""
+    """Settings common to all groups of head pruning."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
@@ -242,7 +242,7 @@ class Compression(Section):
 class Distillation(Section):
     """A loss that also pulls the model towards a teacher: our own; in DeepSpeed it is the script's."""
 
-    enabled: Flag = supported(True, "Without it the section asks for nothing.")
+    enabled: Flag = supported(True, "false: the section has no effect.")
     teacher: PathText | None = supported(None, "Folder of the teacher; unset: the model as it was before compression.")
     temperature: PositiveNumber = supported(1.0, "Divides logits before softmax.")
     label_weight: NonNegative = supported(1.0, "Factor of the model's own loss.")
@@ -409,15 +409,15 @@ def _pruning(section: Compression, name: str) -> PruningPolicy | None:
         num_heads = getattr(shared, "num_heads", None) or 0
         return PruningPolicy(offset=shared.schedule_offset, rules=rules, method=shared.method, num_heads=num_heads)
     everything = Rule(path=f"{ROOT}.{name}", modules=(EVERYTHING,), dense_ratio=shared.dense_ratio)
-    found = BLOCK_PATTERN.fullmatch(shared.block_pattern)
-    assert found is not None, "checked before"
-    pair = int(found[1]), int(found[3])
+    match = BLOCK_PATTERN.fullmatch(shared.block_pattern)
+    assert match is not None, "checked before"
+    pair = int(match[1]), int(match[3])
     return PruningPolicy(
         offset=shared.schedule_offset,
         rules=rules or (everything,),
         method=shared.method,
-        blocks=pair if found[2] == "x" else None,
-        n_of_m=pair if found[2] == ":" else None,
+        blocks=pair if match[2] == "x" else None,
+        n_of_m=pair if match[2] == ":" else None,
         stride=shared.schedule_offset_stride,
         end=shared.schedule_offset if shared.schedule_offset_end is None else shared.schedule_offset_end,
         excluded=tuple(shared.excluded_modules),

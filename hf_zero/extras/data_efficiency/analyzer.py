@@ -233,32 +233,32 @@ class DataAnalyzer:
         world.gather_objects("written")
 
     def _measured(self) -> list[tuple[Values, Values]]:
-        """Of every metric, what this worker's samples have, and their numbers."""
+        """By metric, the values of this worker's samples and their numbers."""
         first, last = _range(len(self._dataset), self._workers, self._worker)
         threads = self._only or range(self._threads)
         ranges = [_range(last - first, self._threads, thread) for thread in threads]
         with ThreadPoolExecutor(len(ranges)) as pool:
             parts = list(pool.map(lambda part: self._measure(first + part[0], first + part[1]), ranges))
         numbers = np.concatenate([self._ids(first + start, first + stop) for start, stop in ranges])
-        found = []
+        measured = []
         for number, (_, _, kind) in enumerate(self._metrics):
             mine = [part[number] for part in parts if len(part[number])]
-            found.append((_joined(mine, summed=kind == ACCUMULATED), numbers))
-        return found
+            measured.append((_joined(mine, summed=kind == ACCUMULATED), numbers))
+        return measured
 
     def _write(self, workers: Sequence[Any]) -> None:
         """The index files; `workers`: what each of them has measured."""
         for number, (name, _, kind) in enumerate(self._metrics):
             (self._folder / name).mkdir(parents=True, exist_ok=True)
             parts = [worker[number] for worker in workers]
-            values = [found for found, _ in parts if len(found)]
+            values = [part for part, _ in parts if len(part)]
             if kind == PER_SAMPLE:
                 write_metric(self._folder, name, np.concatenate(values), np.concatenate([ids for _, ids in parts]))
             else:
                 write_total(self._folder, name, np.sum(values, axis=0))
 
     def _measure(self, first: int, last: int) -> list[Values]:
-        found: list[list[Values]] = [[] for _ in self._metrics]
+        by_metric: list[list[Values]] = [[] for _ in self._metrics]
         for start in range(first, last, self._batch_size):
             rows = range(start, min(last, start + self._batch_size))
             batch = self._collate([self._dataset[row] for row in rows])
@@ -269,8 +269,8 @@ class DataAnalyzer:
                         f"metric {name!r} gave {len(values)} values for a batch of {len(rows)} samples: a "
                         f"{PER_SAMPLE} metric gives one for each"
                     )
-                found[number].append(values)
-        return [_joined(parts, summed=kind == ACCUMULATED) for parts, (_, _, kind) in zip(found, self._metrics)]
+                by_metric[number].append(values)
+        return [_joined(parts, summed=kind == ACCUMULATED) for parts, (_, _, kind) in zip(by_metric, self._metrics)]
 
     def _checked(self, number: int, name: str, given: Any) -> Values:
         values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)

@@ -28,10 +28,10 @@ def difficulty(policy: DifficultyPolicy, step: int) -> int:
         return _discrete(policy, step)
     assert policy.schedule in ("fixed_linear", "fixed_root"), "a custom schedule has a function of its own"
     share = (float(step) / policy.total_steps) ** (1.0 / policy.degree)
-    found: int = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
-    found -= found % policy.multiple
+    value: int = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
+    value -= value % policy.multiple
     first = -(-policy.minimum // policy.multiple) * policy.multiple
-    return min(max(found, first), policy.maximum)
+    return min(max(value, first), policy.maximum)
 
 
 def _discrete(policy: DifficultyPolicy, step: int) -> int:
@@ -49,7 +49,7 @@ class Difficulty:
         self.custom = custom
 
     def at(self, step: int) -> int:
-        """Of update `step`, from 1.
+        """The difficulty of update `step`, from 1.
 
         Raises:
             RuntimeError: a custom schedule without its function.
@@ -105,11 +105,11 @@ class CurriculumScheduler:
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> int:
-        """Of an update, whatever is current."""
+        """The difficulty of an update; the current one stays."""
         return self._difficulty.at(global_steps)
 
     def update_difficulty(self, global_steps: int) -> int:
-        """Of an update, which becomes the current one; at the maximum it stays."""
+        """The difficulty of an update, now current; at the maximum it stays."""
         if self.get_current_difficulty() < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.get_current_difficulty()

@@ -99,8 +99,8 @@ _MIX = 0x9E3779B97F4A7C15
 
 def kept_tokens(policy: RandomLTDPolicy, step: int) -> int:
     """Tokens that the layers keep in update `step`, from 0."""
-    found = math.floor(step / policy.total_steps * (policy.max_tokens - policy.min_tokens) + policy.min_tokens)
-    return min(found - found % policy.multiple, policy.max_tokens)
+    num_tokens = math.floor(step / policy.total_steps * (policy.max_tokens - policy.min_tokens) + policy.min_tokens)
+    return min(num_tokens - num_tokens % policy.multiple, policy.max_tokens)
 
 
 class RandomLTD(TrainingFeature):
@@ -129,7 +129,7 @@ class RandomLTD(TrainingFeature):
         return self._batch_size * (kept_tokens(self.policy, step) * self.num_layers + self.policy.max_tokens * dense)
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
-        """Of a whole training."""
+        """Layer tokens of the whole training."""
         return sum(self.layer_tokens(step) for step in range(train_iters))
 
     @property
@@ -215,7 +215,7 @@ def _put(hidden: Tensor, part: Tensor, indices: Tensor, dim: int) -> Tensor:
 
 
 def _gathered(value: Any, indices: Tensor, whole: int, *, is_mask: bool) -> Any:
-    """What belongs to positions, for the kept ones: position numbers and embeddings, masks of 2 and 4 dimensions."""
+    """Per-position arguments of the kept ones: position numbers and embeddings, masks of 2 and 4 dimensions."""
     if isinstance(value, tuple):
         return tuple(_gathered(entry, indices, whole, is_mask=is_mask) for entry in value)
     if not isinstance(value, Tensor):
@@ -309,7 +309,7 @@ def theta_at(policy: LayerDropSection, update: int) -> float:
 
 
 def keep_probability(theta: float, layer: int, num_layers: int) -> float:
-    """Of one layer, from 0."""
+    """Probability that a layer (from 0) is kept."""
     return 1.0 - layer * (1.0 - theta) / num_layers
 
 
@@ -328,11 +328,11 @@ class ProgressiveLayerDrop(TrainingFeature):
             self._wrapped.wrap(layer, self._around(number, layer))
 
     def get_theta(self) -> float:
-        """Of the update that is being made."""
+        """theta of the current update."""
         return theta_at(self.policy, self._progress.step + 1)
 
     def keeps(self, layer: int) -> bool:
-        """What is drawn for a layer in the forward under way; the same whenever it is asked."""
+        """Whether a layer runs in the forward under way; the same at each call."""
         probability = keep_probability(self.get_theta(), layer, self.num_layers)
         draw = random.Random(f"{self._progress.step} {self._progress.micro_step} {layer}")
         return draw.random() < probability

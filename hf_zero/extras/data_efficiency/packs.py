@@ -149,12 +149,12 @@ def batch_by_seqlens(
     )
     numbers = list(range(len(seqlens))) if sequence_ids_per_mb is None else [int(n) for n in sequence_ids_per_mb]
     lengths = [int(seqlens[number]) for number in numbers]
-    found = pack(lengths, numbers, policy, effective_batch_size, alike=required_microbatches_of_same_size)
-    packs = [(place // found.per_update, samples) for place, samples in enumerate(found.packs)]
+    packing = pack(lengths, numbers, policy, effective_batch_size, alike=required_microbatches_of_same_size)
+    packs = [(place // packing.per_update, samples) for place, samples in enumerate(packing.packs)]
     if verbose:
-        for update, (samples, longest) in enumerate(zip(found.samples, found.longest)):
+        for update, (samples, longest) in enumerate(zip(packing.samples, packing.longest)):
             logger.info("update %d: %d samples, the longest of %d tokens", update, samples, longest)
-    return packs, found.samples, found.longest
+    return packs, packing.samples, packing.longest
 
 
 def scale_lr(base_batch_size: int, batch_size: int, base_lr: Any = 1, method: str | None = "linear") -> Any:

@@ -146,8 +146,8 @@ class SampleStream:
     def batch(self) -> Ids:
         """The samples of the next update, in the order of micro-batches and ranks."""
         step = self.step
-        found = self._draw()
-        mixed: Ids = found[np.random.default_rng((self.policy.seed, _OF_UPDATE, step, 1)).permutation(len(found))]
+        drawn = self._draw()
+        mixed: Ids = drawn[np.random.default_rng((self.policy.seed, _OF_UPDATE, step, 1)).permutation(len(drawn))]
         return mixed
 
     def _restart(self) -> None:
@@ -185,12 +185,12 @@ class SampleStream:
             )
 
     def _easy_enough(self, now: Mapping[str, int]) -> NDArray[np.bool_]:
-        found = np.ones(self.num_samples, bool)
+        allowed = np.ones(self.num_samples, bool)
         for admission in self._admissions:
             mine = np.zeros(self.num_samples, bool)
             mine[admission.samples(now[admission.metric.name])] = True
-            found &= mine
-        return found
+            allowed &= mine
+        return allowed
 
 
 def _within(counts: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
@@ -209,7 +209,7 @@ def _within(counts: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
 
 
 def rank_part(batch: Sequence[int] | Ids, micro_step: int, micro_size: int, world: int, rank: int) -> list[int]:
-    """What one rank sees of an update in one of its forwards."""
+    """One rank's samples of an update in one of its forwards."""
     start = (micro_step * world + rank) * micro_size
     return [int(sample) for sample in batch[start : start + micro_size]]
 
@@ -284,7 +284,7 @@ KEYWORD = "curriculum_seqlen"
 
 
 class LengthCurriculum(TrainingFeature):
-    """Cuts batches where they leave the loader and, for loops of one's own, before the model's forward.
+    """Cuts batches where they leave the loader and, in custom loops, before the model's forward.
 
     A model whose forward takes `curriculum_seqlen` gets the length and cuts by itself, as with DeepSpeed.
     """
@@ -316,7 +316,7 @@ class LengthCurriculum(TrainingFeature):
         self.difficulty.custom = function
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Nothing has to be kept: the length follows from the number of updates."""
+        """None: the length follows from the number of updates."""
         return {"schedule": self.difficulty.policy.schedule, "max_difficulty": self.difficulty.policy.maximum}
 
 
@@ -359,12 +359,12 @@ class SampledCurriculumFeature(TrainingFeature):
 
     def stream(self, num_samples: int, batch_size: int) -> SampleStream:
         """A stream of the section's, with this training's functions."""
-        made = SampleStream(self.policy, num_samples, batch_size)
+        stream = SampleStream(self.policy, num_samples, batch_size)
         custom = {name: s.custom for name, s in self.schedules.items() if s.custom is not None}
         if custom:
-            made.set_custom(custom)
-        self.streams.append(made)
-        return made
+            stream.set_custom(custom)
+        self.streams.append(stream)
+        return stream
 
     def loader_options(self, draw: Draw) -> dict[str, Any]:
         options: dict[str, Any] = {"num_workers": self.policy.num_workers}
@@ -375,7 +375,7 @@ class SampledCurriculumFeature(TrainingFeature):
         return options
 
     def on_batch(self, progress: Progress, batch: Any) -> Any:
-        """What the metrics of lengths, and then the user's function, make of a training batch."""
+        """A training batch after the metrics of lengths, and then the user's function."""
         now = self.current(progress)
         if TRUNCATE in now and isinstance(batch, Mapping):
             batch = truncate(batch, now[TRUNCATE])
@@ -386,7 +386,7 @@ class SampledCurriculumFeature(TrainingFeature):
         return batch
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Loops of one's own get cut batches, too; only the loader can fold them or call the user's function."""
+        """Custom loops get cut batches, too; only the loader can fold them or call the user's function."""
         if progress.training and TRUNCATE in self.schedules:
             return truncate(keywords, self.current(progress)[TRUNCATE])
         return keywords
@@ -504,7 +504,7 @@ def sampled_curriculum_of(_model: nn.Module, resolved: Resolved) -> TrainingFeat
 
 
 def sampler_for(raw: Mapping[str, Any], num_samples: int, batch_size: int) -> StreamSampler | None:
-    """What a loader of the training data draws by; None where the config leaves it alone.
+    """The sampler of a loader of training data; None where the config leaves it alone.
 
     Raises:
         ConfigError: of the section; ValueError: the analyzer's files do not go with the data, or the loader is one of

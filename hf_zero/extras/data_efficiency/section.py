@@ -97,15 +97,15 @@ class SampledCurriculum(Section):
 
 
 class DynamicBatching(Section):
-    """Batches of about as many tokens, in loops of one's own: docs/data_efficiency.md names the call."""
+    """Batches of about equally many tokens, in custom loops: docs/data_efficiency.md names the call."""
 
     enabled: Flag = supported(False, "Make batches by tokens.")
     max_tokens: Positive | None = supported(None, "Most tokens of a pack; needed.", unit="tokens")
     metrics_path: PathText | None = supported(None, "Folder with the analyzer's metric seqlen.")
-    lr_scaling_method: Scaling = supported("linear", "Of the learning rate, with an update's samples.")
+    lr_scaling_method: Scaling = supported("linear", "Scaling of the learning rate with an update's samples.")
     min_batch_size: Positive = supported(1, "Fewest samples of a pack.", unit="samples")
     max_batch_size: Positive | None = supported(None, "Most samples of a pack.", unit="samples")
-    sequence_picking_order: PickingOrder = supported("dataloader", "Of the samples; random draws anew per epoch.")
+    sequence_picking_order: PickingOrder = supported("dataloader", "Order of the samples; random draws anew per epoch.")
     verbose: Flag = supported(False, "Log the learning rate of every update.")
 
 
@@ -115,7 +115,7 @@ class DataSampling(Section):
     enabled: Flag | None = supported(None, "false switches off all that is in the section.")
     num_epochs: Positive = supported(1000, "A loader of ours ends after so many times the data.", unit="epochs")
     num_workers: Count = supported(0, "Workers of a loader of ours.")
-    pin_memory: Flag = supported(False, "Of the loader of dynamic_batching; others decide by the device.")
+    pin_memory: Flag = supported(False, "Page-lock batches of dynamic_batching; other loaders decide by the device.")
     curriculum_learning: SampledCurriculum | None = detail(None, "By metrics.")
     dynamic_batching: DynamicBatching | None = detail(None, "Batches by tokens.")
 
@@ -173,7 +173,7 @@ class DataEfficiency(Section):
     """Sampling and token dropping."""
 
     enabled: Flag | None = supported(None, "false switches off all that is in the section.")
-    seed: Count = supported(1234, "Of all that is drawn by chance here.")
+    seed: Count = supported(1234, "Seed of all random draws here.")
     data_sampling: DataSampling | None = detail(None, "Which samples.")
     data_routing: DataRouting | None = detail(None, "Which layers.")
 
@@ -290,6 +290,6 @@ class DataPolicy:
 
 
 def data_policy(resolved: Resolved) -> DataPolicy:
-    """What a config asks of data efficiency."""
-    found: DataPolicy = resolved.extras.get("data_efficiency", DataPolicy())
-    return found
+    """The config's policy of data efficiency."""
+    policy: DataPolicy = resolved.extras.get("data_efficiency", DataPolicy())
+    return policy

@@ -1,4 +1,4 @@
-"""Loaders and learning rates for batches by tokens, under DeepSpeed's names, in loops of one's own.
+"""Loaders and learning rates for batches by tokens, under DeepSpeed's names, in custom loops.
 
 loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(dataset, engine, lengths)
 engine.training_dataloader, engine.lr_scheduler = loader, scheduler

@@ -259,12 +259,12 @@ def _checked(section: object) -> ElasticRule:
 
 
 def _world_size() -> int:
-    given = os.environ.get("WORLD_SIZE", "")
-    if not given.isdecimal() or not int(given):
+    text = os.environ.get("WORLD_SIZE", "")
+    if not text.isdecimal() or not int(text):
         raise ElasticityConfigError(
-            f"elasticity 0.2 needs the number of ranks: give world_size=, or set WORLD_SIZE (it is {given!r})"
+            f"elasticity 0.2 needs the number of ranks: give world_size=, or set WORLD_SIZE (it is {text!r})"
         )
-    return int(given)
+    return int(text)
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any]) -> None:
@@ -289,7 +289,7 @@ class Elasticity(Section):
     micro_batch_sizes: list[Positive] | None = supported(None, "Samples per forward to choose from.", unit="samples")
     min_gpus: Positive = supported(1, "Ranks at least.")
     max_gpus: Positive = supported(10000, "Ranks at most.")
-    min_time: Count = ignored(0, "For a scheduler.", why="nothing reads it, in DeepSpeed neither", unit="minutes")
+    min_time: Count = ignored(0, "For a scheduler.", why="nothing reads it, nor in DeepSpeed", unit="minutes")
     version: PositiveNumber = supported(0.2, "0.1: any number of ranks; 0.2: whole nodes.")
     prefer_larger_batch: Flag = supported(True, "Of equally good batch sizes take the larger.")
     ignore_non_elastic_batch_info: Flag = supported(False, "Batch sizes written beside the section do not matter.")
@@ -346,8 +346,8 @@ def scheduler_problems(rule: ElasticRule) -> Iterator[Problem]:
     try:
         scheduled = Elasticity.model_validate({"enabled": True, **json.loads(seen)})
     except (ValueError, TypeError) as error:
-        said = str(error).splitlines()[0]
-        yield Problem("elasticity", seen, f"{SCHEDULERS} must hold the section as JSON ({said})", fix)
+        reason = str(error).splitlines()[0]
+        yield Problem("elasticity", seen, f"{SCHEDULERS} must hold the section as JSON ({reason})", fix)
         return
     theirs, problems = rule_of(scheduled)
     if theirs is None:

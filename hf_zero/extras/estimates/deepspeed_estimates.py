@@ -153,7 +153,7 @@ def _numel(parameter: nn.Parameter) -> int:
 
 
 def _memory(parameter: nn.Parameter) -> tuple[str, int]:
-    """What tells two parameters apart."""
+    """The memory of a parameter, which tells two apart."""
     if of(parameter) is not None or parameter.is_meta or parameter.data_ptr() == 0:
         return "object", id(parameter)
     return "address", parameter.data_ptr()

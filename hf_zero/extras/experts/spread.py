@@ -39,7 +39,7 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 def through_experts(
     group: Collectives, hidden: Tensor, chosen: Tensor, weights: Tensor, compute: Compute, *, own: int, trains: bool
 ) -> Tensor:
-    """What the experts of all ranks of `group` make of this rank's tokens, in the shape of `hidden`. Collective, and in
+    """The output of all ranks' experts for this rank's tokens, in the shape of `hidden`. Collective, and in
     backward again.
 
     Args:
@@ -50,7 +50,7 @@ def through_experts(
         own: how many these are; rank r has those from r * own on.
         trains: whether they want gradients.
 
-    On the meta device, where nobody knows the way of a token, as many go to each rank.
+    On the meta device, where routes are unknown, as many tokens go to each rank.
     """
     tokens, k = chosen.shape
     flat = chosen.reshape(-1)
@@ -66,18 +66,18 @@ def through_experts(
     if trains and torch.is_grad_enabled() and not rows.requires_grad:
         rows.requires_grad_()  # all ranks of the group meet in backward, also those to which no token has come
     arrived = _travel(group, rows, away, here)
-    made = arrived  # as it is where nothing has come, which keeps it in the graph
+    outputs = arrived  # as it is where nothing has come, which keeps it in the graph
     if len(arrived):
         experts = torch.arange(own, device=flat.device).repeat(group.size)
         numbers = experts.repeat_interleave(received, output_size=len(arrived))
-        made = compute(arrived, numbers.unsqueeze(1), weights.new_ones(len(arrived), 1)).to(arrived.dtype)
-    returned = _travel(group, made, here, away)
+        outputs = compute(arrived, numbers.unsqueeze(1), weights.new_ones(len(arrived), 1)).to(arrived.dtype)
+    returned = _travel(group, outputs, here, away)
     by_token = returned[torch.argsort(order)].view(tokens, k, -1)
     return (by_token * weights.reshape(tokens, k, 1)).sum(1).to(hidden.dtype).view(hidden.shape)
 
 
 def _travel(group: Collectives, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Of `rows` [n, hidden] the first `sent[0]` go to the first rank, and so on; returns what all have sent here."""
+    """Send the first `sent[0]` of `rows` [n, hidden] to the first rank, and so on; returns what has arrived here."""
     return cast("Tensor", _Travel.apply(group, rows, tuple(sent), tuple(received)))
 
 
@@ -133,13 +133,13 @@ def spread(model: nn.Module, group: Collectives, device: torch.device) -> None:
     Raises:
         ValueError: the model has no packed experts, or not as many as can be dealt out.
     """
-    found = [(name, module) for name, module in model.named_modules() if _is_packed(module)]
-    if not found:
+    packed = [(name, module) for name, module in model.named_modules() if _is_packed(module)]
+    if not packed:
         raise ValueError(
             f"{type(model).__name__} has no packed experts of transformers (one tensor for all experts of a layer); "
             "modules of single experts are not spread"
         )
-    for name, module in found:
+    for name, module in packed:
         if isinstance(module, SpreadExperts):
             if module.expert_group.ranks != group.ranks:
                 raise ValueError(f"the experts of {name} have been spread over ranks {module.expert_group.ranks}")
@@ -150,7 +150,7 @@ def spread(model: nn.Module, group: Collectives, device: torch.device) -> None:
         for wrapper in around:
             unpartition(wrapper)
         _spread(module, around, group, device)
-    logger.info("expert parallelism: the experts of %d layers are spread over %d ranks", len(found), group.size)
+    logger.info("expert parallelism: the experts of %d layers are spread over %d ranks", len(packed), group.size)
 
 
 def _is_packed(module: nn.Module) -> bool:
@@ -161,9 +161,9 @@ def _check(name: str, module: Any, size: int) -> None:
     if module.num_experts % size:
         rule = f"experts = ranks x experts per rank does not hold: {module.num_experts} != {size} x n"
         raise ValueError(f"{name}: {rule}")
-    given = list(inspect.signature(module.forward).parameters)
-    if len(given) != 3:
-        raise ValueError(f"{name}: experts that take {', '.join(given)} are not known")
+    parameters = list(inspect.signature(module.forward).parameters)
+    if len(parameters) != 3:
+        raise ValueError(f"{name}: experts that take {', '.join(parameters)} are not known")
     for own, parameter in module.named_parameters(recurse=False):
         if not parameter.is_floating_point():
             raise ValueError(f"{name}.{own} is of {parameter.dtype}: load the model without quantization_config")

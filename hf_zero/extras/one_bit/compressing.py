@@ -1,6 +1,6 @@
-"""What the 1-bit optimizers share: a phase that is counted in updates, and momentum that travels at one bit.
+"""Common code of the 1-bit optimizers: a warm-up counted in updates, and momentum sent at one bit per element.
 
-Until a given update they are an ordinary optimizer on reduced gradients. From then on ranks no longer reduce gradients:
+Until a given update they are ordinary optimizers on reduced gradients. From then on ranks no longer reduce gradients:
 each adds its own to the momentum, and the momentum is averaged by `hf_zero.comm.compressed_mean`.
 """
 
@@ -49,8 +49,8 @@ class CompressingOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         refuse_amsgrad(name, amsgrad)
         if eps_inside_sqrt or bias_correction:
-            given = "eps_inside_sqrt" if eps_inside_sqrt else "bias_correction"
-            raise ValueError(f"{name}({given}=True): the published algorithm has none; leave it out")
+            option = "eps_inside_sqrt" if eps_inside_sqrt else "bias_correction"
+            raise ValueError(f"{name}({option}=True): the published algorithm has none; leave it out")
         if max_grad_norm:
             raise ValueError(f"{name}(max_grad_norm={max_grad_norm}): set gradient_clipping in ds.json instead")
         rates = {key: defaults[key] for key in ("lr", "eps", "weight_decay")}
@@ -139,7 +139,7 @@ class CompressingUpdater(Updater):
         return [Interval(run.start, run.stop) for run in with_padding(runs, sub_group)]
 
     def vectors(self, sub_group: SubGroup, gradient: Tensor, states: Sequence[str]) -> Vectors:
-        """What a kernel gets for one sub-group."""
+        """Inputs of a kernel for one sub-group."""
         state = self.state_of(sub_group)
         return Vectors(sub_group.master, gradient, tuple(state[name].view(-1) for name in states), sub_group.lp_param)
 
@@ -196,7 +196,7 @@ class CompressingUpdater(Updater):
 
 
 def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]) -> Traits:
-    """Of an optimizer that averages gradients itself, whole: not every stage has them so."""
+    """For an optimizer that averages whole gradients itself: not every stage has them whole."""
 
     def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
         assert ranks is not None, "averaging needs the other ranks"

@@ -33,6 +33,7 @@ from hf_zero.kernels.frozen_adam import frozen_adam, preconditioned
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
 from hf_zero.kernels.vectors import fp32_chunks
 from hf_zero.layout import Piece
+from hf_zero.optim.lamb import rule_of
 from hf_zero.optim.traits import Traits
 from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
 
@@ -199,16 +200,7 @@ class OneBitLambUpdater(CompressingUpdater):
 
     def _rule(self, sub_group: SubGroup) -> LambRule:
         group = self.optimizer.param_groups[sub_group.group]
-        return LambRule(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            max_coeff=group["max_coeff"],
-            min_coeff=group["min_coeff"],
-            bias_correction=False,
-        )
+        return rule_of({**group, "bias_correction": False, "eps_inside_sqrt": False})
 
     def _pieces(self, sub_group: SubGroup, gradients: StepGradients) -> list[Piece]:
         return [piece for piece in sub_group.pieces if piece.parameter in gradients.used]

@@ -229,7 +229,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         self._moved.clear()
 
     def _synchronise(self, sub_group: SubGroup) -> None:
-        """All ranks at the same weights again: from the last common ones by the mean of what each has moved."""
+        """Bring all ranks to the same weights: from the last common ones by the mean of their moves."""
         state = self.state_of(sub_group)
         group, bucket = self.optimizer.param_groups[sub_group.group], self.bucket(sub_group)
         common, root = state[COMMON].view(-1), state[VARIANCE].view(-1).sqrt()

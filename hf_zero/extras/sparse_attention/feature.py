@@ -1,4 +1,4 @@
-"""The section `sparse_attention`, made true for a model of transformers."""
+"""The section `sparse_attention`, applied to a transformers model."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def pattern_of(policy: SparseAttentionPolicy, num_heads: int) -> SparsityConfig:
     settings = {name: getattr(policy, name) for name in names.split()}
     if policy.mode != "local_sliding_window":  # its heads are all alike
         settings["different_layout_per_head"] = policy.different_layout_per_head
-    found: SparsityConfig = kind(num_heads, block=policy.block, **settings)
-    return found
+    pattern: SparsityConfig = kind(num_heads, block=policy.block, **settings)
+    return pattern
 
 
 def sparse_attention_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:

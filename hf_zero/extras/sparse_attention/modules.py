@@ -136,8 +136,8 @@ class BertSparseSelfAttention(nn.Module):
             for project in (self.query, self.key, self.value)
         )
         padding = None if attention_mask is None else attention_mask.reshape(attention_mask.shape[0], -1)
-        found = self.sparse_self_attention(query, key, value, key_padding_mask=padding)
-        mixed: Tensor = found.transpose(1, 2).flatten(2)
+        attended = self.sparse_self_attention(query, key, value, key_padding_mask=padding)
+        mixed: Tensor = attended.transpose(1, 2).flatten(2)
         return mixed
 
 
@@ -252,10 +252,10 @@ class SparseAttentionUtils:
 
         Our attention needs no padding; this is for models that do.
         """
-        given = input_ids if input_ids is not None else inputs_embeds
-        if given is None:
+        inputs = input_ids if input_ids is not None else inputs_embeds
+        if inputs is None:
             raise ValueError("pad_to_block_size: give input_ids or inputs_embeds")
-        missing = -given.shape[1] % block_size
+        missing = -inputs.shape[1] % block_size
         if not missing:
             return 0, input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds
         if inputs_embeds is not None:

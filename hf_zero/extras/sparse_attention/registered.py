@@ -71,10 +71,10 @@ class SparseMask:
                     f"the layouts are for {sparsity.num_heads} heads, and the model has {num_heads} heads of "
                     "queries: set num_heads, or switch different_layout_per_head off"
                 )
-            found = sparsity.head_rows(-(-self.length // sparsity.block))
-            trimmed = tuple(self._trimmed(layout, sparsity.block) for layout in dict.fromkeys(found))
-            by_layout = dict(zip(dict.fromkeys(found), trimmed))
-            known = self._layouts[id(sparsity)] = (sparsity, tuple(by_layout[layout] for layout in found))
+            layouts = sparsity.head_rows(-(-self.length // sparsity.block))
+            trimmed = tuple(self._trimmed(layout, sparsity.block) for layout in dict.fromkeys(layouts))
+            by_layout = dict(zip(dict.fromkeys(layouts), trimmed))
+            known = self._layouts[id(sparsity)] = (sparsity, tuple(by_layout[layout] for layout in layouts))
         return known[1]
 
     def allowed(self, queries: Tensor, keys: Tensor, _heads: tuple[int, ...] = ()) -> Tensor:
@@ -185,7 +185,7 @@ def sparse_mask(
     from transformers.masking_utils import and_masks, padding_mask_function, prepare_padding_mask, sdpa_mask
 
     def dense(**changes: Any) -> Tensor | None:
-        told = {**more, **changes}
+        arguments = {**more, **changes}
         answer: Tensor | None = sdpa_mask(
             batch_size=batch_size,
             q_length=q_length,
@@ -195,7 +195,7 @@ def sparse_mask(
             mask_function=mask_function,
             attention_mask=attention_mask,
             device=device,
-            **told,
+            **arguments,
         )
         return answer
 
@@ -250,7 +250,7 @@ def sparse_attention_forward(
         and position_bias is None
         and gathered.fits(sparsity.block)
     ):
-        found = gathered.flex(query, key, value, mask.flex(sparsity, heads), scaling)
+        output = gathered.flex(query, key, value, mask.flex(sparsity, heads), scaling)
     else:
         rules = Rules(
             allowed=mask.allowed,
@@ -259,8 +259,8 @@ def sparse_attention_forward(
             dropout=dropout,
             kept=mask.kept if position_bias is None else None,
         )
-        found = gathered_attention(query, key, value, mask.plan(sparsity, heads), rules)
-    return found.transpose(1, 2).contiguous(), None
+        output = gathered_attention(query, key, value, mask.plan(sparsity, heads), rules)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _refuse(module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -270,10 +270,10 @@ def _refuse(module: nn.Module, arguments: dict[str, Any]) -> None:
             "section in the config, or call "
             "hf_zero.extras.sparse_attention.registered.attach(model, FixedSparsityConfig(num_heads=...))"
         )
-    given = [name for name in _UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
-    if given:
+    names = [name for name in _UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
+    if names:
         raise NotImplementedError(
-            f"{type(module).__name__} asks attention for {', '.join(given)}, which sparse attention does not have: "
+            f"{type(module).__name__} asks attention for {', '.join(names)}, which sparse attention does not have: "
             'remove the sparse_attention section and take attn_implementation="eager"'
         )
 
@@ -313,7 +313,7 @@ def _dense(module: nn.Module, *arguments: Any) -> tuple[Tensor, None]:
         mask = mask.dense()
     if position_bias is not None:
         more = {**more, "position_bias": position_bias}
-    found: tuple[Tensor, None] = sdpa_attention_forward(
+    output: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
     )
-    return found
+    return output

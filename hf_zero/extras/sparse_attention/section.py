@@ -86,20 +86,20 @@ def examine(config: Any) -> Examined:
     section: SparseAttention | None = config.sparse_attention
     if section is None or not section.model_fields_set:
         return Examined()
-    found = Examined()
+    examined = Examined()
     read = PATTERN_KEYS[section.mode] | _COMMON
     for name in sorted(section.model_fields_set - read):
         text, path = f"no effect with mode {section.mode}", ("sparse_attention", name)
-        found.remarks.append(Remark(".".join(path), text, getattr(section, name), edit=Edit(path)))
+        examined.remarks.append(Remark(".".join(path), text, getattr(section, name), edit=Edit(path)))
     problems = list(_pattern_problems(section))
-    found.problems += problems
+    examined.problems += problems
     if problems:
-        return found
+        return examined
     values: dict[str, Any] = {name: getattr(section, name) for name in read}
     for name in (name for name, value in values.items() if isinstance(value, list)):
         values[name] = tuple(values[name])
-    found.policy = SparseAttentionPolicy(**values)
-    return found
+    examined.policy = SparseAttentionPolicy(**values)
+    return examined
 
 
 def _pattern_problems(section: SparseAttention) -> Iterator[Problem]:

@@ -145,7 +145,7 @@ _WORDS = ("unidirectional", "bidirectional")
 
 
 class SparsityConfig:
-    """What all patterns have in common.
+    """Base class of all patterns.
 
     Args:
         num_heads: heads of the queries.
@@ -171,7 +171,7 @@ class SparsityConfig:
         )
 
     def least_blocks(self) -> int:
-        """Fewer blocks than this the pattern does not fit into."""
+        """The fewest blocks that the pattern fits into."""
         return 1
 
     def head_rows(self, num_blocks: int) -> list[Layout]:
@@ -180,10 +180,10 @@ class SparsityConfig:
         Unlike `make_layout` this is for sequences of any length.
         """
         whole = max(num_blocks, self.least_blocks())
-        found = [self.rows(whole, head) for head in range(self.num_layout_heads)]
+        layouts = [self.rows(whole, head) for head in range(self.num_layout_heads)]
         if whole == num_blocks:
-            return found
-        return [tuple(tuple(k for k in row if k < num_blocks) for row in rows[:num_blocks]) for rows in found]
+            return layouts
+        return [tuple(tuple(k for k in row if k < num_blocks) for row in rows[:num_blocks]) for rows in layouts]
 
     def make_layout(self, seq_len: int) -> Tensor:
         """int64 [num_heads, seq_len / block, seq_len / block]: 1 where a block of keys is seen."""
@@ -217,7 +217,7 @@ class SparsityConfig:
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """Nothing is left out."""
+    """Every block is computed."""
 
     def rows(self, num_blocks: int, head: int = 0) -> Layout:
         return dense(num_blocks)

@@ -1,1 +1,1 @@
-"""What DeepSpeed's own modules offer beside the engine: accelerator, groups, logging, command-line flags, utilities."""
+"""DeepSpeed's modules beside the engine: accelerator, groups, logging, command-line flags, utilities."""

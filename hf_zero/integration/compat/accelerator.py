@@ -22,7 +22,7 @@ from hf_zero.integration.compat.kinds import builder_named
 class HostRuntime:
     """One device that is always there and done. Memory is that of this process; streams are torch.cpu's.
 
-    Sizes are bytes; the peak is the most there was whenever somebody asked.
+    Sizes are bytes; the peak is the highest value at any query.
     """
 
     manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
@@ -47,7 +47,7 @@ class HostRuntime:
         return 0
 
     def nothing(self, device: object = None) -> None:
-        """What a device needs and a CPU does not."""
+        """A no-op: devices need it, a CPU does not."""
 
     set_device = synchronize = empty_cache = nothing
 
@@ -94,7 +94,7 @@ class DeepSpeedAccelerator:
 
 
 class Accelerator(DeepSpeedAccelerator):
-    """One kind of device ("cuda", "cpu", ...); questions that a CPU has no answer to get a harmless one.
+    """One kind of device ("cuda", "cpu", ...); queries that mean nothing on a CPU get a harmless answer.
 
     Sizes are bytes. Methods of one expression are in `_ANSWERS` below.
     """
@@ -148,7 +148,7 @@ class Accelerator(DeepSpeedAccelerator):
         return self.pin_empty(*tensor.shape, dtype=dtype or tensor.dtype, device=device)
 
     def register_host_memory(self, address: int, num_bytes: int) -> None:
-        """Page-lock memory that somebody else has allocated."""
+        """Page-lock memory allocated elsewhere."""
         if self._is_cuda:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0)))
 
@@ -157,15 +157,15 @@ class Accelerator(DeepSpeedAccelerator):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
     def _probe(self, name: str, otherwise: bool) -> bool:
-        """What torch's module for the device says, if it has the question."""
+        """The answer of torch's module for the device, if it has that function."""
         probe = getattr(self._runtime, name, None)
         return otherwise if probe is None else bool(probe())
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """Dtypes that models train in."""
-        found = [torch.float32]
-        found += [torch.float16] if self.is_fp16_supported() else []
-        return found + ([torch.bfloat16] if self.is_bf16_supported() else [])
+        dtypes = [torch.float32]
+        dtypes += [torch.float16] if self.is_fp16_supported() else []
+        return dtypes + ([torch.bfloat16] if self.is_bf16_supported() else [])
 
     def __getattr__(self, name: str) -> Any:
         """`FloatTensor`, `HalfTensor` and their kin: the constructors that torch still has, for this device."""
@@ -178,7 +178,7 @@ class Accelerator(DeepSpeedAccelerator):
         return self._runtime.graph(graph, pool, stream) if self._is_cuda else nullcontext()
 
     def set_compile_backend(self, backend: str) -> None:
-        """What `torch.compile` should use, for callers that ask `get_compile_backend`."""
+        """Set the back-end of `torch.compile` for callers of `get_compile_backend`."""
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
             raise ValueError(f"set_compile_backend({backend!r}): torch.compile knows {', '.join(known)}")
@@ -280,8 +280,8 @@ def _kind(name: str) -> Any:
     def __init__(self: Accelerator) -> None:
         Accelerator.__init__(self, name)
 
-    made = {"__init__": __init__, "__module__": __name__}
-    return type(f"{name.upper()}_Accelerator", (Accelerator,), made)
+    members = {"__init__": __init__, "__module__": __name__}
+    return type(f"{name.upper()}_Accelerator", (Accelerator,), members)
 
 
 _CLASSES = {name: _kind(name) for name in ("cpu", "cuda", "xpu", "npu", "hpu")}
@@ -290,20 +290,20 @@ _chosen: list[Any] = []  # at most one
 
 
 def get_accelerator() -> Any:
-    """What `set_accelerator` has set; else the accelerator that torch was built for, if it is present; else the CPU."""
+    """The one given to `set_accelerator`; else the accelerator that torch was built for, if present; else the CPU."""
     if not _chosen:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         # Apple's mps has no process group backend; training with several processes is not possible there.
-        kind = "cpu" if found is None or found.type == "mps" else found.type
+        kind = "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
         _chosen.append(_CLASSES[kind]() if kind in _CLASSES else Accelerator(kind))
     return _chosen[0]
 
 
 def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
-    """What callers of `get_accelerator` get from now on. The engine itself asks torch, not this object.
+    """Set the result of `get_accelerator`. The engine itself asks torch, not this object.
 
     Raises:
-        TypeError: for what is no DeepSpeedAccelerator.
+        TypeError: for anything but a DeepSpeedAccelerator.
     """
     if not isinstance(accelerator, DeepSpeedAccelerator):
         raise TypeError(f"set_accelerator({accelerator!r}): not a DeepSpeedAccelerator")

@@ -213,7 +213,7 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """As `configure`'s partition_activations, from now on."""
+    """Set `configure`'s partition_activations."""
     if partition_activation and _calls().group is None:
         warning_once(
             "partition_activations_in_checkpoint(True) has no effect: deepspeed.checkpointing.configure has been given "

@@ -119,7 +119,7 @@ def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
 
 
 class DeepSpeedConfig(ConfigView):
-    """What a config means for the ranks of this job, as attributes: see ConfigView."""
+    """A config for the ranks of this job, as attributes: see ConfigView."""
 
     def __init__(self, config: object, mpu: Any = None, mesh_device: Any = None) -> None:
         """
@@ -153,10 +153,10 @@ def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: s
     Raises:
         FileNotFoundError: when there is none.
     """
-    found = sorted((str(path) for path in Path(checkpoint_dir).glob(glob_pattern)), key=_natural)
-    if not found:
+    files = sorted((str(path) for path in Path(checkpoint_dir).glob(glob_pattern)), key=_natural)
+    if not files:
         raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
-    return found
+    return files
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:
@@ -207,7 +207,7 @@ class CheckpointEngine:
         self.config_params = config_params
 
     def create(self, info: Any) -> None:
-        """Announced by callers before they save; nothing has to be prepared."""
+        """A no-op that callers announce saves with."""
 
     def makedirs(self, path: str | os.PathLike[str], exist_ok: bool = False) -> None:
         os.makedirs(path, exist_ok=exist_ok)
@@ -216,11 +216,11 @@ class CheckpointEngine:
         torch.save(state_dict, path)
 
     def load(self, path: str | os.PathLike[str], map_location: Any = None) -> Any:
-        """What a file holds. It is unpickled as DeepSpeed does it: read only files that you trust."""
+        """Content of a file, unpickled as DeepSpeed does it: read only files that you trust."""
         return torch.load(path, map_location=map_location, weights_only=False)
 
     def commit(self, info: Any) -> bool:
-        """What was saved is on disk when `save` returns."""
+        """A no-op: what was saved is on disk when `save` returns."""
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
@@ -230,13 +230,13 @@ class CheckpointEngine:
         return False
 
     def set_commit_info(self, info: Any) -> None:
-        """Nothing is committed later."""
+        """A no-op: nothing is committed later."""
 
     def get_commit_info(self) -> None:
         return None
 
     def cleanup(self) -> None:
-        """Nothing is left behind."""
+        """A no-op: no files are left behind."""
 
     def preserves_storage_sharing(self) -> bool:
         return True

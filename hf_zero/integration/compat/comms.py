@@ -56,20 +56,20 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         _log_ledger()
     if log is None:
         return {"summary": {}, "straggler_analysis": None, "metadata": _metadata()} if return_dict else None
-    found = summary(log)
-    log_dist(f"collectives of rank 0\n{table(found)}")
+    totals = summary(log)
+    log_dist(f"collectives of rank 0\n{table(totals)}")
     waited = None
     if show_straggler:
-        everyone: Any = watching_collectives().gather_objects(found)
+        everyone: Any = watching_collectives().gather_objects(totals)
         waited = stragglers(everyone, this_process().rank)
         log_dist(f"waiting for other ranks, on rank 0\n{straggler_table(waited)}")
     if not return_dict:
         return None
-    return {"summary": found, "straggler_analysis": waited, "metadata": _metadata()}
+    return {"summary": totals, "straggler_analysis": waited, "metadata": _metadata()}
 
 
 def reset_log() -> None:
-    """Count anew."""
+    """Restart all counts."""
     log = _log()
     if log is not None:
         log.reset_data()

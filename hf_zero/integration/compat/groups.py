@@ -42,18 +42,18 @@ def _given(name: str) -> Any:
 
 
 def _get_data_parallel_group() -> Any:
-    given = _given("get_data_parallel_group")
-    return get_world_group() if given is None else given()
+    function = _given("get_data_parallel_group")
+    return get_world_group() if function is None else function()
 
 
 def _get_data_parallel_world_size() -> int:
-    given = _given("get_data_parallel_world_size")
-    return int(_this_process().size if given is None else given())
+    function = _given("get_data_parallel_world_size")
+    return int(_this_process().size if function is None else function())
 
 
 def _get_data_parallel_rank() -> int:
-    given = _given("get_data_parallel_rank")
-    return int(_this_process().rank if given is None else given())
+    function = _given("get_data_parallel_rank")
+    return int(_this_process().rank if function is None else function())
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
@@ -63,36 +63,36 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    given = _given("get_sequence_parallel_world_size")
-    return 1 if given is None else int(given())
+    function = _given("get_sequence_parallel_world_size")
+    return 1 if function is None else int(function())
 
 
 def _get_sequence_parallel_rank() -> int:
-    given = _given("get_sequence_parallel_rank")
-    return 0 if given is None else int(given())
+    function = _given("get_sequence_parallel_rank")
+    return 0 if function is None else int(function())
 
 
 def _get_sequence_parallel_group() -> Any:
-    given = _given("get_sequence_parallel_group")
-    if given is None:
+    function = _given("get_sequence_parallel_group")
+    if function is None:
         raise KeyError("No sequence parallel group found: nothing here is sequence parallel")
-    return given()
+    return function()
 
 
 def _get_sequence_data_parallel_group() -> Any:
     """The ranks that hold shards of the same states."""
-    given = _given("get_sequence_data_parallel_group")
-    return _get_data_parallel_group() if given is None else given()
+    function = _given("get_sequence_data_parallel_group")
+    return _get_data_parallel_group() if function is None else function()
 
 
 def _get_sequence_data_parallel_world_size() -> int:
-    given = _given("get_sequence_data_parallel_world_size")
-    return _get_data_parallel_world_size() if given is None else int(given())
+    function = _given("get_sequence_data_parallel_world_size")
+    return _get_data_parallel_world_size() if function is None else int(function())
 
 
 def _get_sequence_data_parallel_rank() -> int:
-    given = _given("get_sequence_data_parallel_rank")
-    return _get_data_parallel_rank() if given is None else int(given())
+    function = _given("get_sequence_data_parallel_rank")
+    return _get_data_parallel_rank() if function is None else int(function())
 
 
 get_data_parallel_group = _get_data_parallel_group
@@ -101,13 +101,13 @@ get_data_parallel_rank = _get_data_parallel_rank
 
 
 def _get_model_parallel_world_size() -> int:
-    given = _given("get_model_parallel_world_size")
-    return 1 if given is None else int(given())
+    function = _given("get_model_parallel_world_size")
+    return 1 if function is None else int(function())
 
 
 def get_model_parallel_rank() -> int:
-    given = _given("get_model_parallel_rank")
-    return 0 if given is None else int(given())
+    function = _given("get_model_parallel_rank")
+    return 0 if function is None else int(function())
 
 
 get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
@@ -115,9 +115,9 @@ get_tensor_model_parallel_rank = get_model_parallel_rank
 
 
 def get_model_parallel_group() -> Any:
-    given = _given("get_model_parallel_group")
-    if given is not None:
-        return given()
+    function = _given("get_model_parallel_group")
+    if function is not None:
+        return function()
     _no_group("tensor or model parallel")
 
 
@@ -204,7 +204,7 @@ def _get_zero_param_intra_parallel_group() -> None:
 def _create_expert_and_data_parallel(
     expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
 ) -> None:
-    """Nothing to make for groups of one."""
+    """A no-op for groups of one."""
     if expert_parallel_size_ != 1:
         raise NotImplementedError(
             f"expert_parallel_size={expert_parallel_size_}: initialize() makes the groups of "

@@ -1,4 +1,4 @@
-"""DeepSpeed's classes to ask isinstance about: what they say of the engine's one optimizer, by stage and precision.
+"""DeepSpeed's classes for isinstance checks on the engine's one optimizer, by stage and precision.
 
 They have no methods; the optimizer itself does the work, whatever it is called. Below are the names around zero.Init,
 of experts and of builders of operators.
@@ -39,7 +39,7 @@ class DeepSpeedOptimizer(metaclass=_Kind):
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Any:
         if cls.__module__ != __name__:
-            return super().__new__(cls)  # a class of somebody else's
+            return super().__new__(cls)  # a foreign class
         _refuse(cls.__name__)
 
 
@@ -87,7 +87,7 @@ class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
 
 
 def _dtype(optimizer: ZeroOptimizer) -> str:
-    """Of the first weight."""
+    """Dtype of the first weight."""
     dtypes = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
     parameters = optimizer.store.parameters
     return dtypes.get(str(parameters[0].dtype), "fp32") if parameters else "fp32"

@@ -1,4 +1,4 @@
-"""Small things that programs import from deepspeed, deepspeed.runtime, deepspeed.utils and git_version_info."""
+"""Utilities that programs import from deepspeed, deepspeed.runtime, deepspeed.utils and git_version_info."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log_levels = {
 
 @functools.lru_cache(None)
 def warning_once(message: str) -> None:
-    """A warning, the first time that somebody gives it."""
+    """Warn once per message."""
     logger.warning(message)
 
 
@@ -72,7 +72,7 @@ def print_json_dist(
 def get_log_level_from_string(log_level_str: str) -> int:
     """
     Raises:
-        ValueError: for a level that is none.
+        ValueError: for an unknown level.
     """
     level = log_levels.get(log_level_str.lower())
     if level is None:
@@ -107,9 +107,9 @@ class LoggerFactory:
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
         if name is None:
             raise ValueError("create_logger() needs a name")
-        made = logging.getLogger(name)
-        made.setLevel(level)
-        return made
+        new_logger = logging.getLogger(name)
+        new_logger.setLevel(level)
+        return new_logger
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -276,15 +276,15 @@ def get_ma_status() -> int:
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """The item that all of them are.
+    """The single value of all items.
 
     Raises:
         RuntimeError: when they differ.
     """
-    found = set(items)
-    if len(found) != 1:
-        raise RuntimeError(f"expected one value, got {len(found)}: {sorted(map(repr, found))}")
-    return found.pop()
+    distinct = set(items)
+    if len(distinct) != 1:
+        raise RuntimeError(f"expected one value, got {len(distinct)}: {sorted(map(repr, distinct))}")
+    return distinct.pop()
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""What the objects of transformers and accelerate say, and what replaces them."""
+"""Views of objects of transformers and accelerate, and their replacements."""

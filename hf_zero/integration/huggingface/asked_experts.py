@@ -20,9 +20,9 @@ def left_to_engine(distributed_config: Any) -> Any:
         rule = "beside a ds.json transformers does not cut the rest of the model"
         fix = "leave it out; tensor_parallel.autotp_size in the ds.json cuts matrices, without experts over ranks"
         raise ConfigError(Problem("DistributedConfig", cut, rule, fix))
-    found = type(distributed_config)()
-    setattr(found, _ASKED, distributed_config.ep_size)
-    return found
+    config = type(distributed_config)()
+    setattr(config, _ASKED, distributed_config.ep_size)
+    return config
 
 
 def write_asked_experts(config: dict[str, Any], model: Any) -> None:

@@ -107,7 +107,7 @@ class EngineChoice:
 
     @property
     def engine(self) -> Any:
-        """What accelerate destroys when it frees its memory: all engines."""
+        """All engines: accelerate destroys this when it frees its memory."""
         return self.engines[0] if len(self.engines) == 1 else self
 
     def destroy(self) -> None:
@@ -126,8 +126,8 @@ class EngineChoice:
         chosen = self._engine_of(loss)
         self._latest = chosen.engine
         if sync_gradients is not None:
-            for found in list(_PREPARED.values()):  # the loss may depend on other engines' models, too
-                prepared = found()
+            for reference in list(_PREPARED.values()):  # the loss may depend on other engines' models, too
+                prepared = reference()
                 if prepared is not None and prepared.engine.optimizer is not None:
                     prepared.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         chosen.backward(loss, **options)
@@ -143,12 +143,12 @@ class EngineChoice:
     def norm_of(self, parameters: Iterable[Any]) -> Any:
         """The norm, before clipping, of the gradients of the models that these parameters belong to; as last known."""
         wanted = {id(parameter) for parameter in parameters}
-        found = [p.engine for p in self.trained if not wanted.isdisjoint(map(id, p.engine.module.parameters()))]
-        if self.answers_late and len(found) == 1:
-            return found[0].optimizer.late_norm
-        norms = [norm for engine in found if (norm := engine.get_global_grad_norm()) is not None]
+        engines = [p.engine for p in self.trained if not wanted.isdisjoint(map(id, p.engine.module.parameters()))]
+        if self.answers_late and len(engines) == 1:
+            return engines[0].optimizer.late_norm
+        norms = [norm for engine in engines if (norm := engine.get_global_grad_norm()) is not None]
         if not norms:
-            return None if found else self.get_global_grad_norm()
+            return None if engines else self.get_global_grad_norm()
         return norms[0] if len(norms) == 1 else sum(norm**2 for norm in norms) ** 0.5
 
     def _engine_of(self, loss: Tensor) -> PreparedEngine:
@@ -178,7 +178,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 
 def joined(earlier: Any, latest: Any, *, updates_at_step: bool) -> Any:
-    """What represents an accelerator's engines after one more model has been prepared.
+    """The object for an accelerator's engines after one more model has been prepared.
 
     Args:
         earlier: what stood for them before, or None.
@@ -190,7 +190,7 @@ def joined(earlier: Any, latest: Any, *, updates_at_step: bool) -> Any:
     return EngineChoice((*before[0], engine), (*before[1], *new))
 
 
-# What transformers or accelerate would have said, in their own words: the text that people search for.
+# The messages of transformers or accelerate, in their own words: the text that people search for.
 
 
 def stepped_aside(place: str, error: Exception) -> None:
@@ -200,7 +200,7 @@ def stepped_aside(place: str, error: Exception) -> None:
 
 
 def raise_both(problems: Sequence[Problem], check: Callable[[], object]) -> NoReturn:
-    """Raise what we found, beginning with what the host library's own check says.
+    """Raise our problems, with the message of the host library's own check first.
 
     Args:
         check: that check, on a copy of what it would change. When it finds nothing, our message is the only one.
@@ -210,7 +210,7 @@ def raise_both(problems: Sequence[Problem], check: Callable[[], object]) -> NoRe
     """
     theirs = _words_of(check)
     if not theirs:
-        raise ConfigError(problems) from None  # alone: not buried under the error that brought us here
+        raise ConfigError(problems) from None  # without the error that led here as its context
     raise ConfigError(problems, headline=f"{theirs}\nhf_zero found in this config") from None
 
 
@@ -222,12 +222,12 @@ def _words_of(check: Callable[[], object]) -> str:
     except ValueError as error:
         return str(error)
     except Exception:
-        return ""  # it stumbled over something else that is wrong, which we say better
+        return ""  # it failed on another error, which our message explains better
     return ""
 
 
 class _Passed(Exception):
-    """accelerate's checks are all done."""
+    """accelerate's checks have all passed."""
 
 
 @contextmanager
@@ -250,5 +250,5 @@ def no_engine() -> Iterator[None]:
 
 
 def stand_in_model() -> Any:
-    """A model of which only a size is asked."""
+    """A model that only has a size."""
     return SimpleNamespace(config=SimpleNamespace(hidden_size=1))

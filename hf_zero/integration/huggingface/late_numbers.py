@@ -1,4 +1,4 @@
-"""What Trainer asks after every step, answered without waiting for the device.
+"""Answers to Trainer's questions after every step, without waiting for the device.
 
     Trainer asks                           and gets
     the gradient norm                      a `LateNorm`, which becomes a float where Trainer logs
@@ -47,12 +47,12 @@ def late_norms(trainer: Any) -> Iterator[None]:
 
 
 def as_float(norm: Any) -> Any:
-    """What goes into logs, callbacks and files."""
+    """The norm for logs, callbacks and files."""
     return float(norm) if isinstance(norm, LateNorm) else norm
 
 
 def filtered(trainer: Any, loss: Tensor) -> Tensor:
-    """What Trainer's logging_nan_inf_filter makes of a micro-batch's loss: the mean of those before, if it is not
+    """A micro-batch's loss after Trainer's logging_nan_inf_filter: the mean of those before, if it is not
     finite. Trainer would read the loss to see whether it is; here the device chooses."""
     if not trainer.args.logging_nan_inf_filter or not runs_ahead(trainer):
         return loss

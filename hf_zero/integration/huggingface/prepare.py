@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` is given, and ds.json: autos filled from it, and several models in one call.
+"""`Accelerator.prepare` with ds.json: autos filled from its arguments, and several models in one call.
 
 `object_problems` says which combinations of optimizer and scheduler objects with sections of ds.json make sense.
 """
@@ -27,7 +27,7 @@ from hf_zero.integration.huggingface.views import accelerator_view, is_dummy, se
 
 
 def object_problems(config: Mapping[str, Any], optimizer: Any, scheduler: Any) -> Iterator[Problem]:
-    """What is wrong with the objects given to `prepare`, in view of the sections of the config."""
+    """Conflicts between the objects given to `prepare` and the sections of the config."""
     if optimizer is not None:
         yield from _optimizer_problems(config, optimizer)
     if scheduler is not None:
@@ -120,7 +120,7 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
             model=model_view(model),
             sequence_size=sequence_size(getattr(accelerator, "parallelism_config", None), {}),
         )
-    except AttributeError as error:  # an Accelerator of a shape that we do not know: it fills its own autos
+    except AttributeError as error:  # an Accelerator that we do not know: it fills its own autos
         stepped_aside("Accelerator._prepare_deepspeed", error)
         return
     problems: list[Problem] = [*object_problems(config, optimizer, scheduler)]

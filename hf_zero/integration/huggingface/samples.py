@@ -53,10 +53,10 @@ def gather_samples(gather: Callable[[Any], Any], values: Any, size: int) -> Any:
     num_groups = PartialState().num_processes // size
 
     def gathered(tensor: Tensor) -> Tensor:
-        found = cast(Tensor, gather(tensor))
+        all_values = cast(Tensor, gather(tensor))
         if tensor.dim() == 0:
-            return found
-        by_rank = cast(Tensor, found.unflatten(0, (num_groups, size, len(tensor))))
+            return all_values
+        by_rank = cast(Tensor, all_values.unflatten(0, (num_groups, size, len(tensor))))
         return by_rank[:, 0].flatten(0, 1)
 
     return recursively_apply(gathered, values, error_on_other_type=True)

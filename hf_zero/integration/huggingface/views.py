@@ -68,7 +68,7 @@ def _was_flag(name: str, value: object, words: Sequence[str]) -> bool:
 
 
 def launch_view(environment: Mapping[str, str]) -> AcceleratorView:
-    """What the launcher exported, with accelerate's defaults for the rest."""
+    """The launcher's exports, with accelerate's defaults for the rest."""
     launched = {}
     for path, (_, variable) in LAUNCHED.items():
         value = _exported(path, environment[variable]) if variable in environment else _PLUGIN_DEFAULTS.get(path)
@@ -87,7 +87,7 @@ def _exported(path: str, text: str) -> object:
 
 
 def launch_source(path: str, environment: Mapping[str, str]) -> Source:
-    """Who gives the value that DeepSpeedPlugin or set_mixed_precision writes for an "auto"."""
+    """Source of the value that DeepSpeedPlugin or set_mixed_precision writes for an "auto"."""
     if path in ("fp16.enabled", "bf16.enabled"):
         return mixed_precision_source(environment)
     field, variable = LAUNCHED.get(path, (path, ""))
@@ -97,14 +97,14 @@ def launch_source(path: str, environment: Mapping[str, str]) -> Source:
 
 
 def mixed_precision_source(environment: Mapping[str, str]) -> Source:
-    """Who says how precise training is."""
+    """Source of the mixed precision."""
     if PRECISION_VARIABLE in environment:
         return Source("environment", f"{PRECISION_VARIABLE} (accelerate launch --mixed_precision, or its config file)")
     return Source("script", "Accelerator(mixed_precision)")
 
 
 def accelerator_view(accelerator: Any, objects: Sequence[Any], optimizer: Any, scheduler: Any) -> AcceleratorView:
-    """What an Accelerator and the objects handed to `prepare` say."""
+    """The view of an Accelerator and the objects given to `prepare`."""
     plugin = accelerator.deepspeed_plugin
     return AcceleratorView(
         prepares=True,

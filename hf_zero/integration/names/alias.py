@@ -1,4 +1,4 @@
-"""What every module of the alias package is made of: names that load on first use, and errors for those we lack."""
+"""Parts of the alias package's modules: names that load on first use, and errors for those we lack."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class GeneratedLoader:
         vars(module)["__getattr__"], vars(module)["__dir__"] = lazy_names(module.__name__)
 
     def get_code(self, name: str) -> object:
-        """What `python -m` runs: the module's main()."""
+        """The code that `python -m` runs: the module's main()."""
         return compile(f"import sys\nfrom {name} import main\nsys.exit(main())", name, "exec")
 
 

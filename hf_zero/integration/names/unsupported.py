@@ -38,11 +38,11 @@ _BUILDERS = "ops.op_builder"  # every module below it has all builders
 def all_homes() -> Mapping[str, Homes]:
     """homes.json, and that of every extra that is there, by module path without `deepspeed.`."""
     here = Path(__file__)
-    found: dict[str, Homes] = {}
+    homes: dict[str, Homes] = {}
     for path in (here.with_name("homes.json"), *sorted(here.parents[2].glob("extras/*/homes.json"))):
         for module, row in json.loads(path.read_text(encoding="utf-8")).items():
-            found.setdefault(module, {}).update(_entries(row))
-    return found
+            homes.setdefault(module, {}).update(_entries(row))
+    return homes
 
 
 def _entries(row: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -89,7 +89,7 @@ def known_modules() -> Mapping[str, Mapping[str, Any]]:
 def with_homes(table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The table with the module that defines it for every borrowed name, instead of `uses`: names, separated by blanks,
     that one module alone defines."""
-    homes = {name: found[0] for name, found in definers(table).items()}
+    homes = {name: modules[0] for name, modules in definers(table).items()}
     rows = {}
     for module, row in table.items():
         borrowed = {name: source for source, names in row.get("borrowed", {}).items() for name in names.split()}
@@ -101,18 +101,18 @@ def with_homes(table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def definers(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Name -> the modules that define it."""
-    found: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = {}
     for module, row in table.items():
         for kind in ("classes", "errors", "functions"):
             for name in row.get(kind, "").split():
-                found.setdefault(name, []).append(module)
+                modules.setdefault(name, []).append(module)
         for name in row.get("values", ()):
-            found.setdefault(name, []).append(module)
-    return found
+            modules.setdefault(name, []).append(module)
+    return modules
 
 
 def refusal(path: str) -> str:
-    """What an error says about a name (`path` without `deepspeed.`)."""
+    """The error message for a name (`path` without `deepspeed.`)."""
     instead = alternative(path)
     return f"{ROOT}.{path} is not supported by hf_zero{f': {instead}' if instead else ''}. {FEATURES}."
 

@@ -1,4 +1,4 @@
-"""Where hf_zero patches functions of transformers, accelerate, peft and torch: one file for each module of theirs.
+"""hf_zero's patches to functions of transformers, accelerate, peft and torch: one file per upstream module.
 
 The file is named after the module, with underscores for dots. Its `PATCHES` are applied by the import hook, right after
 the module has been loaded. A target that is gone or takes other parameters keeps upstream's code.
@@ -28,7 +28,7 @@ Maker = Callable[[Function], Function]
 
 
 class Misfit(Exception):
-    """Upstream has another shape than the one that a patch was written for."""
+    """Upstream's function differs from the one that the patch was written for."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Patch:
 
     module: str
     place: str  # a function, or Class.method
-    parameters: str  # as we know them, "self, model"; with others we leave it alone
+    parameters: str  # as we know them, "self, model"; others are left unpatched
     make: Maker  # original -> replacement; its docstring says why the patch is there
-    without: str  # what does not work where it does not fit: the end of the log line
+    without: str  # what does not work without the patch: the end of the log line
     until: str  # the change upstream that would make it superfluous
     older: tuple[str, ...] = ()  # parameters in older versions, which the replacement takes as well
     since: str = FLOOR  # the version of the library from which on the target has looked like this
@@ -57,17 +57,17 @@ class Patch:
             original = original.fget
         if not callable(original):
             raise Misfit("is not there")
-        found = ", ".join(inspect.signature(original).parameters)
-        if found not in (self.parameters, *self.older):
-            raise Misfit(f"takes ({found}), not ({self.parameters})")
+        parameters = ", ".join(inspect.signature(original).parameters)
+        if parameters not in (self.parameters, *self.older):
+            raise Misfit(f"takes ({parameters}), not ({self.parameters})")
         return holder, name, original
 
     def is_needed(self, module: ModuleType) -> bool:
-        """Whether upstream does not do by itself what ours is for."""
+        """Whether upstream still lacks what the patch does."""
         return not self.unless or _look(module, self.unless)[2] is None
 
     def apply(self, module: ModuleType) -> None:
-        """Ours is in force afterwards, where it is needed."""
+        """Install the replacement, where it is needed."""
         if not self.is_needed(module):
             return
         holder, name, original = self.find(module)
@@ -83,7 +83,7 @@ class Patch:
 
 
 def _look(module: ModuleType, place: str) -> tuple[Any, str, Any]:
-    """The holder of a place, the name there, and what has it: None if nothing does."""
+    """The holder of a place, the name there, and its value: None if there is none."""
     *parents, name = place.split(".")
     holder: Any = module
     for parent in parents:
@@ -119,7 +119,7 @@ def patches_of(module: str) -> Patches:
 
 
 def patch(module: ModuleType) -> None:
-    """Apply all patches of a freshly loaded module. Never raises: without us, upstream works as ever."""
+    """Apply all patches of a freshly loaded module. Never raises: unpatched, upstream works as usual."""
     listen()
     try:
         patches = patches_of(module.__name__)
@@ -130,7 +130,7 @@ def patch(module: ModuleType) -> None:
 
 
 def apply(patches: Iterable[Patch], module: ModuleType) -> None:
-    """Those that fit; a line in the log for each of the others."""
+    """Apply those that fit; log a line for each of the others."""
     for one in patches:
         try:
             one.apply(module)
@@ -141,7 +141,7 @@ def apply(patches: Iterable[Patch], module: ModuleType) -> None:
 
 
 def _leave_alone(one: Patch, reason: str) -> None:
-    """The one line by which users learn that their version of a library does not go with all of ours."""
+    """Log one line: this version of a library does not fit all of our patches."""
     place = f"{one.module}.{one.place}"
     _warn(f"{_library(one.module)}: {place} {reason}; hf_zero leaves it as it is: {one.without}")
 

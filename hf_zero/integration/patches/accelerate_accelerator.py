@@ -69,7 +69,7 @@ def around_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
     until="accelerate reports contradictions with their places, and keeps an engine for every model",
 )
 def around_prepare_deepspeed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Autos are filled and problems named before accelerate's own work, and every engine is kept after it."""
+    """Fill autos and report problems before accelerate's own work, and keep every engine after it."""
 
     def _prepare_deepspeed(self: Any, *args: Any) -> Any:
         model = next((thing for thing in args if isinstance(thing, nn.Module)), None)
@@ -98,7 +98,7 @@ def around_prepare_deepspeed(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _has_working_step(prepared: Sequence[Any]) -> bool:
-    """Whether the script gets an optimizer object, and its `step` is ours."""
+    """Whether the script gets an optimizer object whose `step` is ours."""
     from accelerate.utils import DeepSpeedOptimizerWrapper
 
     methods = (DeepSpeedOptimizerWrapper.step, DeepSpeedOptimizerWrapper.zero_grad)
@@ -106,8 +106,8 @@ def _has_working_step(prepared: Sequence[Any]) -> bool:
     return has_object and all(hasattr(method, MARK) for method in methods)
 
 
-def _refuse(accelerator: Any, found: ConfigError, check: Callable[[], object]) -> NoReturn:
-    """Raise what was found, beginning with accelerate's own words; its check changes the config, which is put back."""
+def _refuse(accelerator: Any, error: ConfigError, check: Callable[[], object]) -> NoReturn:
+    """Raise the problems, accelerate's own message first; its check changes the config, which is restored."""
     config = accelerator.deepspeed_plugin.deepspeed_config
     kept = copy.deepcopy(dict(config))
     # An unknown size is no mistake here: the default holds.
@@ -116,7 +116,7 @@ def _refuse(accelerator: Any, found: ConfigError, check: Callable[[], object]) -
             del config["zero_optimization"][path[1]]
     try:
         with no_engine():
-            raise_both(found.problems, check)
+            raise_both(error.problems, check)
     finally:
         config.clear()
         config.update(kept)
@@ -140,7 +140,7 @@ def _alone(accelerator: Any, prepared: Any) -> Any:
     until="zero_force_ds_cpu_optimizer is false by default; as a key in ds.json it would show in the user's config",
 )
 def around_exchange(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Under offload, accelerate exchanges Adam and Adagrad for DeepSpeed's: the script's optimizer stays as it is."""
+    """Under offload, accelerate replaces Adam and Adagrad by DeepSpeed's: here the script's optimizer is kept."""
 
     def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
         return optimizer
@@ -154,7 +154,7 @@ def around_exchange(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     until="accelerate hands sync_gradients = False to DeepSpeed inside no_sync()",
 )
 def around_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
-    """backward inside it is no update, at any stage; upstream's backward would step there."""
+    """A backward inside it makes no update, at any stage; upstream's would step."""
 
     @contextmanager
     def no_sync(self: Any, model: Any) -> Iterator[None]:
@@ -178,7 +178,7 @@ def around_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
     until="accelerate asks the engine of these parameters, and compares max_norm with its gradient_clipping",
 )
 def around_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The norm is that of the model it is asked of, and another limit than the engine's is said."""
+    """Return the norm of the model that is asked, and warn of another limit than the engine's."""
 
     def clip_grad_norm_(self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
         engines = getattr(self, "deepspeed_engine_wrapped", None)
@@ -192,7 +192,7 @@ def around_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tell_of_limit(engines: Sequence[Any], max_norm: float) -> None:
-    """Infinity asks for the norm alone."""
+    """Warn of a limit that differs from the engine's; infinity asks for the norm alone."""
     limits = {float(engine.gradient_clipping()) for engine in engines if engine.optimizer is not None}
     for limit in limits:
         if math.isfinite(max_norm) and limit != max_norm and (limit, max_norm) not in _told:
@@ -224,7 +224,7 @@ def around_gather(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @PATCHES.add("Accelerator.gather_for_metrics(self, input_data, use_gather_object)", without=_EVERY_SAMPLE, until=_ONCE)
 def around_gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What is gathered for metrics is of samples, numbers too."""
+    """Gather for metrics by samples, numbers too."""
 
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
         if ranks_per_sample() > 1 and not use_gather_object:

@@ -51,9 +51,9 @@ def around_parser(original: Callable[..., argparse.ArgumentParser]) -> Callable[
 
 def _showing_our_group(formatter: Any) -> Any:
     def with_our_group(*args: Any, **kwargs: Any) -> Any:
-        made = formatter(*args, **kwargs)
-        made.titles.append(GROUP)
-        return made
+        help_formatter = formatter(*args, **kwargs)
+        help_formatter.titles.append(GROUP)
+        return help_formatter
 
     return with_our_group
 
@@ -115,7 +115,7 @@ def _accept(args: Any, problems: list[Problem]) -> None:
         if getattr(args, name) == "auto":
             setattr(args, name, None)
     if str(args.zero_stage) == "3" and args.deepspeed_config_file is None and args.zero3_save_16bit_model is None:
-        args.zero3_save_16bit_model = "true"  # save_model leaves a model, unless somebody says that it shall not
+        args.zero3_save_16bit_model = "true"  # save_model leaves a model, unless told otherwise
     if not args.num_processes:
         logger.info("no accelerator is there: 1 process trains on the CPU (--num_processes says how many)")
         args.num_processes = 1
@@ -175,7 +175,7 @@ def around_environment(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _left_out(args: Any) -> Iterator[tuple[str, str]]:
-    """What upstream parses, or takes from the config file, but does not hand on with DeepSpeed."""
+    """Settings that upstream parses, or takes from the config file, but does not pass on with DeepSpeed."""
     for name in _OFFLOADS:
         path = getattr(args, f"{name}_nvme_path")
         if path not in (None, "none"):

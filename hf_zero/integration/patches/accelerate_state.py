@@ -53,17 +53,17 @@ def around_state(original: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         if type(self)._shared_state or not _engine_is_wanted():
             return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs)
-        if not (given.arguments.get("cpu") or _is_on(_USE_CPU)):
+        bound = signature.bind(self, *args, **kwargs)
+        if not (bound.arguments.get("cpu") or _is_on(_USE_CPU)):
             return original(self, *args, **kwargs)
-        _state_of_cpu_ranks(given.arguments.get("kwargs", {}))
-        given.arguments["cpu"] = False
-        said = os.environ.pop(_USE_CPU, None)
+        _state_of_cpu_ranks(bound.arguments.get("kwargs", {}))
+        bound.arguments["cpu"] = False
+        use_cpu = os.environ.pop(_USE_CPU, None)
         try:
-            original(*given.args, **given.kwargs)
+            original(*bound.args, **bound.kwargs)
         finally:
-            if said is not None:
-                os.environ[_USE_CPU] = said
+            if use_cpu is not None:
+                os.environ[_USE_CPU] = use_cpu
 
     return __init__
 

@@ -33,9 +33,9 @@ def around_fill_match(original: Callable[..., None]) -> Callable[..., None]:
         config = self.hf_ds_config.config
         before = self.hf_ds_config.get_value(ds_key_long)
         if isinstance(config, ConfigDict) and config.assumes(ds_key_long):
-            given = kwargs.get(ds_key_long, "auto")
-            if not is_auto(given):
-                config[ds_key_long] = given
+            value = kwargs.get(ds_key_long, "auto")
+            if not is_auto(value):
+                config[ds_key_long] = value
                 config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)
             return
         original(self, ds_key_long, mismatches, must_match=must_match, **kwargs)
@@ -55,14 +55,14 @@ def around_set_mixed_precision(original: Callable[..., None]) -> Callable[..., N
     """A flag and a file that disagree are named with their places."""
 
     def set_mixed_precision(self: Any, mixed_precision: str) -> None:
-        wanted = _SECTION.get(str(mixed_precision))
-        if wanted is not None:
-            problems = list(_the_other(self.deepspeed_config, wanted, mixed_precision))
+        section = _SECTION.get(str(mixed_precision))
+        if section is not None:
+            problems = list(_the_other(self.deepspeed_config, section, mixed_precision))
             if problems:
                 twin = copy.copy(self)
                 twin.deepspeed_config = copy.deepcopy(dict(self.deepspeed_config))
                 raise_both(problems, lambda: original(twin, mixed_precision))
-            _warn_if_off(self.deepspeed_config, wanted, mixed_precision)
+            _warn_if_off(self.deepspeed_config, section, mixed_precision)
         original(self, mixed_precision)
 
     return set_mixed_precision

@@ -25,7 +25,7 @@ _STEP_WORKS = "DeepSpeedEngineWrapper.backward no longer steps, and the optimize
     until="accelerate reads ds.json with comments, and remembers the line of every key",
 )
 def around_reading(original: Callable[..., None]) -> Callable[..., None]:
-    """Comments, trailing commas, duplicate keys, and the place of every key."""
+    """Accept comments and trailing commas, report duplicate keys, and keep the place of every key."""
 
     def __init__(self: Any, config_file_or_dict: Any) -> None:
         config = load_config(config_file_or_dict)
@@ -34,7 +34,7 @@ def around_reading(original: Callable[..., None]) -> Callable[..., None]:
             if hasattr(self, "trainer_config_process"):
                 config.setdefault(key, "auto")  # Trainer fills it at once
             else:
-                config.assume(key, number)  # prepare() may come late, and programs calculate with what they read here
+                config.assume(key, number)  # prepare() may come late, and programs compute with what they read here
         original(self, config)
 
     return __init__
@@ -42,7 +42,7 @@ def around_reading(original: Callable[..., None]) -> Callable[..., None]:
 
 @PATCHES.add("DeepSpeedOptimizerWrapper.step(self)", without=_IN_BACKWARD, until=_STEP_WORKS)
 def around_step(original: Callable[..., None]) -> Callable[..., None]:
-    """accelerate's has no effect: here the update is where the script asks for it."""
+    """accelerate's has no effect: here the update happens where the script asks for it."""
 
     def step(self: Any) -> None:
         prepared = prepared_by(self.optimizer)

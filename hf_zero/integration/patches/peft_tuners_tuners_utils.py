@@ -38,7 +38,7 @@ def around_onload_layer(
 
 
 def _in_shards(layer: nn.Module) -> list[nn.Parameter]:
-    """Who holds parameters already (TRL does, to merge for a while) decides what becomes of edits."""
+    """Sharded parameters not held yet: a holder (TRL, to merge for a while) decides about edits itself."""
     handles = ((parameter, of(parameter)) for parameter in layer.parameters())
     return [parameter for parameter, handle in handles if handle is not None and not handle.unshard_count]
 

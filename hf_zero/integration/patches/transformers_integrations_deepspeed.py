@@ -51,7 +51,7 @@ _KEPT = "_hf_zero_kept"
     until="transformers reports every contradiction of this phase at once, with its places, before weights load",
 )
 def around_process(original: Callable[..., None]) -> Callable[..., None]:
-    """Instead of the first phase of Trainer's filling: all contradictions at once, before weights load."""
+    """Replaces the first phase of Trainer's filling: all contradictions at once, before weights load."""
 
     def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
         _take_decided_sizes(self.config, args)
@@ -63,7 +63,7 @@ def around_process(original: Callable[..., None]) -> Callable[..., None]:
                 sequence_size=_sequence_size(args),
             )
             timeout = args.ddp_timeout_delta
-        except AttributeError as error:  # TrainingArguments of a shape that we do not know
+        except AttributeError as error:  # TrainingArguments that we do not know
             stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_process", error)
             return original(self, args, auto_find_batch_size)
         set_timeout(timeout)  # upstream forgets it where ranks train on CPUs
@@ -90,7 +90,7 @@ def _take_decided_sizes(config: dict[str, Any], args: Any) -> None:
     alone = {path: config[path] for path in sections & config.keys()}
     batch = examine(alone, Views(world_size=world), complete=False).batch if alone else None
     if batch is None:
-        return  # what is wrong with it is said with everything else
+        return  # its errors are reported with all others
     args.per_device_train_batch_size = batch.micro_batch_size
     args.gradient_accumulation_steps = batch.accumulation_steps
     logger.info(
@@ -105,7 +105,7 @@ def _take_decided_sizes(config: dict[str, Any], args: Any) -> None:
 
 
 def _their_checks(hf_config: Any, process: Callable[..., None], args: Any, auto_find_batch_size: bool) -> None:
-    """transformers collects contradictions in the first phase and tells them in the second: both, on a copy."""
+    """transformers collects contradictions in the first phase and reports them in the second: run both, on a copy."""
     twin = copy.copy(hf_config)
     twin.config, twin.mismatches = copy.deepcopy(dict(hf_config.config)), []
     steps = ((twin.config.get("scheduler") or {}).get("params") or {}).get("total_num_steps")
@@ -127,11 +127,11 @@ def overruled(config: Mapping[str, Any], args: Any) -> Iterator[str]:
     """A line for every choice of TrainingArguments, other than its default, that a section of the config overrules."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for name, (section, same) in _CHOICES.items():
-        said = getattr(args, name, None)
-        text = str(getattr(said, "value", said))
+        value = getattr(args, name, None)
+        text = str(getattr(value, "value", value))
         kind = (config.get(section) or {}).get("type")
         # The plain names of AdamW say how torch runs it, which an optimizer section leaves to the engine.
-        if kind is None or said == defaults.get(name) or same.get(text) == kind or text.startswith("adamw_torch"):
+        if kind is None or value == defaults.get(name) or same.get(text) == kind or text.startswith("adamw_torch"):
             continue
         yield (
             f"TrainingArguments.{name} is {text!r}, but the config has a {section} section of type {kind}: the config "
@@ -157,7 +157,7 @@ def _dtype(hf_config: Any) -> Any:
     until="transformers reports every contradiction at once, and leaves no unfilled auto",
 )
 def around_finalize(original: Callable[..., None]) -> Callable[..., None]:
-    """Instead of the second phase: model sizes, numbers of steps, and no "auto" left to trip on."""
+    """Replaces the second phase: model sizes, numbers of steps, and no "auto" left."""
 
     def trainer_config_finalize(self: Any, args: Any, model: Any, num_training_steps: int) -> None:
         evaluates_only = num_training_steps == 0
@@ -169,7 +169,7 @@ def around_finalize(original: Callable[..., None]) -> Callable[..., None]:
                 model=model_view(model),
                 sequence_size=_sequence_size(args),
             )
-        except AttributeError as error:  # arguments or a model of a shape that we do not know
+        except AttributeError as error:  # arguments or a model that we do not know
             stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_finalize", error)
             return original(self, args, model, num_training_steps)
         problems = examine(self.config, views).problems
@@ -228,7 +228,7 @@ def grouped(trainer: Any, parameters: Any) -> list[dict[str, Any]]:
     importers=("transformers.trainer",),
 )
 def around_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Evaluation alone works at every stage, and a later training lacks nothing."""
+    """Evaluation without training works at every stage, also before a later training."""
 
     def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
         hf_config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
@@ -238,20 +238,20 @@ def around_init(original: Callable[..., Any]) -> Callable[..., Any]:
             _leave_old_engine(trainer)
             _check_output(trainer.args)
         level = logger.level
-        made = None, None
+        built = None, None
         if not inference or hf_config.is_zero3():
-            made = original(trainer, num_training_steps, inference)
+            built = original(trainer, num_training_steps, inference)
         else:
             _prepare_to_evaluate(trainer, hf_config)
         if _leaves_levels(trainer.args):
             logger.setLevel(level)
-        return made
+        return built
 
     return deepspeed_init
 
 
 def _leaves_levels(args: Any) -> bool:
-    """Whether nobody has chosen a level: then ours shows information, as transformers' own keeps it back."""
+    """Whether no level was chosen: then ours shows information, which transformers' own hides."""
     return bool(args.log_level == "passive" and args.get_process_log_level() == logging.WARNING)
 
 
@@ -268,7 +268,7 @@ def _leave_old_engine(trainer: Any) -> None:
 
 
 def _prepare_to_evaluate(trainer: Any, hf_config: Any) -> None:
-    """What the original does at stage 3, with the sections for training put aside instead of thrown away."""
+    """Do what the original does at stage 3, with the sections for training kept aside instead of dropped."""
     hf_config.trainer_config_finalize(trainer.args, trainer.model, 0)
     logger.setLevel(trainer.args.get_process_log_level())
     kept = {name: hf_config.config.pop(name) for name in _TRAINING_ONLY if name in hf_config.config}
@@ -282,7 +282,7 @@ def _prepare_to_evaluate(trainer: Any, hf_config: Any) -> None:
     since="the floor in setup.cfg; later than transformers 5.17 it yields groups instead of returning a dict",
 )
 def around_conversions(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Packs of experts are made where their parameters lie, without copies in between.
+    """Build packs of experts in their parameters, without copies in between.
 
     Newer versions give one group of weights after the other, older ones all in one dict.
     """
@@ -313,7 +313,7 @@ def _boxed(group: Any) -> list[Any]:
     importers=("transformers.modeling_utils",),
 )
 def around_loading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Notes the checkpoint's keys that find no home in the model, which upstream passes over."""
+    """Record the checkpoint's keys that the model lacks, which upstream ignores."""
 
     def _load_state_dict_into_zero3_model(model_to_load: Any, state_dict: Any, load_config: Any = None) -> Any:
         mapping = getattr(load_config, "weight_mapping", None) or []
@@ -362,7 +362,7 @@ def around_initialize_weights(original: Callable[..., None]) -> Callable[..., No
 
 
 def _initialise(module: nn.Module) -> None:
-    """As linear and convolution layers are initialised by torch."""
+    """Initialise linear and convolution layers as torch does."""
     for name in module.parametrizations:  # type: ignore[union-attr]
         current: Tensor = getattr(module, name)
         values = torch.empty_like(current)

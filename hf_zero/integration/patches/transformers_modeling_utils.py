@@ -52,9 +52,9 @@ def around_initialize_weights(original: Callable[..., None]) -> Callable[..., No
 
 
 def behind_parametrizations(model: nn.Module) -> list[nn.Parameter]:
-    """What weights are made of where they are no parameters themselves."""
-    found: list[Any] = [module for module in model.modules() if hasattr(module, "parametrizations")]
-    return [parameter for module in found for parameter in module.parametrizations.parameters()]
+    """The parameters behind parametrized weights."""
+    parametrized: list[Any] = [module for module in model.modules() if hasattr(module, "parametrizations")]
+    return [parameter for module in parametrized for parameter in module.parametrizations.parameters()]
 
 
 @PATCHES.add(
@@ -65,7 +65,7 @@ def behind_parametrizations(model: nn.Module) -> list[nn.Parameter]:
     unless="PreTrainedModel.should_save_on_this_rank",
 )
 def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
-    """At stage 3 a rank that is not to write does not.
+    """At stage 3 only ranks that should write do.
 
     Before 5.15, every rank wrote the weights over those of the others; one that was given no state dict, as
     `accelerator.get_state_dict` does it on all ranks but the first, read its own released ones for that.
@@ -89,10 +89,10 @@ def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]
     "for its whole weights",
 )
 def around_reverting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Left out on ranks that have no values to convert. What is about to be written may be no parts of matrices."""
+    """Skipped on ranks without values to convert. Parts of matrices are refused before they are written."""
 
     def revert_weight_conversion(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # Of a rank that writes nothing, or is about to be refused.
+        # A rank that writes nothing, or is about to be refused.
         if any(isinstance(value, ReleasedView) for value in state_dict.values()):
             return state_dict
         refuse_parts(model, state_dict)
@@ -121,7 +121,7 @@ def around_distributing(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_distribute_model
 
 
-if find_spec("transformers.distributed.mixin") is not None:  # before there is nothing that an engine could do instead
+if find_spec("transformers.distributed.mixin") is not None:  # before that, an engine could not do it instead
     PATCHES.add(
         "PreTrainedModel.prepare_distribute_model(distributed_config, device_map)",
         without="from_pretrained(distributed_config=DistributedConfig(ep_size=...)) beside a ds.json hangs or fails; "

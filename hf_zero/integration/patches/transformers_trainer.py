@@ -75,11 +75,11 @@ def refuse_other_losses(trainer: Any) -> None:
         ValueError: a loss is asked for that Trainer would leave out.
     """
     smoothing = trainer.args.label_smoothing_factor
-    found = f"label_smoothing_factor = {smoothing}" if trainer.label_smoother is not None else ""
-    found = "compute_loss_func" if trainer.compute_loss_func is not None else found
-    if found:
+    setting = f"label_smoothing_factor = {smoothing}" if trainer.label_smoother is not None else ""
+    setting = "compute_loss_func" if trainer.compute_loss_func is not None else setting
+    if setting:
         raise ValueError(
-            f"{found}: where ranks share sequences (ParallelismConfig.sp_size = "
+            f"{setting}: where ranks share sequences (ParallelismConfig.sp_size = "
             f"{trainer.accelerator.parallelism_config.sp_size}), Trainer takes the model's own loss and would leave "
             "this out; remove it, or train without sequence parallelism"
         )
@@ -117,7 +117,7 @@ def around_get_learning_rate(original: Callable[..., float]) -> Callable[..., fl
 
 @PATCHES.add("Trainer.create_accelerator_and_postprocess(self)", without=_NO_PAIR, until=_PAIR_WORKS)
 def around_start(original: Callable[..., None]) -> Callable[..., None]:
-    """Trainer refuses the pair, because DeepSpeed could load the best model from a whole checkpoint only."""
+    """Trainer refuses this pair, because DeepSpeed can load the best model from a whole checkpoint only."""
 
     def create_accelerator_and_postprocess(self: Any) -> None:
         args = self.args
@@ -125,7 +125,7 @@ def around_start(original: Callable[..., None]) -> Callable[..., None]:
         if not lifts:
             original(self)
             return
-        args.load_best_model_at_end = False  # what it is refused for; it takes nothing else from it
+        args.load_best_model_at_end = False  # the reason for the refusal; used for nothing else
         try:
             original(self)
         finally:
@@ -194,10 +194,10 @@ def around_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         is_shared = self.model.training and shares_sequences(self)
         if is_shared:
             refuse_other_losses(self)
-        found = original(self, model, inputs, return_outputs, num_items_in_batch)
+        result = original(self, model, inputs, return_outputs, num_items_in_batch)
         if not is_shared:
-            return found
-        loss, *outputs = found if return_outputs else (found,)
+            return result
+        loss, *outputs = result if return_outputs else (result,)
         loss = weigh_by_tokens(self, inputs, loss)
         return (loss, *outputs) if return_outputs else loss
 
@@ -225,8 +225,8 @@ def around_train_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
         args = self.args
         total = self.get_total_train_batch_size(args)  # an update's: ranks that share samples count once
         makers = services_for(plugin.deepspeed_config, "train_sampler")
-        made = (make(plugin.deepspeed_config, len(dataset), total) for make in makers)
-        sampler = next((sampler for sampler in made if sampler is not None), None)
+        samplers = (make(plugin.deepspeed_config, len(dataset), total) for make in makers)
+        sampler = next((sampler for sampler in samplers if sampler is not None), None)
         if sampler is None:
             return original(self, train_dataset)
         strategy = getattr(args, "train_sampling_strategy", "random")
@@ -296,7 +296,7 @@ def _logs_floats(trainer: Any) -> bool:
     until=_NORM_IS_LATE,
 )
 def around_log(original: Callable[..., None]) -> Callable[..., None]:
-    """Here the norm becomes a float, if it is going to be logged: histories, callbacks and trackers see floats."""
+    """Turn the norm into a float if it is going to be logged: histories, callbacks and trackers see floats."""
 
     def _maybe_log_save_evaluate(self: Any, tr_loss: Any, grad_norm: Any, *args: Any, **options: Any) -> None:
         restore_filter(self)
@@ -338,17 +338,17 @@ def around_track_num_input_tokens(original: Callable[..., None]) -> Callable[...
 
 @PATCHES.add(
     "Trainer._finalize_training(self, trial, num_train_samples, start_time)",
-    without="how a training went is said when the process ends",
+    without="how a training went is logged when the process ends",
     until="Trainer tells the engine that training has ended",
 )
 def around_finalize_training(original: Callable[..., Any]) -> Callable[..., Any]:
-    """One line when training has ended, whatever the program does afterwards."""
+    """Log one line when training has ended, whatever the program does afterwards."""
 
     def _finalize_training(self: Any, *args: Any, **options: Any) -> Any:
         engine = self.model_wrapped
-        found = original(self, *args, **options)
+        output = original(self, *args, **options)
         if isinstance(engine, ZeroEngine):
             end(engine)
-        return found
+        return output
 
     return _finalize_training

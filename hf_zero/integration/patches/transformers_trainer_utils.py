@@ -30,11 +30,11 @@ def around_get_last_checkpoint(original: Callable[[str], str | None]) -> Callabl
         newest = original(folder)
         if newest is None or os.path.exists(os.path.join(newest, _STATE)):
             return newest
-        found = {int(match[1]): match[0] for match in map(_NAME.fullmatch, os.listdir(folder)) if match}
-        complete = [step for step, name in found.items() if os.path.exists(os.path.join(folder, name, _STATE))]
+        names = {int(match[1]): match[0] for match in map(_NAME.fullmatch, os.listdir(folder)) if match}
+        complete = [step for step, name in names.items() if os.path.exists(os.path.join(folder, name, _STATE))]
         if not complete:
-            return newest  # perhaps not written by Trainer at all
-        chosen = os.path.join(folder, found[max(complete)])
+            return newest  # perhaps not written by Trainer
+        chosen = os.path.join(folder, names[max(complete)])
         _say_once(newest, chosen)
         return chosen
 

@@ -28,7 +28,7 @@ def around_hash_module(original: Callable[[Any], str]) -> Callable[[nn.Module], 
 
 
 class _Whole:
-    """A module with sharded parameters, as far as digests look at it."""
+    """A module with sharded parameters, as digests see it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -39,7 +39,7 @@ class _Whole:
 
 
 class _Sharded:
-    """A parameter whose values are gathered as soon as somebody wants them on the host. Collective then."""
+    """A parameter whose values are gathered when they are first wanted on the host. Collective then."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter

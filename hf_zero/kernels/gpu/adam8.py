@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _value(u, UNITS: tl.constexpr, DECADES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a code, in [0, 1]; u: of `UNITS` (1 signed, 2 unsigned) and more for all but code 0."""
+    """Value of a code, in [0, 1]; u: of `UNITS` (1 signed, 2 unsigned) and more for all but code 0."""
     value = tl.zeros_like(u)
     for decade in tl.static_range(DECADES):
         tenth = 10.0 ** (decade - DECADES)
@@ -147,12 +147,12 @@ def adam8_on_gpu(
     m, v = (blocks_of(state) for state in vectors.states)
     scale_tensor, factor = split_scale(scale)
     correction1, correction2 = rule.corrections(step)
-    each = BLOCK // warp_size(_adam8)
+    per_thread = BLOCK // warp_size(_adam8)
     launch: Any = _adam8[(num_blocks(vectors.start + numel) - first,)]
     launch(
         vectors.weight, *m, *v, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
         vectors.start, numel, first,
         *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
         *floats(1 / correction1, 1 / correction2, rule.eps, rule.weight_decay, TINY),
-        DECOUPLED=rule.decoupled, DECADES=DECADES, EACH=each, BLOCK=BLOCK, **options(_adam8, BLOCK, each),
+        DECOUPLED=rule.decoupled, DECADES=DECADES, EACH=per_thread, BLOCK=BLOCK, **options(_adam8, BLOCK, per_thread),
     )  # fmt: skip

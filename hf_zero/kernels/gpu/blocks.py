@@ -1,4 +1,4 @@
-"""What the Triton kernels share: which elements a program works on, and how a value is rounded and stored.
+"""Shared code of the Triton kernels: a program's elements, and how a value is rounded and stored.
 
 Jitted functions annotate nothing but `tl.constexpr`: the compiler evaluates annotations and refuses Python's own types.
 

@@ -1,4 +1,4 @@
-"""Which tensors the Triton forms take, and how numbers of the host get to them. Imports no Triton: CPUs ask, too."""
+"""Which tensors the Triton forms take, and how host numbers reach them. Imports no Triton, as CPUs use it, too."""
 
 from __future__ import annotations
 
