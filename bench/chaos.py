@@ -145,7 +145,7 @@ class Launch:
         struck, rank = time.time(), ranks[chance.randrange(len(ranks))]
         rank.send_signal(attack)
         deadline = time.monotonic() + _UPDATE_S
-        while any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in ranks):
+        while any(map(_runs, ranks)):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 return None
             time.sleep(0.005)
@@ -189,6 +189,13 @@ class Launch:
                 continue
         memory = folder_in_memory(self.process.pid)
         return [*found, str(memory)] if memory.exists() else found
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two questions
+        return False
 
 
 def survive(

@@ -81,7 +81,7 @@ class ZeroEngine(nn.Module):
         self.phases = Phases(parts.device)
         self.settings = EngineSettings(resolved, parts.groups.data.size, parts.groups.ranks_per_sample)
         self.module_view = ModuleView(parts.module, parts.store, parts.device, resolved.zero, parts.groups)
-        self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self.phases)
+        self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self.phases, parts.groups.world.rank)
         self.module = parts.module
         self.config = resolved.raw
         self.device = parts.device
@@ -199,6 +199,8 @@ class ZeroEngine(nn.Module):
             if moved is not None:
                 moved.go_back()
             _report_skip(optimizer, number, outcome.computed_norm, scale)
+            if self.gradients.watch is not None and optimizer.rules.loss_scale is None:  # there, it looks for its scale
+                self.gradients.watch.look(number)
 
         if outcome.is_known_to_skip or not outcome.is_known:
             outcome.when_skipped(count_skip)

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.api.engine_module import EngineSettings
 from hf_zero.comm import ledger
 from hf_zero.device.phases import Phases
 from hf_zero.errors import WrongMoment
+from hf_zero.log import logger
 from hf_zero.params.stand_ins import FirstNan
+from hf_zero.params.store import ParameterStore
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 
@@ -110,6 +115,54 @@ class MicroBatches:
         self.since_step = 0
 
 
+_WATCHED_UPDATES = 3
+
+
+class NonfiniteWatch:
+    """Says on which rank, and at which parameter, values arise that are not finite. Reduced gradients do not tell: they
+    are sums. It looks only once an update has been skipped for its norm; before that, it costs nothing."""
+
+    def __init__(self, store: ParameterStore, rank: int, micro_batches: int) -> None:
+        self._parameters = store.parameters
+        self._names = [spec.name for spec in store.layout.specs]
+        self._rank, self._micro_batches = rank, micro_batches
+        self._losses: deque[Tensor] = deque(maxlen=micro_batches)
+        self._hooks: list[RemovableHandle] = []
+        self._num_left = 0  # backward passes to look at
+
+    def note(self, loss: Tensor) -> None:
+        """A backward begins."""
+        self._losses.append(loss.detach())
+        if self._hooks:
+            self._num_left -= 1
+            if self._num_left < 0:
+                self._stop()
+
+    def look(self, update: int) -> None:
+        """This update was skipped: look at the last losses of this rank, and at its next gradients."""
+        found = [loss for loss in self._losses if not bool(torch.isfinite(loss).all())]
+        if found:
+            logger.warning("rank %d: its own loss is %s, of update %d or after it", self._rank, found[0].item(), update)
+        self._num_left = _WATCHED_UPDATES * self._micro_batches
+        if not self._hooks:
+            named = zip(self._parameters, self._names, strict=True)
+            self._hooks = [parameter.register_hook(partial(self._see, name)) for parameter, name in named]
+
+    def _see(self, name: str, gradient: Tensor) -> None:
+        if self._hooks and not bool(torch.isfinite(gradient).all()):
+            logger.warning(
+                "rank %d: its own gradient of %s is not finite, the first one in the order of backward",
+                self._rank,
+                name,
+            )
+            self._stop()
+
+    def _stop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
 class EngineGradients:
     """The gradients part of an engine: what it does with a loss. Names are DeepSpeed's and torch's.
 
@@ -119,10 +172,11 @@ class EngineGradients:
         offloaded: the states that have been sent to host memory for a while; made when a program first does so.
         syncs: whether a boundary may be reached: not inside `no_sync`.
         number: of the engine among those of this process; the same on all ranks.
+        watch: where there are several ranks, names the one whose gradients are not finite.
     """
 
     def __init__(
-        self, assembly: Assembly | None, settings: EngineSettings, first_nan: FirstNan, phases: Phases
+        self, assembly: Assembly | None, settings: EngineSettings, first_nan: FirstNan, phases: Phases, rank: int
     ) -> None:
         self.assembly = assembly
         self.micro_batches = MicroBatches()
@@ -136,6 +190,9 @@ class EngineGradients:
         self._has_scaled = False
         self._has_peers = assembly is not None and assembly.optimizer.sharding.num_ranks > 1
         self._reached: Sequence[EngineGradients] = ()
+        self.watch: NonfiniteWatch | None = None
+        if assembly is not None and self._has_peers:
+            self.watch = NonfiniteWatch(assembly.store, rank, settings.accumulation_steps)
 
     def parts(self, caller: str) -> Assembly:
         """The assembly, for a method of the engine that trains."""
@@ -150,6 +207,8 @@ class EngineGradients:
         """`ZeroEngine.backward`."""
         parts, accumulation_steps = self.parts("backward"), self._settings.accumulation_steps
         self._first_nan.look(loss, f"backward {self.micro_batches.all + 1}")
+        if self.watch is not None:
+            self.watch.note(loss)
         if scale_wrt_gas and accumulation_steps > 1:
             loss = loss / accumulation_steps
         others = AT_WORK.others(self)
@@ -215,7 +274,7 @@ class EngineGradients:
         if self.assembly is not None:
             self.assembly.reducer.clear()
             self.assembly.reducer.remove_hooks()
-        self.assembly = self.offloaded = None
+        self.assembly = self.offloaded = self.watch = None
 
     def _expect(self, factor: float) -> None:
         self._has_scaled = True

@@ -310,8 +310,10 @@ def _write_sub_group_state(
         for kind in kinds:
             form = updater.form_of(kind)
             dtype = getattr(optimizer, "state_dtype", None) if form is None else torch.float32
-            value = torch.zeros_like(tensor.parameter, dtype=dtype, memory_format=torch.contiguous_format)
+            value = torch.empty_like(tensor.parameter, dtype=dtype, memory_format=torch.contiguous_format)
             flat = value.view(-1)
+            if flat.numel() != sum(piece.numel for piece in inside if kind in there[piece.parameter]):
+                flat.zero_()
             for piece in inside:
                 name = names[piece.parameter]
                 if kind in there[piece.parameter]:

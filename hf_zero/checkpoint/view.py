@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.folder import Folder
 from hf_zero.checkpoint.extra_states import ShardKey
-from hf_zero.checkpoint.files.stream import Parts, Streamed, fill
+from hf_zero.checkpoint.files.stream import Parts, Streamed, fill, span
 from hf_zero.layout.reshard import Extent
 
 MASTER = "fp32"
@@ -60,22 +60,23 @@ class Elements(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateElements:
-    """Extents of elements in mapped tensors."""
+    """Extents of elements in mapped tensors, or in the parts of one."""
 
     extents: Mapping[int, Sequence[Extent]]  # by parameter, in order
-    buffers: Mapping[tuple[int, int], Tensor]  # by (rank, buffer)
+    buffers: Mapping[tuple[int, int], Tensor | Parts]  # by (rank, buffer)
 
     def has(self, parameter: int) -> bool:
         return all((extent.rank, extent.buffer) in self.buffers for extent in self.extents[parameter])
 
     def parts(self, parameter: int, start: int, stop: int) -> list[Tensor]:
         """Views of the elements [start, stop) of one parameter, in order."""
-        views = []
+        views: list[Tensor] = []
         for extent in self.extents[parameter]:
             low, high = max(start, extent.start), min(stop, extent.stop)
             if low < high:
                 buffer = self.buffers[extent.rank, extent.buffer]
-                views.append(buffer.narrow(0, extent.offset + low - extent.start, high - low))
+                first = extent.offset + low - extent.start
+                views += span((buffer,) if isinstance(buffer, Tensor) else buffer, first, first + high - low)
         return views
 
     def whole(self, parameter: int, numel: int) -> Parts:

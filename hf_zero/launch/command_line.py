@@ -155,6 +155,7 @@ def _run(options: argparse.Namespace) -> int:
         venv_script=options.venv_script,
         max_restarts=options.max_restarts,
         stopped_s=options.stopped_timeout,
+        is_spare=options.spare,
     )
     job = _job(options, world, backend, master_address(options, world, backend, has_hosts=listed is not None))
     logger.info("%s", describe(job, backend))

@@ -30,7 +30,7 @@ from hf_zero.launch.children import Failure, signal_group
 from hf_zero.launch.job import RankCommand
 
 # What every training imports, whatever its script says.
-_ALWAYS = (("torch", ""), ("torch._dynamo", ""), ("hf_zero.api.entry", ""), ("transformers", "Trainer"))
+_ALWAYS = ("torch", "torch._dynamo", "hf_zero.api.entry", "hf_zero.extras.resilience.trainer", "transformers.trainer")
 TOKEN = "HF_ZERO_TOKEN"
 """The variable with the token of a run on several hosts, the same on all."""
 SUPERVISOR = "HF_ZERO_SUPERVISOR"
@@ -39,9 +39,14 @@ COPIES = "HF_ZERO_COPIES"
 """The variable that is set where that process copies what is kept to the next host."""
 RESTARTS = "HF_ZERO_RESTARTS"
 """The variable that says how often the ranks of several hosts have been started again."""
-WANTED, COPIED = "copies-wanted", "copied"
-"""Files: of a training whose slots are to be copied, and of a slot that has been."""
+WANTED, COPIED, DAMAGED = "copies-wanted", "copied", "damaged"
+"""Files: of a training whose slots are to be copied, of a slot that has been, and of one whose copy is to come back."""
+MODULES = "modules"
+"""A file of a training: names of modules that a rank has imported by its second update."""
+HISTORY = "log_history.jsonl"
+"""A file of a training: its logs, one for both slots."""
 _MESSAGE_BYTES = 1 << 20
+_LOOK_S = 0.5  # for that file
 _INSTALLED = ("site-packages", "dist-packages")
 # Waits for a process to end, and removes a folder. In a session of its own, since ranks are killed with theirs.
 _REMOVE = """
@@ -87,6 +92,14 @@ def replace_text(path: Path, content: str) -> None:
     partial.replace(path)
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None: it is not there, or is just being removed."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
 class Restarts:
     """Starts the ranks of this host, as often as they may be started."""
 
@@ -121,6 +134,10 @@ class Restarts:
         except OSError:  # it has been killed, too; the next one makes another
             self.close()
             return self._start(command)
+
+    def prepare(self, command: RankCommand) -> None:
+        """Import what this will, before it is started."""
+        self._nursery = Nursery(command) if Nursery.can_run(command) else None
 
     def refusal(self, failure: Failure) -> str:
         """Why they are not started again after this failure; empty: they are."""
@@ -167,9 +184,8 @@ def newest_update(folder: Path) -> int | None:
     """The newest update that some rank has kept there."""
     found = []
     for path in folder.glob("training-*/*/rank-*.json"):
-        with suppress(OSError, ValueError):
-            number = int(path.parts[-3].removeprefix("training-"))
-            found.append((number, int(json.loads(path.read_text())["step"])))
+        if (mark := read_json(path)) is not None:
+            found.append((int(path.parts[-3].removeprefix("training-")), int(mark["step"])))
     return max(found)[1] if found else None
 
 
@@ -287,7 +303,7 @@ def _is_installed(module: str) -> bool:
 
 def _import_for(words: Sequence[str]) -> None:
     """Whatever fails here fails in the rank, where somebody reads it."""
-    wanted = list(_ALWAYS)
+    wanted = [(module, "") for module in _ALWAYS]
     with suppress(Exception):
         spec = importlib.util.find_spec(words[1]) if words[0] == "-m" else None
         wanted += imports_of(Path(str(spec.origin) if spec else words[0]).read_text(encoding="utf-8"))
@@ -301,16 +317,34 @@ def main() -> None:
     returns from `_serve` and runs its script."""
     link, words = socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]
     _import_for(words)
-    gc.collect()
-    gc.freeze()  # so that ranks share these pages
+    _freeze()
     _run(_serve(link))
 
 
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()  # so that ranks share these pages
+
+
+def _import_as_ranks() -> bool:
+    """What ranks have imported as they went along, of packages that are in use here; False: none has said so yet."""
+    found = [*folder_in_memory(os.getppid()).glob(f"training-*/{MODULES}")]
+    for name in found[0].read_text().split() if found else ():
+        if name not in sys.modules and name.partition(".")[0] in sys.modules:
+            with suppress(Exception):
+                importlib.import_module(name)
+    _freeze()
+    return bool(found)
+
+
 def _serve(link: socket.socket) -> list[str]:
+    has_all = False
     with selectors.DefaultSelector() as selector:
         selector.register(link, selectors.EVENT_READ)
         while True:
-            for key, _ in selector.select():
+            events = selector.select(None if has_all else _LOOK_S)
+            has_all = has_all or (not events and _import_as_ranks())
+            for key, _ in events:
                 if key.fileobj is not link:
                     selector.unregister(key.fileobj)
                     os.close(key.fd)

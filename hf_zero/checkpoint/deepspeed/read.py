@@ -21,11 +21,14 @@ from hf_zero.checkpoint.deepspeed.state_dicts import (
     need_int,
     need_list,
     need_mapping,
+    numel_of,
+    parts_of,
     scalar_states,
     scaler_values,
     shapes_in_groups,
 )
 from hf_zero.checkpoint.extra_states import bound_together, merged
+from hf_zero.checkpoint.files.stream import Parts
 from hf_zero.checkpoint.files.torch_file import read_torch_file
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, StateElements, buffer_sizes, by_parameter
 from hf_zero.errors import CheckpointError
@@ -100,7 +103,7 @@ def _untrained(folder: Folder, models: Sequence[Any], paths: Sequence[Path]) -> 
 
 
 def _rank_file(path: Path) -> _RankFile:
-    content = read_torch_file(path)
+    content = read_torch_file(path, stays_in_parts=ds.OPTIMIZER_STATE_DICT.__eq__)
     inner = need_mapping(content, ds.OPTIMIZER_STATE_DICT, path)
     check_manifest_is_there(content.get(ds.HF_ZERO), path)
     return _RankFile(path, inner, content.get(ds.HF_ZERO) or {})
@@ -148,7 +151,7 @@ def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence
         extent for g, partition in enumerate(partitions) for r in range(world) for extent in partition.extents(r, g)
     ]
     sizes = buffer_sizes(extents)
-    buffers: dict[str, dict[tuple[int, int], Tensor]] = {}
+    buffers: dict[str, dict[tuple[int, int], Parts]] = {}
     states = [_states_1_2(file, len(pieces)) for file in files]
     for rank, file in enumerate(files):
         masters = need_list(file.inner, ds.FP32_PARTITIONS, file.path)
@@ -156,9 +159,9 @@ def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence
         for number in range(len(pieces)):
             place, wanted = (rank, number), sizes.get((rank, number), 0)
             _check_available(masters[number], partitions[number], rank, file.path)
-            buffers.setdefault(MASTER, {})[place] = flat(masters[number], f"group {number}", file.path, wanted)
+            buffers.setdefault(MASTER, {})[place] = parts_of(masters[number], f"group {number}", file.path, wanted)
             for kind, tensor in element_states(states[rank][number], wanted).items():
-                buffers.setdefault(kind, {})[place] = flat(tensor, f"{kind} of group {number}", file.path, wanted)
+                buffers.setdefault(kind, {})[place] = parts_of(tensor, f"{kind} of group {number}", file.path, wanted)
     options = _options(files[0], len(pieces))
     groups = [Group(tuple(group), options[number], _scalars(states, number)) for number, group in enumerate(pieces)]
     return _elements(extents, buffers), tuple(groups)
@@ -166,7 +169,7 @@ def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence
 
 def _check_available(tensor: Any, partition: GroupPartition, rank: int, path: Path) -> None:
     stripped = partition.partition_numel - partition.padding(rank)
-    have = tensor.numel() if isinstance(tensor, Tensor) else -1
+    have = numel_of(tensor)
     if have not in (stripped, partition.partition_numel):
         raise CheckpointError(
             path,
@@ -193,7 +196,7 @@ def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_R
         next_index += len(members)
         subs.append(SubGroupPartition(tuple(members), world))
     extents = [extent for s, sub in enumerate(subs) for r in range(world) for extent in sub.extents(r, s)]
-    buffers: dict[str, dict[tuple[int, int], Tensor]] = {}
+    buffers: dict[str, dict[tuple[int, int], Parts]] = {}
     torch_states = [need_mapping(file.inner, ds.OPTIMIZER_STATE_DICT, file.path) for file in files]
     states = [[state.get(ds.STATE, {}).get(s, {}) for s in range(len(subs))] for state in torch_states]
     for rank, file in enumerate(files):
@@ -202,14 +205,11 @@ def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_R
         for number, sub in enumerate(subs):
             place = (rank, number)
             what = f"sub-group {number}"
-            master = flat(masters[number], what, file.path, sub.numel)
-            if master.numel() != sub.numel:
-                raise CheckpointError(
-                    file.path, f"{what} has {master.numel()} elements where its shapes give {sub.numel}", _FIX
-                )
-            buffers.setdefault(MASTER, {})[place] = master
+            buffers.setdefault(MASTER, {})[place] = parts_of(masters[number], what, file.path, sub.numel)
+            if (have := numel_of(masters[number])) != sub.numel:
+                raise CheckpointError(file.path, f"{what} has {have} elements where its shapes give {sub.numel}", _FIX)
             for kind, tensor in element_states(states[rank][number], sub.numel).items():
-                buffers.setdefault(kind, {})[place] = flat(tensor, f"{kind} of {what}", file.path, sub.numel)
+                buffers.setdefault(kind, {})[place] = parts_of(tensor, f"{kind} of {what}", file.path, sub.numel)
     return _elements(extents, buffers), _groups_3(
         pieces, need_list(torch_states[0], ds.PARAM_GROUPS, files[0].path), states
     )
@@ -243,7 +243,7 @@ def _scalars(states: Sequence[Sequence[Mapping[str, Any]]], number: int) -> dict
 
 
 def _elements(
-    extents: Sequence[Extent], buffers: Mapping[str, Mapping[tuple[int, int], Tensor]]
+    extents: Sequence[Extent], buffers: Mapping[str, Mapping[tuple[int, int], Parts]]
 ) -> dict[str, StateElements]:
     """By kind of state, where every rank has it for any group (before the first step there is none)."""
     ordered = by_parameter(extents)

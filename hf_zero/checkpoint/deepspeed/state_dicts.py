@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.files.stream import Parts, Streamed
 from hf_zero.checkpoint.view import Pieces
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
@@ -69,6 +70,20 @@ def flat(value: Any, what: str, path: Path, at_least: int = 0) -> Tensor:
     return value.detach().view(-1)
 
 
+def numel_of(value: Any) -> int:
+    """Of a tensor, also of one in parts; -1 for anything else."""
+    return value.numel() if isinstance(value, Tensor) else value.numel if isinstance(value, Streamed) else -1
+
+
+def parts_of(value: Any, what: str, path: Path, at_least: int = 0) -> Parts:
+    """As `flat`, where it may lie in several parts."""
+    if not isinstance(value, Streamed):
+        return (flat(value, what, path, at_least),)
+    if value.numel < at_least:
+        raise CheckpointError(path, f"{what} has {value.numel} elements and needs {at_least}", _FIX)
+    return value.parts
+
+
 def shape_of(value: Any, name: str, path: Path) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or not all(isinstance(length, int) and length >= 0 for length in value):
         raise CheckpointError(path, f"the shape of {name!r} is {value!r}", _FIX)
@@ -90,7 +105,7 @@ def shapes_in_groups(model: Mapping[str, Any], key: str, path: Path) -> list[dic
     return groups
 
 
-def element_states(state: Mapping[str, Any], numel: int, *, of_scalar: bool = False) -> dict[str, Tensor]:
+def element_states(state: Mapping[str, Any], numel: int, *, of_scalar: bool = False) -> dict[str, Any]:
     """Those entries of one optimizer state that hold a value per element, at least `numel` of them.
 
     Args:
@@ -99,14 +114,14 @@ def element_states(state: Mapping[str, Any], numel: int, *, of_scalar: bool = Fa
     return {
         str(kind): value
         for kind, value in state.items()
-        if isinstance(value, Tensor)
-        and value.numel() >= numel
+        if isinstance(value, (Tensor, Streamed))
+        and numel_of(value) >= numel
         and kind not in COUNTERS
-        and (value.ndim > 0 or of_scalar)
+        and (len(value.shape) > 0 or of_scalar)
     }
 
 
-def scalar_states(state: Mapping[str, Any], elements: Mapping[str, Tensor]) -> dict[str, Any]:
+def scalar_states(state: Mapping[str, Any], elements: Mapping[str, Any]) -> dict[str, Any]:
     """The others: step counters and the like, 0-dim tensors as numbers."""
     return {
         str(kind): value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

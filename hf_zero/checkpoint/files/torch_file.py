@@ -325,8 +325,12 @@ file stands for one on another host. As a key of the whole content it says that 
 """
 
 
-def read_torch_file(path: Path) -> Any:
+def read_torch_file(path: Path, *, stays_in_parts: Callable[[Any], bool] = lambda key: False) -> Any:
     """The content of `path`; tensors of torch's zip format stay in the file until they are touched.
+
+    Args:
+        stays_in_parts: below which of its keys a tensor that lies in several parts is a `Streamed`, so that nothing is
+            copied that nobody asks for.
 
     Raises:
         CheckpointError: for a file that is missing, damaged, or names a class that a checkpoint does not need.
@@ -340,7 +344,9 @@ def read_torch_file(path: Path) -> Any:
         with torch.serialization.safe_globals(list(_KNOWN)):
             content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
         if isinstance(content, dict) and content.pop(IN_PIECES, False):
-            return _put_together(content, path.parent.parent, {})
+            folder, mapped = path.parent.parent, dict[str, Tensor]()
+            found = {key: _put_together(value, folder, mapped) for key, value in content.items()}
+            return {key: value if stays_in_parts(key) else _materialised(value) for key, value in found.items()}
         return content
     except pickle.UnpicklingError as error:
         raise _refusal(path, error, is_zip) from error
@@ -370,8 +376,20 @@ def _put_together(value: Any, folder: Path, mapped: dict[str, Tensor]) -> Any:
                 continue
             mapped[name] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
         parts.append(mapped[name].narrow(0, start, num_bytes))
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return whole.view(getattr(torch, value["dtype"])).view(value["shape"])
+    dtype, shape = getattr(torch, value["dtype"]), tuple(value["shape"])
+    if len(parts) == 1:
+        return parts[0].view(dtype).view(shape)
+    return Streamed(dtype, shape, tuple(part.view(dtype) for part in parts))
+
+
+def _materialised(value: Any) -> Any:
+    if isinstance(value, Streamed):
+        return value.materialise()
+    if isinstance(value, OrderedDict):
+        return OrderedDict((key, _materialised(entry)) for key, entry in value.items())
+    if isinstance(value, dict):
+        return {key: _materialised(entry) for key, entry in value.items()}
+    return type(value)(map(_materialised, value)) if type(value) in (list, tuple) else value
 
 
 def check_container(path: Path) -> None:

@@ -18,22 +18,26 @@ checkpoint's files, which say where values are, and an empty file stands for val
 from __future__ import annotations
 
 import json
-import mmap
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hf_zero.api.engine_checkpoints import EngineCheckpoints
 from hf_zero.checkpoint.arena import Arena
+from hf_zero.checkpoint.files import crc
 from hf_zero.comm import Collectives, hosts
-from hf_zero.launch.restarts import COPIED, SUPERVISOR, WANTED, replace_text
+from hf_zero.launch.restarts import COPIED, DAMAGED, MODULES, SUPERVISOR, WANTED, read_json, replace_text
 from hf_zero.log import logger
 
 _TAG = "global_step"  # Trainer looks for a folder whose name begins like this
 _NUM_SLOTS = 2
+_COPIED_S = 600.0  # for the next host's copy to come
 
 
 def supervisor(environment: Mapping[str, str]) -> int | None:
@@ -45,7 +49,11 @@ def supervisor(environment: Mapping[str, str]) -> int | None:
 
 
 class MemoryCheckpoints:
-    """Those of one training, as one rank sees them."""
+    """Those of one training, as one rank sees them.
+
+    Attributes:
+        beginning: a folder for what this rank knows of the beginning of an epoch.
+    """
 
     def __init__(self, folder: Path, collectives: Collectives, *, replicates: bool = False) -> None:
         """`replicates`: the launcher copies each to the next host."""
@@ -53,6 +61,7 @@ class MemoryCheckpoints:
         self._replicates = replicates
         if replicates:
             (folder / WANTED).touch()
+        self._modules, self.beginning = folder / MODULES, folder / f"beginning-{collectives.rank}"
         self._slots = [folder / str(number) for number in range(_NUM_SLOTS)]
         for slot in self._slots:
             slot.mkdir(exist_ok=True)
@@ -62,35 +71,43 @@ class MemoryCheckpoints:
 
     def newest(self) -> tuple[int, Path] | None:
         """The update of the newest whole checkpoint, and its folder. Collective."""
+        known, rank = hosts(), self._collectives.rank
+        beside = known.beside(rank)
+        paths = [path for slot in self._slots for path in sorted(slot.glob("rank-*.json"))]
+        mine = [(mark, path.parent) for path in paths[beside.index(rank) :: len(beside)] if (mark := read_json(path))]
         kept: dict[tuple[int, int, int], set[int]] = {}
-        gathered: list[Any] = self._collectives.gather_objects(list(self._intact()))
-        known = hosts()
-        for rank, of_rank in enumerate(gathered):
-            for mark, slot in of_rank:
-                stays = mark["rank"] in known.beside(rank) and mark["world"] == self._collectives.size
+        gathered: list[Any] = self._collectives.gather_objects([(mark, int(slot.name)) for mark, slot in mine])
+        for other, of_rank in enumerate(gathered):
+            for mark, number in of_rank:
+                stays = mark["rank"] in known.beside(other) and mark["world"] == self._collectives.size
                 if stays or known.num_hosts == 1:
-                    kept.setdefault((mark["step"], slot, mark["world"]), set()).add(mark["rank"])
-        whole = max((key for key, ranks in kept.items() if len(ranks) == key[2]), default=None)
-        if whole is None:
-            return None
-        step, self._last, _ = whole
-        self._tell_others(self._slots[self._last])
-        return step, self._slots[self._last]
+                    kept.setdefault((mark["step"], number, mark["world"]), set()).add(mark["rank"])
+        for step, number, _ in sorted((key for key, ranks in kept.items() if len(ranks) == key[2]), reverse=True):
+            slot = self._slots[number]
+            is_intact = all(self._is_intact(slot, mark) for mark, place in mine if place == slot)
+            if all(self._collectives.gather_objects(is_intact)):
+                self._last = number
+                self._tell_others(slot)
+                return step, slot
+        return None
 
-    def _intact(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """What this rank has read of this host's slots, whose ranks share the work, and found as it was kept."""
-        beside = hosts().beside(self._collectives.rank)
-        for number, slot in enumerate(self._slots):
-            for path in sorted(slot.glob("rank-*.json"))[beside.index(self._collectives.rank) :: len(beside)]:
-                mark = _read(path)
-                if mark is None:
-                    continue
-                damaged = [name for name, kept in mark["sums"].items() if _checksum(slot / name, kept[0]) != kept]
-                if damaged:
-                    found = f"{slot / damaged[0]} is not what rank {mark['rank']} kept after update {mark['step']}"
-                    logger.warning("%s, so another checkpoint is taken: memory of this host changes by itself", found)
-                else:
-                    yield mark, number
+    def _is_intact(self, slot: Path, mark: dict[str, Any], *, may_ask: bool = True) -> bool:
+        """Whether values are what a rank of this host has kept, or the next host's copy of them, put in their place."""
+        damaged = [name for name, kept in mark["sums"].items() if _checksum(slot / name, kept[0]) != kept]
+        if not damaged:
+            return True
+        is_replaced, asked, deadline = False, slot / DAMAGED, time.monotonic() + _COPIED_S
+        if self._replicates and may_ask:
+            replace_text(asked, str(mark["step"]))
+            while asked.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            is_there = read_json(slot / f"rank-{mark['rank']}.json") == mark
+            is_replaced = is_there and self._is_intact(slot, mark, may_ask=False)
+        if may_ask:
+            found = f"{slot / damaged[0]} is not what rank {mark['rank']} kept after update {mark['step']}"
+            source = "the next host's copy" if is_replaced else "another checkpoint"
+            logger.warning("%s, so %s is taken: memory of this host changes by itself", found, source)
+        return is_replaced
 
     def _tell_others(self, slot: Path) -> None:
         """Bring here what other hosts' ranks have in files, and empty files for their values. Collective."""
@@ -98,7 +115,7 @@ class MemoryCheckpoints:
         if known.num_hosts == 1:
             return
         rank = self._collectives.rank
-        mark = _read(slot / f"rank-{rank}.json") or {"files": {}, "sums": {}}
+        mark = read_json(slot / f"rank-{rank}.json") or {"files": {}, "sums": {}}
         own = {f"{_TAG}/{name}": (slot / _TAG / name).read_bytes() for name in mark["files"]}
         gathered: list[Any] = self._collectives.gather_objects({**own, **dict.fromkeys(mark["sums"], b"")})
         beside = known.beside(rank)
@@ -123,11 +140,12 @@ class MemoryCheckpoints:
         """
         rank = self._collectives.rank
         if not self._savers:
-            arenas = [Arena(slot / f"rank-{rank}") for slot in self._slots]
-            self._savers = [EngineCheckpoints(engine, arena) for arena in arenas]
+            self._savers = [EngineCheckpoints(engine, Arena(slot / f"rank-{rank}")) for slot in self._slots]
         self.wait()
         if not all(self._collectives.gather_objects(self._is_copied())):
             return False
+        if self._last is not None and rank == hosts().beside(rank)[0] and not self._modules.exists():
+            replace_text(self._modules, "\n".join(sys.modules))  # for those that are started after this one
         self._last = 0 if self._last is None else (self._last + 1) % _NUM_SLOTS
         slot = self._slots[self._last]
         mark = slot / f"rank-{rank}.json"
@@ -135,9 +153,8 @@ class MemoryCheckpoints:
         arena = self._savers[self._last].background.arena
 
         def complete(names: Sequence[str]) -> None:
-            content = {"step": step, "rank": rank, "world": self._collectives.size, "files": names}
-            content["beside"] = len(hosts().beside(rank))
-            replace_text(mark, json.dumps({**content, "sums": arena.checksums()}))
+            place = {"rank": rank, "world": self._collectives.size, "beside": len(hosts().beside(rank))}
+            replace_text(mark, json.dumps({"step": step, **place, "files": names, "sums": arena.checksums()}))
 
         def add_to_slot() -> None:
             add(slot)
@@ -151,7 +168,7 @@ class MemoryCheckpoints:
         if not self._replicates or self._last is None:
             return True
         slot = self._slots[self._last]
-        mark, copied = _read(slot / f"rank-{self._collectives.rank}.json"), _read(slot / COPIED)
+        mark, copied = read_json(slot / f"rank-{self._collectives.rank}.json"), read_json(slot / COPIED)
         return mark is not None and copied is not None and mark["step"] == copied["step"]
 
     def wait(self) -> None:
@@ -167,16 +184,6 @@ class MemoryCheckpoints:
 
 def _checksum(path: Path, num_bytes: int) -> list[int]:
     """As `Arena.checksums` has it; none of what is cut off, or not there."""
-    with suppress(OSError, ValueError), open(path, "rb") as file:
-        if num_bytes:
-            with mmap.mmap(file.fileno(), num_bytes, prot=mmap.PROT_READ) as values:
-                return [num_bytes, zlib.crc32(values)]
-        return [0, 0]
+    with suppress(OSError, ValueError):
+        return [num_bytes, crc.checksum(np.memmap(path, np.uint8, "r", shape=(num_bytes,)).data) if num_bytes else 0]
     return []
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):  # its rank is just removing it
-        return None

@@ -2,7 +2,7 @@
 
     host 0             leads: hears of every failure, and says when all hosts' ranks end, and start
     each host          follows it, and sends each slot that its ranks have kept to the launcher of the next host
-    one that is lost   its launcher is started again, and asks the next host's for what that one had been sent
+    one that is lost   its launcher, started again, or a spare asks the next host's for what that one had been sent
 
 All listen at --master_port, on the address that leads to the others, and accept whoever knows the token of the run:
 each side proves that it does (HMAC, as in `multiprocessing`). What follows is not encrypted.
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import select
 import socket
 import struct
 import threading
@@ -27,14 +28,12 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from hf_zero.launch import LaunchError
+from hf_zero.launch import LaunchError, restarts
 from hf_zero.launch.children import Failure
-from hf_zero.launch.restarts import COPIED, COPIES, RESTARTS, WANTED, own_folder, replace_text
 from hf_zero.network import address_towards
 
 _REPLACED_S = 600.0  # how long the others wait for a host
-_MESSAGE_BYTES = 16 << 20
-_CHUNK_BYTES = 4 << 20
+_MESSAGE_BYTES, _CHUNK_BYTES = 16 << 20, 4 << 20
 _TICK_S = 0.05
 _PROBES = {
     socket.TCP_KEEPIDLE: 1,  # seconds
@@ -42,7 +41,6 @@ _PROBES = {
     socket.TCP_KEEPCNT: 2,
     socket.TCP_USER_TIMEOUT: 5000,  # milliseconds, for what is not acknowledged
 }
-_HISTORY = "log_history.jsonl"  # one for both slots
 _SLOT, _NAME = re.compile(r"training-\d+/[01]"), re.compile(r"(global_step/)?\w[\w.-]*", re.ASCII)
 _BROKEN = (OSError, EOFError, ValueError, KeyError, AuthenticationError)  # a peer that ends, or is none of ours
 Message = dict[str, Any]
@@ -89,28 +87,40 @@ class _Lead:
         self._names, self._address = names, address
         self._lock = threading.Lock()
         self._links: dict[int, Connection] = {}
+        self._spares: list[tuple[Connection, str]] = []
         self._addresses: dict[int, str] = {}
         self._ready: set[int] = set()
         self._done: set[int] = set()
         self._is_running, self._restarts = False, -1
 
-    def follow(self, host: int, link: Connection, address: str) -> None:
-        """Serve one host until it is lost."""
+    def follow(self, hello: Message, link: Connection, address: str) -> None:
+        """Serve one host until it is lost; a spare has none before it takes the place of one."""
         with self._lock:
-            if host in self._links:
-                self._lose(host)
-            self._links[host], self._addresses[host] = link, address
-            if len(self._links) == len(self._names):
-                self._tell_all({"say": "hosts", "addresses": self._addresses})
+            host = hello["host"]
+            if host is None:
+                self._spares.append((link, address))
+            elif not 0 <= host < len(self._names) or (hello["is_spare"] and host in self._links):
+                return  # somebody else has that place by now
+            else:
+                self._place(host, link, address)
         try:
             while True:
                 message = _heard(link)
                 with self._lock:
-                    self._hear(host, message)
+                    if self._links.get(message["host"]) is link:
+                        self._hear(message["host"], message)
         except _BROKEN:
             with self._lock:
-                if self._links.get(host) is link:
+                self._spares = [spare for spare in self._spares if spare[0] is not link]
+                for host in [host for host, theirs in self._links.items() if theirs is link]:
                     self._lose(host)
+
+    def _place(self, host: int, link: Connection, address: str) -> None:
+        if host in self._links:
+            self._lose(host, is_replaced=True)
+        self._links[host], self._addresses[host] = link, address
+        if len(self._links) == len(self._names):
+            self._tell_all({"say": "hosts", "addresses": self._addresses})
 
     def _hear(self, host: int, message: Message) -> None:
         if message["say"] == "ready":
@@ -129,15 +139,20 @@ class _Lead:
             self._is_running = False
             self._tell_all(message)
 
-    def _lose(self, host: int) -> None:
+    def _lose(self, host: int, *, is_replaced: bool = False) -> None:
         self._links.pop(host).close()
         self._ready.discard(host)
         if self._is_running:
             self._is_running = False
             self._tell_all({"say": "end", "failure": asdict(Failure.of_host(self._names[host]))})
+        if host and self._spares and not is_replaced:
+            link, address = self._spares.pop(0)
+            with suppress(OSError):  # lost, too: its own thread finds out, and the next one is asked
+                _say(link, {"say": "take", "host": host})
+            self._place(host, link, address)
 
     def _tell_all(self, message: Message) -> None:
-        for link in self._links.values():
+        for link in (*self._links.values(), *(link for link, _ in self._spares)):
             with suppress(OSError):  # its own thread finds out
                 _say(link, message)
 
@@ -145,16 +160,20 @@ class _Lead:
 class Peers:
     """The other hosts, as one host's launcher sees them."""
 
-    def __init__(self, names: Sequence[str], host: int, master: str, port: int, token: str) -> None:
+    def __init__(self, names: Sequence[str], host: int | None, master: str, port: int, token: str) -> None:
         """
+        Args:
+            host: the number of this one; None: a spare.
+
         Raises:
             LaunchError: the port is taken.
         """
-        own = address_towards(master if host else names[1]) or master
+        own = address_towards(names[1] if host == 0 else master) or master
         self._names, self._host, self._key, self._port = names, host, token.encode(), port
-        self._leader = (master if host else own, port)
-        self._lead = None if host else _Lead(names, own)
-        self._memory = own_folder(os.getpid())
+        self._is_spare = host is None
+        self._leader = (own if host == 0 else master, port)
+        self._lead = _Lead(names, own) if host == 0 else None
+        self._memory = restarts.own_folder(os.getpid())
         self._messages: deque[Message] = deque()
         self.descriptor, self._wake = os.pipe()
         os.set_blocking(self.descriptor, False)
@@ -180,14 +199,28 @@ class Peers:
                 self._addresses = message["addresses"]
             elif message["say"] == "lost":
                 self._addresses = {}
+            elif message["say"] == "take":
+                self._host = message["host"]
             yield message
 
     def say(self, say: str, failure: Failure | None = None) -> None:
         """Tell the leader."""
         with suppress(OSError):  # nobody is there any more: `take` says so
             if self._link is not None:
-                told = {} if failure is None else {"failure": asdict(failure)}
-                _say(self._link, {"say": say, "restarts": self._restarts, **told})
+                told = {"say": say, "host": self._host, "restarts": self._restarts}
+                _say(self._link, {**told, "failure": failure and asdict(failure)})
+
+    def await_place(self) -> int | None:
+        """The number of a host that is lost, which is this spare's from now on; None: the job has ended, or does not
+        come."""
+        deadline: float | None = time.monotonic() + _REPLACED_S
+        while self._host is None and (deadline is None or time.monotonic() < deadline):
+            select.select([self.descriptor], [], [], _REPLACED_S)
+            for message in self.take():
+                if message["say"] in ("over", "stop"):
+                    return None
+                deadline = time.monotonic() + _REPLACED_S if message["say"] == "lost" else None
+        return self._host
 
     def await_start(self, turn: Callable[[], bool]) -> dict[str, str]:
         """Variables for the ranks, once no rank of any host runs and all hosts are there; empty: there will be none.
@@ -201,7 +234,7 @@ class Peers:
         deadline, is_ready = time.monotonic() + _REPLACED_S, False
         with self._lock:
             self._epoch += 1
-            for path in self._memory.glob(f"training-*/*/{COPIED}"):
+            for path in self._memory.glob(f"training-*/*/{restarts.COPIED}"):
                 path.unlink()
         while turn():
             if self._addresses and not is_ready:
@@ -211,8 +244,8 @@ class Peers:
             for message in self.take():
                 if message["say"] == "start":
                     self._restarts = message["restarts"]
-                    port, restarts = str(message["port"]), str(self._restarts)
-                    return {"MASTER_PORT": port, RESTARTS: restarts, COPIES: "1"}
+                    port, again = str(message["port"]), str(self._restarts)
+                    return {"MASTER_PORT": port, restarts.RESTARTS: again, restarts.COPIES: "1"}
                 if message["say"] == "stop":
                     return {}
                 is_ready = is_ready and message["say"] != "lost"
@@ -235,9 +268,9 @@ class Peers:
     def _serve_one(self, end: socket.socket, address: str) -> None:
         with suppress(*_BROKEN), closing(_proven(end, self._key, serves=True)) as link:
             hello = _heard(link)
-            host, theirs = int(hello["host"]), self._memory / f"of-{int(hello['host'])}"
-            if hello["want"] == "follow" and self._lead is not None and 0 <= host < len(self._names):
-                self._lead.follow(host, link, address)
+            theirs = self._memory / f"of-{int(hello['host'] or 0)}"
+            if hello["want"] == "follow" and self._lead is not None:
+                self._lead.follow(hello, link, address)
             elif hello["want"] == "store":
                 while True:
                     asked = _heard(link)  # what is there stays whole, since it is not sent again
@@ -248,14 +281,16 @@ class Peers:
                         _say(link, {"stored": True})
             elif hello["want"] == "fetch":
                 steps = [(step, slot) for slot in theirs.glob("training-*/*") if (step := _step(slot)) is not None]
-                for _, slot in sorted(steps):
-                    send(link, theirs, slot, {})
+                for step, slot in sorted(steps):
+                    if hello.get("only") in (None, [str(slot.relative_to(theirs)), step]):
+                        send(link, theirs, slot, {})
                 _say(link, {"slot": None})
 
     def _follow(self) -> None:
         while self._is_open:
             with suppress(*_BROKEN):
-                self._link = _open(self._leader, self._key, {"want": "follow", "host": self._host})
+                hello = {"want": "follow", "host": self._host, "is_spare": self._is_spare}
+                self._link = _open(self._leader, self._key, hello)
                 while True:
                     self._put(_heard(self._link))
             if self._link is not None:
@@ -267,20 +302,25 @@ class Peers:
         self._messages.append(message)
         os.write(self._wake, b".")
 
-    def _next(self, want: str) -> Connection:
+    def _next(self, want: str, only: tuple[str, int] | None = None) -> Connection:
+        assert self._host is not None, "a spare without a place has no neighbour"
         address = self._addresses[str((self._host + 1) % len(self._names))]
-        return _open((address, self._port), self._key, {"want": want, "host": self._host})
+        return _open((address, self._port), self._key, {"want": want, "host": self._host, "only": only})
+
+    def _fetch(self, only: tuple[str, int] | None = None) -> None:
+        """Get what the next host has been sent: all, or one slot with this update."""
+        with suppress(*_BROKEN), closing(self._next("fetch", only)) as link:
+            while receive(link, self._memory):
+                pass
 
     def _restore(self) -> None:
         """Where nothing is kept, get what the next host has been sent."""
         if any(self._memory.glob("training-*/*/rank-*.json")):
             return
-        with suppress(*_BROKEN), closing(self._next("fetch")) as link:
-            while receive(link, self._memory):
-                pass
-            found = self._memory.glob(f"training-*/*/{_HISTORY}")
-            for path in sorted(found, key=lambda path: path.stat().st_mtime):
-                path.replace(path.parent.parent / _HISTORY)
+        self._fetch()
+        found = self._memory.glob(f"training-*/*/{restarts.HISTORY}")
+        for path in sorted(found, key=lambda path: path.stat().st_mtime):
+            path.replace(path.parent.parent / restarts.HISTORY)
 
     def _copy(self) -> None:
         """Send each slot to the next host when it is whole; in one thread."""
@@ -289,9 +329,11 @@ class Peers:
         epoch, known = -1, dict[str, bytes]()
         while self._is_open:
             time.sleep(_TICK_S)
-            if self._epoch != epoch and link is not None:
-                link.close()
+            if self._epoch != epoch:
                 link = None
+            for path in self._memory.glob(f"training-*/[01]/{restarts.DAMAGED}"):
+                self._fetch((str(path.parent.relative_to(self._memory)), int(path.read_text())))
+                path.unlink()
             for slot in self._uncopied():
                 try:
                     if link is None:
@@ -301,10 +343,8 @@ class Peers:
                     if self._stored(link, slot, known):
                         with self._lock:
                             if self._epoch == epoch:
-                                replace_text(slot / COPIED, json.dumps({"step": step}))
+                                restarts.replace_text(slot / restarts.COPIED, json.dumps({"step": step}))
                 except _BROKEN:
-                    if link is not None:
-                        link.close()
                     link = None
                     break
 
@@ -319,9 +359,10 @@ class Peers:
 
     def _uncopied(self) -> list[Path]:
         slots = []
-        for wanted in self._memory.glob(f"training-*/{WANTED}") if self._addresses else ():
-            steps = {slot: _step(slot) for slot in wanted.parent.glob("[01]")}
-            slots += [slot for slot, step in steps.items() if step is not None and _copied(slot) != step]
+        for wanted in self._memory.glob(f"training-*/{restarts.WANTED}") if self._addresses else ():
+            for slot in wanted.parent.glob("[01]"):
+                copied = restarts.read_json(slot / restarts.COPIED) or {"step": None}
+                slots += [slot] if _step(slot) not in (None, copied["step"]) else []
         return sorted(slots, key=lambda slot: -(_step(slot) or 0))
 
 
@@ -329,12 +370,6 @@ def _own_slot(folder: Path, name: str) -> Path:
     if not _SLOT.fullmatch(name):
         raise ValueError(name)
     return folder / name
-
-
-def _copied(slot: Path) -> int | None:
-    with suppress(OSError, ValueError):
-        return int(json.loads((slot / COPIED).read_text())["step"])
-    return None
 
 
 def _marks(slot: Path) -> dict[str, str]:
@@ -357,7 +392,7 @@ def send(link: Connection, folder: Path, slot: Path, known: dict[str, bytes]) ->
     files = [path for path in (*slot.iterdir(), *slot.glob("global_step/*")) if path.is_file()]
     files = [path for path in files if path.suffix not in (".json", ".partial") or not path.name.startswith("rank-")]
     _say(link, {"slot": str(slot.relative_to(folder))})
-    for path in (*(path for path in files if path.name != COPIED), slot.parent / _HISTORY):
+    for path in (*(path for path in files if path.name != restarts.COPIED), slot.parent / restarts.HISTORY):
         name = str(path.relative_to(slot)) if path.is_relative_to(slot) else path.name
         with suppress(FileNotFoundError), path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -401,5 +436,5 @@ def receive(link: Connection, folder: Path) -> bool:
     for name, mark in (message["marks"] or {}).items():
         if not _NAME.fullmatch(name):
             raise ValueError(name)
-        replace_text(slot / name, mark)
+        restarts.replace_text(slot / name, mark)
     return True

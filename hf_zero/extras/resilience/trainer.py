@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import sys
 import weakref
 from collections.abc import Mapping
@@ -25,11 +26,10 @@ from hf_zero.comm import collectives_for, hosts, local_device
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.resilience import Resilience
 from hf_zero.extras.resilience.memory import MemoryCheckpoints, supervisor
-from hf_zero.launch.restarts import COPIES, RESTARTS, own_folder
+from hf_zero.launch.restarts import COPIES, HISTORY, RESTARTS, own_folder
 from hf_zero.log import logger
 
 _STATE, _SCHEDULER, _SUMS = "trainer_state.json", "scheduler.pt", "sums-{}.json"
-_HISTORY = "log_history.jsonl"
 _LOSS = "_tr_loss"  # an attribute from transformers 5.24 on; before, a log after a restart has its own losses alone
 _trainings = itertools.count(1)  # a script that is started again trains in the same order
 
@@ -62,8 +62,7 @@ def begin_training(trainer: Any, config: Mapping[str, Any], resume: Any) -> Any:
     if found is None:
         return resume if not int(os.environ.get(RESTARTS) or 0) else _from_disk(trainer, resume)
     step, folder = found
-    if trainer.is_world_process_zero():
-        logger.info("training goes on after update %d, from host memory", step)
+    logger.info("training goes on after update %d, from host memory", step)
     keeper.resume_from(folder)
     return str(folder)
 
@@ -97,7 +96,7 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._step = state["global_step"]
         self._num_logs = int(self._sums.pop("num_logs"))
         if self._trainer.is_local_process_zero():
-            path = folder.parent / _HISTORY
+            path = folder.parent / HISTORY
             lines = path.read_text().splitlines()[: self._num_logs] if self._num_logs else []
             path.write_text("".join(f"{line}\n" for line in lines))
             (folder / _STATE).write_text(json.dumps({**state, "log_history": [*map(json.loads, lines)]}))
@@ -111,6 +110,10 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
             loss = getattr(trainer, _LOSS)
             trainer._total_loss_scalar = -float(trainer.accelerator.reduce(loss.new_tensor(carried), "mean"))
             loss.add_(carried)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
+        """Between epochs Trainer puts random numbers back here, before the order of the data is drawn."""
+        self._trainer._save_rng_state(self._memory.beginning)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
         """Keep what is true between two updates."""
@@ -129,8 +132,14 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _add(self, folder: Path) -> None:
         trainer = self._trainer
-        trainer._save_rng_state(folder)
-        self._add_sums(folder)
+        if float(trainer.state.epoch or 0).is_integer():
+            shutil.copytree(self._memory.beginning, folder, dirs_exist_ok=True)
+        else:
+            trainer._save_rng_state(folder)
+        sums = {"num_logs": len(trainer.state.log_history), "last_logged": trainer._globalstep_last_logged}
+        if hasattr(trainer, _LOSS):
+            sums["loss"] = float(getattr(trainer, _LOSS))
+        (folder / _SUMS.format(trainer.args.process_index)).write_text(json.dumps(sums))
         if not trainer.is_local_process_zero():
             return
         if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
@@ -140,13 +149,6 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
         state = dataclasses.replace(trainer.state, log_history=[], stateful_callbacks=stateful)
         state.total_flos += trainer.current_flos * trainer.args.world_size
         state.save_to_json(folder / _STATE)
-        with (folder.parent / _HISTORY).open("a") as file:
+        with (folder.parent / HISTORY).open("a") as file:
             file.writelines(f"{json.dumps(entry)}\n" for entry in trainer.state.log_history[self._num_logs :])
         self._num_logs = len(trainer.state.log_history)
-
-    def _add_sums(self, folder: Path) -> None:
-        trainer = self._trainer
-        sums = {"num_logs": len(trainer.state.log_history), "last_logged": trainer._globalstep_last_logged}
-        if hasattr(trainer, _LOSS):
-            sums["loss"] = float(getattr(trainer, _LOSS))
-        (folder / _SUMS.format(trainer.args.process_index)).write_text(json.dumps(sums))

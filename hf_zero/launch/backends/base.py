@@ -150,6 +150,7 @@ class Request:
         launcher_args: the words of `--launcher_args`.
         max_restarts: how often all ranks are started again when one fails.
         stopped_s: how long a rank may be stopped then.
+        is_spare: it stands by for a host that is lost.
     """
 
     has_hosts: bool = False
@@ -159,6 +160,7 @@ class Request:
     venv_script: str | None = None
     max_restarts: int = 0
     stopped_s: float = 5.0
+    is_spare: bool = False
 
 
 @dataclass(frozen=True)

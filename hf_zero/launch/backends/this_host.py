@@ -63,7 +63,8 @@ class NoSsh(Backend):
     is_remote = False
 
     def run(self, job: Job, request: Request) -> int:
-        node_rank, restarts = own_node_rank(job, request, "--no_ssh"), None
+        node_rank = None if request.is_spare else own_node_rank(job, request, "--no_ssh")
+        restarts = None
         if request.max_restarts:
             token, names = os.environ.get(TOKEN, ""), job.world.names
             if not token:
@@ -75,6 +76,13 @@ class NoSsh(Backend):
             if len(names) > 1:
                 peers = service("peers")(names, node_rank, job.master_addr, job.master_port, token)
             restarts = Restarts(request.max_restarts, request.stopped_s, start, peers)
+            if node_rank is None:
+                restarts.prepare(job.on_node(0)[0])
+                node_rank = None if peers is None else peers.await_place()
+            if node_rank is None:  # the job has ended without it
+                restarts.close()
+                return 0
+        assert node_rank is not None, "a spare has restarts"
         return run_node(job, node_rank, report=report_to_user, restarts=restarts)
 
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:

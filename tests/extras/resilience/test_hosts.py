@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ import pytest
 from bench.hosts import joined_hosts
 from bench.surroundings import ROOT
 from hf_zero.launch.restarts import TOKEN, folder_in_memory
+from tests.extras.resilience.test_memory import flip
 
 _UPDATE_S = 120.0
+SPARE = 2  # the namespace of one
 SLOW = [(3, 1), (2, 2), (3, 2)]
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -55,7 +58,8 @@ class TwoHosts:
 
     def start(self, host: int) -> subprocess.Popen[bytes]:
         script = [str(self.lines_path), str(self._folder / "ds.json"), str(self._updates), "--pause", "0.3"]
-        words = [sys.executable, "-m", "hf_zero", "launch", "--no_ssh", "--node_rank", str(host), "--no_local_rank"]
+        place = ["--spare"] if host == SPARE else ["--node_rank", str(host)]
+        words = [sys.executable, "-m", "hf_zero", "launch", "--no_ssh", *place, "--no_local_rank"]
         words += ["--hostfile", str(self._folder / "hosts"), "--master_port", str(self.port), "--max_restarts", "20"]
         words += ["--module", "bench.chaos_script", *script]
         named = f"hostname host-{host} && exec {' '.join(words)}"
@@ -91,15 +95,38 @@ class TwoHosts:
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.01)
 
+    def ranks(self, host: int) -> list[psutil.Process]:
+        return [rank for each in psutil.Process(self.launchers[host].pid).children() for rank in each.children()]
+
     def kill_rank(self, host: int) -> float:
         """Seconds to the next update."""
-        ranks = [rank for each in psutil.Process(self.launchers[host].pid).children() for rank in each.children()]
-        return self._struck([ranks[-1].pid])
+        return self._struck([self.ranks(host)[-1].pid])
 
     def kill_host(self, host: int) -> float:
         """Everything in the namespace; its launcher is started again. Seconds from then to the next update."""
         listed = subprocess.run(["ip", "netns", "pids", self.spaces[host]], capture_output=True, text=True, check=True)
         return self._struck(list(map(int, listed.stdout.split())), replaced=host)
+
+    def stand_by(self) -> subprocess.Popen[bytes]:
+        """A spare that has imported everything: its processes are at rest."""
+        spare, used, deadline = self.start(SPARE), -1.0, time.monotonic() + _UPDATE_S
+        while time.monotonic() < deadline:
+            time.sleep(1.0)
+            forks = psutil.Process(spare.pid).children()
+            now = sum(sum(process.cpu_times()[:2]) for process in forks)
+            if forks and now > 1 and now == used:
+                return spare
+            used = now
+        raise AssertionError(self.said())
+
+    def lose_host(self, host: int, spare: subprocess.Popen[bytes]) -> float:
+        """As `kill_host`, with nobody to start its launcher again."""
+        lost, self.launchers[host] = self.launchers[host], spare
+        listed = subprocess.run(["ip", "netns", "pids", self.spaces[host]], capture_output=True, text=True, check=True)
+        seconds = self._struck(list(map(int, listed.stdout.split())))
+        lost.wait()
+        shutil.rmtree(folder_in_memory(lost.pid))
+        return seconds
 
     def _struck(self, pids: list[int], replaced: int | None = None) -> float:
         struck = time.time()
@@ -134,7 +161,7 @@ class TwoHosts:
 
 @pytest.fixture(scope="module")
 def spaces() -> Iterator[list[str]]:
-    with joined_hosts(2, "10gbit", "0ms") as (names, _):
+    with joined_hosts(3, "10gbit", "0ms") as (names, _):
         yield names
 
 
@@ -169,3 +196,61 @@ def test_ranks_and_hosts_are_killed(spaces: list[str], stage: int, per_host: int
     assert training.wrong(right) == [], training.said()
     whole = (tmp_path / "attacked" / "said-0").read_text(errors="replace")
     assert whole.count("training goes on after update") == 4, whole[-6000:]
+
+
+@pytest.mark.timeout(600)
+def test_a_spare_takes_the_place_of_a_lost_host(spaces: list[str], tmp_path: Path) -> None:
+    """From what the host after it had been sent; the spare has imported everything before."""
+    right = undisturbed(spaces, tmp_path / "undisturbed", 2, 1, 16)
+    training = TwoHosts(spaces, tmp_path / "attacked", 2, 1, 16)
+    try:
+        spare = training.stand_by()
+        training.await_copy(1)
+        training.await_update(len(training.lines()) + 2)
+        sys.stdout.write(f"seconds to recover: {training.lose_host(1, spare)}\n")
+        assert training.end() == [0, 0], training.said()
+    finally:
+        training.kill()
+    assert training.wrong(right) == [], training.said()
+    whole = (tmp_path / "attacked" / "said-0").read_text(errors="replace")
+    assert whole.count("training goes on after update") == 1, whole[-6000:]
+
+
+def slots_of(training: TwoHosts, host: int) -> dict[int, Path]:
+    """By update: those that a host has kept whole and copied."""
+    found = {}
+    for slot in folder_in_memory(training.launchers[host].pid).glob("training-1/[01]"):
+        with suppress(OSError, ValueError):
+            kept, copied = (json.loads((slot / name).read_text())["step"] for name in (f"rank-{host}.json", "copied"))
+            if kept == copied:
+                found[kept] = slot
+    return found
+
+
+def test_values_that_changed_by_themselves_come_back_from_the_next_host(spaces: list[str], tmp_path: Path) -> None:
+    """A bit of what host 1 kept last flips while all ranks are stopped, then a rank is killed: nothing is lost."""
+    right = undisturbed(spaces, tmp_path / "undisturbed", 2, 1, 16)
+    training = TwoHosts(spaces, tmp_path / "attacked", 2, 1, 16)
+    try:
+        training.await_update(4)
+        while True:
+            ranks = [rank for host in range(2) for rank in training.ranks(host)]
+            for rank in ranks:
+                rank.suspend()
+            steps = [max(slots_of(training, host), default=None) for host in range(2)]
+            made = training.lines()[-1]["update"]
+            if steps == [made, made]:
+                break
+            for rank in ranks:
+                rank.resume()
+            time.sleep(0.02)
+        flip(slots_of(training, 1)[made] / "rank-1.0")
+        training.kill_rank(0)
+        assert training.end() == [0, 0], training.said()
+    finally:
+        training.kill()
+    assert training.wrong(right) == [], training.said()
+    said = (tmp_path / "attacked" / "said-1").read_text(errors="replace")
+    found = f"rank-1.0 is not what rank 1 kept after update {made}, so the next host's copy is taken"
+    assert found in said, said[-6000:]
+    assert f"training goes on after update {made}, " in (tmp_path / "attacked" / "said-0").read_text(errors="replace")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from multiprocessing import AuthenticationError, Pipe
 from pathlib import Path
 from unittest import mock
@@ -109,6 +110,54 @@ def test_both_sides_know_the_token(token: str, is_known: bool) -> None:
                 peers._open(place, token.encode(), {"want": "fetch", "host": 1})
         thread.join()
     assert heard == [{"want": "fetch", "host": 1} if is_known else "refused"]
+
+
+class Link:
+    """A host as the leader sees it; `break_off` loses it."""
+
+    def __init__(self, lead: peers._Lead, host: int | None, address: str) -> None:
+        self._end, theirs = Pipe()
+        hello = {"host": host, "is_spare": host is None}
+        threading.Thread(target=lead.follow, args=(hello, theirs, address), daemon=True).start()
+
+    def await_word(self, say: str) -> dict[str, object]:
+        """The next message of this kind."""
+        while self._end.poll(10):
+            message = json.loads(self._end.recv_bytes())
+            if message["say"] == say:
+                return dict(message)
+        raise AssertionError(f"nobody says {say}")
+
+    def say(self, say: str, host: int) -> None:
+        self._end.send_bytes(json.dumps({"say": say, "host": host, "restarts": 0}).encode())
+
+    def break_off(self) -> None:
+        self._end.close()
+
+
+def test_the_next_living_spare_takes_the_place_of_a_lost_host() -> None:
+    """And one that is not needed hears of the job's end."""
+    lead = peers._Lead(["a", "b"], "127.0.0.1")
+    first, second = Link(lead, 0, "10.0.0.1"), Link(lead, 1, "10.0.0.2")
+    first.await_word("hosts")
+    dead, spare, idle = (Link(lead, None, f"10.0.0.{number}") for number in (3, 4, 5))
+    while len(lead._spares) < 3:
+        time.sleep(0.001)
+    lead._spares.sort(key=lambda each: each[1])
+    for host, link in enumerate((first, second)):
+        link.say("ready", host)
+    first.await_word("start")
+    dead.break_off()
+    second.break_off()
+    assert first.await_word("end")["failure"]["host"] == "b"  # type: ignore[index]
+    assert spare.await_word("take") == {"say": "take", "host": 1}
+    while first.await_word("hosts")["addresses"] != {"0": "10.0.0.1", "1": "10.0.0.4"}:
+        pass
+    for say, then in (("ready", "start"), ("done", "over")):
+        for host, link in enumerate((first, spare)):
+            link.say(say, host)
+        first.await_word(then)
+    idle.await_word("over")
 
 
 def test_a_token_is_asked_for(

@@ -87,10 +87,12 @@ def run_trains(rank: int, folder: str, fails_before: int | None, starts: int) ->
     return [logs, counts.num_updates, trainer.state.total_flos]
 
 
-def test_logs_and_callbacks_go_on(tmp_path: Path) -> None:
-    """In the second epoch, in the middle of what is logged as one: losses of updates before the failure are in it."""
+@pytest.mark.parametrize("fails_before", [9, 11])
+def test_logs_and_callbacks_go_on(fails_before: int, tmp_path: Path) -> None:
+    """At the beginning of the second epoch, whose order is drawn there, and in the middle of it and of what is logged
+    as one: losses of updates before the failure are in it."""
     (whole,) = run_ranks(run_trains, 1, str(tmp_path / "whole"), None, 1)
-    (failed,) = run_ranks(run_trains, 1, str(tmp_path / "failed"), 11, 2)
+    (failed,) = run_ranks(run_trains, 1, str(tmp_path / "failed"), fails_before, 2)
     assert len(whole[0]) == 4 and whole[1] == 14
     assert failed == whole
 

@@ -1,0 +1,62 @@
+"""A NaN of one rank makes the sum of all a NaN: what says whose it is, and where it arises."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.training import new_engine, train
+from tests.support.ranks import run_ranks
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def run_with_nan(rank: int, stage: int, kind: str) -> tuple[list[str], int]:
+    """Rank 1 has it in the second update and after; what is said there, and how many hooks stay."""
+    engine = new_engine(stage, 2, bf16={"enabled": True})
+    messages, is_ill = Messages(), False
+    logging.getLogger("hf_zero").addHandler(messages)
+    middle = next(module for module in engine.module.modules() if isinstance(module, torch.nn.Linear))
+
+    def spoil(module: Any, given: Any, result: torch.Tensor) -> torch.Tensor:
+        if not is_ill:
+            return result
+        if kind == "loss":
+            return result * float("nan")
+        result.register_hook(lambda gradient: gradient * float("nan"))
+        return result
+
+    middle.register_forward_hook(spoil)
+    train(engine, rank, 2, range(1))
+    is_ill = rank == 1
+    train(engine, rank, 2, range(1, 4))
+    is_ill = False
+    train(engine, rank, 2, range(4, 20))
+    assert engine.gradients.watch is not None
+    num_hooks = len(engine.gradients.watch._hooks)
+    logging.getLogger("hf_zero").removeHandler(messages)
+    engine.destroy()
+    return [text for text in messages.texts if text.startswith("rank ")], num_hooks
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_rank_and_its_first_parameter_are_named(stage: int) -> None:
+    (healthy, rest), (ill, none) = run_ranks(run_with_nan, 2, stage, "gradient")
+    assert healthy == [] and (rest, none) == (0, 0)
+    assert "rank 1: its own gradient of " in ill[0] and "first one in the order of backward" in ill[0]
+
+
+def test_the_rank_whose_loss_it_is_is_named() -> None:
+    (healthy, _), (ill, _) = run_ranks(run_with_nan, 2, 2, "loss")
+    assert healthy == []
+    assert ill[0] == "rank 1: its own loss is nan, of update 2 or after it"
