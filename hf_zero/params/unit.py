@@ -27,8 +27,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
 from hf_zero.kernels.accumulate import read_rows
 from hf_zero.layout import RowLayout
-from hf_zero.layout.units import ShardSlot
-from hf_zero.offload.kept_rows import Renewal, kept_rows
+from hf_zero.layout.units import KeptRows, ShardSlot
 from hf_zero.offload.quantized import QuantizedVector
 from hf_zero.offload.vector import Store, Vector, part_of
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
@@ -86,6 +85,43 @@ def digest(values: Tensor) -> Tensor:
     table = words[: words.numel() // width * width].view(-1, width)
     sums = torch.cat([table.sum(1), table.sum(0), words[table.numel() :], parts[words.numel() * 8 :].long()])
     return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
+
+
+# With hpZ a rank keeps rows of other ranks, too: which, and how it gets what those have updated.
+#
+#     four ranks, two groups      rank 0   1   2   3
+#         its own row                  0   1   2   3
+#         kept                        0 2 1 3 0 2 1 3
+#         gathered                    among ranks 0 and 1, and among 2 and 3
+#         after an update             row 0 goes from rank 0 to rank 2, row 2 the other way; and 1 and 3 alike
+
+
+def kept_rows(world: int, rank: int, across: Collectives) -> KeptRows:
+    """Of shard number `rank` among `world`, where the ranks of `across` keep the same rows."""
+    group = world // across.size
+    return KeptRows(group=group, place=rank % group, own=across.rank, count=across.size)
+
+
+class Renewal(Pending):
+    """Updated parts of rows on their way to all ranks that keep these rows."""
+
+    def __init__(self, stored: Vector, rows: KeptRows, layout: RowLayout, across: Collectives) -> None:
+        self._stored = stored
+        with torch.inference_mode(False), torch.no_grad():
+            stored.fetch()
+            self._place = stored.take().view(rows.count, -1)[:, : layout.trained_numel]
+            self._rows = self._place.contiguous()  # itself, where everything is trained
+            self._pending = across.all_gather(self._rows.view(-1))
+
+    def wait(self) -> None:
+        self._pending.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            if self._rows.data_ptr() != self._place.data_ptr():
+                self._place.copy_(self._rows)
+            self._stored.release(changed=True)
+            self._stored.join()
+            if self._stored.leaves_late:
+                self._stored.flush()
 
 
 class UnitPart:

@@ -345,8 +345,8 @@ def read_torch_file(path: Path, *, stays_in_parts: Callable[[Any], bool] = lambd
             content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
         if isinstance(content, dict) and content.pop(IN_PIECES, False):
             folder, mapped = path.parent.parent, dict[str, Tensor]()
-            found = {key: _put_together(value, folder, mapped) for key, value in content.items()}
-            return {key: value if stays_in_parts(key) else _materialised(value) for key, value in found.items()}
+            values = {key: _put_together(value, folder, mapped) for key, value in content.items()}
+            return {key: value if stays_in_parts(key) else _materialised(value) for key, value in values.items()}
         return content
     except pickle.UnpicklingError as error:
         raise _refusal(path, error, is_zip) from error

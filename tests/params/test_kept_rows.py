@@ -11,8 +11,8 @@ from hf_zero.comm import Pending
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.layout import MemberSpec, lay_rows
 from hf_zero.layout.units import KeptRows
-from hf_zero.offload.kept_rows import Renewal, kept_rows
 from hf_zero.offload.vector import InMemoryVector
+from hf_zero.params.unit import Renewal, kept_rows
 
 
 class Across(LoneCollectives):
