@@ -16,7 +16,9 @@ CLIP_NORM = 1.0
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-def ds_config(stage: int, micro_batch: int, adam: str, *, released: bool = False) -> dict[str, object]:
+def ds_config(
+    stage: int, micro_batch: int, adam: str, *, released: bool = False, precision: str = "bf16"
+) -> dict[str, object]:
     """The ds.json that hf_zero and DeepSpeed both get; `released` makes stage 3 keep no unit for its backward."""
     zero: dict[str, object] = {"stage": stage}
     if released:
@@ -28,7 +30,7 @@ def ds_config(stage: int, micro_batch: int, adam: str, *, released: bool = False
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP_NORM,
-        "bf16": {"enabled": True},
+        **({} if precision == "fp32" else {precision: {"enabled": True}}),
         "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": parameters},
         "steps_per_print": 1_000_000,
@@ -63,7 +65,9 @@ def build_ddp_step(model: nn.Module) -> Step:
     return _autocast_step(wrapped, autocast=True)
 
 
-def build_fsdp2_step(model: nn.Module, reshard: bool, shard_size: int | None = None) -> Step:
+def build_fsdp2_step(
+    model: nn.Module, reshard: bool, shard_size: int | None = None, dtype: torch.dtype = torch.bfloat16
+) -> Step:
     """fully_shard per block; ``reshard`` frees whole parameters between forward and backward. With a ``shard_size``
     below the number of ranks it is HSDP: shards within, copies across."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -74,16 +78,16 @@ def build_fsdp2_step(model: nn.Module, reshard: bool, shard_size: int | None = N
         mesh = init_device_mesh("cpu", (world,))
     else:
         mesh = init_device_mesh("cpu", (world // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
     for block in model.model.layers:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     return _autocast_step(model, autocast=False)
 
 
-def build_compute_step(model: nn.Module) -> Step:
-    """Forward and backward in pure bf16: no optimizer, no communication; the part that no engine can remove."""
-    model.to(torch.bfloat16)
+def build_compute_step(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Step:
+    """Forward and backward in one precision: no optimizer, no communication; the part that no engine can remove."""
+    model.to(dtype)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss

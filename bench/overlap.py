@@ -36,12 +36,12 @@ from bench.models import SIZES, Size, build_model
 
 OURS, LEANEST, FSDP2 = "hf_zero stage 3", "hf_zero stage 3, at most one unit ahead", "FSDP2, resharding"
 INDEPENDENT = "compute and stage 3's bytes, neither waiting for the other"
-# way -> how often a rank gets the other hosts' part of the 16-bit weights
+# way -> how often a rank gets the other hosts' part of the weights
 PASSES = {
     **dict.fromkeys((INDEPENDENT, OURS, LEANEST, FSDP2, "DeepSpeed stage 3"), 3),
     **dict.fromkeys(("hf_zero stage 2", "DeepSpeed stage 2"), 2),
 }
-BITS = 16
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TRIED = (1, 4)  # micro-batches from which follows how long others compute
 RATIOS = {"as-long": 1.0, "three-times-as-long": 3.0, "a-third-as-long": 1 / 3}
 Step = Callable[[torch.Tensor], object]
@@ -54,11 +54,11 @@ def sharded(size: Size) -> dict[str, Any]:
     return {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 2 * block}
 
 
-def compute_step(size: Size, num_ranks: int) -> Step:
+def compute_step(size: Size, precision: str, num_ranks: int) -> Step:
     """Forward and backward of the whole model, and the update of one rank's part."""
     model = build_model(size)
     numel = sum(parameter.numel() for parameter in model.parameters()) // num_ranks
-    run = build_compute_step(model)
+    run = build_compute_step(model, DTYPES[precision])
     masters = torch.nn.Parameter(torch.zeros(numel))
     optimizer = torch.optim.AdamW([masters], fused=True)
 
@@ -70,13 +70,13 @@ def compute_step(size: Size, num_ranks: int) -> Step:
     return step
 
 
-def link_step(size: Size, num_ranks: int, num_passes: int) -> Step:
+def link_step(size: Size, precision: str, num_ranks: int, num_passes: int) -> Step:
     """The bytes of a step and nothing else: gathers of weights, and one reduction."""
     from hf_zero.comm import Channel, collectives_for
 
     collectives = collectives_for(torch.device("cpu"), Channel.ACCESS)
     numel = sum(parameter.numel() for parameter in build_model(size).parameters()) // num_ranks
-    flat, shard = torch.zeros(num_ranks * numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    flat, shard = (torch.zeros(n * numel, dtype=DTYPES[precision]) for n in (num_ranks, 1))
 
     def step(_ids: torch.Tensor) -> None:
         under_way = [collectives.all_gather(flat) for _ in range(num_passes - 1)]
@@ -87,9 +87,10 @@ def link_step(size: Size, num_ranks: int, num_passes: int) -> Step:
     return step
 
 
-def independent_step(size: Size, num_ranks: int) -> Step:
+def independent_step(size: Size, precision: str, num_ranks: int) -> Step:
     """Both of them, begun together: all bytes are asked for before compute begins, and waited for after its end."""
-    compute, send = compute_step(size, num_ranks), link_step(size, num_ranks, PASSES[INDEPENDENT])
+    compute = compute_step(size, precision, num_ranks)
+    send = link_step(size, precision, num_ranks, PASSES[INDEPENDENT])
 
     def step(ids: torch.Tensor) -> None:
         sending = threading.Thread(target=send, args=(ids,))
@@ -100,33 +101,34 @@ def independent_step(size: Size, num_ranks: int) -> Step:
     return step
 
 
-def our_steps(size: Size) -> dict[str, Step]:
+def our_steps(size: Size, precision: str) -> dict[str, Step]:
     import hf_zero
 
     hf_zero.init_distributed("gloo")
     num_ranks = dist.get_world_size()
-    steps: dict[str, Step] = {"compute": compute_step(size, num_ranks)}
+    steps: dict[str, Step] = {"compute": compute_step(size, precision, num_ranks)}
     for num_passes in sorted(set(PASSES.values())):
-        steps[f"link {num_passes}"] = link_step(size, num_ranks, num_passes)
-    steps[INDEPENDENT] = independent_step(size, num_ranks)
+        steps[f"link {num_passes}"] = link_step(size, precision, num_ranks, num_passes)
+    steps[INDEPENDENT] = independent_step(size, precision, num_ranks)
     leanest = {"stage": 3, "stage3_max_live_parameters": 0}
     for way, zero in {OURS: sharded(size), LEANEST: leanest, "hf_zero stage 2": {"stage": 2}}.items():
-        config = {**ds_config(zero["stage"], size.batch, "own"), "zero_optimization": zero}
+        config = ds_config(zero["stage"], size.batch, "own", precision=precision) | {"zero_optimization": zero}
         steps[way] = engine_step(hf_zero.initialize(model=build_model(size), config=config)[0])
-    steps[FSDP2] = build_fsdp2_step(build_model(size), reshard=True)
+    steps[FSDP2] = build_fsdp2_step(build_model(size), reshard=True, dtype=DTYPES[precision])
     return steps
 
 
-def deepspeed_steps(size: Size) -> dict[str, Step]:
+def deepspeed_steps(size: Size, precision: str) -> dict[str, Step]:
     def build(zero: dict[str, Any]) -> Step:
-        return build_ds_step(build_model(size), {**ds_config(0, size.batch, "native"), "zero_optimization": zero})
+        config = ds_config(0, size.batch, "native", precision=precision)
+        return build_ds_step(build_model(size), {**config, "zero_optimization": zero})
 
     return {"DeepSpeed stage 3": build(sharded(size)), "DeepSpeed stage 2": build({"stage": 2})}
 
 
-def alone(size: Size) -> dict[str, Step]:
+def alone(size: Size, precision: str) -> dict[str, Step]:
     dist.init_process_group("gloo")
-    return {"compute": compute_step(size, dist.get_world_size())}
+    return {"compute": compute_step(size, precision, dist.get_world_size())}
 
 
 JOBS = {"ours": our_steps, "deepspeed": deepspeed_steps, "alone": alone}
@@ -135,7 +137,7 @@ JOBS = {"ours": our_steps, "deepspeed": deepspeed_steps, "alone": alone}
 def play(options: argparse.Namespace) -> None:
     """One rank."""
     size = replace(SIZES[options.size], batch=options.batch)
-    steps = JOBS[options.job](size)
+    steps = JOBS[options.job](size, options.precision)
     everybody = dist.new_group(backend="gloo")
     generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
 
@@ -162,6 +164,7 @@ def play_all(
         running = []
         for number, (job, python) in enumerate(jobs.items()):
             words = [python, "-m", "bench.overlap", "--job", job, "--size", options.size, "--batch", str(batch)]
+            words += ["--precision", options.precision]
             running.append(
                 stack.enter_context(hosts.Job(words, spaces, port=29611 + number, timeout_s=options.timeout))
             )
@@ -192,7 +195,7 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
         for batch in TRIED
     ]
     per_sample = (tried[1] - tried[0]) / (TRIED[1] - TRIED[0])
-    bits = PASSES[OURS] * BITS * numel * (options.hosts - 1) / options.hosts
+    bits = PASSES[OURS] * 8 * DTYPES[options.precision].itemsize * numel * (options.hosts - 1) / options.hosts
     jobs = {"ours": sys.executable} | ({"deepspeed": options.oracle_python} if options.oracle_python else {})
     shapes = {}
     for name in options.traffic:
@@ -201,7 +204,12 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
         )
         rounds = play_all(options, jobs, rate / 1e6, batch, options.rounds)
         shapes[name] = {"rate_mbit": round(rate / 1e6), "batch": batch, "rounds": rounds}
-    return {"hosts": options.hosts, "shapes": shapes, "tried": dict(zip(map(str, TRIED), tried))}
+    return {
+        "hosts": options.hosts,
+        "precision": options.precision,
+        "shapes": shapes,
+        "tried": dict(zip(map(str, TRIED), tried)),
+    }
 
 
 def shares(times: hosts.Round, way: str) -> tuple[float, float]:
@@ -212,7 +220,8 @@ def shares(times: hosts.Round, way: str) -> tuple[float, float]:
 
 def markdown(run: dict[str, Any]) -> str:
     lines = [
-        f"# {run['hosts']} hosts of one rank: traffic that hides behind compute, model {run['size']}, bf16",
+        f"# {run['hosts']} hosts of one rank: traffic that hides behind compute, model {run['size']}, "
+        f"{run['precision']}",
         "",
         f"{hosts.how(run, 'bench.overlap')}. Medians over rounds, with the least and the most; hidden = (compute + "
         "link - step) / shorter one, floor = the longer one.",
@@ -243,6 +252,7 @@ def main() -> None:
     parser.add_argument("--rate-mbit", type=float, default=1000, help="of every link, in each direction, at most")
     parser.add_argument("--traffic", nargs="+", choices=RATIOS, default=list(RATIOS), help="compared with compute")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=DTYPES, default="bf16", help="fp32 for processors without bf16")
     parser.add_argument("--oracle-python", help="the interpreter that has real DeepSpeed; without, it is left out")
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     hosts.main(parser, play, run_all, markdown, "overlap")

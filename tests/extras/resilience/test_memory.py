@@ -56,15 +56,8 @@ def own_part(rank: int, folder: str, per_host: int) -> tuple[Path, Any]:
     return Path(folder) / host, mock.patch.object(meeting, "host_name", lambda: host)
 
 
-def run_on_hosts(rank: int, function: Any, per_host: int, kind: str, folder: str, *rest: Any) -> Any:
-    """A rank that sees no other host's memory."""
-    own, named = own_part(rank, folder, per_host)
-    with named:
-        return function(rank, kind, str(own), *rest)
-
-
-def run_keeps(rank: int, kind: str, folder: str, updates: int) -> tuple[list[float], int]:
-    """Keep after each update; losses, and how many elements travelled between ranks for it."""
+def run_keeps(rank: int, kind: str, folder: str, updates: int, num_kept: int) -> tuple[list[float], int]:
+    """Keep after each of the first updates; losses, and how many elements travelled between ranks for it."""
     stage, sections = KINDS[kind]
     world = torch.distributed.get_world_size()
     engine, losses = new_engine(stage, world, **sections), []
@@ -74,7 +67,8 @@ def run_keeps(rank: int, kind: str, folder: str, updates: int) -> tuple[list[flo
     with everything_mapped():
         for update in range(1, updates + 1):
             losses += train(engine, rank, world, range(update - 1, update))
-            memory.keep(engine, update, partial(add, rank, update))
+            if update <= num_kept:
+                memory.keep(engine, update, partial(add, rank, update))
     memory.close()
     numel = sum(t.numel for (phase, name), t in ledger.tallies.items() if "all_to_all" in name)
     engine.destroy()
@@ -97,28 +91,34 @@ def run_goes_on(rank: int, kind: str, folder: str, seed: int, updates: range) ->
     return step, losses
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
-    """Copied once: below stage 3, where files hold what other ranks own, ranks map one another's memory."""
-    kept = run_ranks(run_keeps, 2, kind, str(tmp_path / "a"), 3)
-    whole = run_ranks(run_keeps, 2, kind, str(tmp_path / "b"), 6)
-    assert [numel for _, numel in kept] == [0, 0]
-    resumed = run_ranks(run_goes_on, 2, kind, str(tmp_path / "a"), 5, range(3, 6))
-    assert resumed == [(3, losses[3:]) for losses, _ in whole]
+def run_keeps_and_goes_on(rank: int, per_host: int, kind: str, folder: str) -> tuple[bool, int]:
+    """Whether losses are the same to the bit after going on as without, and the elements that travelled."""
+    own, named = own_part(rank, folder, per_host)  # a rank sees no other host's memory
+    with named:
+        losses, numel = run_keeps(rank, kind, str(own), 6, 3)
+        step, resumed = run_goes_on(rank, kind, str(own), 5, range(3, 6))
+    assert step == 3
+    return resumed == losses[3:], numel
 
 
-@pytest.mark.parametrize("per_host", [1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_hosts_go_on_from_their_own_memory(kind: str, per_host: int, tmp_path: Path) -> None:
-    """No values travel, neither when they are kept nor when they are loaded; only descriptions do."""
-    world = 2 * per_host
-    kept = run_ranks(run_on_hosts, world, run_keeps, per_host, kind, str(tmp_path / "a"), 3)
-    whole = run_ranks(run_on_hosts, world, run_keeps, per_host, kind, str(tmp_path / "b"), 6)
-    assert [numel for _, numel in kept] == [0] * world
-    folder = str(tmp_path / "a")
-    resumed = run_ranks(run_on_hosts, world, run_goes_on, per_host, kind, folder, 5, range(3, 6))
-    assert resumed == [(3, losses[3:]) for losses, _ in whole]
-    assert not [path for path in tmp_path.glob("a/host-1/*/rank-0.[0-9]*") if path.stat().st_size]
+HOSTS = [(1, 2), (2, 1), (2, 2)]  # and ranks on each
+IN_DEFAULT = "stage 1", "stage 2, bf16, offload", "stage 3", "Muon"  # of the last
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_hosts", "per_host"),
+    [
+        pytest.param(kind, *hosts, marks=[pytest.mark.slow] if hosts == HOSTS[-1] and kind not in IN_DEFAULT else [])
+        for kind in KINDS
+        for hosts in HOSTS
+    ],
+)
+def test_training_goes_on_to_the_bit(kind: str, num_hosts: int, per_host: int, tmp_path: Path) -> None:
+    """Copied once: below stage 3, where files hold what other ranks own, ranks map one another's memory. No values
+    travel between hosts, neither when they are kept nor when they are loaded; only descriptions do."""
+    world = num_hosts * per_host
+    assert run_ranks(run_keeps_and_goes_on, world, per_host, kind, str(tmp_path)) == [(True, 0)] * world
+    assert not [path for path in tmp_path.glob("host-1/*/rank-0.[0-9]*") if path.stat().st_size]
 
 
 def flip(path: Path) -> None:
@@ -134,7 +134,7 @@ def flip(path: Path) -> None:
 def test_values_that_changed_by_themselves_are_not_taken(stage: int, tmp_path: Path) -> None:
     """A bit of what rank 1 kept last has flipped: all go on from the update before; with both flipped, from none."""
     kind = f"stage {stage}"
-    whole = run_ranks(run_keeps, 2, kind, str(tmp_path), 4)
+    whole = run_ranks(run_keeps, 2, kind, str(tmp_path), 4, 4)
     newest = next(p for p in tmp_path.glob("*/rank-1.json") if json.loads(p.read_text())["step"] == 4)
     flip(newest.with_name("rank-1.0"))
     resumed = run_ranks(run_goes_on, 2, kind, str(tmp_path), 5, range(3, 4))
@@ -164,8 +164,8 @@ def test_the_last_slot_that_all_hosts_have_copied_stays(tmp_path: Path) -> None:
 
 
 def test_it_loads_on_another_number_of_ranks(tmp_path: Path) -> None:
-    (losses, _), _ = run_ranks(run_keeps, 2, "stage 3", str(tmp_path / "six"), 6)
-    run_ranks(run_keeps, 2, "stage 3", str(tmp_path / "three"), 3)
+    (losses, _), _ = run_ranks(run_keeps, 2, "stage 3", str(tmp_path / "six"), 6, 0)
+    run_ranks(run_keeps, 2, "stage 3", str(tmp_path / "three"), 3, 3)
     ((step, alone),) = run_ranks(run_goes_on, 1, "stage 3", str(tmp_path / "three"), 5, range(3, 6))
     assert step == 3
     torch.testing.assert_close(alone, losses[3:], rtol=1e-5, atol=0)
@@ -180,7 +180,7 @@ def run_newest(rank: int, folder: str) -> int | None:
 
 def test_a_checkpoint_counts_when_all_ranks_have_it(tmp_path: Path) -> None:
     """A rank that is killed while it keeps one has removed its mark in that slot; the other slot is whole."""
-    run_ranks(run_keeps, 2, "stage 2", str(tmp_path), 4)
+    run_ranks(run_keeps, 2, "stage 2", str(tmp_path), 4, 4)
     assert run_ranks(run_newest, 2, str(tmp_path)) == [4, 4]
     marks = {path: json.loads(path.read_text())["step"] for path in tmp_path.glob("*/rank-*.json")}
     assert sorted(marks.values()) == [3, 3, 4, 4]
