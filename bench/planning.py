@@ -164,21 +164,21 @@ def work(folder: str, size: Size | Architecture, way: str, out: str, nvme: str) 
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     engine, *_ = initialize(model=model, model_parameters=_groups(model), config=config)
     steps = 1 if isinstance(size, Architecture) else STEPS
-    samples = [samples_of(model, size) for _ in range(WARM_UP + steps)]
 
-    def step(inputs: dict[str, Any]) -> None:
+    def step() -> None:
+        inputs = samples_of(model, size)
         engine.backward(engine(**inputs).loss)
         engine.step()
 
-    for inputs in samples[:WARM_UP]:
-        step(inputs)
+    for _ in range(WARM_UP):
+        step()
     gc.collect()
     trim()
     seconds, walls = [], []
     with Peak() as peak:
-        for inputs in samples[WARM_UP:]:
+        for _ in range(steps):
             started = time.process_time(), time.perf_counter()
-            step(inputs)
+            step()
             seconds.append(time.process_time() - started[0])
             walls.append(time.perf_counter() - started[1])
     shared = sum(block.numel() for block in collectives_for(torch.device("cpu")).buffers())

@@ -255,7 +255,7 @@ def _traced(model: nn.Module, run: _Run) -> Trace:
     inputs = sample_inputs(model, run.micro_batch, run.length, torch.device("meta"))
     gathered = {each.name: each.module for each in find_gathered_modules(model)}
     inputs = run.tiling.features(model).before_forward(Progress(0), inputs)
-    return trace_step(model, inputs, gathered, run.ulysses, drops_unfused=run.on_cpu)
+    return trace_step(model, inputs, gathered, run.ulysses, on_cpu=run.on_cpu)
 
 
 def sample_inputs(model: nn.Module, micro_batch: int, length: int, device: torch.device) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -185,13 +185,17 @@ class _Fused(torch.autograd.Function):
 class _Living(TorchDispatchMode):
     """Counts the bytes of all storages that are made while it is on, until nothing holds them any more."""
 
-    def __init__(self, known: Sequence[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], inputs: Iterable[object], *, on_cpu: bool) -> None:
         super().__init__()
+        self._on_cpu = on_cpu
         self.live = self.peak = 0
         self.flops = 0.0
         self._refs: dict[int, Any] = {}
         for tensor in known:
             self._follow(tensor, counts=False)
+        for given in inputs:
+            if isinstance(given, Tensor):
+                self._follow(given)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -204,6 +208,8 @@ class _Living(TorchDispatchMode):
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
+        if self._on_cpu:
+            self.peak = max(self.peak, self.live + _workspace(func, args, result))
         return result
 
     def _follow(self, tensor: Tensor, *, counts: bool = True) -> None:
@@ -221,14 +227,25 @@ class _Living(TorchDispatchMode):
         self.live -= size
 
 
+def _workspace(func: Any, args: Sequence[Any], result: Any) -> int:
+    """Bytes that a convolution on a CPU takes while it runs: oneDNN copies what it reads and writes into layouts of its
+    own, outside of torch's allocator."""
+    if func is torch.ops.aten.convolution.default:
+        return num_bytes(args[0]) + num_bytes(result)
+    if func is torch.ops.aten.convolution_backward.default:
+        gradient, given, weight = args[:3]
+        return num_bytes(gradient) + num_bytes(given) * (2 if args[-1][0] else 1) + num_bytes(weight)
+    return 0
+
+
 class _FusedAttention:
     """Calls of scaled_dot_product_attention take as much memory as a fused kernel would, and count as many FLOPs."""
 
-    def __init__(self, living: _Living, ulysses: Ulysses, sent: Counter[str], *, drops_unfused: bool) -> None:
+    def __init__(self, living: _Living, ulysses: Ulysses, sent: Counter[str], *, on_cpu: bool) -> None:
         self._living = living
         self._ulysses = ulysses
         self._sent = sent
-        self._drops_unfused = drops_unfused and ulysses.size == 1
+        self._drops_unfused = on_cpu and ulysses.size == 1
         self._original = nn.functional.scaled_dot_product_attention
         self.calls = 0
 
@@ -350,23 +367,23 @@ def trace_step(
     modules: Mapping[str, nn.Module],
     ulysses: Ulysses = Ulysses(),
     *,
-    drops_unfused: bool = False,
+    on_cpu: bool = False,
 ) -> Trace:
     """Run `model` (on the meta device, training) on `inputs`, which contain labels, forward and backward.
 
     Args:
         modules: the gathered modules, whose uses are noted.
         ulysses: the ranks that share a sequence, of which `inputs` are one rank's part.
-        drops_unfused: attention with dropout is no fused kernel, as on CPUs.
+        on_cpu: attention with dropout is no fused kernel there, and convolutions take memory while they run.
 
     Raises:
         Exception: whatever a model raises that needs values to know shapes.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    living = _Living([*model.parameters(), *model.buffers()])
+    living = _Living([*model.parameters(), *model.buffers()], inputs.values(), on_cpu=on_cpu)
     sent = messages_of(model)
     sent.clear()
-    recorder, attention = _Recorder(living, sent), _FusedAttention(living, ulysses, sent, drops_unfused=drops_unfused)
+    recorder, attention = _Recorder(living, sent), _FusedAttention(living, ulysses, sent, on_cpu=on_cpu)
     grouped = _GroupedProducts(living)
     functions = (
         (nn.functional, "scaled_dot_product_attention", attention),
