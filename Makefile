@@ -29,7 +29,7 @@ SOURCES    := $(wildcard hf_zero tests examples bench packaging)
 TEST_ENV   := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
 FRAMEWORKS_OK := $(FRAMEWORKS:%=.frameworks/%/.ready-$(TORCH_KEY))
 NODE_PACKAGES := pdsh openssh-server openssh-client openmpi-bin mpich slurmctld slurmd slurm-client munge iproute2
-PYTEST     := $(TEST_ENV) HF_ZERO_DURATIONS=out/durations.txt $(BIN)/python -m pytest -q -n $(WORKERS)
+PYTEST     := $(TEST_ENV) HF_ZERO_DURATIONS=out/durations.txt $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 DEFAULT    := not slow and not oracle and not multinode and not frameworks
 
 .DEFAULT_GOAL := help
