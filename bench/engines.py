@@ -14,6 +14,7 @@ WEIGHT_DECAY = 0.01
 CLIP_NORM = 1.0
 
 Step = Callable[[torch.Tensor], torch.Tensor]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def ds_config(

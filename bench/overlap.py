@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from bench import hosts
-from bench.engines import build_compute_step, build_ds_step, build_fsdp2_step, ds_config, engine_step
+from bench.engines import DTYPES, build_compute_step, build_ds_step, build_fsdp2_step, ds_config, engine_step
 from bench.models import SIZES, Size, build_model
 
 OURS, LEANEST, FSDP2 = "hf_zero stage 3", "hf_zero stage 3, at most one unit ahead", "FSDP2, resharding"
@@ -41,7 +41,6 @@ PASSES = {
     **dict.fromkeys((INDEPENDENT, OURS, LEANEST, FSDP2, "DeepSpeed stage 3"), 3),
     **dict.fromkeys(("hf_zero stage 2", "DeepSpeed stage 2"), 2),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TRIED = (1, 4)  # micro-batches from which follows how long others compute
 RATIOS = {"as-long": 1.0, "three-times-as-long": 3.0, "a-third-as-long": 1 / 3}
 Step = Callable[[torch.Tensor], object]

@@ -5,7 +5,8 @@
 In turn, so many steps without a save, and as many of which the first is followed by one. A step's time is that of its
 forward, backward and update, and of the save where there is one; what is written beside training slows the steps after
 it, and those are in the table too. The state that is saved is the same for all: fp32 masters and both moments of AdamW,
-and the weights in bf16 (in FSDP2: in fp32, which are its masters). Each way runs alone, two ranks with a thread each.
+and the weights in `--precision` (in FSDP2: in fp32, which are its masters). Each way runs alone, two ranks with one
+thread each.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ MARK = "RESULT "
 log = logging.getLogger("bench")
 
 
-def build(way: str, size: Any, stage: int) -> tuple[Callable[[Any], object], Callable[[str, int], object]]:
+def build(
+    way: str, size: Any, stage: int, precision: str
+) -> tuple[Callable[[Any], object], Callable[[str, int], object]]:
     """(step, save) of one way."""
     import torch.distributed as dist
 
@@ -46,7 +49,7 @@ def build(way: str, size: Any, stage: int) -> tuple[Callable[[Any], object], Cal
 
         dist.init_process_group("cpu:gloo")
         beside = dist.new_group(backend="gloo")  # it would meet training's own collectives in the first group
-        step = engines.build_fsdp2_step(model, reshard=stage == 3)
+        step = engines.build_fsdp2_step(model, reshard=stage == 3, dtype=engines.DTYPES[precision])
         (cell,) = [each for each in step.__closure__ or () if hasattr(each.cell_contents, "param_groups")]
         under_way: list[Any] = []
 
@@ -64,7 +67,7 @@ def build(way: str, size: Any, stage: int) -> tuple[Callable[[Any], object], Cal
         hf_zero.install()
     import deepspeed
 
-    config = engines.ds_config(stage, size.batch, "own" if way != DEEPSPEED else "torch")
+    config = engines.ds_config(stage, size.batch, "own" if way != DEEPSPEED else "torch", precision=precision)
     if way == BESIDE:
         config["hf_zero"] = {"checkpoint": {"async": True}}
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
@@ -80,7 +83,7 @@ def play(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     size = replace(models.SIZES[options.size], batch=options.batch)
-    step, save = build(options.way, size, options.stage)
+    step, save = build(options.way, size, options.stage, options.precision)
     found: dict[str, list[list[float]]] = {"without": [], "with": []}
     tokens = models.batches(size, 1, int(os.environ["RANK"]))[0]
     for block in range(-1, 2 * options.rounds):  # one block to warm up, with a save: memory, plans, processes
@@ -105,7 +108,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, list[list[float]
     with tempfile.TemporaryDirectory(prefix="bench-stall-", dir=options.disk) as folder:
         words = [oracle or sys.executable, "-m", "bench.stall", "--way", way, "--folder", folder]
         words += ["--size", options.size, "--batch", str(options.batch), "--stage", str(options.stage)]
-        words += ["--every", str(options.every), "--rounds", str(options.rounds)]
+        words += ["--every", str(options.every), "--rounds", str(options.rounds), "--precision", options.precision]
         ranks = [
             subprocess.Popen(words, cwd=ROOT, env=each, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             for each in rank_environments(2, deepspeed_python=oracle)
@@ -122,7 +125,8 @@ def markdown(run: dict[str, Any]) -> str:
     """The table of one run."""
     settings = run["settings"]
     lines = [
-        f"# A save each {settings['every']} steps, model {settings['size']}, stage {settings['stage']}, 2 ranks",
+        f"# A save each {settings['every']} steps, model {settings['size']}, {settings['precision']}, stage "
+        f"{settings['stage']}, 2 ranks",
         "",
         f"`{run['command']}`, {run['date'][:16]}, {run['machine']['cores']} cores, load "
         f"{run['machine']['load_1min']} at the end. Seconds; over: as a share of the step without saves. The step with "
@@ -148,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="110m", help="a name in bench/models.py")
     parser.add_argument("--batch", type=int, default=4, help="samples of a rank's step")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
     parser.add_argument("--every", type=int, default=20, help="steps between two saves")
     parser.add_argument("--rounds", type=int, default=3)
@@ -165,7 +170,7 @@ def main() -> None:
     run: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "bench.stall", *public(sys.argv[1:])]),
-        "settings": {key: getattr(options, key) for key in ("size", "batch", "stage", "every", "rounds")},
+        "settings": {key: getattr(options, key) for key in ("size", "batch", "precision", "stage", "every", "rounds")},
         "ways": {},
         "machine": machine(),
     }
