@@ -30,6 +30,6 @@ def test_what_is_hidden_is_told_by_way() -> None:
     assert [shares({**times, **ways}, way) for way in ways] == [(1.0, 1.0), (0.0, 1.5), (0.5, 1.25)]
     shapes = {"as-long": {"rate_mbit": 1000, "batch": 4, "rounds": [{**times, **ways}]}}
     facts = {"date": "", "command": [], "versions": {"torch": ""}, "machine": {"cores": 2, "load_1min": 0.1}}
-    rows = markdown({"hosts": 2, "size": "1m", "shapes": shapes, **facts}).splitlines()[6:]
+    rows = markdown({"hosts": 2, "size": "1m", "precision": "bf16", "shapes": shapes, **facts}).splitlines()[6:]
     named = ["hf_zero stage 3", "FSDP2, resharding", "DeepSpeed stage 3", "hf_zero stage 2"]
     assert [row.split(" | ")[1] for row in rows] == named

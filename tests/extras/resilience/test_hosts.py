@@ -198,6 +198,7 @@ def test_ranks_and_hosts_are_killed(spaces: list[str], stage: int, per_host: int
     assert whole.count("training goes on after update") == 4, whole[-6000:]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_spare_takes_the_place_of_a_lost_host(spaces: list[str], tmp_path: Path) -> None:
     """From what the host after it had been sent; the spare has imported everything before."""
@@ -227,10 +228,12 @@ def slots_of(training: TwoHosts, host: int) -> dict[int, Path]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_values_that_changed_by_themselves_come_back_from_the_next_host(spaces: list[str], tmp_path: Path) -> None:
     """A bit of what host 1 kept last flips while all ranks are stopped, then a rank is killed: nothing is lost."""
-    right = undisturbed(spaces, tmp_path / "undisturbed", 2, 1, 16)
-    training = TwoHosts(spaces, tmp_path / "attacked", 2, 1, 16)
+    right = undisturbed(spaces, tmp_path / "undisturbed", 2, 1, 40)
+    training = TwoHosts(spaces, tmp_path / "attacked", 2, 1, 40)
     try:
         training.await_update(4)
         while True:
