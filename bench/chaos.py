@@ -153,13 +153,10 @@ class Launch:
 
     def _ranks(self) -> list[psutil.Process]:
         """Each leads a session of its own; hf-zero launch has a process that forks them."""
-        try:
-            started = psutil.Process(self.process.pid).children()
-            if not self._is_torchrun:
-                started = [rank for process in started for rank in process.children()]
-            return [rank for rank in started if os.getsid(rank.pid) == rank.pid]
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            return []
+        started = _children(psutil.Process(self.process.pid)) if self.process.poll() is None else []
+        if not self._is_torchrun:
+            started = [rank for process in started for rank in _children(process)]
+        return [rank for rank in started if _leads_a_session(rank)]
 
     def end(self, *, waits_s: float = 0.0) -> Survived:
         """Let it end by itself for so long, then end it."""
@@ -189,6 +186,20 @@ class Launch:
                 continue
         memory = folder_in_memory(self.process.pid)
         return [*found, str(memory)] if memory.exists() else found
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children())
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _leads_a_session(process: psutil.Process) -> bool:
+    try:
+        return os.getsid(process.pid) == process.pid
+    except ProcessLookupError:  # others come and go beside the ranks
+        return False
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -292,6 +303,9 @@ def main() -> None:
             survived = attacked_for(
                 Training(config, _MANY, way=way, **sizes), folder / way, options.minutes, attacks, options.every
             )
+            if not survived.recovery_s:
+                log.error("%s: no fault was survived; it said\n%s", way, survived.output[-5000:])
+                continue
             ways[way] = {
                 "faults": len(survived.recovery_s),
                 "updates_kept": survived.num_kept / len(survived.lines),

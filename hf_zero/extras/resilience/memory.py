@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 
 from hf_zero.api.engine_checkpoints import EngineCheckpoints
-from hf_zero.checkpoint.arena import Arena
-from hf_zero.checkpoint.files import crc
+from hf_zero.checkpoint.arena import Arena, sum_of_words
 from hf_zero.comm import Collectives, hosts
 from hf_zero.launch.restarts import COPIED, DAMAGED, MODULES, SUPERVISOR, WANTED, read_json, replace_text
 from hf_zero.log import logger
@@ -185,5 +184,5 @@ class MemoryCheckpoints:
 def _checksum(path: Path, num_bytes: int) -> list[int]:
     """As `Arena.checksums` has it; none of what is cut off, or not there."""
     with suppress(OSError, ValueError):
-        return [num_bytes, crc.checksum(np.memmap(path, np.uint8, "r", shape=(num_bytes,)).data) if num_bytes else 0]
+        return [num_bytes, sum_of_words(np.memmap(path, np.uint8, "r", shape=(num_bytes,))) if num_bytes else 0]
     return []
