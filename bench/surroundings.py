@@ -61,3 +61,11 @@ def keep(run: dict[str, Any], markdown: str, name: str, folder: Path = RESULTS) 
     stem = folder / f"{run['date'][:10]}-{name}"
     stem.with_suffix(".json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
     stem.with_suffix(".md").write_text(markdown, encoding="utf-8")
+
+
+def page_with(text: str, inside: str, command: str) -> str:
+    """A page with what stands between the marks that name `command` replaced."""
+    begin, end = f"<!-- begin: {command} -->\n", "<!-- end -->\n"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{inside}\n{end}{after}"

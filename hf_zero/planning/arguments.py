@@ -21,15 +21,17 @@ class Gpu:
     link: float  # to others in the host
     host_link: float
     host_memory: float = 64e9  # of the hosts that are sold or rented with it, for each GPU
+    host_speed: float = 430e9  # of that memory: a server of two sockets, or a desktop of two channels
 
 
 # All words of a name must be words of the driver's name: "NVIDIA A100-SXM4-40GB" is an a100-40, an h1000 is no h100.
 GPUS = {
     "b300": Gpu(288e9, 1350e12, 7.2e12, 740e9, 55e9, 256e9),
     "b200": Gpu(180e9, 1350e12, 7.2e12, 740e9, 55e9, 256e9),
-    "gh200": Gpu(96e9, 590e12, 3.6e12, 370e9, 400e9, 480e9),
+    "gh200": Gpu(96e9, 590e12, 3.6e12, 370e9, 400e9, 480e9, host_speed=350e9),
     "h200": Gpu(141e9, 590e12, 4.3e12, 370e9, 55e9, 256e9),
     "h100": Gpu(80e9, 590e12, 3.0e12, 370e9, 55e9, 256e9),
+    "h100-pcie": Gpu(80e9, 450e12, 1.8e12, 40e9, 55e9, 256e9),
     "h800": Gpu(80e9, 590e12, 3.0e12, 165e9, 55e9, 256e9),
     "h20": Gpu(96e9, 89e12, 3.6e12, 370e9, 55e9, 256e9),
     "a100": Gpu(80e9, 187e12, 1.8e12, 250e9, 25e9, 128e9),
@@ -41,9 +43,9 @@ GPUS = {
     "a10": Gpu(24e9, 75e12, 0.54e12, 22e9, 25e9),
     "a10g": Gpu(24e9, 42e12, 0.54e12, 22e9, 25e9),
     "a6000": Gpu(48e9, 93e12, 0.69e12, 22e9, 25e9),
-    "5090": Gpu(32e9, 126e12, 1.61e12, 40e9, 50e9),
-    "4090": Gpu(24e9, 124e12, 0.9e12, 20e9, 25e9),
-    "3090": Gpu(24e9, 53e12, 0.84e12, 20e9, 25e9),
+    "5090": Gpu(32e9, 126e12, 1.61e12, 40e9, 50e9, host_speed=60e9),
+    "4090": Gpu(24e9, 124e12, 0.9e12, 20e9, 25e9, host_speed=60e9),
+    "3090": Gpu(24e9, 53e12, 0.84e12, 20e9, 25e9, host_speed=60e9),
     "v100": Gpu(32e9, 75e12, 0.81e12, 120e9, 12e9),
     "t4": Gpu(16e9, 32e12, 0.29e12, 10e9, 12e9),
     "mi250": Gpu(64e9, 109e12, 1.44e12, 100e9, 25e9, 128e9),  # one of its two dies, each a device of its own

@@ -35,7 +35,7 @@ SYSTEM_BYTES_PER_RANK = 3e9  # interpreter, libraries, the driver's host memory,
 _UNKNOWN = Gpu(24e9, 100e12, 0.9e12, 20e9, 25e9)
 # One core of a server with bf16 in its vector unit (bench/results); ranks meet in the memory of the host.
 _CORE = Gpu(0.0, 64e9, 20e9, 2e9, 10e9)
-_HOST_MEMORY_PER_S = 430e9  # of a server of two sockets, DDR5, at 0.7 of the sheet
+_HOST_MEMORY_PER_S = 430e9  # of one host: a server of two sockets, DDR5, at 0.7 of the sheet
 _NETWORK = 40e9  # to other hosts, per GPU: one port of 400 Gbit/s
 _DISK = 12e9  # of a host: two good NVMe drives
 # Each rank's part in a small message from all to all: gloo passes it around a ring, and everybody reads what all said.
@@ -155,6 +155,7 @@ def hardware(given: Mapping[str, object]) -> Hardware:
         host_memory=host_memory,
         disk=_disk(given),
         network=_bytes(given, "network") or _NETWORK,
+        host_memory_per_s=min(_HOST_MEMORY_PER_S, gpu.host_speed * per_host),
         separate=separate,
         notes=tuple(notes),
     )
