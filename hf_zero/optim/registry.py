@@ -49,6 +49,8 @@ def _maker(name: str, made_by: str) -> Callable[..., torch.optim.Optimizer]:
 
 def states_per_element(optimizer: torch.optim.Optimizer) -> int:
     """Values that an optimizer keeps for every element; a guess (Adam's two) for those that only know themselves."""
+    if type(optimizer).__name__ == "Adafactor":  # rows and columns are few; only transformers' has a momentum, if asked
+        return int(optimizer.param_groups[0].get("beta1") is not None)
     family = family_of(optimizer)
     if family is None:
         return 2

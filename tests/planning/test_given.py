@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers.optimization import Adafactor
 
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, load_config
 from hf_zero.extras.autotuning import measure as measuring
 from hf_zero.extras.autotuning.experiments import Experiment, Result
 from hf_zero.extras.autotuning.measure import measure
+from hf_zero.optim.registry import states_per_element
 from hf_zero.planning.candidates import Training, training_of
 from hf_zero.planning.choose import Plan, given_estimates, optimizer_size, plan
 from hf_zero.planning.machine import hardware
@@ -124,3 +127,11 @@ def test_time_follows_the_limits_of_stage_3_and_who_knows_what_comes_next(model:
     none_ahead = {**none_stays, "stage3_prefetch_bucket_size": 0}
     negotiated = seconds(none_stays, gather_order="negotiated")
     assert seconds({}) < seconds(none_stays) < seconds(none_ahead) <= negotiated
+
+
+def test_adafactor_keeps_rows_and_columns_alone() -> None:
+    """A plan counted Adam's two states for it, a guess for optimizers that only know themselves."""
+    assert optimizer_size(Training(optimizer="Adafactor")).num_states == 0
+    weight = [torch.nn.Parameter(torch.zeros(2, 2))]
+    assert states_per_element(Adafactor(weight, beta1=0.9)) == 1
+    assert states_per_element(Adafactor(weight)) == 0
