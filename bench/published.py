@@ -35,11 +35,12 @@ from typing import Any
 import torch
 import transformers
 
+from bench.published_surroundings import as_it_ran
 from bench.surroundings import ROOT
 from hf_zero.planning.candidates import Training, training_of
 from hf_zero.planning.choose import ALIKE, Estimate, given_estimates, optimizer_size
 from hf_zero.planning.machine import CONTEXT_BYTES, FRAGMENTS, Hardware, hardware
-from hf_zero.planning.memory import ACTIVATIONS, GATHERED, GRADIENTS
+from hf_zero.planning.memory import ACTIVATIONS, BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
 from hf_zero.planning.model import PlannedModel, load_model
 
 RUNS = Path(__file__).with_name("published.json")
@@ -50,6 +51,10 @@ SEALED = frozenset({2})  # sets whose held-out runs are not predicted unless ask
 UNITS = {"B": 1.0, "MiB": float(2**20), "GB": 1e9, "GiB": float(2**30)}
 CLOSE = 0.10
 SUB_GROUP_NUMEL = 10**9  # DeepSpeed's default
+# Holes that PyTorch's allocator has between tensors, as a share of those that come and go: reserved (or the driver's
+# count, less CONTEXT_BYTES) less allocated, over what is allocated beyond weights and states, of runs that give both:
+# nine of fms-acceleration and one of fsdp_qlora that are not held out; 0.21 to 0.68.
+SCATTERED = 0.32
 RATE_DIFFERS = 1.10  # runs of a source whose published rates are closer than that have no order to predict
 
 
@@ -119,9 +124,12 @@ def compared(rows: str = "all", *, opened: bool = False) -> Iterator[Compared]:
 def _compared(run: Mapping[str, Any], config: Mapping[str, Any], is_held_out: bool) -> Compared:
     machine = hardware({"gpu": run["gpu"], "gpus_per_node": run["gpus_per_node"], "nodes": run["nodes"]})
     training = training_of(_ds_config(run), _training(run), machine.ranks)
-    model = _model(json.dumps(config), run["lora_rank"])
-    estimates = _estimates(run, model, machine, training)
-    peaks = sorted(metered(peak_of(each, run["program"], machine.ranks), run["meter"]) for each in estimates)
+    with as_it_ran(run):
+        shape, adapters = json.dumps(_shape(run, config)), json.dumps(_adapters(run))
+        model = _model(shape, training.precision, run["lora_rank"], adapters)
+        estimates = _estimates(run, model, machine, training)
+    seen = (peak_of(run, each, model, machine.ranks) for each in estimates)
+    peaks = sorted(metered(peak, run["meter"], run.get("segments", "fixed")) for peak in seen)
     rates = sorted(each.tokens_per_s(training, machine.ranks) for each in estimates)
     return Compared(run, is_held_out, (peaks[0], peaks[-1]), (rates[0], rates[-1]))
 
@@ -132,10 +140,23 @@ def _estimates(
     return tuple(given_estimates(model, machine, training, _ds_config(run), optimizer_size(training)))
 
 
+def _shape(run: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's configuration, with the attention that the run had."""
+    return {**config, **({"attn_implementation": run["attention"]} if "attention" in run else {})}
+
+
+def _adapters(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes two models with adapters of one rank different."""
+    return {key: run[key] for key in ("lora_targets", "lora_dropout", "adapter_dtype") if key in run}
+
+
 def _ds_config(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's, with batch sizes as a Trainer fills them in."""
+    """The run's, with batch sizes as a Trainer fills them in; under autocast weights are in fp32."""
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
-    return {"bf16": {"enabled": True}, **run["ds"], **dict.fromkeys(keys, "auto")}
+    ds = {"bf16": {"enabled": True}, **run["ds"], **dict.fromkeys(keys, "auto")}
+    if run["program"] == "autocast":
+        ds = {**ds, "bf16": {"enabled": False}, "fp16": {"enabled": False}}
+    return ds
 
 
 def _training(run: Mapping[str, Any]) -> Training:
@@ -149,41 +170,124 @@ def _training(run: Mapping[str, Any]) -> Training:
 
 
 @lru_cache(maxsize=4)
-def _model(config: str, lora_rank: int) -> PlannedModel:
+def _model(config: str, precision: str, lora_rank: int, adapters: str) -> PlannedModel:
+    """`adapters`: as `_adapters` has them, for which `as_it_ran` is on."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(config, encoding="utf-8")
-        return load_model(str(path), "bf16", lora_rank)
+        return load_model(str(path), precision, lora_rank)
 
 
-def peak_of(estimate: Estimate, program: str, ranks: int) -> float:
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one rank at the worst moment.
+
+    Attributes:
+        kept: what lies where it lay in the step before: weights, states, sums of gradients.
+        passing: what comes and goes.
+    """
+
+    kept: float
+    passing: float
+
+    @property
+    def total(self) -> float:
+        return self.kept + self.passing
+
+
+def peak_of(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int) -> Peak:
     """What the plan's kinds come to in another program, which keeps some of them at other times.
 
-    - `deepspeed`: an update begins with a copy of gradients in the masters' fp32: of all that a rank owns at stages 1
-      and 2, of a sub-group at stage 3 (`_prepare_fp32_grad_for_sub_group` in its stage3.py). Activations have gone.
-    - `torch` (FSDP, Trainer without an engine, torchtune): gradients are made by backward and not kept, so that where
-      activations take most there are none.
-    - `autocast`: fp32 weights, whose copies in 16 bits autocast keeps until the forward is over; else as `torch`.
+    - `deepspeed`: see `_deepspeed`.
+    - `torch` (FSDP, Trainer without an engine, torchtune), `autocast`: see `_torch`.
     """
-    device, total = estimate.memory.device, estimate.memory.device_total
+    stage = estimate.candidate.stage
+    moments = (_deepspeed if run["program"] == "deepspeed" else _torch)(
+        run, estimate, model, ranks if stage == 3 else 1
+    )
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _deepspeed(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, shards: int) -> Iterator[Peak]:
+    """Two moments.
+
+    - An update begins with a copy of gradients in the masters' fp32: of all that a rank owns at stages 1 and 2, of a
+      sub-group at stage 3 (`_prepare_fp32_grad_for_sub_group` in its stage3.py). Activations have gone.
+    - Masters are copies, even if they have the weights' dtype (`_create_fp32_partitions` clones them); hf_zero's are
+      then the weights.
+    - A model that is not made under `zero.Init` has torch's own `linear`, for which autograd keeps a transposed view of
+      each gathered weight: until backward has passed, it stays whole. Under zero.Init `linear` is one that keeps the
+      parameter alone (`LinearFunctionForZeroStage3` in linear.py). Checkpointed layers are gathered anew.
+    """
+    device, total, weight = estimate.memory.device, estimate.memory.device_total, model.dtype.itemsize
     passing = device.get(ACTIVATIONS, 0) + device.get(GATHERED, 0)
     gradients = device.get(GRADIENTS, 0)
-    if program == "deepspeed":
-        keeps_fp32 = not (estimate.config.get("bf16") or {}).get("bf16_master_weights_and_grads")
-        stays = estimate.candidate.optimizer is None and keeps_fp32
-        owned = min(SUB_GROUP_NUMEL, gradients / 2) if estimate.candidate.stage == 3 else gradients / 2
-        return max(total, total - passing + stays * 4 * owned)
-    if program == "autocast":
-        return max(total - gradients, total - passing + gradients)
-    return max(total - gradients, total - passing)
+    kept_in_16_bits = (estimate.config.get("bf16") or {}).get("bf16_master_weights_and_grads")
+    on_device = estimate.candidate.optimizer is None
+    kept = total - passing
+    kept += gradients if on_device and kept_in_16_bits and estimate.candidate.stage == 3 else 0
+    whole = 0
+    if estimate.candidate.stage == 3 and not run.get("zero_init", True) and not run["checkpointing"]:
+        whole = max(0, weight * model.num_parameters - device.get(GATHERED, 0))
+    yield Peak(kept, passing + whole)
+    owned = min(SUB_GROUP_NUMEL, gradients / 2) if estimate.candidate.stage == 3 else gradients / 2
+    yield Peak(kept, 4 * owned if on_device and not kept_in_16_bits else 0)
 
 
-def metered(num_bytes: float, meter: str) -> float:
-    """What a program would have seen of so many bytes of tensors."""
+def _torch(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, shards: int) -> Iterator[Peak]:
+    """Three moments: most activations, the end of backward, the update.
+
+    - Gradients are made by backward and given up after the update: where activations take most, there are those of the
+      micro-batches before, if there are any.
+    - torch's Adam in its `foreach` form, its default on GPUs, makes a square root of all second moments at once
+      (`_multi_tensor_adam` in torch/optim/adam.py): as much as gradients take.
+    - FSDP1 gathers into the flat parameter and reduces from the flat gradient, where hf_zero has buffers; FSDP2 copies,
+      as hf_zero does. Embedding and output are in the root's unit, which stays whole between forward and backward.
+    - FSDP with mixed precision has fp32 shards alone, which are cast as they are gathered: no weights in 16 bits stay.
+    - FSDP1 under `no_sync` keeps weights and gradients of all units whole (`_should_free_unsharded_flat_param`).
+    - PEFT 0.12 and later keep adapters in fp32 (`autocast_adapter_dtype`).
+    """
+    device, weight = estimate.memory.device, model.dtype.itemsize
+    gradients = device.get(GRADIENTS, 0)
+    passing = float(device.get(ACTIVATIONS, 0) + device.get(GATHERED, 0))
+    kept = float(device.get(PARAMETERS, 0) + device.get(OPTIMIZER, 0))
+    bf16 = estimate.config.get("bf16") or {}
+    if "fsdp" in run:
+        if bf16.get("enabled") and not bf16.get("bf16_master_weights_and_grads"):
+            kept -= device.get(PARAMETERS, 0)
+        passing += run["root_unit"] * _embedding_bytes(model) if "root_unit" in run else 0
+        kept += device.get(BUFFERS, 0) if run["fsdp"] == 2 else 0
+    else:
+        kept += device.get(BUFFERS, 0)
+    if run.get("adapter_dtype") == "fp32":
+        trained = model.num_trained / shards
+        gradients, kept = gradients + round(2 * trained), kept + (2 + 4) * trained
+    if run.get("no_sync") and run["accumulation"] > 1:
+        whole = weight * model.num_parameters
+        yield Peak(kept + 2 * whole, passing - device.get(GATHERED, 0))
+    else:
+        yield Peak(kept + (gradients if run["accumulation"] > 1 else 0), passing)
+    yield Peak(kept + gradients, gradients if run.get("update") == "foreach" else 0)
+
+
+def _embedding_bytes(model: PlannedModel) -> int:
+    """Of the input's, if it is not the output's too: that is in use where most is."""
+    base: Any = model.module.get_base_model() if model.lora_rank else model.module  # type: ignore[operator]
+    first, last = base.get_input_embeddings(), base.get_output_embeddings()
+    tied = last is None or bool(getattr(model.config, "tie_word_embeddings", False))
+    return 0 if tied else int(first.weight.numel() * first.weight.itemsize)
+
+
+def metered(peak: Peak, meter: str, segments: str = "fixed") -> float:
+    """What a program would have seen of its tensors.
+
+    Args:
+        segments: "expandable" where the allocator may grow them, as torchtune and torchtitan have it: few holes.
+    """
     if meter == "allocated":
-        return num_bytes
-    reserved = num_bytes / (1 - FRAGMENTS)
-    return reserved if meter == "reserved" else reserved + CONTEXT_BYTES
+        return peak.total
+    holes = SCATTERED * peak.passing if segments == "fixed" else peak.total * FRAGMENTS / (1 - FRAGMENTS)
+    return peak.total + holes + (CONTEXT_BYTES if meter == "device" else 0)
 
 
 def published_rate(run: Mapping[str, Any]) -> float | None:
