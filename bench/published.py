@@ -125,8 +125,8 @@ def _compared(run: Mapping[str, Any], config: Mapping[str, Any], is_held_out: bo
     machine = hardware({"gpu": run["gpu"], "gpus_per_node": run["gpus_per_node"], "nodes": run["nodes"]})
     training = training_of(_ds_config(run), _training(run), machine.ranks)
     with as_it_ran(run):
-        shape, adapters = json.dumps(_shape(run, config)), json.dumps(_adapters(run))
-        model = _model(shape, training.precision, run["lora_rank"], adapters)
+        shape, surroundings = json.dumps(_shape(run, config)), json.dumps(_surroundings(run))
+        model = _model(shape, training.precision, run["lora_rank"], surroundings)
         estimates = _estimates(run, model, machine, training)
     seen = (peak_of(run, each, model, machine.ranks) for each in estimates)
     peaks = sorted(metered(peak, run["meter"], run.get("segments", "fixed")) for peak in seen)
@@ -145,9 +145,9 @@ def _shape(run: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **({"attn_implementation": run["attention"]} if "attention" in run else {})}
 
 
-def _adapters(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes two models with adapters of one rank different."""
-    return {key: run[key] for key in ("lora_targets", "lora_dropout", "adapter_dtype") if key in run}
+def _surroundings(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes two traces of one model different, beside what a `Training` says."""
+    return {key: run[key] for key in ("program", "loss", "softmax", "lora_targets", "lora_dropout") if key in run}
 
 
 def _ds_config(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,8 +170,8 @@ def _training(run: Mapping[str, Any]) -> Training:
 
 
 @lru_cache(maxsize=4)
-def _model(config: str, precision: str, lora_rank: int, adapters: str) -> PlannedModel:
-    """`adapters`: as `_adapters` has them, for which `as_it_ran` is on."""
+def _model(config: str, precision: str, lora_rank: int, surroundings: str) -> PlannedModel:
+    """`surroundings`: of which `as_it_ran` is on; a model's traces are kept with it."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(config, encoding="utf-8")
@@ -228,7 +228,7 @@ def _deepspeed(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, 
     kept += gradients if on_device and kept_in_16_bits and estimate.candidate.stage == 3 else 0
     whole = 0
     if estimate.candidate.stage == 3 and not run.get("zero_init", True) and not run["checkpointing"]:
-        whole = max(0, weight * model.num_parameters - device.get(GATHERED, 0))
+        whole = max(0, weight * model.num_parameters - _embedding_bytes(model) - device.get(GATHERED, 0))
     yield Peak(kept, passing + whole)
     owned = min(SUB_GROUP_NUMEL, gradients / 2) if estimate.candidate.stage == 3 else gradients / 2
     yield Peak(kept, 4 * owned if on_device and not kept_in_16_bits else 0)
@@ -243,7 +243,7 @@ def _torch(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, shar
       (`_multi_tensor_adam` in torch/optim/adam.py): as much as gradients take.
     - FSDP1 gathers into the flat parameter and reduces from the flat gradient, where hf_zero has buffers; FSDP2 copies,
       as hf_zero does. Embedding and output are in the root's unit, which stays whole between forward and backward.
-    - FSDP with mixed precision has fp32 shards alone, which are cast as they are gathered: no weights in 16 bits stay.
+    - FSDP with mixed precision has fp32 shards alone of what is trained, which are cast as they are gathered.
     - FSDP1 under `no_sync` keeps weights and gradients of all units whole (`_should_free_unsharded_flat_param`).
     - PEFT 0.12 and later keep adapters in fp32 (`autocast_adapter_dtype`).
     """
@@ -254,7 +254,7 @@ def _torch(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, shar
     bf16 = estimate.config.get("bf16") or {}
     if "fsdp" in run:
         if bf16.get("enabled") and not bf16.get("bf16_master_weights_and_grads"):
-            kept -= device.get(PARAMETERS, 0)
+            kept -= weight * model.num_trained / shards
         passing += run["root_unit"] * _embedding_bytes(model) if "root_unit" in run else 0
         kept += device.get(BUFFERS, 0) if run["fsdp"] == 2 else 0
     else:
