@@ -245,7 +245,7 @@ def _torch(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, shar
     - FSDP1 gathers into the flat parameter and reduces from the flat gradient, where hf_zero has buffers; FSDP2 copies,
       as hf_zero does. Embedding and output are in the root's unit, which stays whole between forward and backward.
     - FSDP with mixed precision has fp32 shards alone of what is trained, which are cast as they are gathered.
-    - FSDP1 under `no_sync` keeps weights and gradients of all units whole (`_should_free_unsharded_flat_param`).
+    - FSDP1 under `no_sync` reduces no gradients: between an update's micro-batches they stay whole.
     - PEFT 0.12 and later keep adapters in fp32 (`autocast_adapter_dtype`).
     """
     device, weight = estimate.memory.device, model.dtype.itemsize
@@ -264,8 +264,7 @@ def _torch(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, shar
         trained = model.num_trained / shards
         gradients, kept = gradients + round(2 * trained), kept + (2 + 4) * trained
     if run.get("no_sync") and run["accumulation"] > 1:
-        whole = weight * model.num_parameters
-        yield Peak(kept + 2 * whole, passing - device.get(GATHERED, 0))
+        yield Peak(kept + weight * model.num_trained, passing)
     else:
         yield Peak(kept + (gradients if run["accumulation"] > 1 else 0), passing)
     yield Peak(kept + gradients, gradients if run.get("update") == "foreach" else 0)

@@ -65,14 +65,14 @@ def _adding(run: Mapping[str, Any]) -> Callable[[nn.Module, int], nn.Module]:
 
 
 def _copied(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    """transformers 4.46 to 4.48 (`ForCausalLMLoss`): a copy in fp32, and another of all but the last position."""
+    """transformers 4.48.1 (`ForCausalLMLoss`): a copy in fp32, and another of all but the last position."""
     wide = logits.float()
     shifted, following = wide[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
     return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
 
 
 def _in_16_bits(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    """GPTBigCode's own in transformers 4.48: no fp32."""
+    """GPTBigCode's own in transformers 4.48.1: no fp32."""
     shifted, following = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
     return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
 
@@ -88,7 +88,7 @@ def _in_chunks(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> 
 
 
 class _Kept:
-    """transformers before 4.45 made logits fp32 in the model; the script (fsdp_qlora's train.py) holds the model's
+    """transformers of early 2024 made logits fp32 in the model; the script (fsdp_qlora's train.py) holds the model's
     output, and they with it, until backward is over."""
 
     def __init__(self) -> None:
