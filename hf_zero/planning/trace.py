@@ -313,6 +313,11 @@ class _GroupedProducts:
         self._living.flops += flops
 
 
+def _masked(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
+    """Dropout on a GPU keeps a mask of a byte per value; elsewhere masks are as wide as values."""
+    return torch.native_dropout(values, p, training)[0] if training and 0 < p < 1 else values
+
+
 @contextmanager
 def _in_place_of(*functions: tuple[Any, str, Any]) -> Iterator[None]:
     """Of torch's own, each (holder, name, its replacement); names that this torch lacks are left out. (A
@@ -389,6 +394,7 @@ def trace_step(
         (nn.functional, "scaled_dot_product_attention", attention),
         (nn.functional, "grouped_mm", grouped),
         (torch, "_grouped_mm", grouped),
+        *(() if on_cpu else ((nn.functional, "dropout", _masked),)),
     )
     with _watched(recorder, trained, modules), _in_place_of(*functions), living:
         loss = model(**inputs).loss

@@ -1,0 +1,149 @@
+"""What other programs do while a model runs, so that its trace is theirs: adapters, autocast.
+
+hf_zero trains weights in the dtype in which they compute. Under autocast weights are in fp32, and operators cast what
+they are given: matrix products and convolutions to 16 bits, norms, softmax and losses to fp32
+(https://docs.pytorch.org/docs/stable/amp.html). Tensors on the meta device have no autocast of their own; the casts are
+made here, and live as long as autograd keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import LOSS_MAPPING
+
+from hf_zero.planning import model as planned
+
+_IN_16_BITS = (
+    (nn.functional, "linear"),
+    (nn.functional, "conv2d"),
+    (torch, "matmul"),
+    (torch, "bmm"),
+    (torch, "baddbmm"),
+    (torch, "addmm"),
+)
+_IN_FP32 = ((nn.functional, "layer_norm"), (nn.functional, "softmax"), (nn.functional, "cross_entropy"))
+
+
+@contextmanager
+def as_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
+    """While a run's model is made and traced."""
+    with ExitStack() as stack:
+        if run["lora_rank"]:
+            stack.enter_context(mock.patch.object(planned, "_with_lora", _adding(run)))
+        if "loss" in run:
+            stack.enter_context(mock.patch.dict(LOSS_MAPPING, {"ForCausalLM": _LOSSES[run["loss"]]}))
+        if run.get("softmax") == "16 bits":  # of nn.MultiheadAttention, where transformers' eager attention has fp32
+            stack.enter_context(mock.patch.object(nn.functional, "softmax", _narrow(nn.functional.softmax)))
+        if run["program"] == "autocast":
+            casts = _Autocast(torch.bfloat16)
+            for holder, name in _IN_16_BITS:
+                stack.enter_context(mock.patch.object(holder, name, casts.low(getattr(holder, name))))
+            for holder, name in _IN_FP32:
+                stack.enter_context(mock.patch.object(holder, name, casts.high(getattr(holder, name))))
+        yield
+
+
+def _adding(run: Mapping[str, Any]) -> Callable[[nn.Module, int], nn.Module]:
+    """Adapters on the matrices that the run has them on, with its dropout, whose input and mask autograd keeps."""
+
+    def add(model: nn.Module, rank: int) -> nn.Module:
+        from peft import LoraConfig, get_peft_model
+
+        targets, dropout = run.get("lora_targets", "all-linear"), run.get("lora_dropout", 0.0)
+        return get_peft_model(model, LoraConfig(r=rank, target_modules=targets, lora_dropout=dropout))
+
+    return add
+
+
+# Losses of other programs: what of logits is copied and kept. (transformers today: one copy in fp32, which goes.)
+
+
+def _copied(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
+    """transformers 4.48.1 (`ForCausalLMLoss`): a copy in fp32, and another of all but the last position."""
+    wide = logits.float()
+    shifted, following = wide[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
+
+
+def _in_16_bits(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
+    """GPTBigCode's own in transformers 4.48.1: no fp32."""
+    shifted, following = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
+
+
+def _in_chunks(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
+    """LitGPT (`chunked_cross_entropy`): 128 positions at a time, in 16 bits."""
+    pairs = zip(logits[..., :-1, :].split(128, dim=1), labels[..., 1:].split(128, dim=1))
+    parts = [
+        nn.functional.cross_entropy(some.reshape(-1, vocab_size), following.reshape(-1), reduction="none")
+        for some, following in pairs
+    ]
+    return torch.cat(parts).mean()
+
+
+class _Kept:
+    """transformers of early 2024 made logits fp32 in the model; the script (fsdp_qlora's train.py) holds the model's
+    output, and they with it, until backward is over."""
+
+    def __init__(self) -> None:
+        self._logits: Tensor | None = None
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
+        self._logits = logits.float()
+        shifted, following = self._logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+        return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
+
+
+_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "copied": _copied,
+    "16 bits": _in_16_bits,
+    "chunks": _in_chunks,
+    "kept": _Kept(),
+}
+
+
+class _Autocast:
+    """Casts of what operators are given. Copies of weights stay until backward begins, as autocast's cache has them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._kept: dict[int, Tensor] = {}
+
+    def low(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def cast(*args: Any, **kwargs: Any) -> Tensor:
+            return function(*map(self._low, args), **{key: self._low(value) for key, value in kwargs.items()})
+
+        return cast
+
+    def high(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def cast(*args: Any, **kwargs: Any) -> Tensor:
+            result = function(*map(_high, args), **{key: _high(value) for key, value in kwargs.items()})
+            if function.__name__ == "cross_entropy" and result.requires_grad:
+                result.register_hook(lambda _: self._kept.clear())
+            return result
+
+        return cast
+
+    def _low(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return value
+        copy = value.to(self._dtype)
+        if isinstance(value, nn.Parameter) and torch._C._current_graph_task_id() < 0:  # not in backward
+            copy = self._kept.setdefault(id(value), copy)
+        return copy
+
+
+def _narrow(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """In the dtype of its scores, whatever is asked for."""
+    return lambda scores, dim=None, **_: softmax(scores, dim=dim)
+
+
+def _high(value: Any) -> Any:
+    is_low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_low else value
