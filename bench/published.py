@@ -36,7 +36,7 @@ import torch
 import transformers
 
 from bench.published_surroundings import as_it_ran
-from bench.surroundings import ROOT
+from bench.surroundings import ROOT, page_with
 from hf_zero.planning.candidates import Training, training_of
 from hf_zero.planning.choose import ALIKE, Estimate, given_estimates, optimizer_size
 from hf_zero.planning.machine import CONTEXT_BYTES, FRAGMENTS, Hardware, hardware
@@ -45,7 +45,6 @@ from hf_zero.planning.model import PlannedModel, load_model
 
 RUNS = Path(__file__).with_name("published.json")
 PAGE = ROOT / "docs" / "planning.md"
-BEGIN, END = "<!-- begin: python -m bench.published --write -->\n", "<!-- end -->\n"
 SEEDS = {1: 20261125, 2: 20261126}  # of the lot of each set of runs
 # Sets whose held-out runs are not predicted unless asked for: a new set, as long as rules are changed.
 SEALED: frozenset[int] = frozenset()
@@ -384,9 +383,7 @@ def _outcome(rows: Sequence[Compared]) -> str:
 
 def page(text: str, inside: str) -> str:
     """The page with its section replaced."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{inside}\n{END}{after}"
+    return page_with(text, inside, "python -m bench.published --write")
 
 
 def main() -> None:
