@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from logging import WARNING
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -143,7 +143,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
     if store is not None and plan.sharding.shards_parameters:
         from hf_zero.api.parameter_offload import ParameterOffload
 
-        offload = ParameterOffload(model, store)
+        offload = ParameterOffload(model, cast(Any, store))
         if assembly is not None:
             assembly.optimizer.parameter_offload = offload
     engine = ZeroEngine(
