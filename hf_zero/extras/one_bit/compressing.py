@@ -155,7 +155,8 @@ class CompressingUpdater(Updater):
 
     def own_part(self, sub_group: SubGroup, whole: Tensor) -> Tensor:
         """The sub-group's interval of the whole bucket."""
-        owned = self._owned(sub_group)
+        bucket = self.bucket(sub_group)
+        owned = bucket.shard(self.ranks.collectives.rank) if self.ranks.is_sharded else Interval(0, bucket.numel)
         return whole.narrow(0, owned.start, owned.numel)
 
     def gather(self, own: Tensor) -> Tensor:
@@ -189,11 +190,6 @@ class CompressingUpdater(Updater):
         self._means.clear()
         for sub_group in self.sub_groups:
             self.state_of(sub_group).pop(ERROR_FEEDBACK, None)
-
-    def _owned(self, sub_group: SubGroup) -> Interval:
-        bucket = self.bucket(sub_group)
-        whole = Interval(0, bucket.numel)
-        return bucket.shard(self.ranks.collectives.rank) if self.ranks.is_sharded else whole
 
 
 def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]) -> Traits:
