@@ -110,6 +110,11 @@ def _offload_states(
     optimizer.engine.offload_states(include, device, pin_memory, non_blocking)
 
 
+def _reload_states(optimizer: Any, non_blocking: bool = False) -> None:
+    """engine.reload_states."""
+    optimizer.engine.reload_states(non_blocking)
+
+
 def _refresh_masters(optimizer: Any) -> None:
     """Update masters from edited weights, as a step does first anyway."""
     optimizer.engine.gradients.settle()
@@ -165,7 +170,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "offload_states": _offload_states,
     "override_loss_scale": _override_loss_scale,
     "refresh_fp32_params": _refresh_masters,
-    "reload_states": lambda optimizer, non_blocking=False: optimizer.engine.reload_states(non_blocking),
+    "reload_states": _reload_states,
     "set_fp32_grad_for_param": lambda optimizer, value, param: parameter_access.safe_set_full_grad(param, value),
     "set_full_hp_param": _set_full_values,
     "set_gradient_accumulation_boundary": lambda optimizer, is_boundary: (
