@@ -6,6 +6,7 @@ A layer over `ZeroEngine` that only `initialize` knows: the engine trains withou
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -32,14 +33,18 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Methods that give the value of a key: name -> path in the config object.
 _KEYS = {
-    "aio_config": "aio_config",
+    **{
+        name: name
+        for name in (
+            "aio_config checkpoint_tag_validation_enabled checkpoint_tag_validation_fail dataloader_drop_last "
+            "dump_state gradient_predivide_factor load_universal_checkpoint log_level managed_gradient_accumulation "
+            "memory_breakdown optimizer_name optimizer_params scheduler_name scheduler_params torch_autocast_enabled "
+            "use_node_local_storage wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+        ).split()
+    },
     "bf16_master_weights_and_gradients": "bfloat16_config.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "bfloat16_config.bf16_optimizer_states",
     "checkpoint_serialization_enabled": "checkpoint_config.checkpoint_serialization",
-    "checkpoint_tag_validation_enabled": "checkpoint_tag_validation_enabled",
-    "checkpoint_tag_validation_fail": "checkpoint_tag_validation_fail",
-    "dataloader_drop_last": "dataloader_drop_last",
-    "dump_state": "dump_state",
     "dynamic_loss_scale_args": "float16_config.dynamic_loss_scale_args",
     **{
         f"flops_profiler_{name}": f"flops_profiler_config.{name}"
@@ -47,56 +52,19 @@ _KEYS = {
     },
     "fp16_auto_cast": "float16_config.auto_cast",
     "fp16_master_weights_and_gradients": "float16_config.fp16_master_weights_and_grads",
-    "gradient_predivide_factor": "gradient_predivide_factor",
     "initial_dynamic_scale": "float16_config.initial_dynamic_scale",
     "is_sanity_checks_enabled": "zero_config.enable_sanity_checks",
-    "load_universal_checkpoint": "load_universal_checkpoint",
-    "log_level": "log_level",
-    "managed_gradient_accumulation": "managed_gradient_accumulation",
-    "memory_breakdown": "memory_breakdown",
-    "optimizer_name": "optimizer_name",
-    "optimizer_params": "optimizer_params",
-    "scheduler_name": "scheduler_name",
-    "scheduler_params": "scheduler_params",
-    "torch_autocast_enabled": "torch_autocast_enabled",
-    "use_node_local_storage": "use_node_local_storage",
-    "wall_clock_breakdown": "wall_clock_breakdown",
-    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
 }
-# The same for keys of zero_optimization: name without `zero_` -> key.
-_ZERO_KEYS = {
-    "allgather_bucket_size": "allgather_bucket_size",
-    "allgather_partitions": "allgather_partitions",
-    "allgather_sequential": "stage3_allgather_sequential",
-    "compute_grad_norm": "compute_grad_norm",
-    "contiguous_gradients": "contiguous_gradients",
-    "elastic_checkpoint": "elastic_checkpoint",
-    "hpz_partition_size": "zero_hpz_partition_size",
-    "ignore_unused_parameters": "ignore_unused_parameters",
-    "legacy_stage1": "legacy_stage1",
-    "load_from_fp32_weights": "load_from_fp32_weights",
-    "log_trace_cache_warnings": "log_trace_cache_warnings",
-    "max_live_parameters": "stage3_max_live_parameters",
-    "max_reuse_distance": "stage3_max_reuse_distance",
-    "model_persistence_threshold": "stage3_model_persistence_threshold",
-    "module_granularity_threshold": "stage3_module_granularity_threshold",
-    "multi_rank_bucket_allreduce": "use_multi_rank_bucket_allreduce",
-    "offload_optimizer": "offload_optimizer",
-    "offload_param": "offload_param",
-    "overlap_comm": "overlap_comm",
-    "param_persistence_threshold": "stage3_param_persistence_threshold",
-    "parameter_alignment": "parameter_alignment",
-    "prefetch_bucket_size": "stage3_prefetch_bucket_size",
-    "quantized_gradients": "zero_quantized_gradients",
-    "quantized_nontrainable_weights": "zero_quantized_nontrainable_weights",
-    "quantized_weights": "zero_quantized_weights",
-    "reduce_bucket_size": "reduce_bucket_size",
-    "reduce_scatter": "reduce_scatter",
-    "round_robin_gradients": "round_robin_gradients",
-    "save_muon_momentum_buffer_in_memory": "save_muon_momentum_buffer_in_memory",
-    "sub_group_size": "sub_group_size",
-}
+# Keys of zero_optimization: the methods have `zero_` in front, where the key has that, `stage3_`, `use_` or nothing.
+_ZERO_KEYS = (
+    "allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients elastic_checkpoint "
+    "ignore_unused_parameters legacy_stage1 load_from_fp32_weights log_trace_cache_warnings offload_optimizer "
+    "offload_param overlap_comm parameter_alignment reduce_bucket_size reduce_scatter round_robin_gradients "
+    "save_muon_momentum_buffer_in_memory stage3_allgather_sequential stage3_max_live_parameters "
+    "stage3_max_reuse_distance stage3_model_persistence_threshold stage3_module_granularity_threshold "
+    "stage3_param_persistence_threshold stage3_prefetch_bucket_size sub_group_size use_multi_rank_bucket_allreduce "
+    "zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights"
+).split()
 # Switches of what is not supported; the config refuses to turn them on.
 _NEVER = (
     "is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion super_offload checkpoint_writer_enabled"
@@ -380,7 +348,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 }
 METHODS: dict[str, Callable[..., Any]] = {
     **{name: _key(path) for name, path in _KEYS.items()},
-    **{f"zero_{name}": _key(f"zero_config.{path}") for name, path in _ZERO_KEYS.items()},
+    **{f"zero_{re.sub('^(stage3|use|zero)_', '', key)}": _key(f"zero_config.{key}") for key in _ZERO_KEYS},
     **dict.fromkeys(_NEVER, _never),
     "autotuning_enabled": lambda engine: bool(_tuning(engine, "enabled", False)),
     "autotuning_end_profile_step": lambda engine: _tuning(engine, "end_profile_step", 5),

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from logging import WARNING
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -40,7 +40,6 @@ from hf_zero.step.assemble import (
 from hf_zero.step.sharded_step import StepRules
 
 if TYPE_CHECKING:
-    from hf_zero.api.parameter_offload import ParameterOffload
     from hf_zero.surface import Surface
 
 
@@ -142,7 +141,9 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
         describe_unsharded(model)
     offload = None
     if store is not None and plan.sharding.shards_parameters:
-        offload = _parameter_offload(model, store)
+        from hf_zero.api.parameter_offload import ParameterOffload
+
+        offload = ParameterOffload(model, cast(Any, store))
         if assembly is not None:
             assembly.optimizer.parameter_offload = offload
     engine = ZeroEngine(
@@ -176,12 +177,6 @@ def optimizer_names() -> Surface:
     from hf_zero.api.optimizer_surface import SURFACE
 
     return SURFACE
-
-
-def _parameter_offload(model: nn.Module, store: Any) -> ParameterOffload:
-    from hf_zero.api.parameter_offload import ParameterOffload
-
-    return ParameterOffload(model, store)
 
 
 def _forward_only(resolved: Resolved, groups: ParallelGroups, model: nn.Module) -> ZeroEngine:
@@ -290,13 +285,10 @@ def features_of(model: nn.Module, resolved: Resolved) -> Features:
     Raises:
         ConfigError: a feature does not fit the model.
     """
-    return Features(feature for feature in _made_features(model, resolved) if feature is not None)
-
-
-def _made_features(model: nn.Module, resolved: Resolved) -> Iterator[TrainingFeature | None]:
     of_model = (target for name in sorted(asked_of(model)) for target in extra_named(name).features)
     targets = dict.fromkeys((*of_model, *resolved.features))
     if ASKED.get("comms") is not None:
         targets[_PROFILING] = None
-    for target in targets:
-        yield loaded(target)(model, resolved)  # unused features are not even imported
+    # Unused features are not even imported.
+    made: Iterator[TrainingFeature | None] = (loaded(target)(model, resolved) for target in targets)
+    return Features(feature for feature in made if feature is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -100,26 +100,6 @@ def _set_local_values(optimizer: Any, value: Tensor, param: nn.Parameter, optim_
         parameter_access.safe_set_local_optimizer_state(param, value, optim_state_key)
 
 
-def _full_gradient(optimizer: Any, param: nn.Parameter) -> Tensor | None:
-    return parameter_access.safe_get_full_grad(param)
-
-
-def _set_full_gradient(optimizer: Any, value: Tensor, param: nn.Parameter) -> None:
-    parameter_access.safe_set_full_grad(param, value)
-
-
-def _local_gradient(optimizer: Any, param: nn.Parameter) -> Tensor | None:
-    return parameter_access.safe_get_local_grad(param)
-
-
-def _set_local_gradient(optimizer: Any, value: Tensor, param: nn.Parameter) -> None:
-    parameter_access.safe_set_local_grad(param, value)
-
-
-def _update_gradients(optimizer: Any, update_func: Callable[..., Any], params: Iterable[nn.Parameter]) -> None:
-    parameter_access.safe_update_full_grad_vectorized(list(params), update_func)
-
-
 # Away and back
 
 
@@ -139,10 +119,6 @@ def _refresh_masters(optimizer: Any) -> None:
     """Update masters from edited weights, as a step does first anyway."""
     optimizer.engine.gradients.settle()
     optimizer.store.sync_masters()
-
-
-def _set_boundary(optimizer: Any, is_boundary: bool) -> None:
-    optimizer.engine.set_gradient_accumulation_boundary(is_boundary)
 
 
 _BY_GROUP = "bit16_groups bf16_groups fp16_groups trainable_param_groups round_robin_bit16_groups"
@@ -186,22 +162,26 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 METHODS: dict[str, Callable[..., Any]] = {
     "empty_partition_cache": lambda optimizer: optimizer.engine.empty_partition_cache(),
     "get_bit16_param_group": lambda optimizer, group_no: _parameters_by_group(optimizer)[group_no],
-    "get_fp32_grad_for_param": _full_gradient,
+    "get_fp32_grad_for_param": lambda optimizer, param: parameter_access.safe_get_full_grad(param),
     "get_full_hp_param": _full_values,
-    "get_local_fp32_grad_for_param": _local_gradient,
+    "get_local_fp32_grad_for_param": lambda optimizer, param: parameter_access.safe_get_local_grad(param),
     "get_local_fp32_param": _local_values,
     "get_lr": _get_lr,
     "offload_states": _offload_states,
     "override_loss_scale": _override_loss_scale,
     "refresh_fp32_params": _refresh_masters,
     "reload_states": _reload_states,
-    "set_fp32_grad_for_param": _set_full_gradient,
+    "set_fp32_grad_for_param": lambda optimizer, value, param: parameter_access.safe_set_full_grad(param, value),
     "set_full_hp_param": _set_full_values,
-    "set_gradient_accumulation_boundary": _set_boundary,
-    "set_local_grad_for_param": _set_local_gradient,
+    "set_gradient_accumulation_boundary": lambda optimizer, is_boundary: (
+        optimizer.engine.set_gradient_accumulation_boundary(is_boundary)
+    ),
+    "set_local_grad_for_param": lambda optimizer, value, param: parameter_access.safe_set_local_grad(param, value),
     "set_local_hp_param": _set_local_values,
     "set_lr": _set_lr,
-    "update_fp32_grad_for_param_vectorized": _update_gradients,
+    "update_fp32_grad_for_param_vectorized": lambda optimizer, update_func, params: (
+        parameter_access.safe_update_full_grad_vectorized(list(params), update_func)
+    ),
 }
 
 SURFACE = Surface("optimizer", VALUES, METHODS, OPTIMIZER)

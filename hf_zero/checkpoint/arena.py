@@ -5,8 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,10 +183,4 @@ def described(value: Any, arena: Arena) -> Any:
             return value
         names = [(Path(piece.path).name, piece.start, piece.num_bytes) for piece in pieces if piece is not None]
         return {IN_PIECES: names, "dtype": str(value.dtype).removeprefix("torch."), "shape": tuple(value.shape)}
-    if isinstance(value, OrderedDict):
-        return OrderedDict((key, described(entry, arena)) for key, entry in value.items())
-    if isinstance(value, Mapping):
-        return {key: described(entry, arena) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(described(entry, arena) for entry in value)
-    return value
+    return stream.of_entries(value, lambda entry: described(entry, arena))

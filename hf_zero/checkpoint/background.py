@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,9 +53,8 @@ class Snapshot:
             constant: copied again only after it has been written to; stays where it is.
         """
         arena.rewind()
-        self._constant = {
-            (each.data_ptr(), each.numel()) for each in constant
-        }  # its storage may hold trained ones, too
+        # Its storage may hold trained ones, too.
+        self._constant = {(each.data_ptr(), each.numel()) for each in constant}
         self.copied = threading.Event()
         self._arena = arena
         self._known: dict[object, Any] = {}
@@ -86,13 +84,7 @@ class Snapshot:
             if id(value) not in self._known:
                 self._known[id(value)] = self._kept_stream(value)
             return self._known[id(value)]
-        if isinstance(value, OrderedDict):
-            return OrderedDict((key, self.keep(entry)) for key, entry in value.items())
-        if isinstance(value, Mapping):
-            return {key: self.keep(entry) for key, entry in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.keep(entry) for entry in value)
-        return value
+        return stream.of_entries(value, self.keep)
 
     def share(self, buffers: Sequence[Tensor], collectives: Collectives) -> list[list[Tensor]]:
         """The buffers of all ranks, by rank: `write` may read those of this host, and describe those of others.

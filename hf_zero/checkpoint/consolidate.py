@@ -23,6 +23,7 @@ from hf_zero.checkpoint.files.stream import (
     Record,
     Streamed,
     Written,
+    created,
     into_place,
     streamed,
     sync_folder,
@@ -71,12 +72,9 @@ def write_safetensors(
     start = 8 + len(encoded)
     records = [Record(0, struct.pack("<Q", len(encoded)) + encoded)]
     records += [Record(start + offset, content) for offset, content in contents]
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
+    with created(path) as file:
         checksums = write_records(file, records, progress)
         os.fsync(file)
-    finally:
-        os.close(file)
     return written(path, records, checksums)
 
 
@@ -312,15 +310,11 @@ def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, 
 def _state(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, Awaited | Tensor], dict[int, Awaited]]:
     """The state dict with places for its parameters, and the place of each parameter by id."""
     awaited: dict[int, Awaited] = {}
-    entries: dict[str, Awaited | Tensor] = dict(_detached(persistent_buffers(module)))
+    entries: dict[str, Awaited | Tensor] = {name: buffer.detach() for name, buffer in persistent_buffers(module)}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if parameter.requires_grad or not exclude_frozen:
             entries[name] = awaited.setdefault(id(parameter), Awaited(parameter.dtype, whole_shape(parameter)))
     return {name: entries[name] for name in state_dict_order(module) if name in entries}, awaited
-
-
-def _detached(buffers: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, buffer.detach()) for name, buffer in buffers)
 
 
 # Full fp32 weights from a sharded checkpoint as library calls, under the names that DeepSpeed gave them.
@@ -405,12 +399,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """`convert_zero_checkpoint_to_state_dict` in fp32."""
     convert_zero_checkpoint_to_state_dict(
-        checkpoint_dir,
-        output_dir,
-        max_shard_size=max_shard_size,
-        safe_serialization=safe_serialization,
-        tag=tag,
-        exclude_frozen_parameters=exclude_frozen_parameters,
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
 
 

@@ -191,29 +191,24 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
 def _refuse_other_kinds(updater: Updater, view: CheckpointView) -> None:
     """Raise where states of whole tensors meet an optimizer of elements, or the other way round."""
     kind, whole_names = type(updater.optimizer).__name__, updater.whole_state_names()
-    if view.whole_states and whole_names == ():
-        raise CheckpointError(
-            view.folder.path,
-            f"holds optimizer states of whole tensors, and {kind} updates one element at a time or flat shards",
-            "continue with the optimizer that was saved, and with its hf_zero.optimizer_sees, or load with "
-            "load_optimizer_states=False",
-        )
-    if view.shard_states and not updater.may_bind_states:
-        raise CheckpointError(
-            view.folder.path,
-            f"holds optimizer states that fit nothing but the flat shards it was saved from, and {kind} has others",
-            "continue with the optimizer that was saved, and with its hf_zero.optimizer_sees, or load with "
-            "load_optimizer_states=False",
-        )
     saved = {name for state in view.whole_states.values() for name in state}
-    if whole_names and (view.states() or saved) and not saved & set(whole_names):
-        raise CheckpointError(
-            view.folder.path,
-            f"holds the optimizer states {', '.join(sorted({*view.states(), *saved}))}; {kind} has "
-            f"{', '.join(whole_names)} of whole tensors",
-            "continue with the optimizer that was saved, and with its hf_zero.optimizer_sees, or load with "
-            "load_optimizer_states=False",
+    if view.whole_states and whole_names == ():
+        problem = f"holds optimizer states of whole tensors, and {kind} updates one element at a time or flat shards"
+    elif view.shard_states and not updater.may_bind_states:
+        problem = (
+            f"holds optimizer states that fit nothing but the flat shards it was saved from, and {kind} has others"
         )
+    elif whole_names and (view.states() or saved) and not saved & set(whole_names):
+        known = ", ".join(sorted({*view.states(), *saved}))
+        problem = f"holds the optimizer states {known}; {kind} has {', '.join(whole_names)} of whole tensors"
+    else:
+        return
+    raise CheckpointError(
+        view.folder.path,
+        problem,
+        "continue with the optimizer that was saved, and with its hf_zero.optimizer_sees, or load with "
+        "load_optimizer_states=False",
+    )
 
 
 def _write_unsharded(subject: ModelSubject, plan: LoadPlan) -> None:

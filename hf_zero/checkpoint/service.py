@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from hf_zero.checkpoint.opening import check_together, name_alternative, togethe
 from hf_zero.checkpoint.save import files_of, model_files_of
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.tensor_ranks import cuts_of
-from hf_zero.checkpoint.transaction import Destination, leftovers, node_name, write_checkpoint
+from hf_zero.checkpoint.transaction import Destination, leftovers, write_checkpoint
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, get_local_rank, hosts, ledger
 from hf_zero.config.schema.root import OurCheckpoints
@@ -75,7 +76,7 @@ def save_checkpoint(subject: ModelSubject, run: RunState, request: SaveRequest, 
         root=root,
         tag=tag,
         is_leader=is_leader,
-        node=node_name(node_local=policy.use_node_local_storage),
+        node=socket.gethostname() if policy.use_node_local_storage else "",
         save_latest=request.save_latest,
         adds_script=subject.stage > 0,
     )

@@ -16,12 +16,12 @@ import errno
 import json
 import os
 import shutil
-import socket
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,8 @@ _READ_BYTES = 4 << 20  # read again and again into the same memory
 
 def write_manifest(folder: Path, files: Iterable[Written]) -> None:
     """Put the list into `folder`, fsynced."""
-    body = {
-        "format": 1,
-        "files": {file.name: {"bytes": file.num_bytes, "crc32": file.crc32} for file in sorted(files, key=_by_name)},
-    }
+    in_order = sorted(files, key=attrgetter("name"))
+    body = {"format": 1, "files": {file.name: {"bytes": file.num_bytes, "crc32": file.crc32} for file in in_order}}
     write_small(folder / ds.MANIFEST, (json.dumps({**body, "crc32": _seal(body)}, indent=1) + "\n").encode())
 
 
@@ -169,10 +167,6 @@ def _seal(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def _by_name(file: Written) -> str:
-    return file.name
-
-
 _REPLACED = ".replaced"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _HERE = -100  # AT_FDCWD
@@ -216,11 +210,6 @@ class Destination:
     @property
     def final(self) -> Path:
         return self.root / self.tag
-
-
-def node_name(*, node_local: bool) -> str:
-    """Equal for ranks that share a folder."""
-    return socket.gethostname() if node_local else ""
 
 
 def write_checkpoint(

@@ -303,6 +303,19 @@ class ProgramGroups(ABC):
     def size(self) -> int:
         return len(self._ranks)
 
+    # What programs ask for, by the names that a subclass gives these three.
+
+    def own_group(self) -> Any:
+        """torch's group of the ranks along it."""
+        return self._group
+
+    def own_size(self) -> int:
+        return len(self._ranks)
+
+    def own_rank(self) -> int:
+        """This rank's place among them."""
+        return self._ranks.index(self._process.rank)
+
     @classmethod
     @abstractmethod
     def prepare(cls: type[Self], model: Any, groups: ParallelGroups, asked: Self | None) -> None:

@@ -58,6 +58,18 @@ def write_back(parameter: Tensor, flat: Tensor) -> None:
         parameter.copy_(flat.view(parameter.shape))
 
 
+def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Sequence[str]) -> dict[str, Any]:
+    """A parameter's state, made at its first update: zeros under each name, and `step`, fp32, which hosts count."""
+    state: dict[str, Any] = optimizer.state[parameter]
+    for name in names:
+        if state.get(name) is None:
+            dtype = getattr(optimizer, "state_dtype", None) or parameter.dtype
+            state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+    if not isinstance(state.get("step"), Tensor):  # a plain number in DeepSpeed's files
+        state["step"] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")
+    return state
+
+
 @dataclass(frozen=True, slots=True)
 class Applied:
     """How a gradient is applied.
@@ -91,20 +103,13 @@ class Family(ABC):
         return None
 
     def state_of(self, optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The parameter's state, made at its first update: `step` (0-dim fp32) and zeros under each name."""
-        state: dict[str, Any] = optimizer.state[parameter]
-        for name in self.state_names(group):
+        """The parameter's state, made at its first update; zeros of a form of their own have that."""
+        state, names = optimizer.state[parameter], self.state_names(group)
+        for name in names:
             form = self.form_of(name)
-            if state.get(name) is None and form is not None:
+            if form is not None and state.get(name) is None:
                 state[name] = form.zeros(parameter.numel(), parameter.device)
-            elif state.get(name) is None:
-                dtype = getattr(optimizer, "state_dtype", None) or parameter.dtype
-                state[name] = torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")  # hosts count
-        elif not isinstance(state["step"], Tensor):
-            state["step"] = torch.tensor(float(state["step"]), device="cpu")  # as DeepSpeed's files have it
-        return state
+        return state_of(optimizer, parameter, names)
 
     def vectors(
         self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, lp_param: Tensor | None

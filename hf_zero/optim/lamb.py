@@ -13,7 +13,7 @@ from hf_zero.kernels.gpu.devices import on_device
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
 from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Piece
-from hf_zero.optim.elementwise import LoneOptimizer, check_rates, flat_view, refuse_amsgrad, write_back
+from hf_zero.optim.elementwise import LoneOptimizer, check_rates, flat_view, refuse_amsgrad, state_of, write_back
 from hf_zero.optim.traits import Sees, Traits
 from hf_zero.optim.updater import Peers, StepGradients, SubGroup, Updater
 
@@ -68,7 +68,7 @@ class FusedLamb(LoneOptimizer):
         self.lamb_coeffs = []
 
     def update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
-        state = state_of(self, parameter)
+        state = state_of(self, parameter, _STATES)
         state["step"] += 1
         weight = flat_view(parameter)
         states = tuple(state[name].view(-1) for name in _STATES)
@@ -82,17 +82,6 @@ class FusedLamb(LoneOptimizer):
     def traits(self) -> Traits:
         """Runs natively on flat shards."""
         return Traits(Sees.SHARDS_AND_PEERS, lambda sub_groups, peers, ranks: LambUpdater(self, sub_groups, peers))
-
-
-def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
-    """The parameter's state, made at its first update."""
-    state: dict[str, Any] = optimizer.state[parameter]
-    for name in _STATES:
-        if name not in state:
-            state[name] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    if not isinstance(state.get("step"), Tensor):
-        state["step"] = torch.tensor(float(state.get("step", 0)), device="cpu")
-    return state
 
 
 def rule_of(group: dict[str, Any]) -> LambRule:
@@ -210,14 +199,14 @@ class LambUpdater(Updater):
 
     def _vectors(self, sub_group: SubGroup, gradients: StepGradients) -> Vectors:
         """The sub-group's vectors, while they are in place."""
-        state = state_of(self.optimizer, sub_group.tensors[0].parameter)
+        state = state_of(self.optimizer, sub_group.tensors[0].parameter, _STATES)
         states = tuple(state[name].view(-1) for name in _STATES)
         return Vectors(
             weight=sub_group.master, gradient=gradients.of(sub_group), states=states, lp_param=sub_group.lp_param
         )
 
     def _prepare(self, sub_group: SubGroup, gradients: StepGradients) -> _Work:
-        state = state_of(self.optimizer, sub_group.tensors[0].parameter)
+        state = state_of(self.optimizer, sub_group.tensors[0].parameter, _STATES)
         rule = rule_of(self.optimizer.param_groups[sub_group.group])
         pieces = tuple(piece for piece in sub_group.pieces if piece.parameter in gradients.used)
         known = int(state["step"])

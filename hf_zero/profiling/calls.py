@@ -163,22 +163,11 @@ class _Watched(Pending):
             self._pending.wait()
 
 
-class _WatchedRows(Rows):
+class _WatchedRows(_Watched, Rows):
     def __init__(self, rows: Rows, call: TimedCall) -> None:
+        super().__init__(rows, call)
         self.flat, self.buffer = rows.flat, rows.buffer
         self._rows = rows
-        self._call = call
-        self.can_arrive = rows.can_arrive
-
-    def arrive(self) -> None:
-        self._rows.arrive()
-
-    def is_ready(self) -> bool:
-        return self._rows.is_ready()
-
-    def wait(self) -> None:
-        with self._call.waiting():
-            self._rows.wait()
 
     def row(self, rank: int) -> Tensor:
         return self._rows.row(rank)

@@ -7,7 +7,7 @@ and (n-1)/n s/d; broadcast s/d both. In Gbit/s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,28 +140,30 @@ def summary(log: CommsLog) -> dict[str, dict[int, dict[str, Any]]]:
     return {name: log.get_operation_summary(name) for name in log.get_operation_names()}
 
 
-_COLUMNS = (
-    "Comm. Op",
-    "Message Size",
-    "Count",
-    "Total Latency(ms)",
-    "Avg Latency(ms)",
-    "tput_avg (Gbps)",
-    "busbw_avg (Gbps)",
-)
+# Title of a column -> key of its numbers.
+_TIMES = {
+    "Total Latency(ms)": "total_latency_ms",
+    "Avg Latency(ms)": "avg_latency_ms",
+    "tput_avg (Gbps)": "tput_avg_gbps",
+    "busbw_avg (Gbps)": "busbw_avg_gbps",
+}
+_WAITS = {
+    "Total comm lat(ms)": "total_comm_lat_ms",
+    "Total straggler(ms)": "total_straggler_ms",
+    "Avg comm lat(ms)": "avg_comm_lat_ms",
+    "Avg straggler(ms)": "avg_straggler_ms",
+}
 
 
-def table(totals: dict[str, dict[int, dict[str, Any]]]) -> str:
+def table(totals: dict[str, dict[int, dict[str, Any]]], columns: Mapping[str, str] = _TIMES) -> str:
     """DeepSpeed's table, 20 characters to the column."""
-    lines = ["".join(f"{title:<20}" for title in _COLUMNS).rstrip()]
+    rows: list[Sequence[str]] = [("Comm. Op", "Message Size", "Count", *columns)]
     for name, sizes in totals.items():
-        lines.append(name)
-        for size in sorted(sizes):
-            row = sizes[size]
-            numbers = [row[key] for key in ("total_latency_ms", "avg_latency_ms", "tput_avg_gbps", "busbw_avg_gbps")]
-            texts = ["", row["msg_size_str"], str(row["count"]), *(f"{number:.2f}" for number in numbers)]
-            lines.append("".join(f"{text:<20}" for text in texts).rstrip())
-    return "\n".join(lines)
+        rows.append([name])
+        for _, row in sorted(sizes.items()):
+            numbers = (f"{row[key]:.2f}" for key in columns.values())
+            rows.append(["", row["msg_size_str"], str(row["count"]), *numbers])
+    return "\n".join("".join(f"{text:<20}" for text in row).rstrip() for row in rows)
 
 
 def stragglers(everyone: Sequence[dict[str, dict[int, dict[str, Any]]]], rank: int) -> dict[str, dict[int, Any]]:
@@ -189,13 +191,4 @@ def stragglers(everyone: Sequence[dict[str, dict[int, dict[str, Any]]]], rank: i
 
 
 def straggler_table(waits: dict[str, dict[int, Any]]) -> str:
-    titles = ("Comm. Op", "Message Size", "Count", "Total comm lat(ms)", "Total straggler(ms)", "Avg comm lat(ms)")
-    lines = ["".join(f"{title:<20}" for title in (*titles, "Avg straggler(ms)")).rstrip()]
-    for name, sizes in waits.items():
-        lines.append(name)
-        for size in sorted(sizes):
-            row = sizes[size]
-            keys = ("total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms")
-            texts = ["", row["msg_size_str"], str(row["count"]), *(f"{row[key]:.2f}" for key in keys)]
-            lines.append("".join(f"{text:<20}" for text in texts).rstrip())
-    return "\n".join(lines)
+    return table(waits, _WAITS)

@@ -295,10 +295,7 @@ class Profiling(TrainingFeature):
         profiler.end_profile()
 
     def _times(self) -> EngineTimes | None:
-        if self.recorder is None or self.wall_clock is None:
-            return None
-        self.recorder.finish()
-        last = self.wall_clock.last
+        last = self.last_breakdown()
         if last is None:
             return None
         samples, micro_batch_size, accumulation_steps = self._engine.settings.get_batch_info()

@@ -210,12 +210,6 @@ class WarmupLR(StepSchedule):
         gamma = self._gamma(iteration)
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs)]
 
-    def skip_warmup(self) -> None:
-        """Run at the full rate from the first update on: `warmup_num_steps: 0` of a config."""
-        self.warmup_num_steps = 0
-        if self.last_batch_iteration == -1:
-            self._apply(self._rates_at_start())
-
     def _gamma(self, iteration: int) -> float:
         if iteration < self.warmup_num_steps:
             return _warmup(iteration, self.warmup_num_steps, self.warmup_type)
@@ -278,12 +272,6 @@ class WarmupCosineLR(StepSchedule):
         ratio = self.get_lr_ratio(iteration)
         return [lr * ratio for lr in self.org_lrs]
 
-    def skip_warmup(self) -> None:
-        """Begin the cosine with the first update: `warmup_num_steps: 0` of a config."""
-        self.warmup_num_steps = 0
-        if self.last_batch_iteration == -1:
-            self._apply(self._rates_at_start())
-
     def get_lr_ratio(self, iteration: int | None = None) -> float:
         """The factor on each group's rate; 0 before the first step."""
         iteration = self.last_batch_iteration if iteration is None else iteration
@@ -337,11 +325,14 @@ def build_scheduler(policy: SchedulerPolicy, optimizer: HasParamGroups) -> Sched
 
 
 def _without_warmup(cls: type[Any], optimizer: object, policy: SchedulerPolicy) -> Schedule | None:
-    """The schedule where the config says that there is no warm-up; the classes themselves need a positive number."""
-    if policy.params.get("warmup_num_steps") != 0 or not hasattr(cls, "skip_warmup"):
+    """The schedule where the config says that there is no warm-up, and the first update runs at the full rate; the
+    classes themselves need a positive number."""
+    if policy.params.get("warmup_num_steps") != 0 or not issubclass(cls, (WarmupLR, WarmupCosineLR)):
         return None
     schedule: Any = _constructed(cls, optimizer, replace(policy, params={**policy.params, "warmup_num_steps": 1}))
-    schedule.skip_warmup()
+    schedule.warmup_num_steps = 0
+    if schedule.last_batch_iteration == -1:
+        schedule._apply(schedule._rates_at_start())
     result: Schedule = schedule
     return result
 

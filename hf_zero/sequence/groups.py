@@ -96,14 +96,9 @@ class SequenceGroups(ProgramGroups):
         if sequence_parallel_size != len(self._ranks):
             raise WrongArgument(f"these are groups of {len(self._ranks)} ranks, not of {sequence_parallel_size}")
 
-    def get_sequence_parallel_group(self) -> Any:
-        return self._group
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return len(self._ranks)
-
-    def get_sequence_parallel_rank(self) -> int:
-        return self._ranks.index(self._process.rank)
+    get_sequence_parallel_group = ProgramGroups.own_group
+    get_sequence_parallel_world_size = ProgramGroups.own_size
+    get_sequence_parallel_rank = ProgramGroups.own_rank
 
     def get_sequence_data_parallel_group(self) -> Any:
         return self._alike_group or get_world_group()

@@ -66,18 +66,9 @@ class TensorGroups(ProgramGroups):
             shard_model(model, group, local_device())
             check_first_batch(model, group)
 
-    def get_tensor_model_parallel_group(self) -> Any:
-        return self._group
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return len(self._ranks)
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self._ranks.index(self._process.rank)
-
-    get_model_parallel_group = get_tensor_model_parallel_group
-    get_model_parallel_world_size = get_tensor_model_parallel_world_size
-    get_model_parallel_rank = get_tensor_model_parallel_rank
+    get_tensor_model_parallel_group = get_model_parallel_group = ProgramGroups.own_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size = ProgramGroups.own_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank = ProgramGroups.own_rank
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> nn.Module:

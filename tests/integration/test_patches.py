@@ -42,7 +42,7 @@ def test_the_import_hook_knows_the_modules() -> None:
 
 @pytest.mark.parametrize("one", ALL, ids=lambda one: f"{one.module}.{one.place}")
 def test_every_patch_says_why_it_is_there_and_what_goes_without_it(one: Patch) -> None:
-    assert one.make.__doc__ and one.without and one.until and one.since
+    assert one.around.__doc__ and one.without and one.until and one.since
 
 
 def test_trainer_itself_calls_ours() -> None:
@@ -94,19 +94,16 @@ def test_a_module_without_the_function_is_left_alone() -> None:
     assert hasattr(module.initialize_weights_zero3, MARK)
 
 
-def test_a_patch_that_breaks_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raises(original: object) -> None:
+def test_a_patch_that_breaks_says_so_in_one_line() -> None:
+    """As where a module makes its names when they are asked for, and one of them cannot be imported."""
+
+    def raises(name: str) -> None:
         raise ImportError("cannot import name 'gone'\nfrom 'upstream'")
 
-    def initialize_weights_zero3(model: Any) -> None: ...
-
-    broken = Patches("transformers.integrations.deepspeed")
-    broken.add("initialize_weights_zero3(model)", without="", until="")(raises)  # type: ignore[arg-type]
-    monkeypatch.setattr("hf_zero.integration.patches.transformers_integrations_deepspeed.PATCHES", broken)
-    module = imitation(initialize_weights_zero3=initialize_weights_zero3)
+    module = imitation(__getattr__=raises)
     line = lines_about(module)["initialize_weights_zero3"]
     assert "is not patched (ImportError: cannot import name 'gone' from 'upstream'); hf_zero leaves it as it is" in line
-    assert module.initialize_weights_zero3 is initialize_weights_zero3
+    assert "initialize_weights_zero3" not in vars(module)
 
 
 def test_a_file_of_patches_that_cannot_be_loaded_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +128,8 @@ def test_keys_without_home_are_found_under_the_older_name_of_a_parameter(monkeyp
 
     monkeypatch.setattr("transformers.core_model_loading.rename_source_key", rename_source_key)
     model = SimpleNamespace(base_model_prefix="model", state_dict=lambda: {"model.new": 0, "head": 0})
-    loader = around_loading(lambda model, state_dict, load_config: "loaded")
-    assert loader(model, {"old": 0, "head": 0, "foreign": 0}) == "loaded"
+    keys = {"old": 0, "head": 0, "foreign": 0}
+    assert around_loading(lambda model, state_dict, load_config: "loaded", model, keys) == "loaded"
     assert vars(model)[NOTED] == {"foreign"}
 
 
@@ -142,9 +139,12 @@ def test_a_rank_that_is_not_to_write_does_not(sharded: bool, is_main_process: bo
     """`save_pretrained(..., is_main_process=False, state_dict=None)` of transformers up to 5.14 wrote on every rank: at
     stage 3, one without a state dict met released weights."""
     calls: list[Any] = []
-    save = around_save_pretrained(lambda *arguments, **options: calls.append((arguments, options)))
+
+    def save(*arguments: Any, **options: Any) -> None:
+        calls.append((arguments, options))
+
     model = SimpleNamespace(parameters=lambda: [SimpleNamespace(**{HANDLE: None}) if sharded else object()])
-    save(model, "folder", is_main_process, None, token="t")
+    around_save_pretrained(save, model, "folder", is_main_process, None, token="t")
     expected = ((model, "folder", is_main_process, None), {"token": "t"})
     assert calls == ([expected] if is_main_process or not sharded else [])
 

@@ -156,9 +156,9 @@ def test_where_there_is_no_engine_the_pair_stays_refused(tmp_path: Path) -> None
         args = Args()
 
     seen: list[bool] = []
-    around_start(lambda run: seen.append(run.args.load_best_model_at_end))(Run())
+    around_start(lambda run: seen.append(run.args.load_best_model_at_end), Run())
     Args.deepspeed_plugin = object()  # type: ignore[assignment]
-    around_start(lambda run: seen.append(run.args.load_best_model_at_end))(Run())
+    around_start(lambda run: seen.append(run.args.load_best_model_at_end), Run())
     assert seen == [True, False] and Run.args.load_best_model_at_end
 
 

@@ -74,8 +74,8 @@ def test_both_forms_of_upstreams_conversion_are_patched() -> None:
     versions give: the loader got keys in place of weights, and no checkpoint of experts loaded at stage 3."""
     theirs = converter(MergeModulelist(dim=0), Concatenate(dim=1))
     expected = through(theirs, experts((3, 3)))[TARGET]
-    (group,) = around_conversions(in_groups)(None, experts((3, 3)), [theirs])
-    at_once = around_conversions(all_at_once)(None, experts((3, 3)), [theirs])
+    (group,) = around_conversions(in_groups, None, experts((3, 3)), [theirs])
+    at_once = around_conversions(all_at_once, None, experts((3, 3)), [theirs])
     assert isinstance(group[TARGET], PackedExperts) and isinstance(at_once[TARGET], PackedExperts)
     for converted in (group, at_once):
         assert converted.keys() == {TARGET} and torch.equal(converted[TARGET].whole(), expected)

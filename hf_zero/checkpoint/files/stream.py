@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -152,6 +154,14 @@ def fill(target: Tensor, parts: Iterable[Tensor]) -> None:
     assert cursor == target.numel(), f"{cursor} of {target.numel()} elements"
 
 
+def of_entries(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A dict, list or tuple with `function` of each of its entries; anything else as it is."""
+    if isinstance(value, Mapping):
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return kind((key, function(entry)) for key, entry in value.items())
+    return type(value)(map(function, value)) if type(value) in (list, tuple) else value
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """Bytes with a place in the file."""
@@ -242,6 +252,16 @@ def written(path: Path, records: Sequence[Record], checksums: Sequence[int]) -> 
     """The description of a file that `records` fill completely."""
     num_bytes = max(record.offset + record.num_bytes for record in records)
     return Written(path.name, num_bytes, checksum_of_records(records, checksums))
+
+
+@contextmanager
+def created(path: Path) -> Iterator[int]:
+    """The descriptor of a new file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def write_small(path: Path, content: bytes) -> None:

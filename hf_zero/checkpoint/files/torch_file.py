@@ -23,7 +23,6 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ from hf_zero.checkpoint.files.stream import (
     Record,
     Streamed,
     Written,
+    created,
+    of_entries,
     streamed,
     write_records,
     written,
@@ -82,7 +83,7 @@ def write_torch_file(path: Path, value: object, write: WriteRecords = write_reco
         TypeError: when `value` holds an object that a restricted reader would refuse to build.
     """
     members = _plan(value, path)
-    with _created(path) as file:
+    with created(path) as file:
         checksums = write(file, [member.record for member in members])
         return _finish(file, path, members, checksums)
 
@@ -92,7 +93,7 @@ def write_torch_file_as_it_comes(path: Path, arriving: Arriving) -> Written:
     members = _plan(arriving.content, path)
     place = {id(member.content): number for number, member in enumerate(members)}
     checksums = [0] * len(members)
-    with _created(path) as file:
+    with created(path) as file:
         # No name may hold on to a batch while the next one is made.
         while (batch := next(arriving.batches, None)) is not None:
             numbers = [place.pop(id(awaited)) for awaited, _ in batch]
@@ -118,15 +119,6 @@ def _plan(value: object, path: Path) -> tuple[Member, ...]:
             (f"{stem}/version", b"3\n"),
         ]
     )
-
-
-@contextmanager
-def _created(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def _finish(file: int, path: Path, members: Sequence[Member], checksums: Sequence[int]) -> Written:
@@ -356,14 +348,8 @@ def read_torch_file(path: Path, *, stays_in_parts: Callable[[Any], bool] = lambd
 
 
 def _put_together(value: Any, folder: Path, mapped: dict[str, Tensor]) -> Any:
-    if isinstance(value, OrderedDict):
-        return OrderedDict((key, _put_together(entry, folder, mapped)) for key, entry in value.items())
-    if isinstance(value, dict) and IN_PIECES not in value:
-        return {key: _put_together(entry, folder, mapped) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_put_together(entry, folder, mapped) for entry in value)
-    if not isinstance(value, dict):
-        return value
+    if not isinstance(value, dict) or IN_PIECES not in value:
+        return of_entries(value, lambda entry: _put_together(entry, folder, mapped))
     parts = []
     for name, start, num_bytes in value[IN_PIECES]:
         if not name:
@@ -383,13 +369,7 @@ def _put_together(value: Any, folder: Path, mapped: dict[str, Tensor]) -> Any:
 
 
 def _materialised(value: Any) -> Any:
-    if isinstance(value, Streamed):
-        return value.materialise()
-    if isinstance(value, OrderedDict):
-        return OrderedDict((key, _materialised(entry)) for key, entry in value.items())
-    if isinstance(value, dict):
-        return {key: _materialised(entry) for key, entry in value.items()}
-    return type(value)(map(_materialised, value)) if type(value) in (list, tuple) else value
+    return value.materialise() if isinstance(value, Streamed) else of_entries(value, _materialised)
 
 
 def check_container(path: Path) -> None:

@@ -194,11 +194,14 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     """
     model = compressed.model
     _drop_ignored(compressed)
-    before = size_of(_Without(model, compressed).model)
+    before = size_of(_without_scores(compressed))
     compressed.advance(max(compressed.updates, _end(compressed)))
     masks = _bake(compressed)
-    _remove_scores(compressed)
-    bits = _packed_bits(compressed)
+    for pruned in compressed.pruned():
+        pruned.layer.module._parameters.pop(pruned.scores_name, None)
+    # None for those that are cut afterwards, which are new tensors.
+    weights = [layer.weight_bits for layer in compressed.layers if layer.weight_bits is not None]
+    bits = {id(weight.layer.parameter): (weight.rule.bits, weight.num_groups) for weight in weights}
     compressed.close()
     before_cut, changes = describe(model), list[Change]()
     for technique in ("rows", "channels", "heads"):
@@ -211,18 +214,17 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     return report
 
 
-class _Without:
+def _without_scores(compressed: CompressedModel) -> nn.Module:
     """The model as it would be counted without scores: they are no part of what is saved."""
-
-    def __init__(self, model: nn.Module, compressed: CompressedModel) -> None:
-        self.model = nn.Module()
-        own = {id(scores) for scores in compressed.scores()}
-        for number, module in enumerate(model.modules()):
-            kept = {name: p for name, p in module.named_parameters(recurse=False) if id(p) not in own}
-            if kept:
-                copied = type(module).__new__(type(module))
-                copied.__dict__.update({**vars(module), "_parameters": kept, "_modules": {}})
-                self.model.add_module(str(number), copied)
+    without = nn.Module()
+    own = {id(scores) for scores in compressed.scores()}
+    for number, module in enumerate(compressed.model.modules()):
+        kept = {name: p for name, p in module.named_parameters(recurse=False) if id(p) not in own}
+        if kept:
+            copied = type(module).__new__(type(module))
+            copied.__dict__.update({**vars(module), "_parameters": kept, "_modules": {}})
+            without.add_module(str(number), copied)
+    return without
 
 
 def _end(compressed: CompressedModel) -> int:
@@ -259,25 +261,11 @@ def _bake(compressed: CompressedModel) -> dict[tuple[str, str], torch.Tensor]:
     return masks
 
 
-def _remove_scores(compressed: CompressedModel) -> None:
-    for pruned in compressed.pruned():
-        pruned.layer.module._parameters.pop(pruned.scores_name, None)
-
-
 def _drop_ignored(compressed: CompressedModel) -> None:
     model: Any = compressed.model
     ignored = getattr(model, "_keys_to_ignore_on_save", None)
     if ignored:
         model._keys_to_ignore_on_save = set(ignored) - set(compressed.score_names())
-
-
-def _packed_bits(compressed: CompressedModel) -> dict[int, tuple[int, int]]:
-    """Bits and scales of each quantised weight; none for those that are cut afterwards, which are new tensors."""
-    bits_of = {}
-    for layer in compressed.layers:
-        if layer.weight_bits is not None:
-            bits_of[id(layer.layer.parameter)] = (layer.weight_bits.rule.bits, layer.weight_bits.num_groups)
-    return bits_of
 
 
 def _cut(model: nn.Module, technique: str, match: Match, mask: torch.Tensor) -> Change:

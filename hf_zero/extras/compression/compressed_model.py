@@ -15,12 +15,12 @@ hooks look at it. Autograd carries gradients from the tensor to the parameter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import Collectives
 from hf_zero.config import ConfigError
 from hf_zero.extras.compression.matching import Layer, Match, match_all
@@ -39,8 +39,6 @@ from hf_zero.extras.compression.pruning import (
 from hf_zero.extras.compression.section import CompressionPolicy
 from hf_zero.features import ask_for
 from hf_zero.log import logger
-from hf_zero.params.partitioning import reshard, unshard
-from hf_zero.params.sharded_parameter import of
 
 
 class CompressedLayer:
@@ -167,7 +165,7 @@ class CompressedModel:
     def _add_scores(self) -> None:
         for pruned in self.pruned():
             if pruned.is_trained:
-                with whole(pruned.layer.parameter):
+                with GatheredParameters(pruned.layer.parameter):
                     pruned.add_scores(pruned.layer.parameter.detach())
         names = self.score_names()
         ignored = getattr(self.model, "_keys_to_ignore_on_save", None)
@@ -215,7 +213,7 @@ class CompressedModel:
     @torch.no_grad()
     def _fix(self, pruned: Pruned, updates: int) -> None:
         if pruned.needs_mask(updates):
-            with whole(pruned.layer.parameter):
+            with GatheredParameters(pruned.layer.parameter):
                 pruned.fix(pruned.layer.parameter, updates)
 
     def forget_masks(self) -> None:
@@ -242,7 +240,7 @@ class CompressedModel:
             if isinstance(pruned, SnipWeights) and pruned.follows:
                 parameter = pruned.layer.parameter
                 gradient = gradient_of(parameter)
-                with whole(parameter):
+                with GatheredParameters(parameter):
                     if gradient is not None:
                         pruned.follow(parameter.detach(), gradient)
 
@@ -295,14 +293,3 @@ def compression_of(model: nn.Module) -> CompressedModel | None:
     """The `CompressedModel` of this model."""
     compressed: CompressedModel | None = model.__dict__.get(_HANDLE)
     return compressed
-
-
-@contextmanager
-def whole(*parameters: nn.Parameter) -> Iterator[None]:
-    """Whole values of parameters that may be sharded. Collective, if they are."""
-    handles = [handle for handle in map(of, parameters) if handle is not None]
-    unshard(handles)
-    try:
-        yield
-    finally:
-        reshard(handles)

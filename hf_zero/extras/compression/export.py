@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,7 +23,7 @@ from hf_zero.comm import collectives_for, local_device
 from hf_zero.config import ConfigError, Problem, load_config, resolve_extra
 from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.clean import clean
-from hf_zero.extras.compression.compressed_model import compression_of
+from hf_zero.extras.compression.compressed_model import CompressedModel, compression_of
 from hf_zero.extras.compression.feature import compress, take_over
 from hf_zero.extras.compression.pruning import WeightBits, grid_of
 from hf_zero.log import logger
@@ -71,14 +71,19 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     if inner is not model and callable(getattr(model, "destroy", None)):
         model.destroy()  # type: ignore[operator]
         model = inner
-    compressed = compression_of(model)
-    if compressed is None:
-        init_compression(model, deepspeed_config)
-        compressed = compression_of(model)
-    assert compressed is not None
+    compressed = _compressed(model, deepspeed_config)
     unpartition(model)
     clean(compressed)
     return model
+
+
+def _compressed(model: nn.Module, deepspeed_config: Any) -> CompressedModel:
+    """A model under compression, begun now if it has not been."""
+    if compression_of(model) is None:
+        init_compression(model, deepspeed_config)
+    compressed = compression_of(model)
+    assert compressed is not None
+    return compressed
 
 
 class CompressionScheduler:
@@ -152,11 +157,8 @@ def save_quantized(model: Any, folder: str | Path, deepspeed_config: Any) -> str
         WrongArgument: no weight is quantised.
     """
     inner = getattr(model, "module", model)
-    if compression_of(inner) is None:
-        init_compression(inner, deepspeed_config)
-    compressed = compression_of(inner)
-    assert compressed is not None
-    bits = [layer.weight_bits for layer in compressed.layers if layer.weight_bits is not None]
+    layers = _compressed(inner, deepspeed_config).layers
+    bits = [layer.weight_bits for layer in layers if layer.weight_bits is not None]
     fitting = [weight for weight in bits if _FEWEST <= weight.rule.bits <= _MOST]
     if not fitting:
         raise WrongArgument("save_quantized: no weight has 3 to 8 bits in compression_training.weight_quantization")
@@ -176,11 +178,13 @@ def save_quantized(model: Any, folder: str | Path, deepspeed_config: Any) -> str
     return "safetensors"
 
 
-class Codes:
+class Codes(NamedTuple):
     """A quantised weight: code * scale + zero, group by group."""
 
-    def __init__(self, codes: Tensor, scale: Tensor, zero: Tensor, shape: torch.Size) -> None:
-        self.codes, self.scale, self.zero, self.shape = codes, scale, zero, shape
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    shape: torch.Size
 
 
 def _codes(one: WeightBits, weight: Tensor) -> Codes:

@@ -15,24 +15,22 @@ items an update has (`num_items_in_batch`, as Trainer does), the teacher's parts
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.errors import WrongArgument
-from hf_zero.extras.compression.compressed_model import CompressedModel, compression_of, whole
+from hf_zero.extras.compression.compressed_model import CompressedModel, compression_of
 from hf_zero.extras.compression.matching import listing, nearest
 from hf_zero.extras.compression.section import CompressionPolicy, LayerReduction
 from hf_zero.extras.compression.section import Distillation as DistillationSection
 from hf_zero.features import EngineTools, Progress, TrainingFeature
 from hf_zero.log import logger
-from hf_zero.params.partitioning import reshard, unshard
-from hf_zero.params.sharded_parameter import of
 
 # Layer reduction: a student of some of a teacher's layers.
 #
@@ -92,28 +90,11 @@ def _copy(target: nn.Module, source: nn.Module, name: str) -> None:
     if wrong:
         rule = f"teacher and student differ in {name}: {', '.join(sorted(wrong)[:4])}"
         raise ConfigError(Problem(_PATH, name, rule, "build the student from the teacher's config with fewer layers"))
-    with _writing([*own.values()]), _reading([*theirs.values()]):
+    with GatheredParameters(own.values(), modifier_rank=0), GatheredParameters(theirs.values()):
         for key, parameter in own.items():
             parameter.copy_(theirs[key].to(parameter.device, parameter.dtype))
     for key, buffer in target.named_buffers():
         buffer.copy_(source.get_buffer(key))
-
-
-@contextmanager
-def _writing(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Whole values that stay as they are written, rank 0's on all ranks."""
-    handles = [handle for handle in map(of, parameters) if handle is not None]
-    unshard(handles)
-    yield
-    reshard(handles, 0)
-
-
-@contextmanager
-def _reading(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    handles = [handle for handle in map(of, parameters) if handle is not None]
-    unshard(handles)
-    yield
-    reshard(handles)
 
 
 def _list_of_layers(model: nn.Module, section: LayerReduction, *, checks_length: bool = True) -> nn.ModuleList:
@@ -270,7 +251,7 @@ def _squared_errors(pairs: Any) -> Tensor:
     return torch.stack(errors).sum()
 
 
-_TEACHER = "_hf_zero_teacher"
+_TEACHER, _LEAVES = "_hf_zero_teacher", "_leaves_model"
 
 
 class Compression(TrainingFeature):
@@ -290,7 +271,7 @@ class Compression(TrainingFeature):
         """The optimizer trains the scores, without decay, and not what has left the model."""
         members = {id(parameter) for parameter in self.model.parameters()}
         for group in groups:
-            group["params"] = [p for p in group["params"] if id(p) in members or not _has_left(p)]
+            group["params"] = [p for p in group["params"] if id(p) in members or not vars(p).get(_LEAVES)]
         known = {id(parameter) for group in groups for parameter in group["params"]}
         missing = [scores for scores in self.compressed.scores() if id(scores) not in known]
         if missing and groups:
@@ -349,10 +330,8 @@ def compress(model: nn.Module, policy: CompressionPolicy, teacher_model: nn.Modu
     """
     if compression_of(model) is not None:
         return
-    needs_teacher = policy.distillation is not None and teacher_model is None
     teacher = teacher_model
-    if needs_teacher:
-        assert policy.distillation is not None
+    if teacher is None and policy.distillation is not None:
         teacher = _teacher_of(model, policy.distillation.teacher)
     if policy.layers is not None:
         if teacher_model is not None and is_reduced(model, policy.layers):
@@ -374,17 +353,13 @@ def _teacher_of(model: nn.Module, folder: str | None) -> nn.Module:
     if folder is not None:
         loaded: nn.Module = type(model).from_pretrained(folder)  # type: ignore[attr-defined]
         return loaded
-    with whole(*model.parameters()):
+    with GatheredParameters(model.parameters()):
         return copy.deepcopy(model)
 
 
 def _mark_leaving(model: nn.Module, *, leaves: bool = True) -> None:
     for parameter in model.parameters():
-        vars(parameter)["_leaves_model"] = leaves
-
-
-def _has_left(parameter: nn.Parameter) -> bool:
-    return bool(vars(parameter).get("_leaves_model"))
+        vars(parameter)[_LEAVES] = leaves
 
 
 def compression_feature(model: nn.Module, resolved: Resolved) -> Compression | None:

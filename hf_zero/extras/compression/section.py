@@ -18,16 +18,13 @@ from hf_zero.config.schema.fields import (
     Positive,
     PositiveNumber,
     Section,
+    as_lower,
     as_number,
     as_whole,
     detail,
     ignored,
     supported,
 )
-
-
-def _lowered(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _as_lists(value: object) -> object:
@@ -40,11 +37,11 @@ def _as_lists(value: object) -> object:
 Bits = Annotated[int, BeforeValidator(as_whole), Field(ge=1, le=16)]
 Ratio = Annotated[float, BeforeValidator(as_number), Field(gt=0, le=1)]
 Related = Annotated[list[list[str]], BeforeValidator(_as_lists)]
-Kind = Annotated[Literal["symmetric", "asymmetric"], BeforeValidator(_lowered)]
-Rounding = Annotated[Literal["nearest", "stochastic"], BeforeValidator(_lowered)]
-Range = Annotated[Literal["dynamic", "static"], BeforeValidator(_lowered)]
-Method = Annotated[Literal["l1", "topk"], BeforeValidator(_lowered)]
-SparseMethod = Annotated[Literal["l1", "topk", "snip_momentum"], BeforeValidator(_lowered)]
+Kind = Annotated[Literal["symmetric", "asymmetric"], BeforeValidator(as_lower)]
+Rounding = Annotated[Literal["nearest", "stochastic"], BeforeValidator(as_lower)]
+Range = Annotated[Literal["dynamic", "static"], BeforeValidator(as_lower)]
+Method = Annotated[Literal["l1", "topk"], BeforeValidator(as_lower)]
+SparseMethod = Annotated[Literal["l1", "topk", "snip_momentum"], BeforeValidator(as_lower)]
 
 _MODULES = 'Regular expressions, searched for in the names of modules; "*": all that the technique can do.'
 _RELATED = "For each of `modules`, expressions of what loses the same rows, heads or channels on cleaning."
@@ -203,11 +200,8 @@ class RowPruning(Section):
     different_groups: dict[str, PruningGroup] = supported({}, _GROUPS)
 
 
-class ChannelPruning(Section):
+class ChannelPruning(RowPruning):
     """Whole filters of convolutions become zero."""
-
-    shared_parameters: PruningShared = detail(PruningShared(), _SHARED)
-    different_groups: dict[str, PruningGroup] = supported({}, _GROUPS)
 
 
 class HeadPruning(Section):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,11 +25,7 @@ from hf_zero.extras.data_efficiency.section import ProgressiveLayerDrop as Layer
 from hf_zero.extras.data_efficiency.section import RandomLTDPolicy, data_policy
 from hf_zero.features import Progress, TrainingFeature
 
-# The stack of layers of a model, and a call put around a layer's forward.
-
-
-Around = Callable[..., Any]
-"""(the layer's own forward, its positional arguments, its keyword arguments) -> what the layer returns."""
+# The stack of layers of a model, and calls put around their forward.
 
 
 def layer_stack(model: nn.Module) -> list[nn.Module]:
@@ -50,29 +47,44 @@ def layer_stack(model: nn.Module) -> list[nn.Module]:
     return best
 
 
-class WrappedLayers:
-    """Calls around the forward of some layers, until `close`.
+class AroundLayers(TrainingFeature):
+    """Calls `around` instead of the forward of some layers, until `close`.
 
     The layer's class, its parameters' names and its hooks stay as they are: only this object's `forward` is another,
     inside the hooks that gather its weights and outside a recomputation of its activations.
     """
 
-    def __init__(self) -> None:
-        self._wrapped: list[nn.Module] = []
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.layers = tuple(layers)
+        self.num_layers = len(layers)
+        self._progress = Progress(step=0, training=False)
+        for number, layer in enumerate(layers):
+            self._wrap(number, layer)
 
-    def wrap(self, layer: nn.Module, around: Around) -> None:
+    def _wrap(self, number: int, layer: nn.Module) -> None:
         own = layer.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return around(own, args, kwargs)
+            return self.around(number, own, args, kwargs) if layer.training else own(*args, **kwargs)
 
         vars(layer)["forward"] = forward
-        self._wrapped.append(layer)
+
+    @abstractmethod
+    def around(self, number: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What layer `number` returns in training; `own` is its own forward."""
+
+    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
+        # An evaluation may come before the backward of this forward, which recomputes layers.
+        if progress.training:
+            self._progress = progress
+        return keywords
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
+        self._progress = progress
 
     def close(self) -> None:
-        for layer in self._wrapped:
+        for layer in self.layers:
             vars(layer).pop("forward", None)
-        self._wrapped.clear()
 
 
 def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
@@ -103,21 +115,16 @@ def kept_tokens(policy: RandomLTDPolicy, step: int) -> int:
     return min(num_tokens - num_tokens % policy.multiple, policy.max_tokens)
 
 
-class RandomLTD(TrainingFeature):
+class RandomLTD(AroundLayers):
     """Token dropping in the listed layers of a model."""
 
     name = "random_ltd"
 
     def __init__(self, policy: RandomLTDPolicy, layers: list[nn.Module], batch_size: int) -> None:
+        super().__init__(layers)
         self.policy = policy
-        self._wrapped = WrappedLayers()
         self._batch_size = batch_size
-        self._progress = Progress(step=0, training=False)
         self.consumed_layer_tokens = 0
-        for number, layer in enumerate(layers):
-            self._wrapped.wrap(layer, self._around(number, layer))
-        self.layers = tuple(layers)
-        self.num_layers = len(layers)
 
     def current(self) -> int:
         """Tokens kept in the update that is being made."""
@@ -137,12 +144,6 @@ class RandomLTD(TrainingFeature):
         """Updates so far, each counted by the share of its layer tokens that were computed."""
         whole = self._batch_size * self.policy.max_tokens * self.policy.num_layers
         return self.consumed_layer_tokens / whole
-
-    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        # An evaluation may come before the backward of this forward, which recomputes layers.
-        if progress.training:
-            self._progress = progress
-        return keywords
 
     def holds_schedule(self, progress: Progress) -> bool:
         """With layer_token_lr_schedule: until the layer tokens of a whole update have come together."""
@@ -165,34 +166,28 @@ class RandomLTD(TrainingFeature):
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
-        self._progress = progress
+        super().load_state_dict(state, progress)
         known = (state or {}).get("consumed_layer_tokens")
         self.consumed_layer_tokens = int(known) if known is not None else self.get_total_layer_tokens(progress.step)
 
-    def close(self) -> None:
-        self._wrapped.close()
-
-    def _around(self, number: int, layer: nn.Module) -> Callable[..., Any]:
-        def around(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden, call = split_hidden(args, kwargs)
-            dim = 0 if self.policy.sequence_first else 1
-            kept, whole = self.current(), hidden.shape[dim]
-            if not layer.training or kept >= whole:
-                return own(*args, **kwargs)
-            indices = self._draw(number, hidden.shape[1 - dim], whole, kept, hidden.device)
-            chosen_args, chosen_kwargs = call(_take(hidden, indices, dim))
-            mask_name = self.policy.mask_name
-            gathered = {
-                name: _gathered(value, indices, whole, is_mask=name == mask_name or "mask" in name)
-                if name == mask_name or "mask" in name or "position" in name
-                else value
-                for name, value in chosen_kwargs.items()
-            }
-            rest = tuple(_gathered(value, indices, whole, is_mask=True) for value in chosen_args[1:])
-            output = own(chosen_args[0], *rest, **gathered) if chosen_args else own(**gathered)
-            return with_first(output, _put(hidden, first_of(output), indices, dim))
-
-        return around
+    def around(self, number: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden, call = split_hidden(args, kwargs)
+        dim = 0 if self.policy.sequence_first else 1
+        kept, whole = self.current(), hidden.shape[dim]
+        if kept >= whole:
+            return own(*args, **kwargs)
+        indices = self._draw(number, hidden.shape[1 - dim], whole, kept, hidden.device)
+        chosen_args, chosen_kwargs = call(_take(hidden, indices, dim))
+        mask_name = self.policy.mask_name
+        gathered = {
+            name: _gathered(value, indices, whole, is_mask=name == mask_name or "mask" in name)
+            if name == mask_name or "mask" in name or "position" in name
+            else value
+            for name, value in chosen_kwargs.items()
+        }
+        rest = tuple(_gathered(value, indices, whole, is_mask=True) for value in chosen_args[1:])
+        output = own(chosen_args[0], *rest, **gathered) if chosen_args else own(**gathered)
+        return with_first(output, _put(hidden, first_of(output), indices, dim))
 
     def _draw(self, number: int, batch: int, whole: int, kept: int, device: torch.device) -> Tensor:
         """Ascending positions [B, kept]."""
@@ -313,19 +308,15 @@ def keep_probability(theta: float, layer: int, num_layers: int) -> float:
     return 1.0 - layer * (1.0 - theta) / num_layers
 
 
-class ProgressiveLayerDrop(TrainingFeature):
+class ProgressiveLayerDrop(AroundLayers):
     """Layers of a model are left out while it trains."""
 
     name = "progressive_layer_drop"
 
     def __init__(self, policy: LayerDropSection, layers: list[nn.Module]) -> None:
+        super().__init__(layers)
         self.policy = policy
-        self.num_layers = len(layers)
-        self._progress = Progress(step=0, training=False)
         self._returns_tuple: bool | None = None  # what layers return; one that is skipped must return such, too
-        self._wrapped = WrappedLayers()
-        for number, layer in enumerate(layers):
-            self._wrapped.wrap(layer, self._around(number, layer))
 
     def get_theta(self) -> float:
         """theta of the current update."""
@@ -337,32 +328,15 @@ class ProgressiveLayerDrop(TrainingFeature):
         draw = random.Random(f"{self._progress.step} {self._progress.micro_step} {layer}")
         return draw.random() < probability
 
-    def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        # An evaluation may come before the backward of this forward, which recomputes layers.
-        if progress.training:
-            self._progress = progress
-        return keywords
-
-    def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
-        self._progress = progress
-
-    def close(self) -> None:
-        self._wrapped.close()
-
-    def _around(self, number: int, layer: nn.Module) -> Callable[..., Any]:
-        def around(own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not layer.training:
-                return own(*args, **kwargs)
-            hidden, _ = split_hidden(args, kwargs)
-            # Layer 0, which always runs, has been there before the others are asked.
-            if self._returns_tuple is not None and not self.keeps(number):
-                return (hidden,) if self._returns_tuple else hidden
-            output = own(*args, **kwargs)
-            self._returns_tuple = isinstance(output, tuple)
-            share = keep_probability(self.get_theta(), number, self.num_layers)
-            return with_first(output, hidden + (first_of(output) - hidden) / share)
-
-        return around
+    def around(self, number: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden, _ = split_hidden(args, kwargs)
+        # Layer 0, which always runs, has been there before the others are asked.
+        if self._returns_tuple is not None and not self.keeps(number):
+            return (hidden,) if self._returns_tuple else hidden
+        output = own(*args, **kwargs)
+        self._returns_tuple = isinstance(output, tuple)
+        share = keep_probability(self.get_theta(), number, self.num_layers)
+        return with_first(output, hidden + (first_of(output) - hidden) / share)
 
 
 def layer_drop_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:

@@ -101,6 +101,25 @@ class Cluster:
         return self.samples[draw.permutation(len(self.samples))]
 
 
+class Difficulties(dict[str, Difficulty]):
+    """Of every metric."""
+
+    def __init__(self, policy: SamplingPolicy) -> None:
+        super().__init__((metric.name, Difficulty(metric.difficulty)) for metric in policy.metrics)
+
+    def set_custom(self, functions: Mapping[str, Custom]) -> None:
+        """Functions of custom schedules, by metric."""
+        unknown = sorted(set(functions) - set(self))
+        if unknown:
+            raise ValueError(f"no such metric: {', '.join(unknown)}; there are {', '.join(self)}")
+        for name, function in functions.items():
+            self[name].custom = function
+
+    def current(self, step: int) -> dict[str, int]:
+        """Difficulty of every metric while update number `step` (from 0) is made."""
+        return {name: schedule.at(step + 1) for name, schedule in self.items()}
+
+
 class SampleStream:
     """The samples of all updates, in order.
 
@@ -117,24 +136,16 @@ class SampleStream:
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.num_updates = num_samples * policy.num_epochs // batch_size
-        self.difficulties = {metric.name: Difficulty(metric.difficulty) for metric in policy.metrics}
+        self.difficulties = Difficulties(policy)
         self._admissions = [Admission(metric, num_samples) for metric in policy.metrics if metric.chooses_samples]
         self._restart()
 
     def set_custom(self, functions: Mapping[str, Custom]) -> None:
         """Functions of custom schedules, by metric; the stream begins anew with them."""
-        unknown = sorted(set(functions) - set(self.difficulties))
-        if unknown:
-            raise ValueError(f"no such metric: {', '.join(unknown)}; there are {', '.join(self.difficulties)}")
-        for name, function in functions.items():
-            self.difficulties[name].custom = function
+        self.difficulties.set_custom(functions)
         step = self.step
         self._restart()
         self.seek(step)
-
-    def current(self, step: int) -> dict[str, int]:
-        """Difficulty of every metric while update number `step` (from 0) is made."""
-        return {name: schedule.at(step + 1) for name, schedule in self.difficulties.items()}
 
     def seek(self, step: int) -> None:
         """Be where `batch` gives that of update `step`, from 0."""
@@ -338,22 +349,18 @@ class SampledCurriculumFeature(TrainingFeature):
 
     def __init__(self, policy: SamplingPolicy) -> None:
         self.policy = policy
-        self.schedules = {metric.name: Difficulty(metric.difficulty) for metric in policy.metrics}
+        self.schedules = Difficulties(policy)
         self.streams: list[SampleStream] = []
         self.post_process: PostProcess | None = None
         self.next_step = 0  # where a loader of ours begins
 
     def current(self, progress: Progress) -> dict[str, int]:
         """Difficulty of every metric in the update that is being made."""
-        return {name: schedule.at(progress.step + 1) for name, schedule in self.schedules.items()}
+        return self.schedules.current(progress.step)
 
     def set_custom(self, functions: Mapping[str, Custom]) -> None:
         """Functions of custom schedules, by metric."""
-        unknown = sorted(set(functions) - set(self.schedules))
-        if unknown:
-            raise ValueError(f"no such metric: {', '.join(unknown)}; there are {', '.join(self.schedules)}")
-        for name, function in functions.items():
-            self.schedules[name].custom = function
+        self.schedules.set_custom(functions)
         for stream in self.streams:
             stream.set_custom(functions)
 

@@ -17,6 +17,7 @@ from hf_zero.config.schema.fields import (
     Positive,
     Section,
     Whole,
+    as_lower,
     check,
     detail,
     ignored,
@@ -26,12 +27,8 @@ from hf_zero.config.schema.fields import (
 _MEMORY = "clusters are worked out from the index files by every rank, in memory"
 
 
-def _lowered(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
 def _scaling(value: object) -> object:
-    return "none" if value is None else _lowered(value)
+    return "none" if value is None else as_lower(value)
 
 
 def _as_metrics(value: object) -> object:
@@ -42,7 +39,7 @@ def _as_metrics(value: object) -> object:
 
 Schedule = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
 Scaling = Annotated[Literal["linear", "sqrt", "none"], BeforeValidator(_scaling)]
-PickingOrder = Annotated[Literal["dataloader", "random", "seqlen"], BeforeValidator(_lowered)]
+PickingOrder = Annotated[Literal["dataloader", "random", "seqlen"], BeforeValidator(as_lower)]
 Metrics = Annotated[dict[str, Any], BeforeValidator(_as_metrics)]
 
 
@@ -189,14 +186,11 @@ class ProgressiveLayerDrop(Section):
 # What the sections of data efficiency come to: small frozen values, None for what is switched off.
 
 
-ScheduleType = Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifficultyPolicy:
     """How a difficulty grows with the number of the update, the first being 1."""
 
-    schedule: ScheduleType
+    schedule: Schedule
     minimum: int
     maximum: int
     total_steps: int = 1  # fixed_linear, fixed_root: the update that has the maximum

@@ -217,10 +217,7 @@ def compute_elastic_config(
         raise ElasticityError(f"target_deepspeed_version={target_deepspeed_version!r}: elasticity begins with 0.3.8")
     ranks = world_size or (_world_size() if rule.by_nodes else None)
     try:
-        if rule.by_nodes or not world_size:
-            chosen = elastic_batch(rule, ranks)
-        else:
-            chosen = elastic_batch(rule, world_size)
+        chosen = elastic_batch(rule, ranks)
     except ElasticProblem as error:
         raise _raised(error) from None
     if not world_size and not return_microbatch:
@@ -373,15 +370,8 @@ def elastic_sizes(
         return None
     rule, problems = rule_of(section)
     if section.model_parallel_size > 1:
-        fix = "write 1"
-        problems.append(
-            Problem(
-                "elasticity.model_parallel_size",
-                section.model_parallel_size,
-                "not available in training: ranks of a tensor group are those of tensor_parallel.autotp_size",
-                fix,
-            )
-        )
+        why = "not available in training: ranks of a tensor group are those of tensor_parallel.autotp_size"
+        problems.append(Problem("elasticity.model_parallel_size", section.model_parallel_size, why, "write 1"))
     problems += [] if rule is None else scheduler_problems(rule)
     if rule is None or problems:
         return Sizes(problems=tuple(problems))

@@ -35,14 +35,9 @@ class ExpertGroups(ProgramGroups):
     def size_in(cls, resolved: Resolved) -> int:
         return resolved.section(ExpertParallel).size
 
-    def get_expert_parallel_group(self) -> Any:
-        return self._group
-
-    def get_expert_parallel_world_size(self) -> int:
-        return len(self._ranks)
-
-    def get_expert_parallel_rank(self) -> int:
-        return self._ranks.index(self._process.rank)
+    get_expert_parallel_group = ProgramGroups.own_group
+    get_expert_parallel_world_size = ProgramGroups.own_size
+    get_expert_parallel_rank = ProgramGroups.own_rank
 
     @property
     def _alike(self) -> Partition:

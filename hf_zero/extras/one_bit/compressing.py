@@ -16,9 +16,10 @@ from torch import Tensor
 from hf_zero.comm.collectives import own_shard
 from hf_zero.comm.compressed_mean import CompressedMean
 from hf_zero.config.extras import optimizer_type
+from hf_zero.kernels.frozen_adam import frozen_adam
 from hf_zero.kernels.vectors import Vectors, fp32_chunks
 from hf_zero.layout import Bucket, Interval, Slot
-from hf_zero.optim.elementwise import Counters, check_rates, refuse_amsgrad, with_padding
+from hf_zero.optim.elementwise import Counters, check_rates, refuse_amsgrad, state_of, with_padding
 from hf_zero.optim.traits import Sees, Traits
 from hf_zero.optim.updater import Peers, Ranks, StepGradients, SubGroup, Updater
 
@@ -117,14 +118,7 @@ class CompressingUpdater(Updater):
 
     def state_of(self, sub_group: SubGroup) -> dict[str, Any]:
         """The sub-group's state, made at its first update."""
-        parameter = sub_group.tensors[0].parameter
-        state: dict[str, Any] = self.optimizer.state[parameter]
-        for name in (MOMENT, VARIANCE):
-            if name not in state:
-                state[name] = torch.zeros_like(parameter)
-        if not isinstance(state.get("step"), Tensor):
-            state["step"] = torch.tensor(float(state.get("step", 0)))
-        return state
+        return state_of(self.optimizer, sub_group.tensors[0].parameter, (MOMENT, VARIANCE))
 
     def bucket(self, sub_group: SubGroup) -> Bucket:
         return self.ranks.buckets[sub_group.bucket]
@@ -152,9 +146,17 @@ class CompressingUpdater(Updater):
             self._moments[sub_group] = whole
         return self._moments[sub_group]
 
+    def move(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        """A step by the momentum, with the variance as it is."""
+        group = self.optimizer.param_groups[sub_group.group]
+        vectors = self.vectors(sub_group, self.state_of(sub_group)[MOMENT].view(-1), (VARIANCE,))
+        for run in self.runs(sub_group, gradients):
+            frozen_adam(vectors.part(run.start, run.numel), float(group["lr"]), group["eps"], group["weight_decay"])
+
     def own_part(self, sub_group: SubGroup, whole: Tensor) -> Tensor:
         """The sub-group's interval of the whole bucket."""
-        owned = self._owned(sub_group)
+        bucket = self.bucket(sub_group)
+        owned = bucket.shard(self.ranks.collectives.rank) if self.ranks.is_sharded else Interval(0, bucket.numel)
         return whole.narrow(0, owned.start, owned.numel)
 
     def gather(self, own: Tensor) -> Tensor:
@@ -188,11 +190,6 @@ class CompressingUpdater(Updater):
         self._means.clear()
         for sub_group in self.sub_groups:
             self.state_of(sub_group).pop(ERROR_FEEDBACK, None)
-
-    def _owned(self, sub_group: SubGroup) -> Interval:
-        bucket = self.bucket(sub_group)
-        whole = Interval(0, bucket.numel)
-        return bucket.shard(self.ranks.collectives.rank) if self.ranks.is_sharded else whole
 
 
 def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]) -> Traits:

@@ -39,8 +39,8 @@ from hf_zero.extras.one_bit.compressing import (
     add_own_gradient,
     averaging,
 )
-from hf_zero.kernels.adam import AdamRule, adam
-from hf_zero.kernels.frozen_adam import frozen_adam
+from hf_zero.kernels.adam import adam
+from hf_zero.optim.adam import rule_of
 from hf_zero.optim.traits import Traits
 from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
 
@@ -85,34 +85,20 @@ class OneBitAdamUpdater(CompressingUpdater):
             yield sub_group
 
     def _compressed(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
-        group, moment = self.optimizer.param_groups[sub_group.group], self.moment(sub_group)
-        slots = self.slots(sub_group, gradients)
-        add_own_gradient(moment, gradient, slots, 1 - group["betas"][0], gradients.scale)
+        slots, moment = self.slots(sub_group, gradients), self.moment(sub_group)
+        beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
+        add_own_gradient(moment, gradient, slots, 1 - beta1, gradients.scale)
         self.average(sub_group, moment, slots)
-        vectors = self.vectors(sub_group, self.own_part(sub_group, moment), (VARIANCE,))
-        for run in self.runs(sub_group, gradients):
-            frozen_adam(vectors.part(run.start, run.numel), float(group["lr"]), group["eps"], group["weight_decay"])
+        self.move(sub_group, gradients)
 
 
 def exact_update(updater: CompressingUpdater, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
     """Adam's own update, with a gradient that has been averaged exactly."""
     vectors = updater.vectors(sub_group, gradient, (MOMENT, VARIANCE))
-    rule = rule_of(updater.optimizer.param_groups[sub_group.group])
+    group = {**updater.optimizer.param_groups[sub_group.group], "adam_w_mode": True, "bias_correction": False}
+    rule = rule_of(updater.optimizer, group)
     for run in updater.runs(sub_group, gradients):
         adam(vectors.part(run.start, run.numel), rule, updater.num_updates, gradients.scale)
-
-
-def rule_of(group: dict[str, Any]) -> AdamRule:
-    """The group's current hyper-parameters, for the exact phase."""
-    return AdamRule(
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        decoupled=True,
-        bias_correction=False,
-    )
 
 
 COMMON = "last_common_weights"
@@ -206,13 +192,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         add_own_gradient(mean, gradient, slots, 1.0, gradients.scale)
         self.average(sub_group, mean, slots)
         add_own_gradient(moment, mean, slots, 1 - beta1, 1.0)
-        self._move(sub_group, gradients)
-
-    def _move(self, sub_group: SubGroup, gradients: StepGradients) -> None:
-        group = self.optimizer.param_groups[sub_group.group]
-        vectors = self.vectors(sub_group, self.state_of(sub_group)[MOMENT].view(-1), (VARIANCE,))
-        for run in self.runs(sub_group, gradients):
-            frozen_adam(vectors.part(run.start, run.numel), float(group["lr"]), group["eps"], group["weight_decay"])
+        self.move(sub_group, gradients)
 
     def _alone(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
         slots = self.slots(sub_group, gradients)
@@ -220,7 +200,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
             self.state_of(sub_group).setdefault(COMMON, sub_group.master.clone())
         beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
         add_own_gradient(self.moment(sub_group), gradient, slots, 1 - beta1, gradients.scale)
-        self._move(sub_group, gradients)
+        self.move(sub_group, gradients)
 
     def _synchronise_all(self) -> None:
         for sub_group in self.sub_groups:

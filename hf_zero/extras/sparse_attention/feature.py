@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.extras.sparse_attention.registered import switch_on
-from hf_zero.extras.sparse_attention.section import SparseAttentionPolicy
+from hf_zero.extras.sparse_attention.section import PATTERN_KEYS, SparseAttention
 from hf_zero.extras.sparse_attention.sparsity import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -21,24 +21,13 @@ from hf_zero.extras.sparse_attention.sparsity import (
 )
 from hf_zero.features import TrainingFeature
 
-# Pattern -> its class, and the settings that it takes besides heads and block.
-_CLASSES: dict[str, tuple[Any, str]] = {
-    "dense": (DenseSparsityConfig, ""),
-    "fixed": (
-        FixedSparsityConfig,
-        "num_local_blocks num_global_blocks attention horizontal_global_attention num_different_global_patterns",
-    ),
-    "variable": (
-        VariableSparsityConfig,
-        "num_random_blocks local_window_blocks global_block_indices global_block_end_indices attention "
-        "horizontal_global_attention",
-    ),
-    "bigbird": (BigBirdSparsityConfig, "num_random_blocks num_sliding_window_blocks num_global_blocks attention"),
-    "bslongformer": (
-        BSLongformerSparsityConfig,
-        "num_sliding_window_blocks global_block_indices global_block_end_indices attention",
-    ),
-    "local_sliding_window": (LocalSlidingWindowSparsityConfig, "num_sliding_window_blocks attention"),
+_CLASSES: dict[str, Any] = {
+    "dense": DenseSparsityConfig,
+    "fixed": FixedSparsityConfig,
+    "variable": VariableSparsityConfig,
+    "bigbird": BigBirdSparsityConfig,
+    "bslongformer": BSLongformerSparsityConfig,
+    "local_sliding_window": LocalSlidingWindowSparsityConfig,
 }
 
 
@@ -54,13 +43,12 @@ class SparseAttentionFeature(TrainingFeature):
         self._undo()
 
 
-def pattern_of(policy: SparseAttentionPolicy, num_heads: int) -> SparsityConfig:
+def pattern_of(section: SparseAttention, num_heads: int) -> SparsityConfig:
     """The class that the section names, with its settings."""
-    kind, names = _CLASSES[policy.mode]
-    settings = {name: getattr(policy, name) for name in names.split()}
-    if policy.mode != "local_sliding_window":  # its heads are all alike
-        settings["different_layout_per_head"] = policy.different_layout_per_head
-    pattern: SparsityConfig = kind(num_heads, block=policy.block, **settings)
+    settings = {name: getattr(section, name) for name in PATTERN_KEYS[section.mode]}
+    if section.mode != "local_sliding_window":  # its heads are all alike
+        settings["different_layout_per_head"] = section.different_layout_per_head
+    pattern: SparsityConfig = _CLASSES[section.mode](num_heads, block=section.block, **settings)
     return pattern
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -41,25 +40,6 @@ class SparseAttention(Section):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseAttentionPolicy:
-    """Settings of one of the patterns; those of other patterns are at their defaults and not read."""
-
-    mode: str
-    block: int = 16
-    different_layout_per_head: bool = False
-    attention: str = "bidirectional"
-    num_local_blocks: int = 4
-    num_global_blocks: int = 1
-    horizontal_global_attention: bool = False
-    num_different_global_patterns: int = 1
-    num_random_blocks: int = 0
-    local_window_blocks: tuple[int, ...] = (4,)
-    global_block_indices: tuple[int, ...] = (0,)
-    global_block_end_indices: tuple[int, ...] | None = None
-    num_sliding_window_blocks: int = 3
-
-
 # Pattern -> the keys it reads besides mode, block and different_layout_per_head.
 PATTERN_KEYS = {
     "dense": frozenset[str](),
@@ -87,18 +67,11 @@ def examine(config: Any) -> Examined:
     if section is None or not section.model_fields_set:
         return Examined()
     examined = Examined()
-    read = PATTERN_KEYS[section.mode] | _COMMON
-    for name in sorted(section.model_fields_set - read):
+    for name in sorted(section.model_fields_set - PATTERN_KEYS[section.mode] - _COMMON):
         text, path = f"no effect with mode {section.mode}", ("sparse_attention", name)
         examined.remarks.append(Remark(".".join(path), text, getattr(section, name), edit=Edit(path)))
-    problems = list(_pattern_problems(section))
-    examined.problems += problems
-    if problems:
-        return examined
-    values: dict[str, Any] = {name: getattr(section, name) for name in read}
-    for name in (name for name, value in values.items() if isinstance(value, list)):
-        values[name] = tuple(values[name])
-    examined.policy = SparseAttentionPolicy(**values)
+    examined.problems += _pattern_problems(section)
+    examined.policy = None if examined.problems else section
     return examined
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# Which blocks of keys a block of queries sees: pure functions from integers to rows of integers.
+# Which blocks of keys a block of queries sees: functions from integers to rows of integers.
 #
 # A layout is one tuple per block of queries: the key blocks it sees, ascending. n is the number of blocks, and a head
 # has a number where heads may differ. Patterns are DeepSpeed's (deepspeed.ops.sparse_attention, up to 0.19.6); those
@@ -20,85 +20,6 @@ from torch import Tensor
 
 Layout = tuple[tuple[int, ...], ...]
 Span = tuple[int, int]  # [first, last) of a run of blocks
-
-
-def dense(n: int) -> Layout:
-    """Everything sees everything."""
-    return (tuple(range(n)),) * n
-
-
-def fixed(
-    n: int,
-    *,
-    head: int = 0,
-    num_local: int = 4,
-    num_global: int = 1,
-    num_patterns: int = 1,
-    causal: bool = False,
-    horizontal: bool = False,
-) -> Layout:
-    """Windows of `num_local` blocks, and the last blocks of every window as representatives that all later windows (or
-    all windows) see; head h takes them `h mod num_patterns` places further to the front."""
-    back = num_local - (1 + head % num_patterns) * num_global
-    spans = [(start + back, start + back + num_global) for start in range(0, n - num_local + 1, num_local)]
-    rest = n % num_local
-    if rest:  # a short window at the end has its representatives inside, as far as there is room
-        first = max(0, min(n - rest + back, n - num_global))
-        spans.append((first, first + num_global))
-    rows = _windows(n, [num_local], causal=causal)
-    _add_global(rows, spans, causal=causal, horizontal=horizontal)
-    return _frozen(rows)
-
-
-def variable(
-    n: int,
-    *,
-    head: int = 0,
-    num_random: int = 0,
-    windows: Sequence[int] = (4,),
-    global_spans: Iterable[Span] = ((0, 1),),
-    causal: bool = False,
-    horizontal: bool = False,
-    seed: int = 0,
-) -> Layout:
-    """Windows of the sizes listed, the last size repeating; random blocks in every row, also of later keys."""
-    rows = _windows(n, windows, causal=causal)
-    for row, seen in enumerate(rows):
-        seen.update(_draw(n, num_random, seed, head, row))
-    _add_global(rows, _clipped(global_spans, n), causal=causal, horizontal=horizontal)
-    return _frozen(rows)
-
-
-def bigbird(
-    n: int,
-    *,
-    head: int = 0,
-    num_random: int = 1,
-    num_sliding: int = 3,
-    num_global: int = 1,
-    causal: bool = False,
-    seed: int = 0,
-) -> Layout:
-    """Random blocks, neighbours, and the first blocks seen by all and seeing all."""
-    rows = _neighbours(n, num_sliding)
-    for row, seen in enumerate(rows):
-        seen.update(_draw(row + 1 if causal else n, num_random, seed, head, row))
-    _add_global(rows, [(0, num_global)], causal=False, horizontal=True)
-    return _frozen(rows, causal=causal)
-
-
-def longformer(
-    n: int, *, num_sliding: int = 3, global_spans: Iterable[Span] = ((0, 1),), causal: bool = False
-) -> Layout:
-    """Neighbours, and the listed blocks seen by all and seeing all."""
-    rows = _neighbours(n, num_sliding)
-    _add_global(rows, _clipped(global_spans, n), causal=False, horizontal=True)
-    return _frozen(rows, causal=causal)
-
-
-def sliding_window(n: int, *, num_sliding: int = 3, causal: bool = True) -> Layout:
-    """Neighbours alone; an even number of them acts as the next odd one."""
-    return _frozen(_neighbours(n, num_sliding), causal=causal)
 
 
 def _windows(n: int, sizes: Sequence[int], *, causal: bool) -> list[set[int]]:
@@ -156,6 +77,8 @@ class SparsityConfig:
         ValueError: for a setting outside its range; NotImplementedError for another word than the two of `attention`.
     """
 
+    attention = "bidirectional"
+
     def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
         _at_least("num_heads", num_heads, 1)
         _at_least("block", block, 1)
@@ -164,8 +87,13 @@ class SparsityConfig:
         self.different_layout_per_head = different_layout_per_head
         self.num_layout_heads = num_heads if different_layout_per_head else 1
 
-    def rows(self, num_blocks: int, head: int = 0) -> Layout:
-        """The layout of one head, as integers."""
+    @property
+    def is_causal(self) -> bool:
+        """Whether no block sees later ones."""
+        return self.attention == "unidirectional"
+
+    def rows(self, n: int, head: int = 0) -> Layout:
+        """The layout of one head."""
         raise NotImplementedError(
             f"{type(self).__name__} says nothing about which blocks are seen: take FixedSparsityConfig or another one"
         )
@@ -219,8 +147,8 @@ class SparsityConfig:
 class DenseSparsityConfig(SparsityConfig):
     """Every block is computed."""
 
-    def rows(self, num_blocks: int, head: int = 0) -> Layout:
-        return dense(num_blocks)
+    def rows(self, n: int, head: int = 0) -> Layout:
+        return (tuple(range(n)),) * n
 
 
 class FixedSparsityConfig(SparsityConfig):
@@ -265,16 +193,19 @@ class FixedSparsityConfig(SparsityConfig):
     def least_blocks(self) -> int:
         return self.num_global_blocks
 
-    def rows(self, num_blocks: int, head: int = 0) -> Layout:
-        return fixed(
-            num_blocks,
-            head=head,
-            num_local=self.num_local_blocks,
-            num_global=self.num_global_blocks,
-            num_patterns=self.num_different_global_patterns,
-            causal=self.attention == "unidirectional",
-            horizontal=self.horizontal_global_attention,
-        )
+    def rows(self, n: int, head: int = 0) -> Layout:
+        """Windows, and the last blocks of every window as representatives that all later windows (or all windows) see;
+        head h takes them h mod the number of patterns places further to the front."""
+        num_local, num_global = self.num_local_blocks, self.num_global_blocks
+        back = num_local - (1 + head % self.num_different_global_patterns) * num_global
+        spans = [(start + back, start + back + num_global) for start in range(0, n - num_local + 1, num_local)]
+        rest = n % num_local
+        if rest:  # a short window at the end has its representatives inside, as far as there is room
+            first = max(0, min(n - rest + back, n - num_global))
+            spans.append((first, first + num_global))
+        rows = _windows(n, [num_local], causal=self.is_causal)
+        _add_global(rows, spans, causal=self.is_causal, horizontal=self.horizontal_global_attention)
+        return _frozen(rows)
 
 
 class VariableSparsityConfig(SparsityConfig):
@@ -312,17 +243,14 @@ class VariableSparsityConfig(SparsityConfig):
     def least_blocks(self) -> int:
         return max(1, self.num_random_blocks)
 
-    def rows(self, num_blocks: int, head: int = 0) -> Layout:
-        return variable(
-            num_blocks,
-            head=head,
-            num_random=self.num_random_blocks,
-            windows=self.local_window_blocks,
-            global_spans=self._spans,
-            causal=self.attention == "unidirectional",
-            horizontal=self.horizontal_global_attention,
-            seed=self.seed,
-        )
+    def rows(self, n: int, head: int = 0) -> Layout:
+        """Windows of the sizes listed, the last size repeating; random blocks in every row, also of later keys."""
+        rows = _windows(n, self.local_window_blocks, causal=self.is_causal)
+        for row, seen in enumerate(rows):
+            seen.update(_draw(n, self.num_random_blocks, self.seed, head, row))
+        spans = _clipped(self._spans, n)
+        _add_global(rows, spans, causal=self.is_causal, horizontal=self.horizontal_global_attention)
+        return _frozen(rows)
 
 
 class BigBirdSparsityConfig(SparsityConfig):
@@ -358,16 +286,13 @@ class BigBirdSparsityConfig(SparsityConfig):
     def least_blocks(self) -> int:
         return max(self.num_random_blocks, self.num_sliding_window_blocks, self.num_global_blocks)
 
-    def rows(self, num_blocks: int, head: int = 0) -> Layout:
-        return bigbird(
-            num_blocks,
-            head=head,
-            num_random=self.num_random_blocks,
-            num_sliding=self.num_sliding_window_blocks,
-            num_global=self.num_global_blocks,
-            causal=self.attention == "unidirectional",
-            seed=self.seed,
-        )
+    def rows(self, n: int, head: int = 0) -> Layout:
+        """Random blocks, neighbours, and the first blocks seen by all and seeing all."""
+        rows = _neighbours(n, self.num_sliding_window_blocks)
+        for row, seen in enumerate(rows):
+            seen.update(_draw(row + 1 if self.is_causal else n, self.num_random_blocks, self.seed, head, row))
+        _add_global(rows, [(0, self.num_global_blocks)], causal=False, horizontal=True)
+        return _frozen(rows, causal=self.is_causal)
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
@@ -395,13 +320,11 @@ class BSLongformerSparsityConfig(SparsityConfig):
     def least_blocks(self) -> int:
         return self.num_sliding_window_blocks
 
-    def rows(self, num_blocks: int, head: int = 0) -> Layout:
-        return longformer(
-            num_blocks,
-            num_sliding=self.num_sliding_window_blocks,
-            global_spans=self._spans,
-            causal=self.attention == "unidirectional",
-        )
+    def rows(self, n: int, head: int = 0) -> Layout:
+        """Neighbours, and the listed blocks seen by all and seeing all."""
+        rows = _neighbours(n, self.num_sliding_window_blocks)
+        _add_global(rows, _clipped(self._spans, n), causal=False, horizontal=True)
+        return _frozen(rows, causal=self.is_causal)
 
 
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
@@ -423,10 +346,9 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     def least_blocks(self) -> int:
         return self.num_sliding_window_blocks
 
-    def rows(self, num_blocks: int, head: int = 0) -> Layout:
-        return sliding_window(
-            num_blocks, num_sliding=self.num_sliding_window_blocks, causal=self.attention == "unidirectional"
-        )
+    def rows(self, n: int, head: int = 0) -> Layout:
+        """Neighbours; an even number of them acts as the next odd one."""
+        return _frozen(_neighbours(n, self.num_sliding_window_blocks), causal=self.is_causal)
 
 
 def _at_least(name: str, value: int, least: int) -> None:

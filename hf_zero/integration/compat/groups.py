@@ -9,6 +9,7 @@ either, is an error.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -30,30 +31,30 @@ def _this_process() -> Any:
     return this_process()
 
 
-def _given(name: str) -> Any:
-    """A function of the mpu that a program has assigned, else of our own sequence groups; None: neither has it."""
-    if mpu is not None:
-        return getattr(mpu, name, None)
-    from hf_zero.sequence.groups import SequenceGroups
-    from hf_zero.tensor.groups import TensorGroups
+def _ask(name: str, otherwise: Callable[[], Any]) -> Any:
+    """What a function of the mpu says that a program has assigned, else one of our own groups; where neither has it,
+    `otherwise`."""
+    groups: Any = mpu
+    if groups is None:
+        from hf_zero.sequence.groups import SequenceGroups
+        from hf_zero.tensor.groups import TensorGroups
 
-    current: Any = SequenceGroups.current() or TensorGroups.current()
-    return None if current is None else getattr(current.of_all_dimensions, name, None)
+        current: Any = SequenceGroups.current() or TensorGroups.current()
+        groups = None if current is None else current.of_all_dimensions
+    function = getattr(groups, name, None)
+    return otherwise() if function is None else function()
 
 
 def _get_data_parallel_group() -> Any:
-    function = _given("get_data_parallel_group")
-    return get_world_group() if function is None else function()
+    return _ask("get_data_parallel_group", get_world_group)
 
 
 def _get_data_parallel_world_size() -> int:
-    function = _given("get_data_parallel_world_size")
-    return int(_this_process().size if function is None else function())
+    return int(_ask("get_data_parallel_world_size", lambda: _this_process().size))
 
 
 def _get_data_parallel_rank() -> int:
-    function = _given("get_data_parallel_rank")
-    return int(_this_process().rank if function is None else function())
+    return int(_ask("get_data_parallel_rank", lambda: _this_process().rank))
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
@@ -63,36 +64,32 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    function = _given("get_sequence_parallel_world_size")
-    return 1 if function is None else int(function())
+    return int(_ask("get_sequence_parallel_world_size", _size_of_one))
 
 
 def _get_sequence_parallel_rank() -> int:
-    function = _given("get_sequence_parallel_rank")
-    return 0 if function is None else int(function())
+    return int(_ask("get_sequence_parallel_rank", _rank_in_one))
 
 
 def _get_sequence_parallel_group() -> Any:
-    function = _given("get_sequence_parallel_group")
-    if function is None:
-        raise KeyError("No sequence parallel group found: nothing here is sequence parallel")
-    return function()
+    return _ask("get_sequence_parallel_group", _no_sequence_group)
+
+
+def _no_sequence_group() -> NoReturn:
+    raise KeyError("No sequence parallel group found: nothing here is sequence parallel")
 
 
 def _get_sequence_data_parallel_group() -> Any:
     """The ranks that hold shards of the same states."""
-    function = _given("get_sequence_data_parallel_group")
-    return _get_data_parallel_group() if function is None else function()
+    return _ask("get_sequence_data_parallel_group", _get_data_parallel_group)
 
 
 def _get_sequence_data_parallel_world_size() -> int:
-    function = _given("get_sequence_data_parallel_world_size")
-    return _get_data_parallel_world_size() if function is None else int(function())
+    return int(_ask("get_sequence_data_parallel_world_size", _get_data_parallel_world_size))
 
 
 def _get_sequence_data_parallel_rank() -> int:
-    function = _given("get_sequence_data_parallel_rank")
-    return _get_data_parallel_rank() if function is None else int(function())
+    return int(_ask("get_sequence_data_parallel_rank", _get_data_parallel_rank))
 
 
 get_data_parallel_group = _get_data_parallel_group
@@ -101,13 +98,11 @@ get_data_parallel_rank = _get_data_parallel_rank
 
 
 def _get_model_parallel_world_size() -> int:
-    function = _given("get_model_parallel_world_size")
-    return 1 if function is None else int(function())
+    return int(_ask("get_model_parallel_world_size", _size_of_one))
 
 
 def get_model_parallel_rank() -> int:
-    function = _given("get_model_parallel_rank")
-    return 0 if function is None else int(function())
+    return int(_ask("get_model_parallel_rank", _rank_in_one))
 
 
 get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
@@ -115,10 +110,7 @@ get_tensor_model_parallel_rank = get_model_parallel_rank
 
 
 def get_model_parallel_group() -> Any:
-    function = _given("get_model_parallel_group")
-    if function is not None:
-        return function()
-    _no_group("tensor or model parallel")
+    return _ask("get_model_parallel_group", lambda: _no_group("tensor or model parallel"))
 
 
 get_tensor_model_parallel_group = get_model_parallel_group

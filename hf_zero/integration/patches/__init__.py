@@ -24,7 +24,6 @@ MARK = "_hf_zero_original"
 FLOOR = "the floor in setup.cfg"
 
 Function = Callable[..., Any]
-Maker = Callable[[Function], Function]
 
 
 class Misfit(Exception):
@@ -38,10 +37,10 @@ class Patch:
     module: str
     place: str  # a function, or Class.method
     parameters: str  # as we know them, "self, model"; others are left unpatched
-    make: Maker  # original -> replacement; its docstring says why the patch is there
+    around: Function  # called with the original, then its arguments; its docstring says why the patch is there
     without: str  # what does not work without the patch: the end of the log line
     until: str  # the change upstream that would make it superfluous
-    older: tuple[str, ...] = ()  # parameters in older versions, which the replacement takes as well
+    older: tuple[str, ...] = ()  # parameters in older versions, which `around` takes as well
     since: str = FLOOR  # the version of the library from which on the target has looked like this
     importers: tuple[str, ...] = ()  # modules that have the function under its own name, if loaded before us
     unless: str = ""  # a place of newer versions, which no longer need ours
@@ -73,7 +72,12 @@ class Patch:
         holder, name, original = self.find(module)
         if hasattr(original, MARK):
             return
-        replacement = functools.wraps(original)(self.make(original))
+        around = self.around
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs)
+
         setattr(replacement, MARK, original)
         kind = type(inspect.getattr_static(holder, name))
         setattr(holder, name, kind(replacement) if kind in (staticmethod, property) else replacement)
@@ -101,13 +105,13 @@ class Patches:
     def __iter__(self) -> Iterator[Patch]:
         return iter(self._all)
 
-    def add(self, target: str, *, without: str, until: str, **more: Any) -> Callable[[Maker], Maker]:
-        """Register the function below as what makes the replacement of `target`, "Class.method(self, argument)"."""
+    def add(self, target: str, *, without: str, until: str, **more: Any) -> Callable[[Function], Function]:
+        """Register the function below as what is called for `target`, "Class.method(self, argument)"."""
         place, _, parameters = target.rstrip(")").partition("(")
 
-        def register(make: Maker) -> Maker:
-            self._all.append(Patch(self.module, place, parameters, make, without, until, **more))
-            return make
+        def register(around: Function) -> Function:
+            self._all.append(Patch(self.module, place, parameters, around, without, until, **more))
+            return around
 
         return register
 

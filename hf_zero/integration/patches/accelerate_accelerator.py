@@ -32,7 +32,7 @@ from hf_zero.integration.huggingface.samples import (
     with_samples,
 )
 from hf_zero.integration.huggingface.views import is_dummy
-from hf_zero.integration.patches import MARK, Patches
+from hf_zero.integration.patches import MARK, Function, Patches
 from hf_zero.log import logger
 
 PATCHES = Patches("accelerate.accelerator")
@@ -46,21 +46,17 @@ _ONCE = "accelerate gathers from one rank of those that it deals the same batche
     without="prepare() takes one model only",
     until="accelerate prepares several models under one DeepSpeed config, each with its optimizer and schedule",
 )
-def around_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_prepare(original: Function, self: Any, *args: Any, device_placement: Any = None) -> Any:
     """Several models in one call, each with its own optimizer and schedule, or with neither."""
+    several = sum(isinstance(thing, nn.Module) for thing in args) > 1
+    if not several or self.distributed_type != "DEEPSPEED" or device_placement is not None:
+        return original(self, *args, device_placement=device_placement)
 
-    def prepare(self: Any, *args: Any, device_placement: Any = None) -> Any:
-        several = sum(isinstance(thing, nn.Module) for thing in args) > 1
-        if not several or self.distributed_type != "DEEPSPEED" or device_placement is not None:
-            return original(self, *args, device_placement=device_placement)
+    def prepare_some(things: Sequence[Any]) -> tuple[Any, ...]:
+        result = original(self, *things)
+        return result if len(things) > 1 else (result,)
 
-        def prepare_some(things: Sequence[Any]) -> tuple[Any, ...]:
-            result = original(self, *things)
-            return result if len(things) > 1 else (result,)
-
-        return prepare_each(self, args, prepare_some)
-
-    return prepare
+    return prepare_each(self, args, prepare_some)
 
 
 @PATCHES.add(
@@ -68,33 +64,29 @@ def around_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
     without="ds.json is not checked by prepare(), which takes one model only",
     until="accelerate reports contradictions with their places, and keeps an engine for every model",
 )
-def around_prepare_deepspeed(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_prepare_deepspeed(original: Function, self: Any, *args: Any) -> Any:
     """Fill autos and report problems before accelerate's own work, and keep every engine after it."""
-
-    def _prepare_deepspeed(self: Any, *args: Any) -> Any:
-        model = next((thing for thing in args if isinstance(thing, nn.Module)), None)
-        if model is None:
-            _refuse_lone_stand_in(args)
-            return tuple(_alone(self, thing) for thing in original(self, *args))
-        try:
-            fill_autos(self, model, args)
-        except ConfigError as error:
-            _refuse(self, error, lambda: original(self, *args))
-        # accelerate keeps the first engine only, and warns: here a second model's loss finds its engine.
-        earlier, self.deepspeed_engine_wrapped = self.deepspeed_engine_wrapped, None
-        try:
-            result = original(self, *args)
-        except BaseException:
-            self.deepspeed_engine_wrapped = earlier
-            raise
-        show_filled(self.deepspeed_plugin)
-        show_sequence_mesh(self, result)
-        self.deepspeed_engine_wrapped = joined(
-            earlier, self.deepspeed_engine_wrapped, updates_at_step=_has_working_step(result)
-        )
-        return result
-
-    return _prepare_deepspeed
+    model = next((thing for thing in args if isinstance(thing, nn.Module)), None)
+    if model is None:
+        _refuse_lone_stand_in(args)
+        return tuple(_alone(self, thing) for thing in original(self, *args))
+    try:
+        fill_autos(self, model, args)
+    except ConfigError as error:
+        _refuse(self, error, lambda: original(self, *args))
+    # accelerate keeps the first engine only, and warns: here a second model's loss finds its engine.
+    earlier, self.deepspeed_engine_wrapped = self.deepspeed_engine_wrapped, None
+    try:
+        result = original(self, *args)
+    except BaseException:
+        self.deepspeed_engine_wrapped = earlier
+        raise
+    show_filled(self.deepspeed_plugin)
+    show_sequence_mesh(self, result)
+    self.deepspeed_engine_wrapped = joined(
+        earlier, self.deepspeed_engine_wrapped, updates_at_step=_has_working_step(result)
+    )
+    return result
 
 
 def _has_working_step(prepared: Sequence[Any]) -> bool:
@@ -139,13 +131,9 @@ def _alone(accelerator: Any, prepared: Any) -> Any:
     without="under offload, accelerate exchanges the script's optimizer for another",
     until="zero_force_ds_cpu_optimizer is false by default; as a key in ds.json it would show in the user's config",
 )
-def around_exchange(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def around_exchange(original: Function, optimizer: Any) -> Any:
     """Under offload, accelerate replaces Adam and Adagrad by DeepSpeed's: here the script's optimizer is kept."""
-
-    def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
-        return optimizer
-
-    return map_pytorch_optim_to_deepspeed
+    return optimizer
 
 
 @PATCHES.add(
@@ -153,23 +141,19 @@ def around_exchange(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     without="backward() inside no_sync() may make an update",
     until="accelerate hands sync_gradients = False to DeepSpeed inside no_sync()",
 )
-def around_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
+@contextmanager
+def around_no_sync(original: Function, self: Any, model: Any) -> Iterator[None]:
     """A backward inside it makes no update, at any stage; upstream's would step."""
-
-    @contextmanager
-    def no_sync(self: Any, model: Any) -> Iterator[None]:
-        with original(self, model):
-            if self.distributed_type != "DEEPSPEED":
-                yield
-                return
-            before = self.gradient_state.sync_gradients
-            self.gradient_state._set_sync_gradients(False)
-            try:
-                yield
-            finally:
-                self.gradient_state._set_sync_gradients(before)
-
-    return no_sync
+    with original(self, model):
+        if self.distributed_type != "DEEPSPEED":
+            yield
+            return
+        before = self.gradient_state.sync_gradients
+        self.gradient_state._set_sync_gradients(False)
+        try:
+            yield
+        finally:
+            self.gradient_state._set_sync_gradients(before)
 
 
 @PATCHES.add(
@@ -177,18 +161,14 @@ def around_no_sync(original: Callable[..., Any]) -> Callable[..., Any]:
     without="a clip_grad_norm_ with another limit than ds.json's is not reported",
     until="accelerate asks the engine of these parameters, and compares max_norm with its gradient_clipping",
 )
-def around_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_clip_grad_norm(original: Function, self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
     """Return the norm of the model that is asked, and warn of another limit than the engine's."""
-
-    def clip_grad_norm_(self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
-        engines = getattr(self, "deepspeed_engine_wrapped", None)
-        if not isinstance(engines, EngineChoice):
-            return original(self, parameters, max_norm, norm_type)
-        _tell_of_limit([prepared.engine for prepared in engines.trained], float(max_norm))
-        # A single tensor is accepted, as in torch.
-        return engines.norm_of([parameters] if hasattr(parameters, "grad_fn") else parameters)
-
-    return clip_grad_norm_
+    engines = getattr(self, "deepspeed_engine_wrapped", None)
+    if not isinstance(engines, EngineChoice):
+        return original(self, parameters, max_norm, norm_type)
+    _tell_of_limit([prepared.engine for prepared in engines.trained], float(max_norm))
+    # A single tensor is accepted, as in torch.
+    return engines.norm_of([parameters] if hasattr(parameters, "grad_fn") else parameters)
 
 
 def _tell_of_limit(engines: Sequence[Any], max_norm: float) -> None:
@@ -209,40 +189,28 @@ def _tell_of_limit(engines: Sequence[Any], max_norm: float) -> None:
 
 
 @PATCHES.add("Accelerator.gather(self, tensor)", without=_EVERY_SAMPLE, until=_ONCE)
-def around_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_gather(original: Function, self: Any, tensor: Any) -> Any:
     """Each sample once: the ranks of a tensor group see the same ones. Numbers are those of all ranks, as
     `num_processes` is."""
-
-    def gather(self: Any, tensor: Any) -> Any:
-        size = ranks_per_sample()
-        if size == 1:
-            return original(self, tensor)
-        return gather_samples(lambda one: original(self, one), tensor, size)
-
-    return gather
+    size = ranks_per_sample()
+    if size == 1:
+        return original(self, tensor)
+    return gather_samples(lambda one: original(self, one), tensor, size)
 
 
 @PATCHES.add("Accelerator.gather_for_metrics(self, input_data, use_gather_object)", without=_EVERY_SAMPLE, until=_ONCE)
-def around_gather_for_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_gather_for_metrics(original: Function, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     """Gather for metrics by samples, numbers too."""
-
-    def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        if ranks_per_sample() > 1 and not use_gather_object:
-            input_data = with_samples(input_data)
-        return original(self, input_data, use_gather_object)
-
-    return gather_for_metrics
+    if ranks_per_sample() > 1 and not use_gather_object:
+        input_data = with_samples(input_data)
+    return original(self, input_data, use_gather_object)
 
 
 @PATCHES.add("gather_object(object)", without=_EVERY_SAMPLE, until=_ONCE)
-def around_gather_object(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def around_gather_object(original: Function, object: Any) -> Any:
     """The name in this module, which `gather_for_metrics` uses; `accelerate.utils.gather_object` is of all ranks."""
-
-    def gather_object(object: Any) -> Any:
-        size = ranks_per_sample()
-        return original(object) if size == 1 else gather_sample_objects(original, object, size)
-
-    return gather_object
+    size = ranks_per_sample()
+    return original(object) if size == 1 else gather_sample_objects(original, object, size)
 
 
 @PATCHES.add(
@@ -251,14 +219,10 @@ def around_gather_object(original: Callable[[Any], Any]) -> Callable[[Any], Any]
     "and a loader that is prepared before the model gives ranks of one tensor group different ones",
     until="DataLoaderDispatcher deals to groups of ranks, and the device mesh is there before the first prepare()",
 )
-def around_prepare_data_loader(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_prepare_data_loader(original: Function, self: Any, *args: Any, **options: Any) -> Any:
     """Batches are distributed to tensor groups, however and whenever the loader is prepared."""
-
-    def prepare_data_loader(self: Any, *args: Any, **options: Any) -> Any:
-        note_groups(self)
-        return deal_to_groups(original(self, *args, **options))
-
-    return prepare_data_loader
+    note_groups(self)
+    return deal_to_groups(original(self, *args, **options))
 
 
 @PATCHES.add(
@@ -266,16 +230,12 @@ def around_prepare_data_loader(original: Callable[..., Any]) -> Callable[..., An
     without="under tensor parallelism, split_between_processes gives ranks that need the same inputs different ones",
     until="split_between_processes splits between groups of ranks",
 )
-def around_split(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_split(original: Function, self: Any, inputs: Any, apply_padding: bool = False) -> Any:
     """The ranks of a tensor group get the same inputs."""
-
-    def split_between_processes(self: Any, inputs: Any, apply_padding: bool = False) -> Any:
-        size = ranks_per_sample()
-        if size == 1:
-            return original(self, inputs, apply_padding)
-        return split_between_groups(inputs, apply_padding, size)
-
-    return split_between_processes
+    size = ranks_per_sample()
+    if size == 1:
+        return original(self, inputs, apply_padding)
+    return split_between_groups(inputs, apply_padding, size)
 
 
 @PATCHES.add(
@@ -283,13 +243,9 @@ def around_split(original: Callable[..., Any]) -> Callable[..., Any]:
     without="below stage 3, Trainer and get_state_dict do not save models whole whose experts are spread over ranks",
     until="get_state_dict asks an engine for its weights at every stage",
 )
-def around_get_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_get_state_dict(original: Function, self: Any, model: Any, unwrap: bool = True) -> Any:
     """Whole weights, on the first rank, of an engine whose ranks hold parts. Upstream asks it only where the config has
     stage 3 or autotp_size."""
-
-    def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:
-        if isinstance(model, ZeroEngine) and model.groups.holds_parts and model.zero_optimization_stage() < 3:
-            return model.module_view.consolidated()
-        return original(self, model, unwrap)
-
-    return get_state_dict
+    if isinstance(model, ZeroEngine) and model.groups.holds_parts and model.zero_optimization_stage() < 3:
+        return model.module_view.consolidated()
+    return original(self, model, unwrap)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_zero.config import ConfigError, Problem, load_config
-from hf_zero.integration.patches import Patches
+from hf_zero.integration.patches import Function, Patches
 from hf_zero.integration.startup import FINDER
 from hf_zero.log import logger
 
@@ -31,22 +31,18 @@ _MAY_BE_AUTO = {"gradient_accumulation_steps": int, "gradient_clipping": float}
 
 
 @PATCHES.add("launch_command_parser(subparsers)", without=NO_FLAG, until=NO_NEED)
-def around_parser(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
+def around_parser(original: Callable[..., argparse.ArgumentParser], subparsers: Any = None) -> argparse.ArgumentParser:
     """The flag, its group in --help, and "auto" for what Trainer or the script may answer."""
-
-    def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-        parser = original(subparsers)
-        group = parser.add_argument_group(GROUP, "Arguments of ZeRO training without DeepSpeed.")
-        group.add_argument(f"--{KEY}", default=False, action="store_true", help=HELP)
-        launch = sys.modules[original.__module__]
-        launch.options_to_group[KEY] = launch.options_to_group["use_deepspeed"]  # whose flags --help then shows
-        parser.formatter_class = _showing_our_group(parser.formatter_class)
-        for action in parser._actions:
-            if action.dest in _MAY_BE_AUTO:
-                action.type = _or_auto(_MAY_BE_AUTO[action.dest])
-        return parser
-
-    return launch_command_parser
+    parser = original(subparsers)
+    group = parser.add_argument_group(GROUP, "Arguments of ZeRO training without DeepSpeed.")
+    group.add_argument(f"--{KEY}", default=False, action="store_true", help=HELP)
+    launch = sys.modules[original.__module__]
+    launch.options_to_group[KEY] = launch.options_to_group["use_deepspeed"]  # whose flags --help then shows
+    parser.formatter_class = _showing_our_group(parser.formatter_class)
+    for action in parser._actions:
+        if action.dest in _MAY_BE_AUTO:
+            action.type = _or_auto(_MAY_BE_AUTO[action.dest])
+    return parser
 
 
 def _showing_our_group(formatter: Any) -> Any:
@@ -67,33 +63,29 @@ def _or_auto(kind: type) -> Callable[[str], Any]:
 
 
 @PATCHES.add("_validate_launch_command(args)", without=NO_FLAG, until=NO_NEED)
-def around_validation(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def around_validation(original: Function, args: Any) -> Any:
     """Ours is --use_deepspeed with HF_ZERO=1; wrong values are named before ranks start, all at once."""
-
-    def _validate_launch_command(args: Any) -> Any:
-        if not _asked_for(args, sys.modules[original.__module__]):
-            validated = original(args)
-            if args.use_deepspeed and FINDER.answers():
-                _accept(args, [])
-            return validated
-        os.environ["HF_ZERO"] = "1"  # for this process and all that it starts
-        problems = [
-            Problem(f"--{name}", True, "this is another way to train", f"drop it, or drop --{KEY}")
-            for name in _OTHERS
-            if getattr(args, name, False)
-        ]
-        for name in _OTHERS:
-            setattr(args, name, False)
-        on_cpu, args.cpu, args.use_deepspeed = args.cpu, False, True
-        if on_cpu:
-            args.use_cpu = True
-            if args.num_processes is None and args.config_file is None:
-                args.num_processes = 1
+    if not _asked_for(args, sys.modules[original.__module__]):
         validated = original(args)
-        _accept(args, problems)
+        if args.use_deepspeed and FINDER.answers():
+            _accept(args, [])
         return validated
-
-    return _validate_launch_command
+    os.environ["HF_ZERO"] = "1"  # for this process and all that it starts
+    problems = [
+        Problem(f"--{name}", True, "this is another way to train", f"drop it, or drop --{KEY}")
+        for name in _OTHERS
+        if getattr(args, name, False)
+    ]
+    for name in _OTHERS:
+        setattr(args, name, False)
+    on_cpu, args.cpu, args.use_deepspeed = args.cpu, False, True
+    if on_cpu:
+        args.use_cpu = True
+        if args.num_processes is None and args.config_file is None:
+            args.num_processes = 1
+    validated = original(args)
+    _accept(args, problems)
+    return validated
 
 
 def _asked_for(args: Any, launch: Any) -> bool:
@@ -160,18 +152,14 @@ def _at_least(value: object, kind: type) -> bool:
     without="folders for NVMe offload, and training on CPUs, may not reach the ranks of `accelerate launch`",
     until="accelerate hands these settings on with DeepSpeed, too",
 )
-def around_environment(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def around_environment(original: Function, args: Any) -> tuple[Any, dict[str, str]]:
     """Adds the variables that accelerate leaves out, and starts several machines by our launcher."""
-
-    def prepare_deepspeed_cmd_env(args: Any) -> tuple[Any, dict[str, str]]:
-        command, environment = original(args)
-        if FINDER.answers():
-            environment.update(_left_out(args))
-            if command and command[0] == "deepspeed":
-                command[:1] = [sys.executable, "-m", "hf_zero", "launch"]
-        return command, environment
-
-    return prepare_deepspeed_cmd_env
+    command, environment = original(args)
+    if FINDER.answers():
+        environment.update(_left_out(args))
+        if command and command[0] == "deepspeed":
+            command[:1] = [sys.executable, "-m", "hf_zero", "launch"]
+    return command, environment
 
 
 def _left_out(args: Any) -> Iterator[tuple[str, str]]:

@@ -26,24 +26,27 @@ _SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
     without='messages do not say who filled an "auto"',
     until="accelerate records the flag, variable or field that a value came from",
 )
-def around_fill_match(original: Callable[..., None]) -> Callable[..., None]:
+def around_fill_match(
+    original: Callable[..., None],
+    self: Any,
+    ds_key_long: str,
+    mismatches: Any = None,
+    must_match: bool = True,
+    **kwargs: Any,
+) -> None:
     """Remembers which flag, variable or field gave the value of a single "auto", or of a number that was assumed."""
-
-    def fill_match(self: Any, ds_key_long: str, mismatches: Any = None, must_match: bool = True, **kwargs: Any) -> None:
-        config = self.hf_ds_config.config
-        before = self.hf_ds_config.get_value(ds_key_long)
-        if isinstance(config, ConfigDict) and config.assumes(ds_key_long):
-            value = kwargs.get(ds_key_long, "auto")
-            if not is_auto(value):
-                config[ds_key_long] = value
-                config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)
-            return
-        original(self, ds_key_long, mismatches, must_match=must_match, **kwargs)
-        after = self.hf_ds_config.get_value(ds_key_long)
-        if isinstance(config, ConfigDict) and is_auto(before) and not is_auto(after):
+    config = self.hf_ds_config.config
+    before = self.hf_ds_config.get_value(ds_key_long)
+    if isinstance(config, ConfigDict) and config.assumes(ds_key_long):
+        value = kwargs.get(ds_key_long, "auto")
+        if not is_auto(value):
+            config[ds_key_long] = value
             config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)
-
-    return fill_match
+        return
+    original(self, ds_key_long, mismatches, must_match=must_match, **kwargs)
+    after = self.hf_ds_config.get_value(ds_key_long)
+    if isinstance(config, ConfigDict) and is_auto(before) and not is_auto(after):
+        config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)
 
 
 @PATCHES.add(
@@ -51,21 +54,17 @@ def around_fill_match(original: Callable[..., None]) -> Callable[..., None]:
     without="a precision that contradicts ds.json is reported in accelerate's words",
     until="accelerate's check names both places, and says when fp16 or bf16 is switched off in the file",
 )
-def around_set_mixed_precision(original: Callable[..., None]) -> Callable[..., None]:
+def around_set_mixed_precision(original: Callable[..., None], self: Any, mixed_precision: str) -> None:
     """A flag and a file that disagree are named with their places."""
-
-    def set_mixed_precision(self: Any, mixed_precision: str) -> None:
-        section = _SECTION.get(str(mixed_precision))
-        if section is not None:
-            problems = list(_the_other(self.deepspeed_config, section, mixed_precision))
-            if problems:
-                twin = copy.copy(self)
-                twin.deepspeed_config = copy.deepcopy(dict(self.deepspeed_config))
-                raise_both(problems, lambda: original(twin, mixed_precision))
-            _warn_if_off(self.deepspeed_config, section, mixed_precision)
-        original(self, mixed_precision)
-
-    return set_mixed_precision
+    section = _SECTION.get(str(mixed_precision))
+    if section is not None:
+        problems = list(_the_other(self.deepspeed_config, section, mixed_precision))
+        if problems:
+            twin = copy.copy(self)
+            twin.deepspeed_config = copy.deepcopy(dict(self.deepspeed_config))
+            raise_both(problems, lambda: original(twin, mixed_precision))
+        _warn_if_off(self.deepspeed_config, section, mixed_precision)
+    original(self, mixed_precision)
 
 
 def _the_other(config: Mapping[str, Any], wanted: str, flag: str) -> Iterator[Problem]:
@@ -114,17 +113,13 @@ def _filled(config: Mapping[str, Any], path: str) -> bool:
     without="an unfinished batch equation in ds.json may stop the loading of a model",
     until="accelerate leaves the batch sizes out of the copy of ds.json that model loading reads",
 )
-def around_set_deepspeed_weakref(original: Callable[..., None]) -> Callable[..., None]:
+def around_set_deepspeed_weakref(original: Callable[..., None], self: Any) -> None:
     """Model loading reads a copy of ds.json: a batch equation that cannot be checked yet must not stop it."""
-
-    def set_deepspeed_weakref(self: Any) -> None:
-        original(self)
-        # The original writes 1 for what is still open, which contradicts a fixed train_batch_size.
-        parts = (self.deepspeed_config.get(key) for key in (MICRO, STEPS))
-        if any(part is None or is_auto(part) for part in parts):
-            self.dschf.config.pop(TRAIN, None)
-
-    return set_deepspeed_weakref
+    original(self)
+    # The original writes 1 for what is still open, which contradicts a fixed train_batch_size.
+    parts = (self.deepspeed_config.get(key) for key in (MICRO, STEPS))
+    if any(part is None or is_auto(part) for part in parts):
+        self.dschf.config.pop(TRAIN, None)
 
 
 @PATCHES.add(
@@ -132,19 +127,15 @@ def around_set_deepspeed_weakref(original: Callable[..., None]) -> Callable[...,
     without="settings given beside a config file are reported in accelerate's words",
     until="accelerate's check names the settings that are given beside the file",
 )
-def around_config_checks(original: Callable[..., None]) -> Callable[..., None]:
+def around_config_checks(original: Callable[..., None], self: Any) -> None:
     """accelerate refuses settings beside a config file: says which were given, and where."""
-
-    def _deepspeed_config_checks(self: Any) -> None:
-        try:
-            original(self)
-        except ValueError as error:
-            problems = list(_doubles(self.hf_ds_config))
-            if not problems:
-                raise
-            raise ConfigError(problems, headline=str(error)) from None
-
-    return _deepspeed_config_checks
+    try:
+        original(self)
+    except ValueError as error:
+        problems = list(_doubles(self.hf_ds_config))
+        if not problems:
+            raise
+        raise ConfigError(problems, headline=str(error)) from None
 
 
 def _doubles(hf_config: Any) -> Iterator[Problem]:

@@ -18,31 +18,28 @@ _OF_ADAPTERS = (".lora_", ".modules_to_save.")
     without="with tensor parallelism, save_pretrained without a state dict writes the parts that one rank holds",
     until="PEFT asks the library that cut a model for its whole weights",
 )
-def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
+def around_save_pretrained(
+    original: Callable[..., None],
+    self: Any,
+    save_directory: str,
+    safe_serialization: bool = True,
+    selected_adapters: list[str] | None = None,
+    save_embedding_layers: str | bool = "auto",
+    is_main_process: bool = True,
+    path_initial_model_for_weight_conversion: str | None = None,
+    **kwargs: Any,
+) -> None:
     """Where no state dict is given, PEFT writes what this rank holds: an adapter that loads nowhere. Gathering here
     would wait for ranks that do not call."""
-
-    def save_pretrained(
-        self: Any,
-        save_directory: str,
-        safe_serialization: bool = True,
-        selected_adapters: list[str] | None = None,
-        save_embedding_layers: str | bool = "auto",
-        is_main_process: bool = True,
-        path_initial_model_for_weight_conversion: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if is_main_process and kwargs.get("state_dict") is None:
-            refuse_parts(self, dict(self.named_parameters()), _OF_ADAPTERS)
-        original(
-            self,
-            save_directory,
-            safe_serialization,
-            selected_adapters,
-            save_embedding_layers,
-            is_main_process,
-            path_initial_model_for_weight_conversion,
-            **kwargs,
-        )
-
-    return save_pretrained
+    if is_main_process and kwargs.get("state_dict") is None:
+        refuse_parts(self, dict(self.named_parameters()), _OF_ADAPTERS)
+    original(
+        self,
+        save_directory,
+        safe_serialization,
+        selected_adapters,
+        save_embedding_layers,
+        is_main_process,
+        path_initial_model_for_weight_conversion,
+        **kwargs,
+    )

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.integration.patches import Patches
+from hf_zero.integration.patches import Function, Patches
 from hf_zero.params.partitioning import unpartition
 from hf_zero.params.sharded_parameter import of
 
@@ -23,18 +23,12 @@ _NO_MERGE = "merging adapters may not work at stage 3"
 
 
 @PATCHES.add("onload_layer(layer)", without=_NO_MERGE, until="PEFT gathers the layer itself, as it does for copies")
-def around_onload_layer(
-    original: Callable[[Any], AbstractContextManager[Any]],
-) -> Callable[[Any], AbstractContextManager[Any]]:
+@contextmanager
+def around_onload_layer(original: Callable[[Any], AbstractContextManager[Any]], layer: Any) -> Iterator[None]:
     """Around `onload_layer`, the context in which PEFT merges and unmerges a layer. Collective at stage 3."""
-
-    @contextmanager
-    def onload_layer(layer: Any) -> Iterator[None]:
-        is_tuned = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
-        with original(layer), GatheredParameters(_in_shards(layer) if is_tuned else [], modifier_rank=0):
-            yield
-
-    return onload_layer
+    is_tuned = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
+    with original(layer), GatheredParameters(_in_shards(layer) if is_tuned else [], modifier_rank=0):
+        yield
 
 
 def _in_shards(layer: nn.Module) -> list[nn.Parameter]:
@@ -48,27 +42,27 @@ def _in_shards(layer: nn.Module) -> list[nn.Parameter]:
     without=_NO_MERGE,
     until="nothing: a model that leaves PEFT has to know what of it stage 3 may keep unsharded",
 )
-def around_merge_and_unload(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_merge_and_unload(
+    original: Function,
+    self: Any,
+    progressbar: bool = False,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+) -> Any:
     """The merged model needs no engine: as long as stage3_max_live_parameters allows, its parameters are plain ones."""
-
-    def merge_and_unload(
-        self: Any, progressbar: bool = False, safe_merge: bool = False, adapter_names: list[str] | None = None
-    ) -> Any:
-        merged = original(self, progressbar, safe_merge, adapter_names)
-        limits = [handle.owner.max_live_numel for handle in map(of, merged.parameters()) if handle and handle.owner]
-        if not limits:
-            return merged
-        numel = sum(parameter.numel() for parameter in merged.parameters())
-        if numel <= min(limits):
-            unpartition(merged)
-        else:
-            logger.warning(
-                "merge_and_unload: the merged model has %d elements, more than stage3_max_live_parameters (%d) lets "
-                "stay whole, and is kept in shards. To save it, on every rank: `with deepspeed.zero.GatheredParameters("
-                "list(model.parameters())): model.save_pretrained(folder, is_main_process=...)`",
-                numel,
-                min(limits),
-            )
+    merged = original(self, progressbar, safe_merge, adapter_names)
+    limits = [handle.owner.max_live_numel for handle in map(of, merged.parameters()) if handle and handle.owner]
+    if not limits:
         return merged
-
-    return merge_and_unload
+    numel = sum(parameter.numel() for parameter in merged.parameters())
+    if numel <= min(limits):
+        unpartition(merged)
+    else:
+        logger.warning(
+            "merge_and_unload: the merged model has %d elements, more than stage3_max_live_parameters (%d) lets "
+            "stay whole, and is kept in shards. To save it, on every rank: `with deepspeed.zero.GatheredParameters("
+            "list(model.parameters())): model.save_pretrained(folder, is_main_process=...)`",
+            numel,
+            min(limits),
+        )
+    return merged

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.integration.patches import Patches
+from hf_zero.integration.patches import Function, Patches
 
 PATCHES = Patches("peft.utils.other")
 
@@ -16,11 +15,7 @@ PATCHES = Patches("peft.utils.other")
     without="modules_to_save may not work at stage 3",
     until="PEFT gathers wherever a parameter has a ds_id, instead of where it has no elements",
 )
-def around_update(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_update(original: Function, self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> Any:
     """PEFT copies the module, and gathers for it where a sharded weight says that it has no elements; ours never do."""
-
-    def update(self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> Any:
-        with GatheredParameters(self.original_module.parameters()):
-            return original(self, adapter_name, tied_module, **kwargs)
-
-    return update
+    with GatheredParameters(self.original_module.parameters()):
+        return original(self, adapter_name, tied_module, **kwargs)

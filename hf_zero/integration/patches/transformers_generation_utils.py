@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import nn
 
-from hf_zero.integration.patches import Patches
+from hf_zero.integration.patches import Function, Patches
 from hf_zero.params.sharded_parameter import of
 
 PATCHES = Patches("transformers.generation.utils")
@@ -18,14 +15,10 @@ PATCHES = Patches("transformers.generation.utils")
     without="ranks whose texts end at different lengths may wait for each other in generate() at stage 3",
     until="generate() asks the parameters, and not a config object, whether they are sharded over ranks",
 )
-def around_is_fsdp_managed_module(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_is_fsdp_managed_module(original: Function, module: nn.Module) -> bool:
     """Ranks must go on together with sharded weights, however generate() was started.
 
     It asks for the stage in transformers' own config object, which a script on initialize() may not have, or whether
     FSDP shards the model. A rank whose text is complete then takes part in the others' gathers until all are.
     """
-
-    def is_fsdp_managed_module(module: nn.Module) -> bool:
-        return bool(original(module)) or any(of(parameter) is not None for parameter in module.parameters())
-
-    return is_fsdp_managed_module
+    return bool(original(module)) or any(of(parameter) is not None for parameter in module.parameters())

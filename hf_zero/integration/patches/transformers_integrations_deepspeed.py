@@ -28,7 +28,7 @@ from hf_zero.device.host_memory import trim
 from hf_zero.integration.huggingface.engine_choice import raise_both, stand_in_model, stepped_aside
 from hf_zero.integration.huggingface.packed_experts import in_one_go
 from hf_zero.integration.huggingface.views import is_dummy, launch_view, sequence_size, training_view
-from hf_zero.integration.patches import MARK, Patches
+from hf_zero.integration.patches import MARK, Function, Patches
 from hf_zero.integration.patches.transformers_modeling_utils import NOTED, behind_parametrizations
 from hf_zero.log import logger
 
@@ -50,32 +50,28 @@ _KEPT = "_hf_zero_kept"
     without="ds.json is filled by transformers, and its contradictions are reported in transformers' words",
     until="transformers reports every contradiction of this phase at once, with its places, before weights load",
 )
-def around_process(original: Callable[..., None]) -> Callable[..., None]:
+def around_process(original: Callable[..., None], self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
     """Replaces the first phase of Trainer's filling: all contradictions at once, before weights load."""
-
-    def trainer_config_process(self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
-        _take_decided_sizes(self.config, args)
-        try:
-            views = Views(
-                world_size=args.world_size,
-                training=training_view(args, batch_size_may_vary=auto_find_batch_size),
-                accelerator=launch_view(os.environ),
-                sequence_size=_sequence_size(args),
-            )
-            timeout = args.ddp_timeout_delta
-        except AttributeError as error:  # TrainingArguments that we do not know
-            stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_process", error)
-            return original(self, args, auto_find_batch_size)
-        set_timeout(timeout)  # upstream forgets it where ranks train on CPUs
-        try:
-            _write(self.config, views)
-        except ConfigError as error:
-            raise_both(error.problems, lambda: _their_checks(self, original, args, auto_find_batch_size))
-        for line in overruled(self.config, args):
-            logger.warning(line)
-        self._dtype = _dtype(self)
-
-    return trainer_config_process
+    _take_decided_sizes(self.config, args)
+    try:
+        views = Views(
+            world_size=args.world_size,
+            training=training_view(args, batch_size_may_vary=auto_find_batch_size),
+            accelerator=launch_view(os.environ),
+            sequence_size=_sequence_size(args),
+        )
+        timeout = args.ddp_timeout_delta
+    except AttributeError as error:  # TrainingArguments that we do not know
+        stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_process", error)
+        return original(self, args, auto_find_batch_size)
+    set_timeout(timeout)  # upstream forgets it where ranks train on CPUs
+    try:
+        _write(self.config, views)
+    except ConfigError as error:
+        raise_both(error.problems, lambda: _their_checks(self, original, args, auto_find_batch_size))
+    for line in overruled(self.config, args):
+        logger.warning(line)
+    self._dtype = _dtype(self)
 
 
 def _sequence_size(args: Any) -> int | None:
@@ -156,33 +152,29 @@ def _dtype(hf_config: Any) -> Any:
     without="sizes and numbers of steps in ds.json are filled, and not checked, by transformers",
     until="transformers reports every contradiction at once, and leaves no unfilled auto",
 )
-def around_finalize(original: Callable[..., None]) -> Callable[..., None]:
+def around_finalize(original: Callable[..., None], self: Any, args: Any, model: Any, num_training_steps: int) -> None:
     """Replaces the second phase: model sizes, numbers of steps, and no "auto" left."""
-
-    def trainer_config_finalize(self: Any, args: Any, model: Any, num_training_steps: int) -> None:
-        evaluates_only = num_training_steps == 0
-        try:
-            training = training_view(args, total_steps=num_training_steps or None)
-            views = Views(
-                world_size=args.world_size,
-                training=dataclasses.replace(training, steps_only=True),
-                model=model_view(model),
-                sequence_size=_sequence_size(args),
-            )
-        except AttributeError as error:  # arguments or a model that we do not know
-            stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_finalize", error)
-            return original(self, args, model, num_training_steps)
-        problems = examine(self.config, views).problems
-        if problems:
-            twin = copy.copy(self)
-            twin.config, twin.mismatches = copy.deepcopy(dict(self.config)), []
-            raise_both(problems, lambda: original(twin, args, stand_in_model(), num_training_steps))
-        apply(self.config, fill(self.config, views))
-        # A later train() knows the number of steps; until then the schedule keeps its autos.
-        drop_unfilled(self.config, keep="scheduler.params" if evaluates_only else "")
-        normalise(self.config)
-
-    return trainer_config_finalize
+    evaluates_only = num_training_steps == 0
+    try:
+        training = training_view(args, total_steps=num_training_steps or None)
+        views = Views(
+            world_size=args.world_size,
+            training=dataclasses.replace(training, steps_only=True),
+            model=model_view(model),
+            sequence_size=_sequence_size(args),
+        )
+    except AttributeError as error:  # arguments or a model that we do not know
+        stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_finalize", error)
+        return original(self, args, model, num_training_steps)
+    problems = examine(self.config, views).problems
+    if problems:
+        twin = copy.copy(self)
+        twin.config, twin.mismatches = copy.deepcopy(dict(self.config)), []
+        raise_both(problems, lambda: original(twin, args, stand_in_model(), num_training_steps))
+    apply(self.config, fill(self.config, views))
+    # A later train() knows the number of steps; until then the schedule keeps its autos.
+    drop_unfilled(self.config, keep="scheduler.params" if evaluates_only else "")
+    normalise(self.config)
 
 
 @PATCHES.add(
@@ -190,18 +182,19 @@ def around_finalize(original: Callable[..., None]) -> Callable[..., None]:
     without="an optimizer of ds.json decays biases and norms too",
     until="Trainer gives DummyOptim the groups that its own optimizer would get",
 )
-def around_optim_sched(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_optim_sched(
+    original: Function,
+    trainer: Any,
+    hf_deepspeed_config: Any,
+    args: Any,
+    num_training_steps: int,
+    model_parameters: Any,
+) -> Any:
     """With an optimizer from ds.json, weight decay still spares biases and norms."""
-
-    def deepspeed_optim_sched(
-        trainer: Any, hf_deepspeed_config: Any, args: Any, num_training_steps: int, model_parameters: Any
-    ) -> Any:
-        optimizer, scheduler = original(trainer, hf_deepspeed_config, args, num_training_steps, model_parameters)
-        if is_dummy(optimizer, "DummyOptim") and wants_groups(hf_deepspeed_config.config):
-            optimizer.params = grouped(trainer, model_parameters)
-        return optimizer, scheduler
-
-    return deepspeed_optim_sched
+    optimizer, scheduler = original(trainer, hf_deepspeed_config, args, num_training_steps, model_parameters)
+    if is_dummy(optimizer, "DummyOptim") and wants_groups(hf_deepspeed_config.config):
+        optimizer.params = grouped(trainer, model_parameters)
+    return optimizer, scheduler
 
 
 def wants_groups(config: Mapping[str, Any]) -> bool:
@@ -227,27 +220,23 @@ def grouped(trainer: Any, parameters: Any) -> list[dict[str, Any]]:
     until="evaluate() starts an engine at every stage, and keeps the sections for training for later",
     importers=("transformers.trainer",),
 )
-def around_init(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_init(original: Function, trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
     """Evaluation without training works at every stage, also before a later training."""
-
-    def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
-        hf_config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
-        config = hf_config.config
-        if not inference:
-            config.update(vars(hf_config).pop(_KEPT, {}))
-            _leave_old_engine(trainer)
-            _check_output(trainer.args)
-        level = logger.level
-        built = None, None
-        if not inference or hf_config.is_zero3():
-            built = original(trainer, num_training_steps, inference)
-        else:
-            _prepare_to_evaluate(trainer, hf_config)
-        if _leaves_levels(trainer.args):
-            logger.setLevel(level)
-        return built
-
-    return deepspeed_init
+    hf_config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    config = hf_config.config
+    if not inference:
+        config.update(vars(hf_config).pop(_KEPT, {}))
+        _leave_old_engine(trainer)
+        _check_output(trainer.args)
+    level = logger.level
+    built = None, None
+    if not inference or hf_config.is_zero3():
+        built = original(trainer, num_training_steps, inference)
+    else:
+        _prepare_to_evaluate(trainer, hf_config)
+    if _leaves_levels(trainer.args):
+        logger.setLevel(level)
+    return built
 
 
 def _leaves_levels(args: Any) -> bool:
@@ -281,25 +270,23 @@ def _prepare_to_evaluate(trainer: Any, hf_config: Any) -> None:
     until="transformers converts group by group without stacks in between, straight into the parameter",
     since="the floor in setup.cfg; later than transformers 5.17 it yields groups instead of returning a dict",
 )
-def around_conversions(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_conversions(original: Function, model: Any, state_dict: Any, weight_mapping: Any) -> Any:
     """Build packs of experts in their parameters, without copies in between.
 
     Newer versions give one group of weights after the other, older ones all in one dict.
     """
+    converted = original(model, state_dict, [in_one_go(entry) for entry in weight_mapping])
+    if inspect.isgeneratorfunction(original):
+        return _trimmed_between(converted)
+    trim()
+    return converted
 
-    def at_once(model: Any, state_dict: Any, weight_mapping: Any) -> dict[str, Any]:
-        converted: dict[str, Any] = original(model, state_dict, [in_one_go(entry) for entry in weight_mapping])
+
+def _trimmed_between(groups: Iterator[Any]) -> Iterator[Any]:
+    for held in map(_boxed, groups):
         trim()
-        return converted
-
-    def in_groups(model: Any, state_dict: Any, weight_mapping: Any) -> Iterator[Any]:
-        groups = original(model, state_dict, [in_one_go(entry) for entry in weight_mapping])
-        for held in map(_boxed, groups):
-            trim()
-            yield held.pop()  # no reference stays here while the next group is made
-            trim()
-
-    return in_groups if inspect.isgeneratorfunction(original) else at_once
+        yield held.pop()  # no reference stays here while the next group is made
+        trim()
 
 
 def _boxed(group: Any) -> list[Any]:
@@ -312,15 +299,11 @@ def _boxed(group: Any) -> list[Any]:
     until="_load_state_dict_into_zero3_model reports unexpected keys itself",
     importers=("transformers.modeling_utils",),
 )
-def around_loading(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_loading(original: Function, model_to_load: Any, state_dict: Any, load_config: Any = None) -> Any:
     """Record the checkpoint's keys that the model lacks, which upstream ignores."""
-
-    def _load_state_dict_into_zero3_model(model_to_load: Any, state_dict: Any, load_config: Any = None) -> Any:
-        mapping = getattr(load_config, "weight_mapping", None) or []
-        vars(model_to_load)[NOTED] = _without_home(model_to_load, list(state_dict), mapping)
-        return original(model_to_load, state_dict, load_config)
-
-    return _load_state_dict_into_zero3_model
+    mapping = getattr(load_config, "weight_mapping", None) or []
+    vars(model_to_load)[NOTED] = _without_home(model_to_load, list(state_dict), mapping)
+    return original(model_to_load, state_dict, load_config)
 
 
 def _without_home(model: Any, keys: Iterable[str], mapping: Iterable[Any]) -> set[str]:
@@ -345,20 +328,16 @@ def _without_home(model: Any, keys: Iterable[str], mapping: Iterable[Any]) -> se
     without="models with a parametrization (weight norm) cannot be made at stage 3, or start with other values",
     until="transformers initialises through parametrizations at stage 3, or leaves torch's own initialisation on",
 )
-def around_initialize_weights(original: Callable[..., None]) -> Callable[..., None]:
+def around_initialize_weights(original: Callable[..., None], model: Any) -> None:
     """Weights behind a parametrization (weight norm) get the values torch would give: upstream turns torch's own
     initialisation off, and gathers too little to read or write through a parametrization."""
-
-    def initialize_weights_zero3(model: Any) -> None:
-        with GatheredParameters(behind_parametrizations(model), modifier_rank=0):
-            original(model)
-        for module in model.modules():
-            if hasattr(module, "parametrizations") and hasattr(module, "reset_parameters"):
-                with GatheredParameters(module.parameters(), modifier_rank=0), torch.no_grad():
-                    if this_process().rank == 0:
-                        _initialise(module)
-
-    return initialize_weights_zero3
+    with GatheredParameters(behind_parametrizations(model), modifier_rank=0):
+        original(model)
+    for module in model.modules():
+        if hasattr(module, "parametrizations") and hasattr(module, "reset_parameters"):
+            with GatheredParameters(module.parameters(), modifier_rank=0), torch.no_grad():
+                if this_process().rank == 0:
+                    _initialise(module)
 
 
 def _initialise(module: nn.Module) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from hf_zero.integration.patches import Patches
+from hf_zero.integration.patches import Function, Patches
 from hf_zero.sequence.forwards import asked_for_documents
 
 PATCHES = Patches("transformers.masking_utils")
@@ -16,10 +15,6 @@ PATCHES = Patches("transformers.masking_utils")
     without="packed documents attend to one another where ranks share sequences",
     until="transformers hands the position ids on to the mask function of an attention implementation",
 )
-def around_find_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_find_packed(original: Function, position_ids: Any) -> Any:
     """A rank's part of a row may not show where documents begin; the mask is made of the whole row (`masks.py`)."""
-
-    def find_packed_sequence_indices(position_ids: Any) -> Any:
-        return None if asked_for_documents() else original(position_ids)
-
-    return find_packed_sequence_indices
+    return None if asked_for_documents() else original(position_ids)

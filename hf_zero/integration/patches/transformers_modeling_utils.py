@@ -11,7 +11,7 @@ from torch import nn
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm.parts import refuse_parts
 from hf_zero.integration.huggingface.asked_experts import left_to_engine
-from hf_zero.integration.patches import Patches
+from hf_zero.integration.patches import Function, Patches
 from hf_zero.params.sharded_parameter import HANDLE
 from hf_zero.params.stand_ins import ReleasedView
 
@@ -25,14 +25,10 @@ NOTED = "_hf_zero_unexpected_keys"
     without="keys of a checkpoint that the model does not have are passed over in silence at stage 3",
     until="_load_state_dict_into_zero3_model reports unexpected keys itself",
 )
-def around_adjust_keys(original: Callable[..., None]) -> Callable[..., None]:
+def around_adjust_keys(original: Callable[..., None], self: Any, loading_info: Any) -> None:
     """Keys noted while loading at stage 3 enter the report that every load gives."""
-
-    def _adjust_missing_and_unexpected_keys(self: Any, loading_info: Any) -> None:
-        loading_info.unexpected_keys |= vars(self).pop(NOTED, set())
-        original(self, loading_info)
-
-    return _adjust_missing_and_unexpected_keys
+    loading_info.unexpected_keys |= vars(self).pop(NOTED, set())
+    original(self, loading_info)
 
 
 @PATCHES.add(
@@ -40,15 +36,11 @@ def around_adjust_keys(original: Callable[..., None]) -> Callable[..., None]:
     without="models with a parametrization (weight norm) cannot be loaded at stage 3",
     until="transformers gathers the tensors of a parametrization, or does not read weights that are loaded",
 )
-def around_initialize_weights(original: Callable[..., None]) -> Callable[..., None]:
+def around_initialize_weights(original: Callable[..., None], self: Any) -> None:
     """Whatever a checkpoint lacks is initialised by methods that first look at every weight, also at those that are
     made by a parametrization of others."""
-
-    def initialize_weights(self: Any) -> None:
-        with GatheredParameters(behind_parametrizations(self)):
-            original(self)
-
-    return initialize_weights
+    with GatheredParameters(behind_parametrizations(self)):
+        original(self)
 
 
 def behind_parametrizations(model: nn.Module) -> list[nn.Parameter]:
@@ -64,21 +56,22 @@ def behind_parametrizations(model: nn.Module) -> list[nn.Parameter]:
     until="transformers 5.15, which asks should_save_on_this_rank",
     unless="PreTrainedModel.should_save_on_this_rank",
 )
-def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]:
+def around_save_pretrained(
+    original: Callable[..., None],
+    self: Any,
+    save_directory: Any,
+    is_main_process: bool = True,
+    *arguments: Any,
+    **options: Any,
+) -> None:
     """At stage 3 only ranks that should write do.
 
     Before 5.15, every rank wrote the weights over those of the others; one that was given no state dict, as
     `accelerator.get_state_dict` does it on all ranks but the first, read its own released ones for that.
     """
-
-    def save_pretrained(
-        self: Any, save_directory: Any, is_main_process: bool = True, *arguments: Any, **options: Any
-    ) -> None:
-        sharded = any(hasattr(parameter, HANDLE) for parameter in self.parameters())
-        if is_main_process or not sharded:
-            original(self, save_directory, is_main_process, *arguments, **options)
-
-    return save_pretrained
+    sharded = any(hasattr(parameter, HANDLE) for parameter in self.parameters())
+    if is_main_process or not sharded:
+        original(self, save_directory, is_main_process, *arguments, **options)
 
 
 @PATCHES.add(
@@ -88,37 +81,29 @@ def around_save_pretrained(original: Callable[..., None]) -> Callable[..., None]
     until="save_pretrained converts on the ranks that write, and on no others, and asks the library that cut a model "
     "for its whole weights",
 )
-def around_reverting(original: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def around_reverting(original: Callable[..., dict[str, Any]], model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Skipped on ranks without values to convert. Parts of matrices are refused before they are written."""
-
-    def revert_weight_conversion(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # A rank that writes nothing, or is about to be refused.
-        if any(isinstance(value, ReleasedView) for value in state_dict.values()):
-            return state_dict
-        refuse_parts(model, state_dict)
-        return original(model, state_dict)
-
-    return revert_weight_conversion
+    # A rank that writes nothing, or is about to be refused.
+    if any(isinstance(value, ReleasedView) for value in state_dict.values()):
+        return state_dict
+    refuse_parts(model, state_dict)
+    return original(model, state_dict)
 
 
-def around_distributing(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_distributing(original: Function, distributed_config: Any, *rest: Any, **named: Any) -> Any:
     """Under a ds.json, `DistributedConfig(ep_size=...)` means its section expert_parallel: weights are loaded as the
     stage wants them, and initialize() spreads the experts. Upstream makes DTensors, of which `zero.Init` knows nothing,
     and its gathers wait for each other."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.integrations.deepspeed import deepspeed_config
 
-    def prepare_distribute_model(distributed_config: Any, *rest: Any, **named: Any) -> Any:
-        from transformers.distributed.configuration_utils import DistributedConfig
-        from transformers.integrations.deepspeed import deepspeed_config
-
-        if deepspeed_config() is None or distributed_config is None:
-            return original(distributed_config, *rest, **named)
-        if isinstance(distributed_config, dict):
-            distributed_config = DistributedConfig.from_dict(distributed_config)
-        if (getattr(distributed_config, "ep_size", None) or 1) > 1:
-            distributed_config = left_to_engine(distributed_config)
+    if deepspeed_config() is None or distributed_config is None:
         return original(distributed_config, *rest, **named)
-
-    return prepare_distribute_model
+    if isinstance(distributed_config, dict):
+        distributed_config = DistributedConfig.from_dict(distributed_config)
+    if (getattr(distributed_config, "ep_size", None) or 1) > 1:
+        distributed_config = left_to_engine(distributed_config)
+    return original(distributed_config, *rest, **named)
 
 
 if find_spec("transformers.distributed.mixin") is not None:  # before that, an engine could not do it instead

@@ -17,12 +17,8 @@ PATCHES = Patches("transformers.quantizers.quantizer_torchao")
     without="models that torchao is to quantise are refused at stage 3 only after they have been loaded",
     until="transformers asks for stage 3 there",
 )
-def around_validate_environment(original: Callable[..., None]) -> Callable[..., None]:
+def around_validate_environment(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Raises ValueError under stage 3."""
-
-    def validate_environment(self: Any, *args: Any, **kwargs: Any) -> None:
-        if sys.modules["transformers.integrations.deepspeed"].is_deepspeed_zero3_enabled():
-            raise ValueError(f"TorchAoConfig at stage 3: {WRAPPED_AT_STAGE_3}.")
-        original(self, *args, **kwargs)
-
-    return validate_environment
+    if sys.modules["transformers.integrations.deepspeed"].is_deepspeed_zero3_enabled():
+        raise ValueError(f"TorchAoConfig at stage 3: {WRAPPED_AT_STAGE_3}.")
+    original(self, *args, **kwargs)

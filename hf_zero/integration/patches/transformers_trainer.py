@@ -25,7 +25,7 @@ from hf_zero.api.run_words import end
 from hf_zero.config.extras import services_for
 from hf_zero.integration.huggingface.late_numbers import as_float, filtered, late_norms, restore_filter
 from hf_zero.integration.huggingface.samples import ranks_per_sample
-from hf_zero.integration.patches import MARK, Patches
+from hf_zero.integration.patches import MARK, Function, Patches
 
 _NOTED = "_hf_zero_tokens_of_update"
 _LABELS = "shift_labels"
@@ -101,59 +101,47 @@ _PAIR_WORKS = "Trainer loads the best model from its weights, with whatever engi
     without="learning rates in the log are those of the next update",
     until="Trainer asks for the rate before the update, or asks the engine for that of the last one",
 )
-def around_get_learning_rate(original: Callable[..., float]) -> Callable[..., float]:
+def around_get_learning_rate(original: Callable[..., float], self: Any) -> float:
     """The rate that the last update ran at, as without an engine: Trainer asks between the update and the step of its
     schedule, and a schedule of the engine has moved with the update."""
-
-    def _get_learning_rate(self: Any) -> float:
-        engine = self.model_wrapped
-        if isinstance(engine, ZeroEngine) and engine.lr_scheduler is not None and engine.rates_of_last_update:
-            rate = engine.rates_of_last_update[0]
-            return original(self) if rate is None else rate
-        return original(self)
-
-    return _get_learning_rate
+    engine = self.model_wrapped
+    if isinstance(engine, ZeroEngine) and engine.lr_scheduler is not None and engine.rates_of_last_update:
+        rate = engine.rates_of_last_update[0]
+        return original(self) if rate is None else rate
+    return original(self)
 
 
 @PATCHES.add("Trainer.create_accelerator_and_postprocess(self)", without=_NO_PAIR, until=_PAIR_WORKS)
-def around_start(original: Callable[..., None]) -> Callable[..., None]:
+def around_start(original: Callable[..., None], self: Any) -> None:
     """Trainer refuses this pair, because DeepSpeed can load the best model from a whole checkpoint only."""
-
-    def create_accelerator_and_postprocess(self: Any) -> None:
-        args = self.args
-        lifts = args.save_only_model and args.load_best_model_at_end and args.deepspeed_plugin is not None
-        if not lifts:
-            original(self)
-            return
-        args.load_best_model_at_end = False  # the reason for the refusal; used for nothing else
-        try:
-            original(self)
-        finally:
-            args.load_best_model_at_end = True
-
-    return create_accelerator_and_postprocess
+    args = self.args
+    lifts = args.save_only_model and args.load_best_model_at_end and args.deepspeed_plugin is not None
+    if not lifts:
+        original(self)
+        return
+    args.load_best_model_at_end = False  # the reason for the refusal; used for nothing else
+    try:
+        original(self)
+    finally:
+        args.load_best_model_at_end = True
 
 
 @PATCHES.add("Trainer._load_best_model(self)", without=_NO_PAIR, until=_PAIR_WORKS)
-def around_load_best_model(original: Callable[..., None]) -> Callable[..., None]:
+def around_load_best_model(original: Callable[..., None], self: Any) -> None:
     """Weights alone are enough for us: Trainer's own code for runs without an engine reads them, and `load_whole` puts
     each tensor in its place."""
-
-    def _load_best_model(self: Any) -> None:
-        folder = Path(self.state.best_model_checkpoint)
-        if not isinstance(self.model_wrapped, ZeroEngine) or any(folder.glob("global_step*")):
-            original(self)
-            return
-        model = self.model
-        vars(model)["load_state_dict"] = functools.partial(load_whole, model)
-        self.is_deepspeed_enabled = False
-        try:
-            original(self)
-        finally:
-            self.is_deepspeed_enabled = True
-            del vars(model)["load_state_dict"]
-
-    return _load_best_model
+    folder = Path(self.state.best_model_checkpoint)
+    if not isinstance(self.model_wrapped, ZeroEngine) or any(folder.glob("global_step*")):
+        original(self)
+        return
+    model = self.model
+    vars(model)["load_state_dict"] = functools.partial(load_whole, model)
+    self.is_deepspeed_enabled = False
+    try:
+        original(self)
+    finally:
+        self.is_deepspeed_enabled = True
+        del vars(model)["load_state_dict"]
 
 
 @PATCHES.add(
@@ -163,21 +151,17 @@ def around_load_best_model(original: Callable[..., None]) -> Callable[..., None]
     until="Trainer hands every training batch to a callback before it counts tokens, and deepspeed_sp_compute_loss "
     "takes num_items_in_batch",
 )
-def around_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_batches(original: Function, self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
     """Batches pass through the engine's features where they leave the loader: only training batches come this way,
     after those that a resumed run skips, and before the tokens of an update are counted. Where ranks share sequences,
     Trainer does not count them."""
-
-    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        engine = self.model_wrapped
-        if isinstance(engine, ZeroEngine) and engine.training_features:
-            epoch_iterator = _through_features(engine, epoch_iterator)
-        batches, num_items = original(self, epoch_iterator, num_batches, device)
-        if shares_sequences(self):
-            note_tokens(self, batches, device)
-        return batches, num_items
-
-    return get_batch_samples
+    engine = self.model_wrapped
+    if isinstance(engine, ZeroEngine) and engine.training_features:
+        epoch_iterator = _through_features(engine, epoch_iterator)
+    batches, num_items = original(self, epoch_iterator, num_batches, device)
+    if shares_sequences(self):
+        note_tokens(self, batches, device)
+    return batches, num_items
 
 
 @PATCHES.add(
@@ -185,23 +169,19 @@ def around_batches(original: Callable[..., Any]) -> Callable[..., Any]:
     without="where ranks share sequences, micro-batches of an update count alike, however many tokens they have",
     until="deepspeed_sp_compute_loss takes num_items_in_batch",
 )
-def around_compute_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_compute_loss(
+    original: Function, self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+) -> Any:
     """Where ranks share sequences, upstream's loss is the mean over the tokens of one micro-batch."""
-
-    def compute_loss(
-        self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        is_shared = self.model.training and shares_sequences(self)
-        if is_shared:
-            refuse_other_losses(self)
-        result = original(self, model, inputs, return_outputs, num_items_in_batch)
-        if not is_shared:
-            return result
-        loss, *outputs = result if return_outputs else (result,)
-        loss = weigh_by_tokens(self, inputs, loss)
-        return (loss, *outputs) if return_outputs else loss
-
-    return compute_loss
+    is_shared = self.model.training and shares_sequences(self)
+    if is_shared:
+        refuse_other_losses(self)
+    result = original(self, model, inputs, return_outputs, num_items_in_batch)
+    if not is_shared:
+        return result
+    loss, *outputs = result if return_outputs else (result,)
+    loss = weigh_by_tokens(self, inputs, loss)
+    return (loss, *outputs) if return_outputs else loss
 
 
 def _through_features(engine: ZeroEngine, batches: Iterator[Any]) -> Iterator[Any]:
@@ -214,30 +194,26 @@ def _through_features(engine: ZeroEngine, batches: Iterator[Any]) -> Iterator[An
     without="samples are not chosen by data_efficiency.data_sampling",
     until="Trainer asks the engine for the sampler of its training data",
 )
-def around_train_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_train_sampler(original: Function, self: Any, train_dataset: Any = None) -> Any:
     """With a curriculum over samples in ds.json, Trainer draws by it; other ways of sampling contradict it."""
-
-    def _get_train_sampler(self: Any, train_dataset: Any = None) -> Any:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        plugin = getattr(self.args, "deepspeed_plugin", None)
-        if plugin is None or dataset is None or not hasattr(dataset, "__len__"):
-            return original(self, train_dataset)
-        args = self.args
-        total = self.get_total_train_batch_size(args)  # an update's: ranks that share samples count once
-        makers = services_for(plugin.deepspeed_config, "train_sampler")
-        samplers = (make(plugin.deepspeed_config, len(dataset), total) for make in makers)
-        sampler = next((sampler for sampler in samplers if sampler is not None), None)
-        if sampler is None:
-            return original(self, train_dataset)
-        strategy = getattr(args, "train_sampling_strategy", "random")
-        if strategy != "random":
-            raise ValueError(
-                f"TrainingArguments.train_sampling_strategy = {strategy!r} and data_efficiency.data_sampling in the "
-                "config both choose samples: leave the strategy at 'random', or switch the section off"
-            )
-        return sampler
-
-    return _get_train_sampler
+    dataset = self.train_dataset if train_dataset is None else train_dataset
+    plugin = getattr(self.args, "deepspeed_plugin", None)
+    if plugin is None or dataset is None or not hasattr(dataset, "__len__"):
+        return original(self, train_dataset)
+    args = self.args
+    total = self.get_total_train_batch_size(args)  # an update's: ranks that share samples count once
+    makers = services_for(plugin.deepspeed_config, "train_sampler")
+    samplers = (make(plugin.deepspeed_config, len(dataset), total) for make in makers)
+    sampler = next((sampler for sampler in samplers if sampler is not None), None)
+    if sampler is None:
+        return original(self, train_dataset)
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if strategy != "random":
+        raise ValueError(
+            f"TrainingArguments.train_sampling_strategy = {strategy!r} and data_efficiency.data_sampling in the "
+            "config both choose samples: leave the strategy at 'random', or switch the section off"
+        )
+    return sampler
 
 
 @PATCHES.add(
@@ -245,43 +221,31 @@ def around_train_sampler(original: Callable[..., Any]) -> Callable[..., Any]:
     without="a training does not go on from host memory (hf_zero.resilience)",
     until="Trainer asks the engine where to resume from",
 )
-def around_train(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_train(original: Function, self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
     """With hf_zero.resilience in ds.json, ranks that were started again go on from what they have kept."""
-
-    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        plugin = getattr(self.args, "deepspeed_plugin", None)
-        config = {} if plugin is None else plugin.deepspeed_config
-        for begin in services_for(config, "begin_training"):
-            resume_from_checkpoint = begin(self, config, resume_from_checkpoint)
-        return original(self, resume_from_checkpoint, *args, **options)
-
-    return train
+    plugin = getattr(self.args, "deepspeed_plugin", None)
+    config = {} if plugin is None else plugin.deepspeed_config
+    for begin in services_for(config, "begin_training"):
+        resume_from_checkpoint = begin(self, config, resume_from_checkpoint)
+    return original(self, resume_from_checkpoint, *args, **options)
 
 
 @PATCHES.add("Trainer._clip_grad_norm(self, model)", without=_WAITS, until=_NORM_IS_LATE)
-def around_clip_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_clip_grad_norm(original: Function, self: Any, model: Any) -> Any:
     """Trainer asks for the norm after every step, and for most of them never looks at it."""
-
-    def _clip_grad_norm(self: Any, model: Any) -> Any:
-        if not _logs_floats(self):
-            return original(self, model)
-        with late_norms(self):
-            return original(self, model)
-
-    return _clip_grad_norm
+    if not _logs_floats(self):
+        return original(self, model)
+    with late_norms(self):
+        return original(self, model)
 
 
 @PATCHES.add("Trainer._get_grad_norm(self, model, grad_norm)", without=_WAITS, until=_NORM_IS_LATE)
-def around_get_grad_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_get_grad_norm(original: Function, self: Any, model: Any, grad_norm: Any = None) -> Any:
     """The same where nothing is clipped (max_grad_norm 0)."""
-
-    def _get_grad_norm(self: Any, model: Any, grad_norm: Any = None) -> Any:
-        if not _logs_floats(self):
-            return original(self, model, grad_norm)
-        with late_norms(self):
-            return original(self, model, grad_norm)
-
-    return _get_grad_norm
+    if not _logs_floats(self):
+        return original(self, model, grad_norm)
+    with late_norms(self):
+        return original(self, model, grad_norm)
 
 
 def _logs_floats(trainer: Any) -> bool:
@@ -295,14 +259,12 @@ def _logs_floats(trainer: Any) -> bool:
     without=_WAITS,
     until=_NORM_IS_LATE,
 )
-def around_log(original: Callable[..., None]) -> Callable[..., None]:
+def around_log(
+    original: Callable[..., None], self: Any, tr_loss: Any, grad_norm: Any, *args: Any, **options: Any
+) -> None:
     """Turn the norm into a float if it is going to be logged: histories, callbacks and trackers see floats."""
-
-    def _maybe_log_save_evaluate(self: Any, tr_loss: Any, grad_norm: Any, *args: Any, **options: Any) -> None:
-        restore_filter(self)
-        original(self, tr_loss, as_float(grad_norm) if self.control.should_log else grad_norm, *args, **options)
-
-    return _maybe_log_save_evaluate
+    restore_filter(self)
+    original(self, tr_loss, as_float(grad_norm) if self.control.should_log else grad_norm, *args, **options)
 
 
 @PATCHES.add(
@@ -310,14 +272,10 @@ def around_log(original: Callable[..., None]) -> Callable[..., None]:
     without="with logging_nan_inf_filter, which is Trainer's default, the host waits for every loss",
     until="Trainer's logging_nan_inf_filter chooses on the device, with torch.where",
 )
-def around_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_training_step(original: Function, self: Any, *args: Any, **options: Any) -> Any:
     """Trainer reads the loss of every micro-batch to keep a NaN out of its log; the device can do that by itself."""
-
-    def training_step(self: Any, *args: Any, **options: Any) -> Any:
-        restore_filter(self)
-        return filtered(self, original(self, *args, **options))
-
-    return training_step
+    restore_filter(self)
+    return filtered(self, original(self, *args, **options))
 
 
 @PATCHES.add(
@@ -325,15 +283,11 @@ def around_training_step(original: Callable[..., Any]) -> Callable[..., Any]:
     without="num_input_tokens_seen counts every token of a tensor group as often as the group has ranks",
     until="Trainer divides what it has gathered by get_tp_size()",
 )
-def around_track_num_input_tokens(original: Callable[..., None]) -> Callable[..., None]:
+def around_track_num_input_tokens(original: Callable[..., None], self: Any, inputs: Any) -> None:
     """The ranks of a tensor group see the same tokens, which count once."""
-
-    def _track_num_input_tokens(self: Any, inputs: Any) -> None:
-        before = self.state.num_input_tokens_seen
-        original(self, inputs)
-        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // ranks_per_sample()
-
-    return _track_num_input_tokens
+    before = self.state.num_input_tokens_seen
+    original(self, inputs)
+    self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // ranks_per_sample()
 
 
 @PATCHES.add(
@@ -341,14 +295,10 @@ def around_track_num_input_tokens(original: Callable[..., None]) -> Callable[...
     without="how a training went is logged when the process ends",
     until="Trainer tells the engine that training has ended",
 )
-def around_finalize_training(original: Callable[..., Any]) -> Callable[..., Any]:
+def around_finalize_training(original: Function, self: Any, *args: Any, **options: Any) -> Any:
     """Log one line when training has ended, whatever the program does afterwards."""
-
-    def _finalize_training(self: Any, *args: Any, **options: Any) -> Any:
-        engine = self.model_wrapped
-        output = original(self, *args, **options)
-        if isinstance(engine, ZeroEngine):
-            end(engine)
-        return output
-
-    return _finalize_training
+    engine = self.model_wrapped
+    output = original(self, *args, **options)
+    if isinstance(engine, ZeroEngine):
+        end(engine)
+    return output

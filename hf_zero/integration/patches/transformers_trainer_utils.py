@@ -22,23 +22,19 @@ _NAME = re.compile(r"checkpoint-(\d+)")
     until="get_last_checkpoint passes over folders without trainer_state.json",
     importers=("transformers", "transformers.trainer"),
 )
-def around_get_last_checkpoint(original: Callable[[str], str | None]) -> Callable[[str], str | None]:
+def around_get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> str | None:
     """Passes over a checkpoint that was being written when the job died: Trainer writes trainer_state.json last, and
     cannot resume without it."""
-
-    def get_last_checkpoint(folder: str) -> str | None:
-        newest = original(folder)
-        if newest is None or os.path.exists(os.path.join(newest, _STATE)):
-            return newest
-        names = {int(match[1]): match[0] for match in map(_NAME.fullmatch, os.listdir(folder)) if match}
-        complete = [step for step, name in names.items() if os.path.exists(os.path.join(folder, name, _STATE))]
-        if not complete:
-            return newest  # perhaps not written by Trainer
-        chosen = os.path.join(folder, names[max(complete)])
-        _say_once(newest, chosen)
-        return chosen
-
-    return get_last_checkpoint
+    newest = original(folder)
+    if newest is None or os.path.exists(os.path.join(newest, _STATE)):
+        return newest
+    names = {int(match[1]): match[0] for match in map(_NAME.fullmatch, os.listdir(folder)) if match}
+    complete = [step for step, name in names.items() if os.path.exists(os.path.join(folder, name, _STATE))]
+    if not complete:
+        return newest  # perhaps not written by Trainer
+    chosen = os.path.join(folder, names[max(complete)])
+    _say_once(newest, chosen)
+    return chosen
 
 
 @functools.cache

@@ -18,13 +18,9 @@ PATCHES = Patches("trl.trainer.utils")
     without="DPOTrainer and KTOTrainer cannot compute log-probabilities of the reference beforehand at stage 3",
     until="TRL gathers the weights from which it makes the key of what it has computed",
 )
-def around_hash_module(original: Callable[[Any], str]) -> Callable[[nn.Module], str]:
+def around_hash_module(original: Callable[[Any], str], module: nn.Module) -> str:
     """The same digest as of whole weights, which are gathered one by one: the model may not fit."""
-
-    def hash_module(module: nn.Module) -> str:
-        return original(_Whole(module) if handles_of(module.parameters()) else module)
-
-    return hash_module
+    return original(_Whole(module) if handles_of(module.parameters()) else module)
 
 
 class _Whole:

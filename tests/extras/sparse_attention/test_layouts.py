@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.extras.sparse_attention import sparsity
 from hf_zero.extras.sparse_attention.gathered import make_plan
 from hf_zero.extras.sparse_attention.sparsity import (
     BigBirdSparsityConfig,
@@ -311,4 +310,4 @@ def test_a_plan_computes_every_block_once_and_few_others(n: int, chance: float, 
 
 
 def test_dense_layouts() -> None:
-    assert sparsity.dense(3) == ((0, 1, 2),) * 3
+    assert DenseSparsityConfig(1).rows(3) == ((0, 1, 2),) * 3
