@@ -13,7 +13,7 @@ from tests.support.arena import ArenaDevice, OutOfArena, arena
 UNITS = 3.2
 
 
-@pytest.mark.lengthy
+@pytest.mark.slow  # its parts are compared in test_streaming.py, and the next test has the device
 def test_a_model_larger_than_its_device() -> None:
     """63 million parameters, trained in three ways: beside backward, after it, and without an engine."""
     size = SIZES["60m"]
