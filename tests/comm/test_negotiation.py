@@ -272,7 +272,11 @@ STORIES = {
 
 def some_with_prefetching(stories: Iterable[str]) -> list[Any]:
     """(story, whether it prefetches): by turns one of the two in the default tests, the other in the slow ones."""
-    pairs = [(story, prefetches, number % 2 == prefetches) for number, story in enumerate(stories) for prefetches in (False, True)]
+    pairs = [
+        (story, prefetches, number % 2 == prefetches)
+        for number, story in enumerate(stories)
+        for prefetches in (False, True)
+    ]
     return [pytest.param(*pair, marks=[] if chosen else [pytest.mark.slow]) for *pair, chosen in pairs]
 
 

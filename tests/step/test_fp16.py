@@ -17,7 +17,7 @@ from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from hf_zero.config import Views, examine
 from tests.step.test_parity import config, groups_of, split
 from tests.support.models import AwkwardMLP, mlp_batches
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 from tests.support.reference import Recipe, assert_same_numbers, train
 
 ROWS = 12
@@ -149,29 +149,28 @@ def reference() -> Any:
     )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("options", [{"loss_scale": 64}, {"initial_scale_power": 8, "loss_scale_window": 1}])
-def test_losses_and_norms_follow_fp32(stage: int, options: dict[str, Any]) -> None:
+def test_losses_and_norms_follow_fp32(options: dict[str, Any]) -> None:
     """Also on the steps where the scale doubles: DeepSpeed divides those gradients by the new scale, and takes half."""
     expected = reference()
-    traces = run_ranks(run_engine, 2, 2, stage, {"fp16": {"enabled": True, **options}})
-    losses = [sum(values) / 2 for values in zip(*(trace[0] for trace in traces), strict=True)]
-    assert_same_numbers(losses, expected.losses, 1e-2, "loss")
-    assert_same_numbers(traces[0][1], expected.norms, 1e-2, "norm")
+    cases = [(2, stage, {"fp16": {"enabled": True, **options}}) for stage in (0, 1, 2, 3)]
+    for traces in run_each(run_engine, 2, cases):
+        losses = [sum(values) / 2 for values in zip(*(trace[0] for trace in traces), strict=True)]
+        assert_same_numbers(losses, expected.losses, 1e-2, "loss")
+        assert_same_numbers(traces[0][1], expected.norms, 1e-2, "norm")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("sections", [{"prescale_gradients": True}, {"gradient_predivide_factor": 4.0}])
-def test_division_before_the_reduction_changes_nothing_in_fp32(stage: int, sections: dict[str, Any]) -> None:
+def test_division_before_the_reduction_changes_nothing_in_fp32(sections: dict[str, Any]) -> None:
     expected = reference()
-    traces = run_ranks(run_engine, 2, 2, stage, sections)
-    losses = [sum(values) / 2 for values in zip(*(trace[0] for trace in traces), strict=True)]
-    assert_same_numbers(losses, expected.losses, 1e-5, "loss")
-    assert_same_numbers(traces[0][1], expected.norms, 1e-5, "norm")
-    for _, _, masters in traces:
-        for (name, start), part in masters.items():
-            whole = expected.weights[name].reshape(-1)
-            torch.testing.assert_close(part, whole.narrow(0, start, part.numel()), rtol=1e-4, atol=1e-5)
+    for traces in run_each(run_engine, 2, [(2, stage, sections) for stage in (0, 1, 2, 3)]):
+        losses = [sum(values) / 2 for values in zip(*(trace[0] for trace in traces), strict=True)]
+        assert_same_numbers(losses, expected.losses, 1e-5, "loss")
+        assert_same_numbers(traces[0][1], expected.norms, 1e-5, "norm")
+        for _, _, masters in traces:
+            for (name, start), part in masters.items():
+                whole = expected.weights[name].reshape(-1)
+                torch.testing.assert_close(part, whole.narrow(0, start, part.numel()), rtol=1e-4, atol=1e-5)
 
 
 def run_sum(rank: int, world: int, stages: list[dict[str, Any]]) -> list[tuple[float, list[torch.Tensor]]]:
@@ -350,9 +349,9 @@ def run_casting(rank: int, world: int, sections: dict[str, Any]) -> tuple[list[A
 
 
 def test_auto_cast_reaches_positional_inputs() -> None:
-    seen, _ = run_ranks(run_casting, 1, 1, fp16(auto_cast=True))[0]
+    [(seen, _)], [(unasked, _)] = run_each(run_casting, 1, [(1, fp16(auto_cast=True)), (1, fp16())])
     assert seen == [torch.float16, torch.float16, torch.float16, torch.long, torch.float32]
-    seen, _ = run_ranks(run_casting, 1, 1, fp16())[0]
+    seen = unasked
     assert seen[0] == torch.float32
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.api.entry import initialize
 from hf_zero.grads.reducer import GradientReducer
 from tests.support.models import AwkwardMLP, Batch, mlp_batches
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
 
 ROWS = 12  # divided by 1, 2, 3 and 4 ranks
@@ -156,8 +156,7 @@ def run_muon(rank: int, stage: int) -> dict[str, torch.Tensor]:
     return weights_of(engine)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_optimizer_of_whole_matrices_gets_them_at_every_stage(stage: int) -> None:
+def test_an_optimizer_of_whole_matrices_gets_them_at_every_stage() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 5, bias=False)
     optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
@@ -166,8 +165,9 @@ def test_an_optimizer_of_whole_matrices_gets_them_at_every_stage(stage: int) -> 
         model(batch["x"][:, :6]).square().mean().backward()
         optimizer.step()
     # Muon orthogonalises in bf16, so that gradients equal to the last bit but one give updates equal to a percent.
-    for weights in run_ranks(run_muon, 2, stage):
-        assert_same_weights(weights, {"weight": model.weight.detach()}, 2e-3)
+    for ranks in run_each(run_muon, 2, [(stage,) for stage in range(4)]):
+        for weights in ranks:
+            assert_same_weights(weights, {"weight": model.weight.detach()}, 2e-3)
 
 
 def run_bucket_sizes(rank: int, bucket_numel: int, overlap: bool) -> dict[str, torch.Tensor]:
@@ -183,9 +183,9 @@ def run_bucket_sizes(rank: int, bucket_numel: int, overlap: bool) -> dict[str, t
 
 
 def test_bucket_size_and_overlap_change_nothing_at_all() -> None:
-    expected = run_ranks(run_bucket_sizes, 2, 10_000, True)[0]
-    for bucket_numel, overlap in ((1, True), (150, True), (150, False)):
-        weights = run_ranks(run_bucket_sizes, 2, bucket_numel, overlap)[0]
+    ways = [(10_000, True), (1, True), (150, True), (150, False)]
+    (expected, _), *others = run_each(run_bucket_sizes, 2, ways)
+    for weights, _ in others:
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
