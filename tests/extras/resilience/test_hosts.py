@@ -23,6 +23,7 @@ from bench.hosts import joined_hosts
 from bench.surroundings import ROOT
 from hf_zero.launch.restarts import TOKEN, folder_in_memory
 from tests.extras.resilience.test_memory import flip
+from tests.extras.resilience.undisturbed import undisturbed_lines
 
 _UPDATE_S = 120.0
 SPARE = 2  # the namespace of one
@@ -37,6 +38,15 @@ def _has_namespaces() -> bool:
 pytestmark = pytest.mark.skipif(not _has_namespaces(), reason="needs root, and the right to make network namespaces")
 
 
+def config_at(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "hf_zero": {"resilience": {"enabled": True}},
+    }
+
+
 class TwoHosts:
     """A training on both."""
 
@@ -44,14 +54,8 @@ class TwoHosts:
         self, spaces: list[str], folder: Path, stage: int, per_host: int, updates: int, pause_s: float = 0.3
     ) -> None:
         self.spaces, self.lines_path, self._folder = spaces, folder / "lines", folder
-        config = {
-            "train_micro_batch_size_per_gpu": "auto",
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-            "hf_zero": {"resilience": {"enabled": True}},
-        }
         folder.mkdir()
-        (folder / "ds.json").write_text(json.dumps(config))
+        (folder / "ds.json").write_text(json.dumps(config_at(stage)))
         (folder / "hosts").write_text("".join(f"10.77.9.{host + 1} slots={per_host}\n" for host in range(2)))
         self.port, self.token = random.SystemRandom().randrange(10000, 32000), secrets.token_hex(16)
         self._updates, self._pause_s = updates, pause_s
@@ -206,7 +210,8 @@ def attacked(training: TwoHosts, attacks: Attacks, right: dict[int, Any]) -> Non
 
 @pytest.mark.timeout(600)
 def test_a_rank_and_the_host_that_leads_are_killed(spaces: list[str], tmp_path: Path) -> None:
-    right = undisturbed(spaces, tmp_path / "undisturbed", 2, 1, 16)
+    lines = undisturbed_lines(tmp_path / "undisturbed", config_at(2), 16)  # sums of two are the same on one host
+    right = {line["update"]: (line["loss"], line["norm"]) for line in lines}
     training = TwoHosts(spaces, tmp_path / "attacked", 2, 1, 16)
     attacked(training, [(training.kill_rank, 1), (training.kill_host, 0)], right)
 
