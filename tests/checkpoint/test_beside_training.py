@@ -23,7 +23,7 @@ from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
 from hf_zero.comm import ledger
 from tests.checkpoint.training import new_engine, train
 from tests.support.launch import ROOT
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each
 
 BACKGROUND = {"hf_zero": {"checkpoint": {"async": True}}}
 BF16 = {"bf16": {"enabled": True}}
@@ -57,8 +57,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_moment(stage: int, tmp_
     """Also where the next update is due before masters and states are copied. Of one host's ranks, none sends another
     what its files need: they read it from one another's memory."""
     behind, at_once = str(tmp_path / "a"), str(tmp_path / "b")
-    in_background = run_ranks(run_saves, 2, stage, behind, BACKGROUND)
-    waiting = run_ranks(run_saves, 2, stage, at_once, {})
+    in_background, waiting = run_each(run_saves, 2, [(stage, behind, BACKGROUND), (stage, at_once, {})])
     assert [losses for losses, _ in in_background] == [losses for losses, _ in waiting]
     assert [exchanges for _, exchanges in in_background] == [0, 0]
     assert all(exchanges > 0 for _, exchanges in waiting) == (stage == 2)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"gpu": "h100", "gpus_per_node": 1, "device_memory": "8G", "host_memory": "64G", "disk": "1T"}
 
 
-_TRACES: dict[object, Trace] = {}
+_TRACES: dict[str, Trace] = {}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,8 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def kept(model: PlannedModel, training: Training, **options: Any) -> Trace:
         run = training.micro_batch, training.length, training.sequence_parallel
-        key = (model.config.to_json_string(), model.num_parameters, run, repr(sorted(options.items())))
+        config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+        key = repr((config, model.dtype, model.num_parameters, run, sorted(options.items())))
         if key not in _TRACES:
             _TRACES[key] = traced(model, training, **options)
         return _TRACES[key]
