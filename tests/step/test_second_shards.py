@@ -67,7 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# Each has what the others lack: plain ones, persistent and quantised weights are in these, too.
+# What the others have is in these, too.
 QUICK = ("prefetching in bf16", "all in bf16", "frozen in int8", "offload")
 
 
