@@ -51,8 +51,9 @@ def by_plain_python(script: Path, words: Sequence[object]) -> Finished:
 
 def run_as_main(rank: int, script: Path, words: list[str]) -> str:
     """Its output."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name)
+    if os.environ["WORLD_SIZE"] == "1":
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name)
     sys.path.insert(0, str(script.parent))
     sys.argv = [str(script), *words]
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -60,10 +61,15 @@ def run_as_main(rank: int, script: Path, words: list[str]) -> str:
     return said.getvalue()
 
 
-def by_a_fork(script: Path, words: Sequence[object]) -> Finished:
+def by_a_fork(script: Path, words: Sequence[object], world: int = 1) -> Finished:
     """As by plain Python, without paying for imports."""
-    (said,) = run_ranks(run_as_main, 1, script, list(map(str, words)), init=False, timeout_s=TIMEOUT_S)
-    return Finished(0, said, 0.0, 0)
+    said = run_ranks(run_as_main, world, script, list(map(str, words)), init=False, timeout_s=TIMEOUT_S)
+    return Finished(0, said[0], 0.0, 0)
+
+
+def by_two_forks(script: Path, words: Sequence[object]) -> Finished:
+    """As by torchrun."""
+    return by_a_fork(script, words, world=2)
 
 
 def result(done: Finished) -> tuple[str, list[str]]:
@@ -81,7 +87,8 @@ def numbers(line: str) -> list[float]:
 @pytest.mark.parametrize(
     ("script", "run"),
     [
-        pytest.param(NLP, by_accelerate, id="nlp-accelerate"),
+        pytest.param(NLP, by_two_forks, id="nlp-forks"),
+        pytest.param(NLP, by_accelerate, id="nlp-accelerate", marks=pytest.mark.slow),
         pytest.param(NLP, by_plain_python, id="nlp-python", marks=pytest.mark.slow),
         pytest.param(CONFIG, by_a_fork, id="config-fork"),
         pytest.param(CONFIG, by_plain_python, id="config-python", marks=pytest.mark.slow),
