@@ -30,6 +30,7 @@ LIMITS = (
 )
 NOTHING_STAYS = dict.fromkeys(LIMITS, 0)
 BOTH: list[dict[str, int]] = [NOTHING_STAYS, {}]
+both_limits = pytest.mark.parametrize("limits", BOTH, ids=["zero", "defaults"])
 
 
 class Net(nn.Module):

@@ -101,6 +101,7 @@ def test_numbers_make_no_specialisation(few: list[Compiled]) -> None:
     assert [entry.signature["lr"] for entry in with_integers] == ["fp32"] and len(with_seeds) == 1
 
 
+@pytest.mark.slow  # of what `examine` asks, on kernels that are not ours
 def test_faults_are_found(tmp_path: Path) -> None:
     """What is checked of every kernel fails where a kernel has the fault."""
     found = compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="FAULTY")

@@ -158,7 +158,7 @@ def test_a_step_moves_what_the_zero_paper_says(seen: Seen) -> None:
     }
 
 
-@pytest.mark.parametrize("rank", [0, WORLD - 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), WORLD - 1])
 def test_every_rank_is_like_the_others(seen: Seen, rank: int) -> None:
     with simulated_world(rank, WORLD) as world:
         before = live_bytes()
