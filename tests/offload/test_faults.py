@@ -72,7 +72,7 @@ def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: 
 @pytest.mark.parametrize(
     ("stage", "where", "verb", "error"),
     [
-        (2, "update", "read", errno.EIO),
+        pytest.param(2, "update", "read", errno.EIO, marks=pytest.mark.slow),  # as at stage 3, too
         pytest.param(1, "update", "write", errno.ENOSPC, marks=pytest.mark.slow),  # as at stage 3
         (2, "backward", "write", errno.ENOSPC),
         (3, "update", "read", errno.EIO),
