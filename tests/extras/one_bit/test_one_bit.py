@@ -33,12 +33,11 @@ LAMB = {"lr": 0.01, "freeze_step": 50, "weight_decay": 0.05, "coeff_beta": 0.8, 
 CASES: list[Any] = [
     ("OneBitAdam", ADAM, one_bit.one_bit_adam, 1, 3, 80),
     ("ZeroOneAdam", ZERO_ONE, one_bit.zero_one_adam, 0, 2, STEPS),
-    ("OneBitLamb", LAMB, one_bit.one_bit_lamb, 1, 3, 80),
+    ("OneBitLamb", LAMB, one_bit.one_bit_lamb, 1, 3, STEPS),
     *(
         pytest.param(*case, STEPS, marks=pytest.mark.slow)
         for case in (
             ("OneBitAdam", ADAM, one_bit.one_bit_adam, 1, 3),
-            ("OneBitLamb", LAMB, one_bit.one_bit_lamb, 1, 3),
             ("OneBitAdam", ADAM, one_bit.one_bit_adam, 0, 1),
             ("OneBitAdam", ADAM, one_bit.one_bit_adam, 0, 2),
             ("OneBitAdam", ADAM, one_bit.one_bit_adam, 1, 2),
