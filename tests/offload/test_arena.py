@@ -45,13 +45,13 @@ def test_400_million_parameters_on_a_device_of_130_megabytes(compares: bool) -> 
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("states", ["8bit", "fp32"])
+@pytest.mark.parametrize("states", ["8bit", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_losses_are_those_without_an_engine(states: str) -> None:
-    """Two updates of 13 million parameters, on a device with room for a fifth of their weights."""
+    """An update of 13 million parameters, on a device with room for less than a quarter of their weights."""
     size = Size(hidden=256, intermediate=688, layers=16, vocabulary=512, batch=1, length=2)
-    found = train(size, 2, states, limit=5_200_000)
-    assert 4 * 5_200_000 < 2 * found["numel"] < 26_000_000
-    assert found["losses"] == plain_losses(size, 2, states)
+    found = train(size, 1, states, limit=5_700_000)
+    assert 4 * 5_700_000 < 2 * found["numel"] < 26_000_000
+    assert found["losses"] == plain_losses(size, 1, states)
 
 
 @pytest.mark.slow
