@@ -71,7 +71,10 @@ def resumes_everywhere(source: tuple[int, int], targets: list[tuple[int, int]], 
 
 @pytest.mark.parametrize(
     ("source", "targets"),
-    [((2, 2), [(1, 0), (3, 3)]), ((3, 3), [(2, 1)]), pytest.param((1, 0), [(2, 2)], marks=pytest.mark.slow)],
+    [
+        ((2, 2), [(1, 0), (3, 3)]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (((3, 3), [(2, 1)]), ((1, 0), [(2, 2)]))),
+    ],
     ids=str,
 )
 def test_another_world_or_stage_continues(

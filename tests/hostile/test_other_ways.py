@@ -14,7 +14,7 @@ from tests.support.campaigns import Verdict
 
 pytestmark = pytest.mark.lengthy
 
-NUM_QUICK = 8
+NUM_QUICK = 5
 NUM_SLOW = 400
 
 

@@ -26,7 +26,7 @@ from tests.metamorphic.spec import Job, Run, Segment, Shape, Task
 from tests.support.campaigns import choose
 from tests.support.ranks import SEED
 
-NUM_QUICK, NUM_SLOW, CHUNK = 7, 200, 25
+NUM_QUICK, NUM_SLOW, CHUNK = 4, 200, 25
 CHOICES = {
     "driver": spec.DRIVERS,
     "model": spec.MODELS,

@@ -96,7 +96,7 @@ def fill_up(rank: int, run: Run, folder: str, saved: str) -> str:
     return "trained on"
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("kind", [pytest.param("tmpfs", marks=pytest.mark.slow), "ext4"])
 def test_a_drive_that_somebody_else_fills_stops_all_ranks(kind: str, mount: Mount, tmp_path: Path) -> None:
     folder = mount(size=4 * MB) if kind == "tmpfs" else mount(image=tmp_path / "image")
     optimizer = (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5})
@@ -127,7 +127,7 @@ def lose_the_disk(rank: int, run: Run, image: str, saved: str) -> str:
     return "trained on"
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_disk_that_gives_errors_stops_all_ranks_and_training_resumes_elsewhere(
     stage: int, mount: Mount, tmp_path: Path
 ) -> None:

@@ -269,6 +269,7 @@ def messages_of(
     return found
 
 
+@pytest.mark.slow  # the rule behind the figures is the next test's
 def test_messages_among_hosts_are_those_of_the_page() -> None:
     """The first update makes the plans; in the second, ranks know how passes go on, but not which one comes when."""
     cases = {

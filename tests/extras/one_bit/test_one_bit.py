@@ -268,6 +268,7 @@ def trained(rank: int, section: dict[str, Any], steps: int) -> tuple[float, int]
     return sum(losses[-20:]) / 20, sum(phases)
 
 
+@pytest.mark.slow  # by default its steps and bytes are compared, above
 def test_it_learns_like_adam_with_a_fraction_of_the_bytes() -> None:
     """bench/one_bit.py shows the same on the demo's model."""
     adam, one_bit_adam = (
