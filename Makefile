@@ -57,11 +57,11 @@ $(READY): setup.cfg packaging/backend.py packaging/hf_zero.pth
 demo: venv ## train a small Llama-style model on 2 processes, plot its loss, let it write code (three to six minutes on 2 cores)
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: venv ## set up and run the tests (some fifteen minutes on 2 cores; seconds of each in out/durations.txt)
+test: venv ## set up and run the tests (a quarter of an hour at most on 2 cores; seconds of each in out/durations.txt)
 	@echo "Running the tests on $(WORKERS) workers (slow ones and DeepSpeed comparisons left out: make test-all, make test-oracle)."
 	@$(PYTEST) -m "$(DEFAULT)" $(ARGS)
 
-test-quick: venv ## the short tests that start no process (some 3,700, a minute and a half on 2 cores)
+test-quick: venv ## the short tests that start no process (some 3,400, a minute and a half on 2 cores)
 	@$(PYTEST) -m "not processes and not lengthy and $(DEFAULT)" $(ARGS)
 
 test-all: venv ## the tests, with the slow ones (installs Ray and Kubeflow's schemas for those of the examples)

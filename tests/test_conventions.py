@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_imports import PACKAGE, ROOT, package_of, sources
+from tests.test_imports import PACKAGE, ROOT, nodes_of, package_of, sources
 from tests.test_imports import trees as trees_by_module
 
 MAX_FILE_LINES = 575  # at 400, files that are read together had been cut in two
@@ -166,7 +166,7 @@ def test_no_function_is_longer_than_a_page() -> None:
     found = {
         f"{path}: {node.name} (line {node.lineno})": body_lines(node)
         for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
     assert beyond(found, MAX_BODY_LINES, {}) == []
@@ -181,7 +181,7 @@ def test_no_class_has_more_methods_than_a_reader_remembers() -> None:
     found = {
         f"{path}: {node.name}": num_methods(node)
         for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for node in nodes_of(tree)
         if isinstance(node, ast.ClassDef)
     }
     assert beyond(found, MAX_METHODS, LARGE_CLASSES) == []

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.lengthy
 
 
 @pytest.mark.processes  # a case is a process
-@pytest.mark.parametrize("case", ["hf_zero 3 offload", pytest.param("torch fused", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["hf_zero 3 offload", "torch fused"])
 def test_a_case_trains(case: str) -> None:
     found = apart(case, "tiny", 1, 250)
     assert "failed" not in found, found

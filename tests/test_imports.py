@@ -6,10 +6,9 @@ import ast
 import functools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,10 +76,16 @@ class Import:
     at_top: bool
 
 
-def imports_of(tree: ast.Module) -> Iterator[Import]:
+@functools.cache
+def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All of them; to walk a tree takes longer than most rules do."""
+    return tuple(ast.walk(tree))
+
+
+def imports_of(tree: ast.Module, nodes: Iterable[ast.AST] | None = None) -> Iterator[Import]:
     """Every module a source imports; `from a import b` counts as `a.b`, which covers both of its meanings."""
     top = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
+    for node in nodes_of(tree) if nodes is None else nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -146,7 +151,7 @@ def _misplaced(module: str, tree: ast.Module) -> Iterator[str]:
             yield f"line {imported.line} imports {imported.module}, which lies over the engine"
         if module in LIVE_AT_START and imported.at_top and top not in {"__future__", "os", "sys", PACKAGE}:
             yield f"line {imported.line} imports {top} at interpreter start"
-    for node in ast.walk(tree) if here != "comm" else ():
+    for node in nodes_of(tree) if here != "comm" else ():
         if isinstance(node, ast.Attribute) and node.attr == "distributed" and _is_name(node.value, "torch"):
             yield f"line {node.lineno} uses torch.distributed outside comm"
 
@@ -162,14 +167,14 @@ def _asking(module: str, tree: ast.Module) -> Iterator[str]:
     forbidden = {"get_rank", "get_world_size"}
     if not module.startswith(MAY_ASK_THE_PROCESS):
         forbidden.add("this_process")
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         names = {value for value in vars(node).values() if isinstance(value, str)}
         for name in sorted(names & forbidden):
             yield f"line {getattr(node, 'lineno', 0)} asks for {name}: the rank and the size are those of a group"
 
 
 def _forbidden_statements(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Global):
             yield f"line {node.lineno} uses global"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
@@ -178,10 +183,10 @@ def _forbidden_statements(tree: ast.Module) -> Iterator[str]:
 
 def names_cuda(tree: ast.Module) -> list[int]:
     """Lines whose code says cuda, in a name or a text; what is only written about it does not count."""
-    statements = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    statements = [node.value for node in nodes_of(tree) if isinstance(node, ast.Expr)]
     texts = {id(value) for value in statements if isinstance(value, ast.Constant)}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         said = [value for value in vars(node).values() if isinstance(value, str)] if id(node) not in texts else []
         if any("cuda" in text.lower() for text in said):
             found.append(getattr(node, "lineno", 0))
@@ -221,18 +226,23 @@ def test_naming_cuda_is_found(source: str) -> None:
     assert names_cuda(ast.parse(source)) and not names_cuda(ast.parse('"""CUDA."""  # cuda'))
 
 
-class _WithoutTypes(ast.NodeTransformer):
-    """What only type checkers read is imported by nobody."""
+def without_types(tree: ast.Module) -> Iterator[ast.AST]:
+    """All nodes but what only type checkers read, which is imported by nobody."""
+    unread = {
+        id(node)
+        for choice in nodes_of(tree)
+        if isinstance(choice, ast.If) and _is_name(choice.test, "TYPE_CHECKING")
+        for statement in choice.body
+        for node in ast.walk(statement)
+    }
+    return (node for node in nodes_of(tree) if id(node) not in unread)
 
-    def visit_If(self, node: ast.If) -> Any:
-        return node.orelse if _is_name(node.test, "TYPE_CHECKING") else self.generic_visit(node)
 
-
-def known_imports(modules: dict[str, str]) -> dict[str, set[str]]:
-    """module -> those of `modules` (name -> source) that it imports, at the top or inside a function."""
+def known_imports(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
+    """module -> those of `modules` that it imports, at the top or inside a function."""
     found: dict[str, set[str]] = {}
-    for module, source in modules.items():
-        named = {imported.module for imported in imports_of(_WithoutTypes().visit(ast.parse(source)))}
+    for module, tree in modules.items():
+        named = {imported.module for imported in imports_of(tree, without_types(tree))}
         # Of `from a import b`, `a.b` may be a name in `a`.
         meant = {name if name in modules else name.rpartition(".")[0] for name in named}
         found[module] = (meant & modules.keys()) - {module}
@@ -256,8 +266,7 @@ def in_rings(imports: dict[str, set[str]]) -> set[str]:
 
 
 def test_imports_inside_functions_close_no_ring() -> None:
-    imports = known_imports({module: path.read_text(encoding="utf-8") for module, path in sources().items()})
-    rings = sorted(in_rings(imports))
+    rings = sorted(in_rings(known_imports(trees())))
     assert rings == [], "these lead back to themselves: move what both need into a third module"
 
 
@@ -268,7 +277,8 @@ def test_rings_are_found() -> None:
         "hf_zero.c": "import hf_zero.a",
         "hf_zero.d": "import hf_zero.a",
     }
-    assert in_rings(known_imports(modules)) == {"hf_zero.a", "hf_zero.b", "hf_zero.c"}
+    trees = {module: ast.parse(source) for module, source in modules.items()}
+    assert in_rings(known_imports(trees)) == {"hf_zero.a", "hf_zero.b", "hf_zero.c"}
 
 
 def test_every_package_has_a_layer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.params.stand_ins import ReleasedView
 from hf_zero.params.unit import digest
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 
 LIMITS = (
     "stage3_param_persistence_threshold",
@@ -28,7 +29,8 @@ LIMITS = (
     "stage3_prefetch_bucket_size",
 )
 NOTHING_STAYS = dict.fromkeys(LIMITS, 0)
-both_limits = pytest.mark.parametrize("limits", [NOTHING_STAYS, {}], ids=["zero", "defaults"])
+BOTH: list[dict[str, int]] = [NOTHING_STAYS, {}]
+both_limits = pytest.mark.parametrize("limits", BOTH, ids=["zero", "defaults"])
 
 
 class Net(nn.Module):
@@ -138,12 +140,11 @@ def run_refusals(rank: int, limits: dict[str, int]) -> None:
     assert not torch.equal(whole(weight), expected.first.weight), "not trained"
 
 
-@both_limits
-def test_what_can_be_seen_of_a_released_parameter_is_refused_by_name(limits: dict[str, int]) -> None:
+def test_what_can_be_seen_of_a_released_parameter_is_refused_by_name() -> None:
     """An EMA callback averaged parameters after every step and was filled with NaN for a whole run, exit status 0; a
     `copy_`, `mul_` or `load_state_dict` met torch's words about "a single memory location", and `p.data = new`,
     `.half()` and `.to(torch.float16)` changed nothing without a word."""
-    run_ranks(run_refusals, 2, limits)
+    run_each(run_refusals, 2, [(limits,) for limits in BOTH])
 
 
 def run_descriptions(rank: int) -> None:
@@ -221,18 +222,15 @@ def write_after_evaluation(engine: Any, name: str, write: Callable[[nn.Parameter
     return started.float(), master, whole(parameter).float()
 
 
-@both_limits
-def test_a_write_after_evaluation_is_kept_or_refused(limits: dict[str, int]) -> None:
+def test_a_write_after_evaluation_is_kept_or_refused() -> None:
     """After `evaluate()` the default limits leave parameters whole. `model.lm_head.weight.mul_(3)` was seen by the next
     evaluation, and the next training step brought the old values back."""
-    for run in run_ranks(run_write_after_evaluation, 2, limits, "first.weight"):
-        for found in run:
-            if limits == NOTHING_STAYS:
-                assert "'first.weight' cannot be written to here (torch.Tensor.mul_)" in found
-                continue
-            started, master, after = found
-            torch.testing.assert_close(master, 3 * started, rtol=1e-2, atol=0)
-            torch.testing.assert_close(after, 3 * started, rtol=2e-2, atol=2e-2)
+    refused, kept = run_each(run_write_after_evaluation, 2, [(limits, "first.weight") for limits in BOTH])
+    for found in itertools.chain(*refused):
+        assert "'first.weight' cannot be written to here (torch.Tensor.mul_)" in found
+    for started, master, after in itertools.chain(*kept):
+        torch.testing.assert_close(master, 3 * started, rtol=1e-2, atol=0)
+        torch.testing.assert_close(after, 3 * started, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.at_once
@@ -280,11 +278,10 @@ def run_views(rank: int, limits: dict[str, int]) -> None:
     assert uses == [part._num_uses() for unit in engine.module_view.store.units for part in unit.parts]
 
 
-@both_limits
-def test_views_that_were_taken_after_an_evaluation_stay_what_they_were(limits: dict[str, int]) -> None:
+def test_views_that_were_taken_after_an_evaluation_stay_what_they_were() -> None:
     """`best = model.state_dict()` after `evaluate()`, one more step, and reading it ended the process with a
     segmentation fault: the memory had been given back."""
-    run_ranks(run_views, 2, limits)
+    run_each(run_views, 2, [(limits,) for limits in BOTH])
 
 
 def run_rows_of_one_rank(rank: int, limits: dict[str, int]) -> Tensor:
@@ -342,11 +339,11 @@ def run_replaced(rank: int, limits: dict[str, int]) -> list[str]:
     return said
 
 
-@both_limits
-def test_other_data_for_a_parameter_is_refused_by_name(limits: dict[str, int]) -> None:
+def test_other_data_for_a_parameter_is_refused_by_name() -> None:
     """`p.data = new`, `.half()` and `.to(torch.float16)` were ignored: training went on with the old values and the old
     dtype. Below stage 3 they are an error at the next step."""
-    for line in (line for run in run_ranks(run_replaced, 2, limits) for line in run):
+    cases = run_each(run_replaced, 2, [(limits,) for limits in BOTH])
+    for line in (line for ranks in cases for run in ranks for line in run):
         name, _, said = line.partition(": ")
         assert name in said and ("was replaced" in said or "cannot be given other data" in said), said
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import initialize
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 from tests.support.reference import assert_same_weights
 
 RANKS, STEPS, ROWS = 2, 4, 6
@@ -30,6 +31,17 @@ TIGHT = {
 }
 KINDS: list[tuple[int, dict[str, int]]] = [(0, {}), (1, {}), (2, {}), (3, {}), (3, TIGHT)]
 IDS = ["0", "1", "2", "3", "3-limits-0"]
+
+
+def kinds(*default: str) -> Any:
+    """All of KINDS, those that are not named among the slow tests."""
+    return pytest.mark.parametrize(
+        ("stage", "limits"),
+        [
+            pytest.param(*kind, id=name, marks=[] if name in default else [pytest.mark.slow])
+            for name, kind in zip(IDS, KINDS, strict=True)
+        ],
+    )
 
 
 def network(sizes: list[int], seed: int) -> nn.Module:
@@ -157,7 +169,7 @@ def run_loop(rank: int, loop: Loop, stage: int, limits: dict[str, int]) -> list[
     return [weights_of(engine) for engine in engines]
 
 
-@pytest.mark.parametrize(("stage", "limits"), KINDS, ids=IDS)
+@kinds("0", "2", "3-limits-0")
 def test_two_engines_train_as_plain_pytorch(stage: int, limits: dict[str, int]) -> None:
     plain = [train_plainly(loop) for loop in LOOPS]
     for results in run_ranks(run_loops, RANKS, stage, limits):
@@ -177,9 +189,8 @@ def run_only_one_moves(rank: int, stage: int, limits: dict[str, int]) -> None:
     assert all(torch.equal(before[name], value) for name, value in weights_of(judge).items())
 
 
-@pytest.mark.parametrize(("stage", "limits"), KINDS, ids=IDS)
-def test_the_other_model_stays_and_its_gradients_are_dropped_by_zero_grad(stage: int, limits: dict[str, int]) -> None:
-    run_ranks(run_only_one_moves, RANKS, stage, limits)
+def test_the_other_model_stays_and_its_gradients_are_dropped_by_zero_grad() -> None:
+    run_each(run_only_one_moves, RANKS, KINDS)
 
 
 def run_experts(rank: int, stage: int, limits: dict[str, int]) -> list[Weights]:
@@ -195,8 +206,7 @@ def run_experts(rank: int, stage: int, limits: dict[str, int]) -> list[Weights]:
     return [weights_of(engine) for engine in engines]
 
 
-@pytest.mark.parametrize(("stage", "limits"), KINDS, ids=IDS)
-def test_a_model_that_only_one_rank_reaches(stage: int, limits: dict[str, int]) -> None:
+def test_a_model_that_only_one_rank_reaches() -> None:
     pair = models()
     maker, judge = map(Plain, pair)
     made = maker(noise(0, 5, 1))
@@ -204,7 +214,7 @@ def test_a_model_that_only_one_rank_reaches(stage: int, limits: dict[str, int]) 
     ((judge(first).square().mean() + second.square().mean()) / RANKS).backward()
     maker.step()
     judge.step()
-    for result in run_ranks(run_experts, RANKS, stage, limits):
+    for result in itertools.chain(*run_each(run_experts, RANKS, KINDS)):
         for weights, model in zip(result, pair):
             assert_same_weights(weights, dict(model.state_dict()), TOLERANCE)
 

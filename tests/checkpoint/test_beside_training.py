@@ -16,14 +16,15 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_zero.api.entry import initialize
 from hf_zero.api.parameter_access import safe_set_full_optimizer_state
-from hf_zero.checkpoint import CheckpointError, background, open_checkpoint, service
+from hf_zero.checkpoint import CheckpointError, background, open_checkpoint, service, transaction
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
 from hf_zero.comm import ledger
 from tests.checkpoint.training import new_engine, train
 from tests.support.launch import ROOT
-from tests.support.ranks import run_ranks
+from tests.support.ranks import forking_context, run_each
 
 BACKGROUND = {"hf_zero": {"checkpoint": {"async": True}}}
 BF16 = {"bf16": {"enabled": True}}
@@ -57,8 +58,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_moment(stage: int, tmp_
     """Also where the next update is due before masters and states are copied. Of one host's ranks, none sends another
     what its files need: they read it from one another's memory."""
     behind, at_once = str(tmp_path / "a"), str(tmp_path / "b")
-    in_background = run_ranks(run_saves, 2, stage, behind, BACKGROUND)
-    waiting = run_ranks(run_saves, 2, stage, at_once, {})
+    in_background, waiting = run_each(run_saves, 2, [(stage, behind, BACKGROUND), (stage, at_once, {})])
     assert [losses for losses, _ in in_background] == [losses for losses, _ in waiting]
     assert [exchanges for _, exchanges in in_background] == [0, 0]
     assert all(exchanges > 0 for _, exchanges in waiting) == (stage == 2)
@@ -162,31 +162,31 @@ def test_a_program_whose_last_save_fails_in_the_background_has_failed(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-_IS_TERMINATED = """
-import os, signal, sys, time
-import torch
-import hf_zero
-from hf_zero.checkpoint import transaction
-config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
-config["hf_zero"] = {"checkpoint": {"async": True}}
-engine = hf_zero.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
-engine.backward(engine(torch.ones(1, 2)).sum())
-engine.step()
-write = transaction._write_files
-def slowly(*arguments):
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.5)
-    return write(*arguments)
-transaction._write_files = slowly
-engine.save_checkpoint(sys.argv[1])
-while True:
-    time.sleep(0.01)
-"""
+def is_terminated(folder: str) -> None:
+    """A program of one process, which a signal reaches while files are being written."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also where the tests were started with it ignored
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **BACKGROUND}
+    engine = initialize(model=torch.nn.Linear(2, 2), config={**config, "zero_optimization": {"stage": 1}})[0]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    write = transaction._write_files
+
+    def slowly(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        return write(*arguments)
+
+    transaction._write_files = slowly
+    engine.save_checkpoint(folder)
+    while True:
+        time.sleep(0.01)
 
 
 def test_a_save_that_was_begun_is_finished_before_sigterm_ends_the_program(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _IS_TERMINATED, str(tmp_path)], cwd=ROOT, timeout=120)
-    assert done.returncode == -signal.SIGTERM
+    program = forking_context().Process(target=is_terminated, args=(str(tmp_path),), daemon=True)
+    program.start()
+    program.join(120)
+    assert program.exitcode == -signal.SIGTERM
     assert open_checkpoint(tmp_path).meta["global_steps"] == 1
 
 

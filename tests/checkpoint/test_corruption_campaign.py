@@ -1,4 +1,4 @@
-"""Two hundred damages, drawn at random: each is found and named, and nothing of the checkpoint gets into memory."""
+"""Damages, drawn at random: each is found and named, and nothing of the checkpoint gets into memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.checkpoint.training import new_engine, train
 from tests.support.ranks import run_ranks
 
 SEED = 411
-PER_STAGE = 50
+PER_STAGE = [15, pytest.param(50, marks=pytest.mark.slow)]
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -50,8 +50,9 @@ def damage(victim: Path, kind: str, dice: random.Random) -> str:
     return f"{kind} {victim.name} at {place}"
 
 
+@pytest.mark.parametrize("number", PER_STAGE)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_damage_is_named_and_nothing_is_half_loaded(tmp_path: Path, stage: int) -> None:
+def test_every_damage_is_named_and_nothing_is_half_loaded(tmp_path: Path, stage: int, number: int) -> None:
     print(f"seed {SEED + stage}")
     dice = random.Random(SEED + stage)
     run_ranks(run_saving, 2, stage, str(tmp_path / "whole"))
@@ -61,7 +62,7 @@ def test_every_damage_is_named_and_nothing_is_half_loaded(tmp_path: Path, stage:
     train(engine, 0, 1, range(5))
     before = everything_in(engine)
     copy = tmp_path / "damaged" / source.name
-    for _ in range(PER_STAGE):
+    for _ in range(number):
         shutil.rmtree(copy.parent, ignore_errors=True)
         shutil.copytree(source, copy)
         victim = dice.choice(victims)

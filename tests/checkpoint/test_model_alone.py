@@ -15,7 +15,7 @@ from hf_zero.checkpoint import CheckpointError, open_checkpoint
 from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.training import new_engine, settings, train
 from tests.support.models import AwkwardMLP
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each
 
 
 def untrained(stage: int, world: int, seed: int, **sections: Any) -> ZeroEngine:
@@ -52,13 +52,21 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(("stage", "background", "other"), [(0, False, 3), (2, False, 0), (3, True, 2), (3, False, 3)])
-def test_an_engine_without_optimizer_saves_and_loads_its_model(
-    stage: int, background: bool, other: int, tmp_path: Path
-) -> None:
-    expected = run_ranks(run_saving, 2, stage, str(tmp_path), background)[0]
-    for found in run_ranks(run_loading, 2, other, str(tmp_path)):
-        assert same(found, expected)
+# Stage, whether it saves in the background, the stage that loads.
+WAYS = [(0, False, 3), (2, False, 0), (3, True, 2), (3, False, 3)]
+
+
+def test_an_engine_without_optimizer_saves_and_loads_its_model(tmp_path: Path) -> None:
+    roots = [tmp_path / str(number) for number in range(len(WAYS))]
+    saves = [(stage, str(root), background) for root, (stage, background, _) in zip(roots, WAYS, strict=True)]
+    saved = [ranks[0] for ranks in run_each(run_saving, 2, saves)]
+    loads = [(other, str(root)) for root, (_, _, other) in zip(roots, WAYS, strict=True)]
+    for root, expected, loaded in zip(roots, saved, run_each(run_loading, 2, loads), strict=True):
+        assert all(same(found, expected) for found in loaded)
+        check_files(root, expected)
+
+
+def check_files(tmp_path: Path, expected: dict[str, Tensor]) -> None:
     assert same(get_fp32_state_dict_from_zero_checkpoint(tmp_path), expected)
     assert not list(tmp_path.rglob("*optim_states.pt"))
     assert {"frozen.weight", "frozen.bias"} == set(open_checkpoint(tmp_path).frozen) - set(

@@ -39,7 +39,7 @@ def test_resume_on_another_world_and_stage(tmp_path: Path) -> None:
     assert trained(1, other, True, 1)[0] == losses
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_adafactor_resumes_on_another_world(stage: int, tmp_path: Path) -> None:
     """It trained at stages 2 and 3, and its first save was refused."""
     losses, _ = trained(2, arguments(tmp_path / "a", stage, 2, optim="adafactor"))
@@ -70,7 +70,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.pt")) and (tmp_path / "checkpoint-6" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_best_model_is_loaded_from_weights_alone(stage: int, tmp_path: Path) -> None:
     """transformers refuses `save_only_model` with `load_best_model_at_end`: DeepSpeed could not load such a folder."""
     options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 3.0}

@@ -30,16 +30,23 @@ def dies_at(call: int, act: Callable[[], Any]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
-@pytest.mark.parametrize("new_tag", [pytest.param("global_step4", marks=pytest.mark.slow), "global_step3"])
+@pytest.mark.parametrize(
+    ("new_tag", "every"),
+    [
+        ("global_step3", 3),  # so many calls
+        pytest.param("global_step3", 1, marks=pytest.mark.slow),
+        pytest.param("global_step4", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_under_latest(
-    tmp_path: Path, new_tag: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, new_tag: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`global_step3` again: saving under a tag that exists already must not lose the old content either."""
     monkeypatch.setattr(os, "fsync", lambda file: None)  # counted all the same; nobody pulls the plug here
     first, second = example(), example()
-    call, outcomes = 0, set()
+    call, outcomes = 1 - every, set()
     while True:
-        call += 1
+        call += every
         root = tmp_path / str(call)
         write(root, first, OLD)
         was_killed = dies_at(call, lambda: write(root, second, Setting(2, 1, tag=new_tag)))  # noqa: B023

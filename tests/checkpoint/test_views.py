@@ -150,6 +150,7 @@ def test_library_calls(stage_2: tuple[Path, Contents], tmp_path: Path) -> None:
     assert model.scale.item() == contents.groups[1]["scale"].item()
 
 
+@pytest.mark.slow  # that of a Trainer's folder does in tests/end_to_end/test_documented_usage.py
 def test_the_script_in_the_folder_runs_alone(stage_2: tuple[Path, Contents]) -> None:
     folder, contents = stage_2
     command = [sys.executable, "./zero_to_fp32.py", ".", "pytorch_model.bin"]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -269,8 +270,17 @@ STORIES = {
 }
 
 
-@pytest.mark.parametrize("prefetches", [False, True])
-@pytest.mark.parametrize("story", STORIES)
+def some_with_prefetching(stories: Iterable[str]) -> list[Any]:
+    """(story, whether it prefetches): by turns one of the two in the default tests, the other in the slow ones."""
+    pairs = [
+        (story, prefetches, number % 2 == prefetches)
+        for number, story in enumerate(stories)
+        for prefetches in (False, True)
+    ]
+    return [pytest.param(*pair, marks=[] if chosen else [pytest.mark.slow]) for *pair, chosen in pairs]
+
+
+@pytest.mark.parametrize(("story", "prefetches"), some_with_prefetching(STORIES))
 def test_stories_under_every_order_of_turns(story: str, prefetches: bool) -> None:
     """Experts in different orders: gathers were matched by their place in the order of calls, so that one expert's
     weights were read as another's; or a rank waited for a send buffer and the other one for its gather, for ever."""
@@ -293,7 +303,7 @@ def programs(units: int, longest: int) -> Iterator[tuple[Script, Script]]:
 
 
 def test_small_programs_under_every_order_of_turns() -> None:
-    for scripts in itertools.islice(programs(units=2, longest=2), 0, None, 3):  # the slow test has them all
+    for scripts in itertools.islice(programs(units=2, longest=2), 0, None, 11):  # the slow test has them all
         explore(lambda schedule, scripts=scripts: play(scripts, 2, schedule, steps=1), overtakings=1)
 
 
@@ -346,7 +356,8 @@ def test_backward_passes_at_other_places_are_carried() -> None:
     explore(run, overtakings=1)
 
 
-def test_a_message_between_the_last_backward_and_the_step_is_carried() -> None:
+@pytest.mark.parametrize("limit", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_a_message_between_the_last_backward_and_the_step_is_carried(limit: int) -> None:
     """An attendant took in what was waited for together with its sender's STEP, and held the wait, which was over, to
     be in vain: ranks that had agreed on something after their backward were refused at the step, now and then."""
 
@@ -362,7 +373,7 @@ def test_a_message_between_the_last_backward_and_the_step_is_carried() -> None:
 
         world.run(body)
 
-    explore(run, overtakings=2, limit=2000)
+    explore(run, overtakings=2, limit=limit)
 
 
 def test_other_numbers_of_backward_passes_are_refused_on_all_ranks() -> None:
@@ -398,7 +409,7 @@ def test_ranks_that_run_alike_send_nothing_for_each_other() -> None:
         play([Script(((0, 1, 2),), prefetches=False)] * 2, 3, schedule, steps=1)
         assert sum(tally.calls for (_, name), tally in ledger.tallies.items() if name == "all_gather") == 2 * 6
 
-    explore(run, overtakings=2, limit=400)
+    explore(run, overtakings=2, limit=150)
 
 
 # --- ranks that share no memory: plans ------------------------------------------------------------------------------
@@ -420,12 +431,11 @@ def scripts_of(routes_by_rank: Sequence[Sequence[tuple[tuple[int, ...], ...]]], 
     return [[Script(routes, prefetches) for routes in by_step] for by_step in routes_by_rank]
 
 
-@pytest.mark.parametrize("prefetches", [False, True])
-@pytest.mark.parametrize("story", CHANGES)
+@pytest.mark.parametrize(("story", "prefetches"), some_with_prefetching(CHANGES))
 def test_ranks_follow_a_plan_and_leave_it_under_every_order_of_turns(story: str, prefetches: bool) -> None:
     """From alike to divergent and back: every value is right, and nobody waits for ever."""
     scripts = scripts_of(CHANGES[story], prefetches)
-    explore(lambda schedule: play(scripts, 3, schedule, apart=True), overtakings=1, limit=25)
+    explore(lambda schedule: play(scripts, 3, schedule, apart=True), overtakings=1, limit=15)
 
 
 @pytest.mark.parametrize("story", STORIES)

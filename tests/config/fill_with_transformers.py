@@ -1,9 +1,7 @@
-"""A process of its own (transformers keeps the config in globals): fill in configs as Trainer does, print them."""
+"""Fills in configs as Trainer does."""
 
 from __future__ import annotations
 
-import json
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,9 +33,3 @@ def filled(path: str, folder: str) -> dict[str, Any]:
     config.trainer_config_finalize(arguments, SimpleNamespace(config=SimpleNamespace(hidden_size=64)), 100)
     result: dict[str, Any] = config.config
     return result
-
-
-if __name__ == "__main__":
-    folder, answer, *paths = sys.argv[1:]
-    with open(answer, "w") as file:
-        json.dump({path: filled(path, folder) for path in paths}, file)

@@ -126,7 +126,7 @@ SLOW_ONES = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
 @pytest.mark.lengthy
-@settings(max_examples=400, deadline=None, suppress_health_check=SLOW_ONES)
+@settings(max_examples=150, deadline=None, suppress_health_check=SLOW_ONES)
 @given(configs(), SURROUNDINGS)
 def test_any_dict(config: dict[Any, Any], around: tuple[Any, Any, Any]) -> None:
     check(config, around)

@@ -14,8 +14,8 @@ from tests.support.models import VOCABULARY, stack, tiny_llama
 from tests.support.ranks import run_ranks
 
 
-# Stages 0 and 1 save and load as stage 2 does.
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1)), 2, 3])
+# Below stage 3, the example of tests/examples/test_train_clm.py evaluates, saves and is loaded among the default tests.
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_evaluate_predict_save_and_load(stage: int, tmp_path: Path) -> None:
     case = Case(stage=stage, processes=2, tied=stage in (1, 3))
     run_ranks(run_script, 2, [*case.words(tmp_path), "--evaluate", "True"], init=False)

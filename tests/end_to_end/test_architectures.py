@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.end_to_end.architecture_script import EPS, FROM_CONFIG, LEARNING_RATE, ROWS, Run, train_architecture
 from tests.support.architectures import ARCHITECTURES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 from tests.support.reference import Recipe, Trace, assert_same_numbers, train
 
 TOLERANCE = 1e-5
@@ -64,21 +65,24 @@ def assert_begins_as(runs: list[Run], model: nn.Module) -> None:
             assert torch.equal(run.start[key], value), f"{key} does not start as it was built or saved"
 
 
-def run_case(name: str, stage: int, world: int, steps: int) -> None:
-    """From scratch."""
-    runs = run_ranks(train_architecture, world, name, stage, steps)
-    assert_begins_as(runs, ARCHITECTURES[name].build())
-    assert_parity(runs, expected(name, steps))
+def run_cases(names: Sequence[str], stage: int, world: int, steps: int) -> None:
+    """From scratch, one after the other."""
+    for name, runs in zip(names, run_each(train_architecture, world, [(n, stage, steps) for n in names]), strict=True):
+        assert_begins_as(runs, ARCHITECTURES[name].build())
+        assert_parity(runs, expected(name, steps))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_stage_3_equals_plain_pytorch(name: str) -> None:
-    run_case(name, stage=3, world=2, steps=SHORT)
+NAMES = list(ARCHITECTURES)
+TOGETHER = [NAMES[start : start + 8] for start in range(0, len(NAMES), 8)]
 
 
-@pytest.mark.parametrize("name", QUICK_AT_STAGE_2)
-def test_stage_2_equals_plain_pytorch(name: str) -> None:
-    run_case(name, stage=2, world=2, steps=SHORT)
+@pytest.mark.parametrize("names", TOGETHER, ids="-".join)
+def test_stage_3_equals_plain_pytorch(names: list[str]) -> None:
+    run_cases(names, stage=3, world=2, steps=SHORT)
+
+
+def test_stage_2_equals_plain_pytorch() -> None:
+    run_cases(QUICK_AT_STAGE_2, stage=2, world=2, steps=SHORT)
 
 
 @pytest.mark.slow
@@ -86,7 +90,7 @@ def test_stage_2_equals_plain_pytorch(name: str) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_equals_plain_pytorch_everywhere(name: str, stage: int, world: int) -> None:
-    run_case(name, stage, world, LONG)
+    run_cases([name], stage, world, LONG)
 
 
 @pytest.mark.slow

@@ -103,30 +103,21 @@ def test_inference_with_parameters_in_shards_generates_what_the_plain_model_does
         assert tokens == expected[0].tolist()
 
 
+def _cell(rank: int, folder: str) -> int:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name)  # as in a process that no launcher has started
+    os.chdir(folder)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    args = TrainingArguments("out", deepspeed="ds.json", max_steps=2, report_to=[], use_cpu=True)
+    trainer = Trainer(model=tiny_llama(), args=args, train_dataset=token_rows(16))
+    trainer.train()
+    return int(trainer.state.global_step)
+
+
 def test_a_notebook_trains_with_one_process_and_the_environment_of_five_variables(tmp_path: Path) -> None:
     """Launchers set these; a notebook has none, and the pages have people set them in a cell."""
-    script = tmp_path / "cell.py"
-    script.write_text(
-        "import json, os\n"
-        "os.environ.update(MASTER_ADDR='localhost', MASTER_PORT='0', RANK='0', LOCAL_RANK='0', WORLD_SIZE='1')\n"
-        "from transformers import Trainer, TrainingArguments\n"
-        "from tests.support.models import tiny_llama, token_rows\n"
-        "args = TrainingArguments('out', deepspeed='ds.json', max_steps=2, report_to=[], use_cpu=True)\n"
-        "trainer = Trainer(model=tiny_llama(), args=args, train_dataset=token_rows(16))\n"
-        "trainer.train()\n"
-        "print('trained', trainer.state.global_step)\n"
-    )
     (tmp_path / "ds.json").write_text(json.dumps(_auto_config(3)))
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=240, env=_environment()
-    )
-    assert done.returncode == 0 and "trained 2" in done.stdout, done.stdout + done.stderr
-
-
-def _environment() -> dict[str, str]:
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if name not in launched}
-    return {**kept, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    assert run_ranks(_cell, 1, str(tmp_path), init=False) == [2]
 
 
 def _auto_config(stage: int) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from tests.end_to_end.parity import SCRIPT, Case, assert_parity, outcome, run_ca
 from tests.support.launch import launch
 
 CASES = [
-    Case(stage=2, processes=2, accumulation=4, offload="cpu"),
     Case(stage=1, processes=2, offload="nvme", optimizer=True),
     Case(stage=3, processes=2, offload="nvme", evaluates=True),
 ]
 MORE = [
+    Case(stage=2, processes=2, accumulation=4, offload="cpu"),  # by default at stage 3 in test_documented_usage.py
     Case(stage=3, processes=3, accumulation=4, offload="cpu", checkpointing="not_reentrant"),
     Case(stage=2, processes=1, accumulation=4, offload="nvme", clip=False),
     Case(stage=3, processes=4, offload="nvme", tied=True, scheduler=True, optimizer=True),

@@ -25,7 +25,7 @@ from tests.end_to_end.stage3 import (
     whole,
 )
 from tests.support.models import Batch
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import RankFailure, run_each, run_ranks
 from tests.support.reference import train
 
 ALL_ZERO = {
@@ -73,32 +73,31 @@ def run_routes(rank: int, routes: Routes, limits: dict[str, int]) -> Seen:
     return run_training(seeded(Routed), [parts[rank] for parts in routed(4, routes)], **limits)
 
 
-def assert_carried(routes: Routes, limits: str) -> None:
-    seen = run_ranks(run_routes, len(routes), routes, LIMITS[limits], timeout_s=60)
-    assert_same_training(seen, plain(seeded(Routed), routed(4, routes)))
+def assert_carried(routes: Routes) -> None:
+    """With all limits, one after the other."""
+    trace = plain(seeded(Routed), routed(4, routes))
+    for seen in run_each(run_routes, len(routes), [(routes, limits) for limits in LIMITS.values()], timeout_s=60):
+        assert_same_training(seen, trace)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("routes", [((2, 2), (3, 3)), ((0, 1, 1), (1, 0, 0))])
-def test_experts_in_other_orders_have_their_own_values(routes: Routes, limits: str) -> None:
+def test_experts_in_other_orders_have_their_own_values(routes: Routes) -> None:
     """The very first loss was wrong, exit status 0: a gather was matched between ranks by its place in the order of
     calls, so that the shards of one expert were taken for those of another of the same shape."""
-    assert_carried(routes, limits)
+    assert_carried(routes)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("routes", [((0, 1), (2, 3)), ((0, 1), (2, 3), (3, 0, 1, 2)), ((), (1, 2), (2, 1), (0,))])
-def test_disjoint_experts_end(routes: Routes, limits: str) -> None:
+def test_disjoint_experts_end(routes: Routes) -> None:
     """Most runs never ended: one rank waited for a send buffer of a reduction, the other one for a gather of its
     backward, and neither looked after what the other needed meanwhile."""
-    assert_carried(routes, limits)
+    assert_carried(routes)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-def test_experts_used_twice_on_one_rank_only(limits: str) -> None:
+def test_experts_used_twice_on_one_rank_only() -> None:
     """A hang, always, also with default limits: a module that some ranks run twice in one forward and others once
     "cannot be carried", said the documentation; the run said nothing."""
-    assert_carried(((0, 1, 0), (0, 1, 1)), limits)
+    assert_carried(((0, 1, 0), (0, 1, 1)))
 
 
 WIDE = 512
@@ -133,11 +132,11 @@ def run_apart(rank: int, routes: Routes) -> Seen:
         return run_routes(rank, routes, ALL_ZERO)
 
 
-@pytest.mark.parametrize("routes", [((2, 2), (3, 3)), ((0, 1), (2, 3)), ((0, 1, 0), (0, 1, 1)), ((), (3, 1, 0))])
-def test_ranks_on_several_machines_carry_the_same(routes: Routes) -> None:
+def test_ranks_on_several_machines_carry_the_same() -> None:
     """Without shared memory ranks can only meet in collectives: the same promise in another way."""
-    seen = run_ranks(run_apart, 2, routes, timeout_s=90)
-    assert_same_training(seen, plain(seeded(Routed), routed(4, routes)))
+    cases: list[Routes] = [((2, 2), (3, 3)), ((0, 1), (2, 3)), ((0, 1, 0), (0, 1, 1)), ((), (3, 1, 0))]
+    for routes, seen in zip(cases, run_each(run_apart, 2, [(routes,) for routes in cases]), strict=True):
+        assert_same_training(seen, plain(seeded(Routed), routed(4, routes)))
 
 
 def run_more_forwards(rank: int) -> Seen:
@@ -196,10 +195,10 @@ def run_in_forward(rank: int, limits: dict[str, int]) -> Seen:
     return run_training(seeded(InForward), batches, **limits)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-def test_gathered_parameters_inside_a_forward_that_differs(limits: str) -> None:
+def test_gathered_parameters_inside_a_forward_that_differs() -> None:
     trace = plain(seeded(PlainInForward), routed(3, ((0, 1), (2, 0))))
-    assert_same_training(run_ranks(run_in_forward, 2, LIMITS[limits], timeout_s=60), trace)
+    for seen in run_each(run_in_forward, 2, [(limits,) for limits in LIMITS.values()], timeout_s=60):
+        assert_same_training(seen, trace)
 
 
 class PlainInForward(InForward):
@@ -305,9 +304,9 @@ def run_dead_end(rank: int, limits: dict[str, int]) -> Seen:
     return run_training(seeded(DeadEnd), [parts[rank] for parts in vectors(3)], **limits)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
-def test_a_checkpoint_whose_last_module_leads_to_nothing(limits: str) -> None:
+def test_a_checkpoint_whose_last_module_leads_to_nothing() -> None:
     """The run died of "setStorage ... out of bounds": backward had come to the second last layer, whose recomputation
     ran the last one again, and with that the layer in use was released."""
     trace = plain(seeded(DeadEnd), vectors(3))
-    assert_same_training(run_ranks(run_dead_end, 2, LIMITS[limits], timeout_s=60), trace)
+    for seen in run_each(run_dead_end, 2, [(limits,) for limits in LIMITS.values()], timeout_s=60):
+        assert_same_training(seen, trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,23 @@ LIMITS = (
 NOTHING_STAYS = dict.fromkeys(LIMITS, 0)
 # What is not persistent stays gathered after an evaluation, as in models that are not tiny.
 STAYS = {"stage3_param_persistence_threshold": 0}
-all_limits = pytest.mark.parametrize("limits", [NOTHING_STAYS, STAYS, {}], ids=["zero", "stays", "defaults"])
-both_limits = pytest.mark.parametrize("limits", [NOTHING_STAYS, {}], ids=["zero", "defaults"])
+NAMED = {"zero": NOTHING_STAYS, "stays": STAYS, "defaults": {}}
+
+
+def diagonal(others: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """(one of `others`, limits): each of both is there by default, and every pair among the slow tests."""
+    longest = max(len(others), len(names))
+    chosen = {(number % len(others), names[number % len(names)]) for number in range(longest)}
+    return [
+        pytest.param(
+            other,
+            NAMED[name],
+            id=f"{other}-{name}",
+            marks=[] if (number, name) in chosen else [pytest.mark.slow],
+        )
+        for number, other in enumerate(others)
+        for name in names
+    ]
 
 
 def stage_3(limits: dict[str, int]) -> dict[str, Any]:
@@ -78,8 +94,7 @@ def run_saves(rank: int, folder: str, limits: dict[str, int], kind: str) -> dict
     return whole(unwrapped)
 
 
-@both_limits
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.parametrize(("kind", "limits"), diagonal(["llama", "mixtral"], ["zero", "defaults"]))
 def test_accelerates_way_to_save_writes_the_files(kind: str, limits: dict[str, int], tmp_path: Path) -> None:
     """`save_pretrained(..., is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model))`
     died on rank 1: there the state dict is None, and the model was asked for one."""
@@ -121,8 +136,9 @@ def run_saves_adapter(rank: int, folder: str, limits: dict[str, int], kind: str)
 
 
 @requires(modules=("peft",))
-@both_limits
-@pytest.mark.parametrize("kind", ["lora and head", "lora of embeddings", "dora", "prompt"])
+@pytest.mark.parametrize(
+    ("kind", "limits"), diagonal(["lora and head", "lora of embeddings", "dora", "prompt"], ["zero", "defaults"])
+)
 def test_accelerates_way_to_save_an_adapter(kind: str, limits: dict[str, int], tmp_path: Path) -> None:
     """The same call on a PEFT model, whose state dict of rank 1 is None as well."""
     from peft import PeftModel
@@ -158,13 +174,12 @@ def run_merges(rank: int, folder: str, limits: dict[str, int], kind: str, safely
 
 
 @requires(modules=("peft",))
-@all_limits
-@pytest.mark.parametrize(("safely", "evaluates"), [(False, False), (True, True)])
-def test_merging_works_after_training(limits: dict[str, int], safely: bool, evaluates: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("evaluates", "limits"), diagonal([False, True], ["zero", "stays", "defaults"]))
+def test_merging_works_after_training(evaluates: bool, limits: dict[str, int], tmp_path: Path) -> None:
     """`merge_and_unload` after `train()` met torch's words about "a single memory location"; after `evaluate()`, which
     leaves weights gathered, it worked. With nothing allowed to stay whole the merged weights stay in shards, and
     `save_pretrained` says how to save them."""
-    kind = "lora and head"
+    kind, safely = "lora and head", evaluates
     runs = run_ranks(run_merges, 2, str(tmp_path), limits, kind, safely, evaluates, init=False)
     plain = with_adapter(kind)
     plain.load_state_dict(runs[0][0], strict=False)

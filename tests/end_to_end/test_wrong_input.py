@@ -82,6 +82,7 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     assert_refused(finished, "absent.json")
 
 
+@pytest.mark.slow  # as in tests/integration/test_error_report.py
 def test_all_ranks_are_refused_together(tmp_path: Path) -> None:
     finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, without_batch())], processes=2, timeout_s=TIMEOUT_S)
     assert_refused(finished, "batch", error="ConfigError")
@@ -97,11 +98,13 @@ def test_the_good_config_of_these_tests_is_accepted(tmp_path: Path) -> None:
     assert run_ranks(run_initialize_script, 2, str(write(tmp_path, GOOD)), init=False) == ["trained\n"] * 2
 
 
-# Among the default tests: of a Trainer, below, and at stage 3 tests/integration/test_dying_rank.py.
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_one_rank_raising_ends_all(stage: int, tmp_path: Path) -> None:
-    finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, with_stage(stage)), 1], processes=3, timeout_s=TIMEOUT_S)
+# Among the default tests, that of a rank at stage 3 is tests/integration/test_dying_rank.py.
+@pytest.mark.parametrize(
+    ("stage", "processes"), [(2, 2), *(pytest.param(stage, 3, marks=pytest.mark.slow) for stage in (0, 1, 2, 3))]
+)
+def test_one_rank_raising_ends_all(stage: int, processes: int, tmp_path: Path) -> None:
+    words = [write(tmp_path, with_stage(stage)), 1]
+    finished = launch(INITIALIZE_SCRIPT, words, processes=processes, timeout_s=TIMEOUT_S)
     assert_refused(finished, "a fault in the user's model", error="RuntimeError")
     assert "trained" not in finished.output.splitlines()
 
@@ -145,6 +148,7 @@ def test_a_trainer_refuses_before_it_trains(config: Any, kind: str, tmp_path: Pa
     assert raised.value.kind == kind, raised.value
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_trainer_raising_ends_all(tmp_path: Path) -> None:
     words = trainer_words(tmp_path, Case(stage=2).ds_config, "--fail_on_rank", "1")
     finished = launch(SCRIPT, words, processes=2, timeout_s=TIMEOUT_S)

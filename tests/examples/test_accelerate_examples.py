@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
+import runpy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,9 +19,10 @@ from transformers import AutoModelForSequenceClassification
 
 from tests.examples.conftest import EXAMPLES
 from tests.support.launch import Finished, a_port, accelerate, launch
+from tests.support.ranks import run_ranks
 
 NLP, CONFIG = EXAMPLES / "nlp_accelerate.py", EXAMPLES / "config_support.py"
-SMALL = ("--cpu", "--limit", "320", "--epochs", "1", "--batch_size", "8")
+SMALL = ("--cpu", "--limit", "96", "--epochs", "1", "--batch_size", "8")
 TIMEOUT_S = 250
 
 Run = Callable[[Path, Sequence[object]], Finished]
@@ -43,6 +49,29 @@ def by_plain_python(script: Path, words: Sequence[object]) -> Finished:
     return launch(script, words, timeout_s=TIMEOUT_S)
 
 
+def run_as_main(rank: int, script: Path, words: list[str]) -> str:
+    """Its output."""
+    if os.environ["WORLD_SIZE"] == "1":
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name)
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *words]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        runpy.run_path(str(script), run_name="__main__")
+    return said.getvalue()
+
+
+def by_a_fork(script: Path, words: Sequence[object], world: int = 1) -> Finished:
+    """As by plain Python, without paying for imports."""
+    said = run_ranks(run_as_main, world, script, list(map(str, words)), init=False, timeout_s=TIMEOUT_S)
+    return Finished(0, said[0], 0.0, 0)
+
+
+def by_two_forks(script: Path, words: Sequence[object]) -> Finished:
+    """As by torchrun."""
+    return by_a_fork(script, words, world=2)
+
+
 def result(done: Finished) -> tuple[str, list[str]]:
     """The last line, and what was said of the epochs without their seconds."""
     done.check()
@@ -58,9 +87,11 @@ def numbers(line: str) -> list[float]:
 @pytest.mark.parametrize(
     ("script", "run"),
     [
-        pytest.param(NLP, by_accelerate, id="nlp-accelerate"),
+        pytest.param(NLP, by_two_forks, id="nlp-forks"),
+        pytest.param(NLP, by_accelerate, id="nlp-accelerate", marks=pytest.mark.slow),
         pytest.param(NLP, by_plain_python, id="nlp-python", marks=pytest.mark.slow),
-        pytest.param(CONFIG, by_plain_python, id="config-python"),
+        pytest.param(CONFIG, by_a_fork, id="config-fork"),
+        pytest.param(CONFIG, by_plain_python, id="config-python", marks=pytest.mark.slow),
     ],
 )
 def test_the_example_trains(script: Path, run: Run, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_four_ranks_train_as_one_process() -> None:
     _check([("mixtral", 1, 2, "eager"), ("mixtral", 3, 2, "grouped_mm"), ("gpt-oss", 2, 2, "batched_mm")], 4)
 
 
+@pytest.mark.slow  # a pair of tests/products
 def test_copies_of_the_states() -> None:
     """Two copies: in each, both ranks hold all experts between them."""
     _check([("mixtral", 2, 2, "eager"), ("qwen3", 3, 2, "eager")], 4, hf_zero={"shard_group": 2})

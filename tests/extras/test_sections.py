@@ -220,7 +220,7 @@ def sections(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(config=sections(), world=st.sampled_from([1, 2, 8]))
 def test_nonsense_gives_policies_or_errors_with_a_place(config: dict[str, Any], world: int) -> None:
     check_nonsense(config, world)

@@ -294,6 +294,7 @@ def test_a_script_tells_a_reader_what_runs() -> None:
     assert "  rank 1: [a, b]" in text and "stage 2, 2 ranks, sgd" in text
 
 
+@pytest.mark.slow  # what it is made of is compared above
 def test_a_script_runs_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(script_of(by_hand("adamw"), "ok", path.name))

@@ -32,6 +32,9 @@ print("LOSSES", *losses)
 """
 
 
+# Among the default tests, test_launch_flag.py trains under `--use_hf_zero`, and scenario 3 of test_launch_scenarios.py
+# asks for DeepSpeed.
+@pytest.mark.slow
 def test_the_launcher_starts_a_script_on_our_engine(full: Site, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
-from hf_zero.integration.names.unsupported import with_homes
+from hf_zero.integration.names.unsupported import SAME_MODULE, all_homes, with_homes
 from tests.integration.sites import ROOT, Site
 from tests.support import deepspeed_names
+from tests.support.ranks import run_ranks
 
 FRANK = "hf_zero answers as deepspeed here and has no {name!r}: docs/features.md"
 
@@ -92,23 +96,25 @@ def test_every_module_of_deepspeed_imports_at_once_and_loads_nothing(bare: Site)
     assert bare.ask(code) == [True, [], [], False, True]
 
 
-def test_every_name_of_the_alias_exists_and_comes_from_its_home(full: Site) -> None:
+def run_walk(rank: int) -> tuple[int, list[str]]:
+    """(number of names, those that cannot be had)."""
+    names, broken = 0, []
+    for module in [
+        importlib.import_module(f"deepspeed.{n}".rstrip(".")) for n in {*MODULES, *all_homes(), *SAME_MODULE}
+    ]:
+        for name in dir(module):
+            names += 1
+            try:
+                getattr(module, name)
+            except Exception as error:  # noqa: BLE001 (whatever it is, the name is not there)
+                broken.append(f"{module.__name__}.{name}: {error!r}")
+    return names, broken
+
+
+def test_every_name_of_the_alias_exists_and_comes_from_its_home() -> None:
     """Walks the alias by `dir`, so that a home that moved, or a name misspelled in a table, fails here."""
-    code = f"""
-        import importlib, sys
-        from hf_zero.integration.names.unsupported import SAME_MODULE, all_homes
-        wanted = {{*open({str(deepspeed_names.MODULES)!r}).read().split(), *all_homes(), *SAME_MODULE}}
-        names, broken = 0, []
-        for module in [importlib.import_module(f"deepspeed.{{name}}".rstrip(".")) for name in sorted(wanted)]:
-            for name in dir(module):
-                names += 1
-                try:
-                    getattr(module, name)
-                except Exception as error:
-                    broken.append(f"{{module.__name__}}.{{name}}: {{error!r}}")
-        answer = [names > 5000, broken]
-    """
-    assert full.ask(code) == [True, []]
+    ((names, broken),) = run_ranks(run_walk, 1, init=False)
+    assert names > 5000 and broken == []
 
 
 @pytest.mark.oracle
@@ -173,27 +179,29 @@ def test_a_missing_name_says_who_answers(bare: Site, name: str) -> None:
     assert by_attribute.startswith(expected) and by_import.startswith(expected) and there is False
 
 
-def test_stage_3_names_are_what_they_are_called(full: Site) -> None:
+def run_stage_3_names(rank: int) -> dict[str, Any]:
+    import deepspeed
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+    from deepspeed.utils import safe_get_full_fp32_param, set_z3_leaf_modules
+
+    zero, model = deepspeed.zero, nn.Sequential(nn.Linear(2, 2))
+    with zero.GatheredParameters(model.parameters(), modifier_rank=0) as nothing, zero.Init(enabled=False):
+        model[0].weight.data.fill_(1)  # type: ignore[union-attr, operator]
+    return {
+        "contexts": [hasattr(kind, "__enter__") for kind in (zero.Init, zero.GatheredParameters)],
+        "nothing": nothing,
+        "statuses": {status.name: status.value for status in ZeroParamStatus},
+        "same": ZeroParamStatus is zero.ZeroParamStatus,
+        "leaves": [type(found).__name__ for found in set_z3_leaf_modules(model, [nn.Linear])],
+        "untrained": safe_get_full_fp32_param(model[0].weight),
+        "external": [callable(zero.register_external_parameter), callable(zero.unregister_external_parameter)],
+    }
+
+
+def test_stage_3_names_are_what_they_are_called() -> None:
     """What transformers, accelerate, trl and peft take from these modules, and how they take it."""
-    code = """
-        import deepspeed
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-        from deepspeed.utils import safe_get_full_fp32_param, set_z3_leaf_modules
-        from torch import nn
-        zero, model = deepspeed.zero, nn.Sequential(nn.Linear(2, 2))
-        with zero.GatheredParameters(model.parameters(), modifier_rank=0) as nothing, zero.Init(enabled=False):
-            model[0].weight.data.fill_(1)
-        answer = {
-            "contexts": [hasattr(kind, "__enter__") for kind in (zero.Init, zero.GatheredParameters)],
-            "nothing": nothing,
-            "statuses": {status.name: status.value for status in ZeroParamStatus},
-            "same": ZeroParamStatus is zero.ZeroParamStatus,
-            "leaves": [type(found).__name__ for found in set_z3_leaf_modules(model, [nn.Linear])],
-            "untrained": safe_get_full_fp32_param(model[0].weight),
-            "external": [callable(zero.register_external_parameter), callable(zero.unregister_external_parameter)],
-        }
-    """
-    assert full.ask(code) == {
+    (found,) = run_ranks(run_stage_3_names, 1, init=False)
+    assert found == {
         "contexts": [True, True],
         "nothing": None,
         "statuses": {"AVAILABLE": 1, "NOT_AVAILABLE": 2, "INFLIGHT": 3},

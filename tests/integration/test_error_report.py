@@ -18,13 +18,15 @@ from tests.support.launch import launch
 
 SCRIPT = """
 import os, sys
-from transformers import TrainingArguments
-if sys.argv[1] == "ours":
-    config = {"zero_optimization": {"stagee": 3}, "optimizer": {"type": "AdamW", "params": {}}}
-    TrainingArguments("out", deepspeed=config, use_cpu=True, report_to=[])
+wrong = {"zero_optimization": {"stagee": 3}, "optimizer": {"type": "AdamW", "params": {}}}
+if sys.argv[1] == "of a Trainer":
+    from transformers import TrainingArguments
+    TrainingArguments("out", deepspeed=wrong, use_cpu=True, report_to=[])
 import deepspeed
 deepspeed.init_distributed()
 import torch
+if sys.argv[1] == "ours":
+    deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 2, **wrong})
 engine = deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 2, "optimizer":
     {"type": "AdamW", "params": {}}})[0]
 if os.environ["RANK"] == "1":
@@ -37,6 +39,7 @@ engine.backward(engine(torch.zeros(1, 2)).sum())
     ("kind", "cause"),
     [
         ("ours", "zero_optimization.stagee"),
+        pytest.param("of a Trainer", "zero_optimization.stagee", marks=pytest.mark.slow),
         pytest.param("theirs", "KeyError: 'no such column'", marks=pytest.mark.slow),
     ],
 )
@@ -48,7 +51,7 @@ def test_torchrun_ends_with_the_cause(tmp_path: Path, kind: str, cause: str) -> 
     box = ended.output[ended.output.index("Root Cause") :]
     assert cause in box, ended.output
     assert "To enable traceback" not in box
-    if kind == "ours":
+    if kind != "theirs":
         assert ended.output.count("Traceback (most recent call last)") == 2, "one is torchrun's own"
         assert "rank 1: ConfigError: " in ended.output
         last = [line for line in ended.output.splitlines() if line.strip(" =-")][-1]

@@ -108,8 +108,8 @@ CASES = (
         machine=(("distributed_type", "DEEPSPEED"), ("num_processes", 2), ("machine_rank", 0), ("num_machines", 1),
                  ("main_training_function", "main"), ("downcast_bf16", "no"), ("rdzv_backend", "static"),
                  ("same_network", True), ("enable_cpu_affinity", False)),
+        # Among the default tests, such files are those of test_launch_scenarios.py.
         reports=(("type", "DEEPSPEED"), ("HF_ZERO", ""), ("engine", "hf_zero.api.engine"), *ON_CPU, ("updates", 8)),
-        slow=False,
     ),
     Case(
         "a file of accelerate's for several GPUs, and the flag",

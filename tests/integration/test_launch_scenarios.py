@@ -122,6 +122,7 @@ def test_scenario_3_flags_fill_the_autos(full: Site, tmp_path: Path) -> None:
     ) in output
 
 
+@pytest.mark.slow  # the file is as in scenario 1, and flags as in scenario 3
 def test_flags_against_a_fixed_file_lose(full: Site, tmp_path: Path) -> None:
     code, output = launched(full, tmp_path, FILE_ALONE, FIXED, "--zero_stage=1", "--gradient_clipping=0.5")
     assert code == 0, output

@@ -10,7 +10,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -28,7 +27,7 @@ hf_zero.install()
 
 from accelerate import Accelerator  # noqa: E402
 
-from tests.api.test_several_engines import IDS, KINDS  # noqa: E402
+from tests.api.test_several_engines import kinds  # noqa: E402
 from tests.integration.flows import accelerator, arguments, clean  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
@@ -97,7 +96,7 @@ def save_in_every_way(rank: int, folder: Path, stage: int, limits: dict[str, int
         run.save_model(str(folder / f"{kind}-trainer"))
 
 
-@pytest.mark.parametrize(("stage", "limits"), KINDS, ids=IDS)
+@kinds("2", "3-limits-0")
 def test_files_have_the_names_of_plain_saving(stage: int, limits: dict[str, int], tmp_path: Path) -> None:
     plain = plain_names(tmp_path / "plain")
     assert (len(plain["t5-pretrained"]), len(t5().state_dict())) == (47, 50)

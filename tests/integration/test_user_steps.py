@@ -20,12 +20,11 @@ import hf_zero
 hf_zero.install()
 
 from tests.api.test_several_engines import (  # noqa: E402
-    IDS,
-    KINDS,
     RANKS,
     ROWS,
     Weights,
     ds,
+    kinds,
     models,
     noise,
     optimizer,
@@ -146,7 +145,7 @@ def run_loop(rank: int, loop: Callable[[Pair, int], None], stage: int, limits: d
     return [dict(engine.module_state_dict()) for engine in (together.maker, together.judge)]
 
 
-@pytest.mark.parametrize(("stage", "limits"), KINDS, ids=IDS)
+@kinds("1", "3-limits-0")
 def test_a_script_trains_as_without_an_engine(stage: int, limits: dict[str, int]) -> None:
     plain = [train_plainly(loop) for loop in LOOPS]
     for results in run_ranks(run_loops, RANKS, stage, limits, init=False):

@@ -1,6 +1,7 @@
 """Launches of every Triton kernel on CPU tensors, for tests.support.compilation, which compiles and runs nothing.
 
-QUICK has every kernel in the two ways that differ most, ALL every combination of dtypes and options that an engine has:
+FEW has every kernel with all options, QUICK without any as well, which is where kernels differ most, ALL every
+combination of dtypes and options that an engine has:
 
     masters      fp32 (beside bf16, fp16 or no lp_param), or bf16 alone, rounded to nearest or stochastically
     gradients    in their own dtype or that of accumulation
@@ -129,8 +130,7 @@ def with_seeds() -> None:
         update("lion", Types(BF16, None, weight=BF16), FLAG, seed)
 
 
-QUICK = [
-    *(Launch(partial(update, name, PLAIN, HOST_KNOWS)) for name in (*KERNELS, "adam8")),
+FEW = [
     *(Launch(partial(update, name, FULL, FLAG_AND_SCALE)) for name in (*KERNELS, "adam8")),
     *(Launch(partial(update, name, ALONE, FLAG_AND_SCALE, 7)) for name in ("adamw", "sgd with nesterov", "adam8")),
     Launch(partial(squares, BF16)),
@@ -141,6 +141,7 @@ QUICK = [
     Launch(with_integers),
     Launch(with_seeds),
 ]
+QUICK = [*(Launch(partial(update, name, PLAIN, HOST_KNOWS)) for name in (*KERNELS, "adam8")), *FEW]
 
 
 # Vectors that begin and end anywhere.

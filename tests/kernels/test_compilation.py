@@ -59,19 +59,25 @@ def examine(compiled: list[Compiled], backend: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
-    return compile_apart("tests.kernels.launches", "cuda", 90, tmp_path_factory.mktemp("quick"))
+def few(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
+    return compile_apart("tests.kernels.launches", "cuda", 90, tmp_path_factory.mktemp("few"), launches="FEW")
 
 
-def test_every_kernel_compiles(quick: list[Compiled]) -> None:
+def test_every_kernel_compiles(few: list[Compiled]) -> None:
     """Three helpers named Python's `Any` in their annotations. Triton's interpreter, under which all other tests of
     these kernels run, does not look at annotations; the compiler does, and refuses. So on a GPU the first step of
     every optimizer ended in a CompilationError, and no test said so."""
-    examine(quick, "cuda")
+    examine(few, "cuda")
 
 
 def test_every_kernel_compiles_for_amd(tmp_path: Path) -> None:
-    examine(compile_apart("tests.kernels.launches", "hip", "gfx942", tmp_path), "hip")
+    examine(compile_apart("tests.kernels.launches", "hip", "gfx942", tmp_path, launches="FEW"), "hip")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "arch"), TARGETS)
+def test_every_kernel_compiles_without_options(backend: str, arch: int | str, tmp_path: Path) -> None:
+    examine(compile_apart("tests.kernels.launches", backend, arch, tmp_path, 600), backend)
 
 
 @pytest.mark.slow
@@ -87,14 +93,15 @@ def _without(entry: Compiled, flag: str) -> bool:
     return entry.signature["gradient"] == "*bf16" and entry.signature[flag] == "constexpr"
 
 
-def test_numbers_make_no_specialisation(quick: list[Compiled]) -> None:
+def test_numbers_make_no_specialisation(few: list[Compiled]) -> None:
     """`"weight_decay": 0` in ds.json came to the kernel as an integer, for which it was compiled once more than for
     0.1; and a seed that happened to be 1 or a multiple of 16 cost a compilation in the middle of training."""
-    with_integers = [entry for entry in quick if entry.kernel.endswith("._adam") and _without(entry, "skip")]
-    with_seeds = [entry for entry in quick if entry.kernel.endswith("._lion") and entry.signature["weight"] == "*bf16"]
+    with_integers = [entry for entry in few if entry.kernel.endswith("._adam") and _without(entry, "skip")]
+    with_seeds = [entry for entry in few if entry.kernel.endswith("._lion") and entry.signature["weight"] == "*bf16"]
     assert [entry.signature["lr"] for entry in with_integers] == ["fp32"] and len(with_seeds) == 1
 
 
+@pytest.mark.slow  # of what `examine` asks, on kernels that are not ours
 def test_faults_are_found(tmp_path: Path) -> None:
     """What is checked of every kernel fails where a kernel has the fault."""
     found = compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="FAULTY")
@@ -115,6 +122,7 @@ def test_what_costs_more_has_a_reason() -> None:
     assert all(entry.why and ELEMENTWISE["cuda"] != entry.cuda for entry in EXCESS.values())
 
 
+@pytest.mark.slow  # a compiler's process for one helper
 def test_what_the_compiler_refuses_fails(tmp_path: Path) -> None:
     """The fault that began all this: a helper with `Any` in its annotations."""
     with pytest.raises(AssertionError, match=r"(?s)faulty_kernels for cuda 90 failed:.*\bAny\b"):

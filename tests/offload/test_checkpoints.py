@@ -10,7 +10,7 @@ import torch
 
 from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train, weights_of
 from tests.offload.test_offload import CPU, on_drive
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each
 
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -38,13 +38,10 @@ def test_checkpoints_interchange(stage: int, accumulation: int, bf16: bool, tmp_
     zero: dict[str, Any] = on_drive(drive, parameters=stage == 3)
     offloaded = Run(stage, zero=zero, bf16=bf16, accumulation=accumulation, clip=0.05)
     on_host = Run(stage, zero=CPU, bf16=bf16, accumulation=accumulation, clip=0.05)
-    expected = run_ranks(train_and_save, 2, 2, plain, str(tmp_path / "plain"))
-    for outcome in (
-        run_ranks(train_and_save, 2, 2, offloaded, str(tmp_path / "offloaded")),
-        run_ranks(load_and_train, 2, 2, offloaded, str(tmp_path / "plain")),
-        run_ranks(load_and_train, 2, 2, plain, str(tmp_path / "offloaded")),
-        run_ranks(load_and_train, 2, 2, on_host, str(tmp_path / "offloaded")),
-    ):
+    first, second = str(tmp_path / "plain"), str(tmp_path / "offloaded")
+    expected, saved = run_each(train_and_save, 2, [(2, plain, first), (2, offloaded, second)])
+    loads = [(2, offloaded, first), (2, plain, second), (2, on_host, second)]
+    for outcome in (saved, *run_each(load_and_train, 2, loads)):
         for ours, wanted in zip(outcome, expected, strict=True):
             assert_same_bits(ours, wanted)
 
@@ -72,9 +69,8 @@ def read_and_write(rank: int, run: Run) -> tuple[list[torch.Tensor], dict[str, t
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_single_parameters_can_be_read_and_set(stage: int, tmp_path: Path) -> None:
-    expected = run_ranks(read_and_write, 2, Run(stage))
-    for ours, wanted in zip(
-        run_ranks(read_and_write, 2, Run(stage, zero=on_drive(tmp_path, parameters=stage == 3))), expected, strict=True
-    ):
+    offloaded = Run(stage, zero=on_drive(tmp_path, parameters=stage == 3))
+    outcomes, expected = run_each(read_and_write, 2, [(offloaded,), (Run(stage),)])
+    for ours, wanted in zip(outcomes, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours[0], wanted[0], strict=True))
         assert all(torch.equal(ours[1][name], value) for name, value in wanted[1].items())

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from hf_zero.api import parameter_access
+from hf_zero.api.entry import initialize
 from hf_zero.offload.nvme import swap_store as drives
 from hf_zero.offload.nvme.requests import FileAccess
 from hf_zero.offload.vector import StorageError
@@ -21,7 +20,7 @@ from tests.offload.offload_runs import ROWS, Run, engine_for, train, train_run, 
 from tests.offload.refusing_access import RefusingAccess
 from tests.offload.test_offload import on_drive
 from tests.support.models import mlp_batches
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import RankFailure, run_each, run_ranks
 
 
 class FailingOnce(RefusingAccess):
@@ -73,8 +72,8 @@ def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: 
 @pytest.mark.parametrize(
     ("stage", "where", "verb", "error"),
     [
-        (2, "update", "read", errno.EIO),
-        (1, "update", "write", errno.ENOSPC),
+        pytest.param(2, "update", "read", errno.EIO, marks=pytest.mark.slow),  # as at stage 3, too
+        pytest.param(1, "update", "write", errno.ENOSPC, marks=pytest.mark.slow),  # as at stage 3
         (2, "backward", "write", errno.ENOSPC),
         (3, "update", "read", errno.EIO),
         (3, "forward, of parameters", "read", errno.EIO),
@@ -93,8 +92,7 @@ def test_all_ranks_stop_with_path_and_bytes(stage: int, where: str, verb: str, e
         assert f"rank 1: could not {verb}" in message and os.strerror(error) in message and str(drive) in message
         assert "bytes at" in message
     assert not list(drive.iterdir()), "nothing is left on the drive"
-    reference = run_ranks(load_and_go_on, 2, Run(stage), str(saved))
-    resumed = run_ranks(load_and_go_on, 2, run, str(saved))
+    reference, resumed = run_each(load_and_go_on, 2, [(Run(stage), str(saved)), (run, str(saved))])
     assert all(torch.equal(resumed[0][name], value) for name, value in reference[0].items())
 
 
@@ -219,7 +217,7 @@ def killed_in_update(rank: int, run: Run, folder: str) -> None:
     train(engine, run, rank, 2, first=1, steps=3)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_rank_killed_in_its_update_costs_the_step_and_nothing_else(stage: int, tmp_path: Path) -> None:
     drive, saved = tmp_path / "drive", tmp_path / "saved"
     drive.mkdir()
@@ -228,33 +226,30 @@ def test_a_rank_killed_in_its_update_costs_the_step_and_nothing_else(stage: int,
         run_ranks(killed_in_update, 2, run, str(saved))
     assert (caught.value.rank, caught.value.kind) == (1, "Died")
     assert list(drive.iterdir()), "what the killed rank left"
-    [resumed, _] = run_ranks(load_and_go_on, 2, run, str(saved))
-    [expected, _] = run_ranks(load_and_go_on, 2, Run(stage), str(saved))
+    [resumed, _], [expected, _] = run_each(load_and_go_on, 2, [(run, str(saved)), (Run(stage), str(saved))])
     assert all(torch.equal(resumed[name], value) for name, value in expected.items())
     assert not list(drive.iterdir())
 
 
-KILLED = """
-import os, signal, sys, torch
-from hf_zero import initialize
-model = torch.nn.Linear(50, 50)
-place = {"device": "nvme", "nvme_path": sys.argv[1]}
-engine, *_ = initialize(model=model, model_parameters=model.parameters(), config={
-    "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"},
-    "zero_optimization": {"stage": 2, "offload_optimizer": place}})
-for number in range(3):
-    if number == 2:
-        stager, each = engine.optimizer.updater.stager, engine.optimizer.updater.stager.each
-        engine.optimizer.updater.stager.each = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
-    engine.backward(engine(torch.ones(2, 50)).square().mean())
-    engine.step()
-"""
+def killed_alone(rank: int, drive: str) -> None:
+    """A program of one process is killed where its third update begins."""
+    model = torch.nn.Linear(50, 50)
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": drive}}
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
+    engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
+    for number in range(3):
+        if number == 2:
+            engine.optimizer.updater.stager.each = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        engine.backward(engine(torch.ones(2, 50)).square().mean())
+        engine.step()
 
 
 def test_what_a_killed_run_leaves_goes_with_the_next(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(killed_alone, 1, str(tmp_path))
+    assert (caught.value.rank, caught.value.kind) == (0, "Died")
     assert len(list(tmp_path.iterdir())) == 1
-    [outcome] = run_ranks(train_run, 1, 1, Run(2, zero=on_drive(tmp_path, parameters=False)))
-    assert outcome[0] == run_ranks(train_run, 1, 1, Run(2))[0][0]
+    runs = Run(2, zero=on_drive(tmp_path, parameters=False)), Run(2)
+    [outcome], [expected] = run_each(train_run, 1, [(1, run) for run in runs])
+    assert outcome[0] == expected[0]
     assert not list(tmp_path.iterdir())

@@ -25,10 +25,10 @@ SMALLEST = 64 * 4  # bytes of the smallest thing that a step could leave behind:
 
 
 def levels(rank: int, run: Run) -> list[tuple[int, int, int]]:
-    """(bytes of live tensors, of files, number of threads) after 5, 25 and 45 steps."""
+    """(bytes of live tensors, of files, number of threads) after 5, 13 and 21 steps."""
     engine = engine_for(run, 2)
     found = []
-    for steps in (5, 20, 20):
+    for steps in (5, 8, 8):
         train(engine, run, rank, 2, first=engine.global_steps, steps=steps)
         engine.optimizer.updater.stager.flush()  # how many buffers are under way is a matter of luck; now none is
         places = engine.gradients.assembly.placements

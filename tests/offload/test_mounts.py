@@ -17,7 +17,7 @@ from hf_zero.offload.vector import StorageError
 from tests.offload.offload_runs import Run, engine_for, train
 from tests.offload.test_faults import load_and_go_on
 from tests.offload.test_offload import on_drive
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 
 MB = 1 << 20
 IMAGE_BYTES = 16 * MB
@@ -96,7 +96,7 @@ def fill_up(rank: int, run: Run, folder: str, saved: str) -> str:
     return "trained on"
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("kind", [pytest.param("tmpfs", marks=pytest.mark.slow), "ext4"])
 def test_a_drive_that_somebody_else_fills_stops_all_ranks(kind: str, mount: Mount, tmp_path: Path) -> None:
     folder = mount(size=4 * MB) if kind == "tmpfs" else mount(image=tmp_path / "image")
     optimizer = (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5})
@@ -106,8 +106,8 @@ def test_a_drive_that_somebody_else_fills_stops_all_ranks(kind: str, mount: Moun
         assert "bytes more, and the drive has" in message and "No space left" in message and str(folder) in message
     (folder / "of somebody else").unlink()
     assert not list(folder.glob("hf_zero_swap*"))
-    [ours, _] = run_ranks(load_and_go_on, 2, run, str(saved))
-    [expected, _] = run_ranks(load_and_go_on, 2, Run(2, optimizer=optimizer), str(saved))
+    runs = [(run, str(saved)), (Run(2, optimizer=optimizer), str(saved))]
+    [ours, _], [expected, _] = run_each(load_and_go_on, 2, runs)
     assert all(torch.equal(ours[name], value) for name, value in expected.items())
 
 
@@ -127,7 +127,7 @@ def lose_the_disk(rank: int, run: Run, image: str, saved: str) -> str:
     return "trained on"
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_disk_that_gives_errors_stops_all_ranks_and_training_resumes_elsewhere(
     stage: int, mount: Mount, tmp_path: Path
 ) -> None:
@@ -137,6 +137,6 @@ def test_a_disk_that_gives_errors_stops_all_ranks_and_training_resumes_elsewhere
         assert "could not read" in message and "Input/output error" in message and str(folder) in message
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    [ours, _] = run_ranks(load_and_go_on, 2, Run(stage, zero=on_drive(elsewhere, parameters=stage == 3)), str(saved))
-    [expected, _] = run_ranks(load_and_go_on, 2, Run(stage), str(saved))
+    moved = Run(stage, zero=on_drive(elsewhere, parameters=stage == 3))
+    [ours, _], [expected, _] = run_each(load_and_go_on, 2, [(moved, str(saved)), (Run(stage), str(saved))])
     assert all(torch.equal(ours[name], value) for name, value in expected.items())

@@ -13,14 +13,14 @@ from hf_zero.api.entry import initialize
 from hf_zero.api.zero_init import Init
 from tests.offload.offload_runs import Run, assert_same_bits, train, train_run, weights_of
 from tests.support.models import AwkwardMLP
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each
 
 CPU = {"offload_optimizer": {"device": "cpu"}, "sub_group_size": 64}
 
 
 def check(run: Run, world: int, offload: dict[str, Any]) -> None:
-    expected = run_ranks(train_run, world, world, run)
-    for outcome, wanted in zip(run_ranks(train_run, world, world, replace(run, zero=offload)), expected, strict=True):
+    expected, outcomes = run_each(train_run, world, [(world, run), (world, replace(run, zero=offload))])
+    for outcome, wanted in zip(outcomes, expected, strict=True):
         assert_same_bits(outcome, wanted)
 
 
@@ -67,8 +67,7 @@ def test_a_drive_gives_the_same_bits_and_is_left_empty(run: Run, world: int, tmp
 def test_units_of_a_lone_rank_give_the_same_weights(tmp_path: Any) -> None:
     """Without offload one rank has no units, so the norm is added up in another order; nothing else may differ."""
     run, offloaded = Run(3), Run(3, zero=on_drive(tmp_path, parameters=True))
-    [(numbers, weights)] = run_ranks(train_run, 1, 1, offloaded)
-    [(expected_numbers, expected_weights)] = run_ranks(train_run, 1, 1, run)
+    [(numbers, weights)], [(expected_numbers, expected_weights)] = run_each(train_run, 1, [(1, offloaded), (1, run)])
     assert numbers[::2] == expected_numbers[::2], "losses"
     assert numbers[1::2] == pytest.approx(expected_numbers[1::2], rel=1e-6), "norms"
     assert_same_bits(([], weights), ([], expected_weights))
@@ -99,8 +98,8 @@ def train_born_in_shards(rank: int, world: int, run: Run, drive: str) -> tuple[l
 
 def test_a_model_born_on_the_drive_trains_and_loads_like_any(tmp_path: Path) -> None:
     """Whole models do not fit where parameters are offloaded, so shards go to the drive module by module."""
-    expected = run_ranks(train_born_in_shards, 2, 2, Run(3), "")
     run = Run(3, zero=on_drive(tmp_path, parameters=True))
-    for ours, wanted in zip(run_ranks(train_born_in_shards, 2, 2, run, str(tmp_path)), expected, strict=True):
+    outcomes, expected = run_each(train_born_in_shards, 2, [(2, run, str(tmp_path)), (2, Run(3), "")])
+    for ours, wanted in zip(outcomes, expected, strict=True):
         assert_same_bits(ours, wanted)
     assert not list(tmp_path.iterdir())

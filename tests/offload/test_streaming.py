@@ -21,7 +21,7 @@ from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train,
 from tests.offload.test_checkpoints import load_and_train, train_and_save
 from tests.support.late import Late
 from tests.support.models import mlp_batches
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 
 HOST = {"offload_param": {"device": "cpu"}, "sub_group_size": 64}
 LAST_NORM = {"clipping": "last_norm"}
@@ -80,8 +80,8 @@ def test_ties_are_rare_and_a_nan_stays_one() -> None:
 )
 def test_the_same_bits_as_stage_3(changes: dict[str, Any], world: int) -> None:
     """Which parameters are used differs from rank to rank: what this rank has no gradient of waits for the step."""
-    expected = run_ranks(train_run, world, world, run_of(**changes))
-    for outcome, wanted in zip(run_ranks(train_run, world, world, run_of({}, **changes)), expected, strict=True):
+    outcomes, expected = run_each(train_run, world, [(world, run_of({}, **changes)), (world, run_of(**changes))])
+    for outcome, wanted in zip(outcomes, expected, strict=True):
         if world == 1:  # units of a lone rank: squares are added up in another order
             assert outcome[0] == pytest.approx(wanted[0], rel=1e-6)
             outcome = (wanted[0], outcome[1])
@@ -113,22 +113,19 @@ def test_the_same_bits_on_a_device(early: float, masters: str) -> None:
 
 def test_checkpoints_go_into_plain_stage_3_and_back(tmp_path: Path) -> None:
     plain, streamed = run_of(), run_of({})
-    expected = run_ranks(train_and_save, 2, 2, plain, str(tmp_path / "plain"))
-    for outcome in (
-        run_ranks(train_and_save, 2, 2, streamed, str(tmp_path / "streamed")),
-        run_ranks(load_and_train, 2, 2, streamed, str(tmp_path / "plain")),
-        run_ranks(load_and_train, 2, 2, plain, str(tmp_path / "streamed")),
-        run_ranks(load_and_train, 2, 2, streamed, str(tmp_path / "streamed")),
-    ):
+    first, second = str(tmp_path / "plain"), str(tmp_path / "streamed")
+    expected, saved = run_each(train_and_save, 2, [(2, plain, first), (2, streamed, second)])
+    loads = [(2, streamed, first), (2, plain, second), (2, streamed, second)]
+    for outcome in (saved, *run_each(load_and_train, 2, loads)):
         for ours, wanted in zip(outcome, expected, strict=True):
             assert_same_bits(ours, wanted)
 
 
 def test_states_of_16_bits_go_into_plain_stage_3(tmp_path: Path) -> None:
     [expected] = run_ranks(train_and_save, 1, 1, run_of({"states": "bf16"}), str(tmp_path / "bf16"))
-    [again] = run_ranks(load_and_train, 1, 1, run_of({"states": "bf16"}), str(tmp_path / "bf16"))
+    loads = [(1, run, str(tmp_path / "bf16")) for run in (run_of({"states": "bf16"}), run_of())]
+    [again], [plain] = run_each(load_and_train, 1, loads)
     assert_same_bits(again, expected)
-    [plain] = run_ranks(load_and_train, 1, 1, run_of(), str(tmp_path / "bf16"))
     assert plain[0] == pytest.approx(expected[0], rel=0.02)
 
 

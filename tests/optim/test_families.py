@@ -25,17 +25,17 @@ STEPS = 200
 SHAPES = [(7, 5), (11,), (3, 2, 4), (1,)]
 
 
-def made_up() -> tuple[list[Tensor], list[list[Tensor]]]:
+def made_up(num_steps: int = STEPS) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Weights, and gradients by step: noise around a drift, so that momentum matters."""
     generator = torch.Generator().manual_seed(7)
     weights = [torch.randn(shape, generator=generator) for shape in SHAPES]
     drift = [0.3 * torch.randn(shape, generator=generator) for shape in SHAPES]
-    steps = [[mean + torch.randn(mean.shape, generator=generator) for mean in drift] for _ in range(STEPS)]
+    steps = [[mean + torch.randn(mean.shape, generator=generator) for mean in drift] for _ in range(num_steps)]
     return weights, steps
 
 
-def alone(kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]) -> list[Tensor]:
-    weights, steps = made_up()
+def alone(kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], num_steps: int = STEPS) -> list[Tensor]:
+    weights, steps = made_up(num_steps)
     parameters = [nn.Parameter(weight.clone()) for weight in weights]
     optimizer = kind(parameters, **options)
     for gradients in steps:
@@ -153,12 +153,13 @@ ON_SHARDS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.lengthy
+@pytest.mark.parametrize("num_steps", [40, pytest.param(STEPS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "options"), ON_SHARDS)
-def test_on_shards_as_alone(kind: Any, options: dict[str, Any], world: int) -> None:
+def test_on_shards_as_alone(kind: Any, options: dict[str, Any], world: int, num_steps: int) -> None:
     """Shard borders cut through parameters; LAMB's trust ratio is that of the whole parameter all the same."""
-    weights, steps = made_up()
-    assert_close(run_sharded(kind, options, weights, steps, world), alone(kind, options))
+    weights, steps = made_up(num_steps)
+    assert_close(run_sharded(kind, options, weights, steps, world), alone(kind, options, num_steps))
 
 
 def test_state_can_be_saved_and_restored() -> None:

@@ -26,6 +26,24 @@ ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"gpu": "h100", "gpus_per_node": 1, "device_memory": "8G", "host_memory": "64G", "disk": "1T"}
 
 
+_TRACES: dict[str, Trace] = {}
+
+
+@pytest.fixture(autouse=True)
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing takes seconds, and most tests ask for the same model with the same samples."""
+
+    def kept(model: PlannedModel, training: Training, **options: Any) -> Trace:
+        run = training.micro_batch, training.length, training.sequence_parallel
+        config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
+        key = repr((config, model.dtype, model.num_parameters, run, sorted(options.items())))
+        if key not in _TRACES:
+            _TRACES[key] = traced(model, training, **options)
+        return _TRACES[key]
+
+    monkeypatch.setattr("hf_zero.planning.longest.traced", kept)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
     return load_model(config_folder(tmp_path_factory.mktemp("model")))
@@ -126,15 +144,7 @@ def test_sums_in_words() -> None:
     assert Line(2.0, 1.0).tokens(1.0) == 0.0
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[int, Trace] = {}  # tracing takes seconds, and the three calls have the same model
-
-    def traced_once(model: PlannedModel, training: Training, **options: Any) -> Trace:
-        if training.length not in kept:
-            kept[training.length] = traced(model, training, **options)
-        return kept[training.length]
-
-    monkeypatch.setattr("hf_zero.planning.longest.traced", traced_once)
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", config_folder(tmp_path), "--gpu", "h100", "--gpus-per-node", "1", "--longest"]
     assert main([*words, "--json", "--write", str(tmp_path / "ds.json")]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -60,7 +60,10 @@ def whole(kind: str) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("kind", "size", "checkpointing", "rank"),
-    [*((kind, size, False, 0) for kind in CONFIGS for size in (2, 4)), ("llama", 2, True, 0), ("gpt2", 2, False, 4)],
+    [
+        *[("llama", 2, True, 0), ("llama", 4, False, 0), ("mixtral", 2, False, 0), ("gpt2", 2, False, 4)],
+        *(pytest.param(kind, size, False, 0, marks=pytest.mark.slow) for kind in CONFIGS for size in (2, 4)),
+    ],
 )
 def test_parts_and_messages_are_those_of_a_model_that_is_cut(
     kind: str, size: int, checkpointing: bool, rank: int, tmp_path: Path

@@ -141,13 +141,13 @@ def together(chosen: dict[str, str], world: int) -> int:
     return world // (int(chosen["tensor"]) * int(chosen["sequence"])) * int(chosen["accumulation"])
 
 
-def plain_of(products: Sequence[Product], world: int) -> dict[tuple[str, int], Trained]:
+def plain_of(products: Sequence[Product], world: int, steps: int = STEPS) -> dict[tuple[str, int], Trained]:
     """The same in one process, once for those of which it is the same."""
     found: dict[tuple[str, int], Trained] = {}
     for chosen in map(named, products):
         key = chosen["LoRA"], together(chosen, world)
         if key not in found:
-            found[key] = in_one_process(_model(chosen), batches(STEPS * key[1]), data_ranks=key[1])
+            found[key] = in_one_process(_model(chosen), batches(steps * key[1]), data_ranks=key[1])
     return found
 
 
@@ -161,27 +161,29 @@ def _engine(product: Product) -> Any:
 
 
 def _trained(
-    rank: int, world: int, products: list[Product], plain: dict[tuple[str, int], Trained]
+    rank: int, world: int, products: list[Product], plain: dict[tuple[str, int], Trained], steps: int
 ) -> dict[Product, float]:
     found: dict[Product, float] = {}
     for product in products:
         chosen = named(product)
         expected = plain[chosen["LoRA"], together(chosen, world)]
         engine = _engine(product)
-        trained = train(engine, batches(STEPS * together(chosen, world)))
+        trained = train(engine, batches(steps * together(chosen, world)))
         own = expected.losses[engine.groups.data.rank :: engine.groups.data.size]
         engine.destroy()
         found[product] = max(differences(trained, Trained(own, expected.norms, expected.weights)))
     return found
 
 
-def largest_differences(products: list[Product], world: int = WORLD, timeout_s: float = 900) -> dict[Product, float]:
-    """Of any loss, norm or weight in five updates, on any rank, from those of one process."""
+def largest_differences(
+    products: list[Product], world: int = WORLD, timeout_s: float = 900, steps: int = STEPS
+) -> dict[Product, float]:
+    """Of any loss, norm or weight in so many updates, on any rank, from those of one process."""
     found: dict[Product, float] = {}
-    plain = plain_of(products, world)
+    plain = plain_of(products, world, steps)
     for start in range(0, len(products), AT_ONCE):
         some = products[start : start + AT_ONCE]
-        told = run_ranks(_trained, world, world, some, plain, timeout_s=timeout_s)
+        told = run_ranks(_trained, world, world, some, plain, steps, timeout_s=timeout_s)
         found |= {product: max(each[product] for each in told) for product in some}
     return found
 

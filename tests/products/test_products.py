@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.products.table import WORLD, choices_of, covering, largest_differences, split, wrong_ones
+from tests.products.table import STEPS, WORLD, choices_of, covering, largest_differences, split, wrong_ones
 
 
 @pytest.mark.parametrize("world", [WORLD, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 8))])
@@ -18,8 +18,9 @@ def test_refusals_say_what_to_change(world: int) -> None:
 
 @pytest.mark.lengthy
 @pytest.mark.timeout(900)
-def test_every_pair_trains_as_one_process() -> None:
-    assert wrong_ones(largest_differences(covering(split()[0]))) == {}
+@pytest.mark.parametrize("steps", [2, pytest.param(STEPS, marks=pytest.mark.slow)])
+def test_every_pair_trains_as_one_process(steps: int) -> None:
+    assert wrong_ones(largest_differences(covering(split()[0]), steps=steps)) == {}
 
 
 @pytest.mark.slow

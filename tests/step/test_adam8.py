@@ -21,7 +21,7 @@ from tests.checkpoint.training import new_engine, train
 from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train_run
 from tests.offload.offload_runs import train as train_awkward
 from tests.offload.test_offload import CPU, on_drive
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 
 EIGHT: dict[str, Any] = {"optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-2}}}
 WHOLE_BLOCKS = {"sub_group_size": 256}  # portions of other sizes have other blocks
@@ -35,37 +35,43 @@ def losses_of(rank: int, world: int, stage: int, sections: dict[str, Any]) -> li
     return train(engine, rank, world, range(12))
 
 
-@pytest.mark.parametrize(
-    ("stage", "world", "precision"),
-    [(0, 1, {}), (0, 2, BF16), (1, 2, {}), (2, 2, BF16), (3, 2, {}), (3, 1, BF16), (2, 2, NARROW_MASTERS)],
-    ids=["0-1-fp32", "0-2-bf16", "1-2-fp32", "2-2-bf16", "3-2-fp32", "3-1-bf16", "2-2-bf16-alone"],
-)
-def test_every_stage_trains_as_with_32_bits(stage: int, world: int, precision: dict[str, Any]) -> None:
-    ours = run_ranks(losses_of, world, world, stage, {**EIGHT, **precision})[0]
-    theirs = run_ranks(losses_of, world, world, stage, precision)[0]
-    assert ours == pytest.approx(theirs, rel=0.05) and ours != theirs
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_stage_trains_as_with_32_bits(world: int) -> None:
+    kinds: dict[int, list[tuple[int, dict[str, Any]]]] = {
+        1: [(0, {}), (3, BF16)],
+        2: [(0, BF16), (1, {}), (2, BF16), (3, {}), (2, NARROW_MASTERS)],
+    }
+    pairs = [(stage, {**eight, **precision}) for stage, precision in kinds[world] for eight in (EIGHT, {})]
+    found = [ranks[0] for ranks in run_each(losses_of, world, [(world, *pair) for pair in pairs])]
+    for kind, ours, theirs in zip(kinds[world], found[::2], found[1::2], strict=True):
+        assert ours == pytest.approx(theirs, rel=0.05) and ours != theirs, kind
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, False), (2, True), (3, False)])
 def test_the_place_of_states_changes_nothing(stage: int, bf16: bool, tmp_path: Path) -> None:
     optimizer = (AdamW8bit, {"lr": 1e-2})
-    expected = run_ranks(train_run, 2, 2, Run(stage, bf16=bf16, optimizer=optimizer))
     places: list[dict[str, Any]] = [CPU]
     if stage:
         places.append(on_drive(tmp_path, parameters=stage == 3))
     if stage == 3:
         places.append({"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "ratio": 0.5}})
-    for zero in places:
-        run = Run(stage, zero={**zero, **WHOLE_BLOCKS}, bf16=bf16, optimizer=optimizer)
-        outcome = run_ranks(train_run, 2, 2, run)
+    runs = [Run(stage, zero={**zero, **WHOLE_BLOCKS}, bf16=bf16, optimizer=optimizer) for zero in places]
+    plain = Run(stage, bf16=bf16, optimizer=optimizer)
+    expected, *outcomes = run_each(train_run, 2, [(2, run) for run in (plain, *runs)])
+    for outcome in outcomes:
         for ours, theirs in zip(outcome, expected, strict=True):
             assert_same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize(
     ("stage", "world", "sections"),
-    [(0, 2, BF16), (1, 2, {}), (2, 3, BF16), (3, 2, BF16), (3, 1, {})],
-    ids=["stage0", "stage1", "stage2", "stage3", "alone"],
+    [
+        pytest.param(0, 2, BF16, id="stage0"),
+        pytest.param(1, 2, {}, id="stage1", marks=pytest.mark.slow),
+        pytest.param(2, 3, BF16, id="stage2", marks=pytest.mark.slow),
+        pytest.param(3, 2, BF16, id="stage3"),
+        pytest.param(3, 1, {}, id="alone", marks=pytest.mark.slow),
+    ],
 )
 def test_the_same_world_continues_to_the_bit(stage: int, world: int, sections: dict[str, Any], tmp_path: Path) -> None:
     arguments = (world, world, stage, str(tmp_path), {**EIGHT, **sections})
@@ -73,7 +79,14 @@ def test_the_same_world_continues_to_the_bit(stage: int, world: int, sections: d
     assert run_ranks(run_resumed, *arguments) == expected
 
 
-@pytest.mark.parametrize(("source", "targets"), [((2, 2), [(1, 0), (3, 3)]), ((3, 3), [(2, 1)])], ids=str)
+@pytest.mark.parametrize(
+    ("source", "targets"),
+    [
+        ((2, 2), [(3, 3)]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (((2, 2), [(1, 0)]), ((3, 3), [(2, 1)]))),
+    ],
+    ids=str,
+)
 def test_another_world_or_stage_continues_closely(
     source: tuple[int, int], targets: list[tuple[int, int]], tmp_path: Path
 ) -> None:
@@ -88,11 +101,11 @@ def test_another_world_or_stage_continues_closely(
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3)), 2])
 def test_adam_and_adam_of_8_bits_continue_each_other(stage: int, tmp_path: Path) -> None:
     """Their states have the same names, and stand in files as fp32."""
-    both: list[tuple[dict[str, Any], dict[str, Any]]] = [(EIGHT, {}), ({}, EIGHT)]
-    for saved, loaded in both:
-        root = str(tmp_path / ("8" if saved else "32"))
-        expected = run_ranks(run_uninterrupted, 2, 2, stage, root, saved)[0]
-        assert run_ranks(run_resumed, 2, 2, stage, root, loaded)[0] == pytest.approx(expected, rel=0.05)
+    cases = [(2, stage, str(tmp_path / str(number)), kind) for number, kind in enumerate((EIGHT, {}))]
+    expected = run_each(run_uninterrupted, 2, cases)
+    swapped = [(*first[:3], second[3]) for first, second in zip(cases, cases[::-1], strict=True)]
+    for resumed, losses in zip(run_each(run_resumed, 2, swapped), expected, strict=True):
+        assert resumed[0] == pytest.approx(losses[0], rel=0.05)
 
 
 def offloaded_resume(rank: int, saved: Run, loaded: Run, root: str) -> tuple[Any, Any]:
@@ -111,16 +124,17 @@ def test_checkpoints_of_offloaded_states(stage: int, tmp_path: Path) -> None:
     drive.mkdir()
     places: list[dict[str, Any]] = [{}, CPU, on_drive(drive, parameters=False)]
     runs = [Run(stage, zero={**zero, **WHOLE_BLOCKS}, optimizer=(AdamW8bit, {"lr": 1e-2})) for zero in places]
-    for number, (saved, loaded) in enumerate([(runs[2], runs[0]), (runs[0], runs[2]), (runs[2], runs[1])]):
-        for rest, resumed in run_ranks(offloaded_resume, 2, saved, loaded, str(tmp_path / str(number))):
-            assert rest == resumed
+    pairs = [(runs[2], runs[0]), (runs[0], runs[2]), (runs[2], runs[1])]
+    cases = [(saved, loaded, str(tmp_path / str(number))) for number, (saved, loaded) in enumerate(pairs)]
+    for ranks in run_each(offloaded_resume, 2, cases):
+        assert all(rest == resumed for rest, resumed in ranks)
 
 
 def test_files_hold_fp32(tmp_path: Path) -> None:
     """DeepSpeed's own tools read exp_avg and exp_avg_sq as they do those of its Adam."""
-    for stage in (0, 1, 3):
-        root = tmp_path / str(stage)
-        run_ranks(run_uninterrupted, 2, 2, stage, str(root), EIGHT)
+    roots = {stage: tmp_path / str(stage) for stage in (0, 1, 3)}
+    run_each(run_uninterrupted, 2, [(2, stage, str(root), EIGHT) for stage, root in roots.items()])
+    for root in roots.values():
         view = open_checkpoint(root / "global_step4")
         assert set(view.states()) == {"exp_avg", "exp_avg_sq"} and not view.shard_states and not view.whole_states
         for name, shape in view.shapes.items():

@@ -100,7 +100,7 @@ def in_threads(hosts: int, body: Callable[..., T], *given: Any) -> list[T]:
 @pytest.mark.parametrize(
     ("stage", "hosts", "accumulation", "clip", "steps"),
     [
-        (1, 2, 1, 0.0, 4),
+        pytest.param(1, 2, 1, 0.0, 4, marks=pytest.mark.slow),
         (2, 1, 2, CLIP, 4),
         (3, 2, 2, CLIP, 4),
         pytest.param(3, 2, 1, 0.0, 4, marks=pytest.mark.slow),

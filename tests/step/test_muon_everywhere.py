@@ -104,13 +104,14 @@ def _places(stage: int) -> Iterator[str]:
             yield place
 
 
+SOME = [(0, "cpu"), (1, "cpu, ratio"), (2, "nvme"), (3, "at hand"), (3, "all on nvme")]
+ALL = [(stage, place) for stage in range(4) for place in _places(stage)]
+
+
 @pytest.mark.lengthy
-def test_offload_at_every_stage(tmp_path: Path) -> None:
-    configs = {
-        f"{stage} {place}": {"zero_optimization": _zero(stage, place, tmp_path)}
-        for stage in range(4)
-        for place in _places(stage)
-    }
+@pytest.mark.parametrize("places", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=len)
+def test_offload_at_every_stage(places: list[tuple[int, str]], tmp_path: Path) -> None:
+    configs = {f"{stage} {place}": {"zero_optimization": _zero(stage, place, tmp_path)} for stage, place in places}
     _check(2, "llama", configs)
 
 

@@ -53,7 +53,7 @@ def of_one_process() -> dict[str, Masters]:
     return run_ranks(run_all_kinds, 1, 1, 0)[0]
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 3), (3, 2), pytest.param(0, 2, marks=pytest.mark.slow)])
 def test_shards_as_one_process(stage: int, world: int) -> None:
     by_rank = run_ranks(run_all_kinds, world, world, stage)
     for kind, expected in of_one_process().items():

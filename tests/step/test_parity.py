@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from hf_zero.api.entry import initialize
 from hf_zero.grads.reducer import GradientReducer
 from tests.support.models import AwkwardMLP, Batch, mlp_batches
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each
 from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
 
 ROWS = 12  # divided by 1, 2, 3 and 4 ranks
@@ -92,12 +93,15 @@ def run_every_way(rank: int, world: int, stage: int) -> list[Trace]:
     return [run_engine(rank, world, stage, accumulation, clip) for accumulation, clip in WAYS]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_same_losses_norms_and_weights_as_plain_pytorch(stage: int, world: int) -> None:
-    by_rank: list[list[Trace]] = run_ranks(run_every_way, world, world, stage)
+def test_same_losses_norms_and_weights_as_plain_pytorch(world: int) -> None:
+    for stage, by_rank in enumerate(run_each(run_every_way, world, [(world, stage) for stage in range(4)])):
+        check_every_way(stage, world, by_rank)
+
+
+def check_every_way(stage: int, world: int, by_rank: list[list[Trace]]) -> None:
     for (accumulation, clip), traces in zip(WAYS, zip(*by_rank, strict=True), strict=True):
-        expected, way = reference(world, accumulation, clip), f"accumulation {accumulation}, clip {clip}"
+        expected, way = reference(world, accumulation, clip), f"stage {stage}, accumulation {accumulation}, clip {clip}"
         mean_losses = [sum(values) / world for values in zip(*(trace.losses for trace in traces), strict=True)]
         assert_same_numbers(mean_losses, expected.losses, 1e-5, f"loss ({way})")
         for trace in traces:
@@ -130,9 +134,9 @@ def run_client_optimizers(rank: int, world: int, stage: int) -> dict[str, dict[s
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_any_elementwise_torch_optimizer_runs_as_itself(stage: int) -> None:
-    by_rank = run_ranks(run_client_optimizers, 2, 2, stage)
+def test_any_elementwise_torch_optimizer_runs_as_itself() -> None:
+    found = itertools.chain(*run_each(run_client_optimizers, 2, [(2, stage) for stage in (0, 2, 3)]))
+    by_rank = list(found)  # of every stage
     for name, (kind, options) in OTHERS.items():
         model = AwkwardMLP()
         optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
@@ -156,8 +160,7 @@ def run_muon(rank: int, stage: int) -> dict[str, torch.Tensor]:
     return weights_of(engine)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_optimizer_of_whole_matrices_gets_them_at_every_stage(stage: int) -> None:
+def test_an_optimizer_of_whole_matrices_gets_them_at_every_stage() -> None:
     torch.manual_seed(0)
     model = nn.Linear(6, 5, bias=False)
     optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
@@ -166,8 +169,9 @@ def test_an_optimizer_of_whole_matrices_gets_them_at_every_stage(stage: int) -> 
         model(batch["x"][:, :6]).square().mean().backward()
         optimizer.step()
     # Muon orthogonalises in bf16, so that gradients equal to the last bit but one give updates equal to a percent.
-    for weights in run_ranks(run_muon, 2, stage):
-        assert_same_weights(weights, {"weight": model.weight.detach()}, 2e-3)
+    for ranks in run_each(run_muon, 2, [(stage,) for stage in range(4)]):
+        for weights in ranks:
+            assert_same_weights(weights, {"weight": model.weight.detach()}, 2e-3)
 
 
 def run_bucket_sizes(rank: int, bucket_numel: int, overlap: bool) -> dict[str, torch.Tensor]:
@@ -183,9 +187,9 @@ def run_bucket_sizes(rank: int, bucket_numel: int, overlap: bool) -> dict[str, t
 
 
 def test_bucket_size_and_overlap_change_nothing_at_all() -> None:
-    expected = run_ranks(run_bucket_sizes, 2, 10_000, True)[0]
-    for bucket_numel, overlap in ((1, True), (150, True), (150, False)):
-        weights = run_ranks(run_bucket_sizes, 2, bucket_numel, overlap)[0]
+    ways = [(10_000, True), (1, True), (150, True), (150, False)]
+    (expected, _), *others = run_each(run_bucket_sizes, 2, ways)
+    for weights, _ in others:
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
@@ -224,8 +228,7 @@ class SharedLayer(nn.Module):
         return output
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_layer_shared_under_reentrant_checkpointing_keeps_both_gradients(stage: int) -> None:
+def test_a_layer_shared_under_reentrant_checkpointing_keeps_both_gradients() -> None:
     """The bucket is on its way after the first portion; the second used to count as "gradient computed twice"."""
     model = SharedLayer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -234,6 +237,6 @@ def test_a_layer_shared_under_reentrant_checkpointing_keeps_both_gradients(stage
         model(batch["x"]).square().mean().backward()
         optimizer.step()
     expected = {key: value.detach() for key, value in model.state_dict().items()}
-    for weights, rounds in run_ranks(run_late_gradients, 2, stage):
+    for weights, rounds in itertools.chain(*run_each(run_late_gradients, 2, [(stage,) for stage in range(4)])):
         assert rounds == 4, "this test is about late gradients, and there were none"
         assert_same_weights(weights, expected, 1e-5)

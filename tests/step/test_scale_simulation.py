@@ -158,7 +158,7 @@ def test_a_step_moves_what_the_zero_paper_says(seen: Seen) -> None:
     }
 
 
-@pytest.mark.parametrize("rank", [0, WORLD - 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), WORLD - 1])
 def test_every_rank_is_like_the_others(seen: Seen, rank: int) -> None:
     with simulated_world(rank, WORLD) as world:
         before = live_bytes()
@@ -269,6 +269,7 @@ def messages_of(
     return found
 
 
+@pytest.mark.slow  # the rule behind the figures is the next test's
 def test_messages_among_hosts_are_those_of_the_page() -> None:
     """The first update makes the plans; in the second, ranks know how passes go on, but not which one comes when."""
     cases = {

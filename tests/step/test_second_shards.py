@@ -67,7 +67,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# What the others have is in these, too.
+QUICK = ("prefetching in bf16", "all in bf16", "frozen in int8", "offload")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_the_numbers_are_those_without_second_shards(name: str) -> None:
     zero, more = CASES[name]
     found = []

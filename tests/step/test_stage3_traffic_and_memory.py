@@ -200,17 +200,18 @@ def test_the_first_step_takes_no_more() -> None:
         assert kept <= 1.03 * (2 * 2 * LAYER_NUMEL + 2 * LAYER_NUMEL) + SMALL_BYTES
 
 
-def run_flat(rank: int) -> list[tuple[int, int]]:
+def run_flat(rank: int, num_steps: int) -> list[tuple[int, int]]:
     engine = engine_for(EVERYTHING_RELEASED)
     levels = []
-    for step in range(200):
+    for step in range(1, num_steps + 1):
         micro_step(engine)
-        if step % 50 == 49:
+        if step % (num_steps // 4) == 0:
             levels.append((live_bytes(shared_blocks()), kept_bytes()))
     return levels
 
 
-def test_memory_is_flat_over_two_hundred_steps() -> None:
-    for levels in run_ranks(run_flat, 2):
+@pytest.mark.parametrize("num_steps", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_memory_is_flat_over_many_steps(num_steps: int) -> None:
+    for levels in run_ranks(run_flat, 2, num_steps):
         assert len({live for live, _ in levels}) == 1
         assert max(kept for _, kept in levels) <= 1.03 * (2 * 2 * LAYER_NUMEL + 2 * LAYER_NUMEL) + SMALL_BYTES

@@ -60,7 +60,10 @@ def run_all(rank: int, world: int, stage: int, sections: dict[str, Any]) -> dict
     return found
 
 
-@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 2), (3, 2), (3, 3), (1, 3)])
+@pytest.mark.parametrize(
+    ("stage", "world"),
+    [(2, 2), (3, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (3, 2), (1, 3)))],
+)
 def test_adafactor_with_all_its_options(stage: int, world: int) -> None:
     """Parameters that no rank uses, or not always, are among them, a scalar and a frozen layer too."""
     ranks = run_ranks(run_all, world, world, stage, {})

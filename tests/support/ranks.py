@@ -3,6 +3,7 @@
     def run_all_reduce(rank, value): ...           # module level, so that it pickles by name
     def test_all_reduce():
         assert run_ranks(run_all_reduce, 3, 1.0) == [3.0, 3.0, 3.0]
+        assert run_each(run_all_reduce, 2, [(1.0,), (2.0,)]) == [[2.0, 2.0], [4.0, 4.0]]
 
 Every call gets new processes. They are forked from one server that has already imported torch, so a rank starts in
 hundredths of a second and still inherits nothing from the tests before it.
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -96,6 +97,28 @@ def run_ranks(
             _end(ranks)
             _show_output(folder, world_size)
         return [report.value for report in _all_succeeded(reports, ranks, job)]
+
+
+def run_each(
+    function: Callable[..., Any], world_size: int, cases: Sequence[tuple[Any, ...]], *, timeout_s: float = 120
+) -> list[list[Any]]:
+    """``function(rank, *case)`` for one case after the other in one start: by case, the values in rank order.
+
+    For cases that leave nothing behind in a process; those of a failure are in the output, the last one is to blame.
+    """
+    by_rank = run_ranks(_run_cases, world_size, function, tuple(cases), timeout_s=timeout_s)
+    return [list(values) for values in zip(*by_rank, strict=True)]
+
+
+def _run_cases(rank: int, function: Callable[..., Any], cases: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    import torch
+
+    found = []
+    for case in cases:
+        print(f"case {case}")
+        torch.manual_seed(SEED)
+        found.append(function(rank, *case))
+    return found
 
 
 def _launcher_variables(world_size: int) -> dict[str, str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankFailure, rendezvous_url, run_ranks
+from tests.support.ranks import RankFailure, rendezvous_url, run_each, run_ranks
 
 
 def run_sum(rank: int, values: list[float]) -> tuple[int, float]:
@@ -55,6 +55,12 @@ def run_tensor(rank: int) -> torch.Tensor:
     return torch.full((300_000,), float(rank))
 
 
+def run_number(rank: int, number: int) -> tuple[int, int, float]:
+    if number < 0:
+        raise ValueError("a fault of one case")
+    return number, os.getpid(), float(torch.rand(()))
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -69,6 +75,14 @@ def test_values_return_in_rank_order_and_processes_end(world_size: int) -> None:
     results = run_ranks(run_sum, world_size, values)
     assert [total for _, total in results] == [sum(values)] * world_size
     assert not any(alive(pid) for pid, _ in results)
+
+
+def test_cases_run_in_one_start_each_with_the_same_seed() -> None:
+    (first, second), (third, fourth) = run_each(run_number, 2, [(1,), (2,)])
+    assert (first[0], second[0], third[0], fourth[0]) == (1, 1, 2, 2)
+    assert first[1] == third[1] != second[1] and len({found[2] for found in (first, second, third, fourth)}) == 1
+    with pytest.raises(RankFailure, match=r"(?s)a fault of one case.*case \(7,\).*case \(-1,\)"):
+        run_each(run_number, 2, [(7,), (-1,), (8,)])
 
 
 def test_the_first_failing_rank_is_shown_with_all_output() -> None:

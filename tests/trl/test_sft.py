@@ -10,7 +10,7 @@ from tests.support.requirements import requires
 from tests.trl.runs import ADAPTERS, STAGES, Run, assert_same_training, run, without_engine
 
 pytestmark = requires(modules=("trl", "peft"))
-QUICK = {(2, "lora"), (3, "lora")}
+QUICK = {(3, "lora")}
 
 
 def _marked(stage: int, adapter: str) -> object:

@@ -46,32 +46,47 @@ LOAD = """
 import sys, torch
 sys.modules["hf_zero"] = None
 import transformers
-auto = getattr(transformers, sys.argv[2])
-model = auto.from_pretrained(sys.argv[1], trust_remote_code=sys.argv[3] == "code").eval()
-with torch.no_grad():
-    torch.save(model(torch.arange(1, 21).view(2, 10)).logits, sys.argv[1] + "/logits.pt")
+for folder, auto, code in zip(*[iter(sys.argv[1:])] * 3):
+    auto = getattr(transformers, auto)
+    model = auto.from_pretrained(folder, trust_remote_code=code == "code").eval()
+    with torch.no_grad():
+        torch.save(model(torch.arange(1, 21).view(2, 10)).logits, folder + "/logits.pt")
 """
 
 
-SLOW = pytest.mark.slow
+Made = tuple[
+    Callable[[], Any], dict[str, Any], str, str, float
+]  # model, techniques, its Auto class, how it is saved, size
+CLASSIFIER, CAUSAL = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
+EVERYTHING = {"row_pruning": ROWS, "weight_quantization": EIGHT_BITS, "head_pruning": HEADS}
+SMALLER: dict[str, Made] = {
+    "bert all": (tiny_bert, EVERYTHING, CLASSIFIER, "code", 0.8),
+    "llama heads and rows": (
+        tiny_llama, {"head_pruning": LLAMA_HEADS, "row_pruning": LLAMA_ROWS}, CAUSAL, "plain", 0.75,
+    ),
+    "bert rows": (tiny_bert, {"row_pruning": ROWS}, CLASSIFIER, "plain", 0.9),
+    "bert heads": (tiny_bert, {"head_pruning": HEADS}, CLASSIFIER, "code", 0.9),
+    "gpt2 rows": (tiny_gpt2, {"row_pruning": GPT2_ROWS}, CAUSAL, "plain", 0.75),
+    "gpt2 heads": (tiny_gpt2, {"head_pruning": GPT2_HEADS}, CAUSAL, "code", 0.95),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("make", "techniques", "auto", "code", "smaller"),
-    [
-        pytest.param(tiny_bert, {"row_pruning": ROWS}, "AutoModelForSequenceClassification", "plain", 0.9, marks=SLOW),
-        pytest.param(tiny_bert, {"head_pruning": HEADS}, "AutoModelForSequenceClassification", "code", 0.9, marks=SLOW),
-        (tiny_bert, {"row_pruning": ROWS, "weight_quantization": EIGHT_BITS, "head_pruning": HEADS},
-         "AutoModelForSequenceClassification", "code", 0.8),
-        (tiny_llama, {"head_pruning": LLAMA_HEADS, "row_pruning": LLAMA_ROWS}, "AutoModelForCausalLM", "plain", 0.75),
-        pytest.param(tiny_gpt2, {"row_pruning": GPT2_ROWS}, "AutoModelForCausalLM", "plain", 0.75, marks=SLOW),
-        pytest.param(tiny_gpt2, {"head_pruning": GPT2_HEADS}, "AutoModelForCausalLM", "code", 0.95, marks=SLOW),
-    ],
-    ids=["bert rows", "bert heads", "bert all", "llama heads and rows", "gpt2 rows", "gpt2 heads"],
-)  # fmt: skip
-def test_smaller_with_the_same_logits(
-    make: Callable[[], Any], techniques: dict[str, Any], auto: str, code: str, smaller: float, tmp_path: Path
-) -> None:
+def test_smaller_with_the_same_logits(tmp_path: Path) -> None:
+    masked, words = {}, []
+    for name, (make, techniques, auto, code, smaller) in SMALLER.items():
+        folder = tmp_path / name
+        masked[folder] = made_smaller(make, techniques, code, smaller, folder)
+        words += [str(folder), auto, code]
+    environment = {**os.environ, "HF_ZERO": "0", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    subprocess.run([sys.executable, "-c", LOAD, *words], check=True, env=environment, timeout=200)
+    for folder, logits in masked.items():
+        torch.testing.assert_close(torch.load(folder / "logits.pt"), logits, rtol=0, atol=1e-5)
+
+
+def made_smaller(
+    make: Callable[[], Any], techniques: dict[str, Any], code: str, smaller: float, folder: Path
+) -> torch.Tensor:
+    """Save it; the logits of the masked one."""
     model = make().eval()
     before = sum(parameter.numel() for parameter in model.parameters())
     init_compression(model, ds_config(**techniques))
@@ -82,11 +97,9 @@ def test_smaller_with_the_same_logits(
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, masked, rtol=0, atol=1e-5)
     assert sum(parameter.numel() for parameter in model.parameters()) < smaller * before
-    model.save_pretrained(tmp_path)
-    assert (tmp_path / "modeling_compressed.py").exists() == (code == "code")
-    environment = {**os.environ, "HF_ZERO": "0", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    subprocess.run([sys.executable, "-c", LOAD, str(tmp_path), auto, code], check=True, env=environment, timeout=200)
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), masked, rtol=0, atol=1e-5)
+    model.save_pretrained(folder)
+    assert (folder / "modeling_compressed.py").exists() == (code == "code")
+    return masked
 
 
 def test_config_says_what_the_model_is() -> None:

@@ -52,14 +52,28 @@ def reference(values: list[float], bits: int, symmetric: bool) -> list[float]:
 numbers = st.floats(-8, 8, width=32, allow_subnormal=False)
 
 
-@pytest.mark.lengthy
-@settings(max_examples=1000, deadline=None)
-@given(
+given_groups = given(
     groups=st.lists(st.lists(numbers, min_size=5, max_size=5), min_size=1, max_size=4),
     bits=st.integers(1, 12),
     symmetric=st.booleans(),
 )
+
+
+@pytest.mark.lengthy
+@settings(max_examples=250, deadline=None)
+@given_groups
 def test_equals_the_reference(groups: list[list[float]], bits: int, symmetric: bool) -> None:
+    check_against_the_reference(groups, bits, symmetric)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None)
+@given_groups
+def test_equals_the_reference_often(groups: list[list[float]], bits: int, symmetric: bool) -> None:
+    check_against_the_reference(groups, bits, symmetric)
+
+
+def check_against_the_reference(groups: list[list[float]], bits: int, symmetric: bool) -> None:
     symmetric = symmetric or bits < 3
     found = quantized(torch.tensor(groups), bits, len(groups), symmetric=symmetric)
     expected = torch.tensor([reference(group, bits, symmetric) for group in groups])

@@ -3,6 +3,7 @@ loss, too."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.extras.compression.models import (
     ds_config,
     tiny_bert,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 
 STEPS = 5
 EVERYTHING = {
@@ -95,30 +96,31 @@ def run_training(
     return losses, {name: value.tolist() for name, value in weights.items()}, state, logits.tolist()
 
 
-_EXPECTED: dict[str, Any] = {}
+@functools.cache
+def _expected(kind: str) -> Any:
+    """At stage 0 on one rank, without a save."""
+    (found,) = run_ranks(run_training, 1, 0, kind, "nowhere", False, False)
+    return found
 
 
-def _expected(kind: str, folder: Path) -> Any:
-    if kind not in _EXPECTED:
-        (_EXPECTED[kind],) = run_ranks(run_training, 1, 0, kind, str(folder), False, False)
-    return _EXPECTED[kind]
-
-
-@pytest.mark.parametrize(
-    ("stage", "ranks", "kind", "resumes", "sharded"),
-    [
-        (1, 1, "everything", False, False),
-        (2, 2, "everything", True, False),
-        (3, 1, "everything", False, False),
-        (3, 2, "everything", True, True),
-        (0, 2, "everything", True, False),
-        (2, 2, "student", False, False),
-        (3, 2, "student", True, True),
+Case = tuple[int, str, bool, bool]  # stage, kind, whether it resumes, whether the model is made in shards
+BY_RANKS: dict[int, list[Case]] = {
+    1: [(1, "everything", False, False), (3, "everything", False, False)],
+    2: [
+        (2, "everything", True, False),
+        (3, "everything", True, True),
+        (0, "everything", True, False),
+        (2, "student", False, False),
+        (3, "student", True, True),
     ],
-)
-def test_the_same_everywhere(stage: int, ranks: int, kind: str, resumes: bool, sharded: bool, tmp_path: Path) -> None:
-    expected = _expected(kind, tmp_path / "first")
-    _compare(run_ranks(run_training, ranks, stage, kind, str(tmp_path), resumes, sharded), expected)
+}
+
+
+@pytest.mark.parametrize("ranks", BY_RANKS)
+def test_the_same_everywhere(ranks: int, tmp_path: Path) -> None:
+    cases = [(*case[:2], str(tmp_path / str(n)), *case[2:]) for n, case in enumerate(BY_RANKS[ranks])]
+    for (_, kind, *_), found in zip(cases, run_each(run_training, ranks, cases), strict=True):
+        _compare(found, _expected(kind))
 
 
 def _compare(found: list[Any], expected: Any) -> None:
@@ -137,27 +139,33 @@ def _compare(found: list[Any], expected: Any) -> None:
         torch.testing.assert_close(torch.tensor(one[3]), torch.tensor(expected[3]), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_same_with_offload(stage: int, tmp_path: Path) -> None:
-    section: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    if stage == 3:
-        section["offload_param"] = {"device": "cpu"}
-    expected = _expected("everything", tmp_path / "first")
-    changes = {"zero_optimization": section}
-    _compare(run_ranks(run_training, 1, stage, "everything", str(tmp_path), True, False, changes), expected)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_bf16(stage: int, tmp_path: Path) -> None:
-    """Losses are those of fp32 but for rounding; masters, masks and ranges are kept exactly over a resume."""
-    expected = _expected("everything", tmp_path / "first")
-    changes = {"bf16": {"enabled": True}}
-    runs = [
-        run_ranks(run_training, 1, stage, "everything", str(tmp_path), resumes, False, changes)[0]
-        for resumes in (False, True)
+def test_the_same_with_offload(tmp_path: Path) -> None:
+    optimizer: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+    sections = [{"stage": 2, **optimizer}, {"stage": 3, **optimizer, "offload_param": {"device": "cpu"}}]
+    cases = [
+        (
+            section["stage"],
+            "everything",
+            str(tmp_path / str(section["stage"])),
+            True,
+            False,
+            {"zero_optimization": section},
+        )
+        for section in sections
     ]
-    torch.testing.assert_close(torch.tensor(runs[0][0]), torch.tensor(expected[0]), rtol=0.05, atol=0.02)
-    _compare(runs[1:], runs[0])
+    for found in run_each(run_training, 1, cases):
+        _compare(found, _expected("everything"))
+
+
+def test_bf16(tmp_path: Path) -> None:
+    """Losses are those of fp32 but for rounding; masters, masks and ranges are kept exactly over a resume."""
+    expected, changes = _expected("everything"), {"bf16": {"enabled": True}}
+    pairs = [(stage, resumes) for stage in (1, 3) for resumes in (False, True)]
+    cases = [(stage, "everything", str(tmp_path / str(stage)), resumes, False, changes) for stage, resumes in pairs]
+    (one,), resumed_one, (three,), resumed_three = run_each(run_training, 1, cases)
+    for unbroken, resumed in ((one, resumed_one), (three, resumed_three)):
+        torch.testing.assert_close(torch.tensor(unbroken[0]), torch.tensor(expected[0]), rtol=0.05, atol=0.02)
+        _compare(resumed, unbroken)
 
 
 def test_init_compression_before_initialize() -> None:

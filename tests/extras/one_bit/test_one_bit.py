@@ -17,7 +17,7 @@ from hf_zero.extras.one_bit.zero_one_adam import OneBitAdam, ZeroOneAdam
 from tests.optim import one_bit
 from tests.optim.one_bit import advance, gradients, run_engine, settings, start
 from tests.support.models import stack, tiny_llama, token_rows
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_each, run_ranks
 
 STEPS = 200
 ADAM = {"lr": 0.01, "freeze_step": 50, "weight_decay": 0.05}
@@ -31,12 +31,13 @@ ZERO_ONE = {
 }
 LAMB = {"lr": 0.01, "freeze_step": 50, "weight_decay": 0.05, "coeff_beta": 0.8, "factor_threshold": 0.05}
 CASES: list[Any] = [
-    ("OneBitAdam", ADAM, one_bit.one_bit_adam, 1, 3),
-    ("ZeroOneAdam", ZERO_ONE, one_bit.zero_one_adam, 0, 2),
-    ("OneBitLamb", LAMB, one_bit.one_bit_lamb, 1, 3),
+    ("OneBitAdam", ADAM, one_bit.one_bit_adam, 1, 3, 80),
+    ("ZeroOneAdam", ZERO_ONE, one_bit.zero_one_adam, 0, 2, STEPS),
+    ("OneBitLamb", LAMB, one_bit.one_bit_lamb, 1, 3, STEPS),
     *(
-        pytest.param(*case, marks=pytest.mark.slow)
+        pytest.param(*case, STEPS, marks=pytest.mark.slow)
         for case in (
+            ("OneBitAdam", ADAM, one_bit.one_bit_adam, 1, 3),
             ("OneBitAdam", ADAM, one_bit.one_bit_adam, 0, 1),
             ("OneBitAdam", ADAM, one_bit.one_bit_adam, 0, 2),
             ("OneBitAdam", ADAM, one_bit.one_bit_adam, 1, 2),
@@ -49,14 +50,14 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "params", "formulas", "stage", "world"), CASES)
-def test_200_steps_agree_with_the_formulas(
-    kind: str, params: dict[str, Any], formulas: Any, stage: int, world: int
+@pytest.mark.parametrize(("kind", "params", "formulas", "stage", "world", "steps"), CASES)
+def test_many_steps_agree_with_the_formulas(
+    kind: str, params: dict[str, Any], formulas: Any, stage: int, world: int, steps: int
 ) -> None:
     """Shard and chunk borders cut through tensors; every rank ends with the same weights."""
-    results = run_ranks(run_engine, world, kind, params, stage, STEPS)
-    expected = formulas(results[0][1], world, STEPS, **params)
-    synchronised = kind != "ZeroOneAdam" or STEPS % params["local_step_clipper"] == 0
+    results = run_ranks(run_engine, world, kind, params, stage, steps)
+    expected = formulas(results[0][1], world, steps, **params)
+    synchronised = kind != "ZeroOneAdam" or steps % params["local_step_clipper"] == 0
     for ours, _ in results if synchronised else results[:1]:
         for mine, theirs, begun in zip(ours, expected, one_bit.weights(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
@@ -267,12 +268,13 @@ def trained(rank: int, section: dict[str, Any], steps: int) -> tuple[float, int]
     return sum(losses[-20:]) / 20, sum(phases)
 
 
+@pytest.mark.slow  # by default its steps and bytes are compared, above
 def test_it_learns_like_adam_with_a_fraction_of_the_bytes() -> None:
     """bench/one_bit.py shows the same on the demo's model."""
     adam, one_bit_adam = (
         {"type": "AdamW", "params": {"lr": 2e-3}},
         {"type": "OneBitAdam", "params": {"lr": 2e-3, "freeze_step": 40}},
     )
-    (exact, _), (compressed, _) = (run_ranks(trained, 2, section, 120) for section in (adam, one_bit_adam))
+    (exact, _), (compressed, _) = run_each(trained, 2, [(section, 120) for section in (adam, one_bit_adam)])
     assert exact[0] < 2.0 and compressed[0] <= 1.02 * exact[0], "the untrained model has a loss of 4.9"
     assert compressed[1] * 4 <= exact[1]

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from bench.hosts import joined_hosts
 from bench.surroundings import ROOT
 from hf_zero.launch.restarts import TOKEN, folder_in_memory
 from tests.extras.resilience.test_memory import flip
+from tests.extras.resilience.undisturbed import undisturbed_lines
 
 _UPDATE_S = 120.0
 SPARE = 2  # the namespace of one
-SLOW = [(3, 1), (2, 2), (3, 2)]
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,26 +38,37 @@ def _has_namespaces() -> bool:
 pytestmark = pytest.mark.skipif(not _has_namespaces(), reason="needs root, and the right to make network namespaces")
 
 
+def config_at(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "hf_zero": {"resilience": {"enabled": True}},
+    }
+
+
 class TwoHosts:
     """A training on both."""
 
-    def __init__(self, spaces: list[str], folder: Path, stage: int, per_host: int, updates: int) -> None:
+    def __init__(
+        self, spaces: list[str], folder: Path, stage: int, per_host: int, updates: int, pause_s: float = 0.3
+    ) -> None:
         self.spaces, self.lines_path, self._folder = spaces, folder / "lines", folder
-        config = {
-            "train_micro_batch_size_per_gpu": "auto",
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
-            "hf_zero": {"resilience": {"enabled": True}},
-        }
         folder.mkdir()
-        (folder / "ds.json").write_text(json.dumps(config))
+        (folder / "ds.json").write_text(json.dumps(config_at(stage)))
         (folder / "hosts").write_text("".join(f"10.77.9.{host + 1} slots={per_host}\n" for host in range(2)))
         self.port, self.token = random.SystemRandom().randrange(10000, 32000), secrets.token_hex(16)
-        self._updates = updates
+        self._updates, self._pause_s = updates, pause_s
         self.launchers = [self.start(host) for host in range(2)]
 
     def start(self, host: int) -> subprocess.Popen[bytes]:
-        script = [str(self.lines_path), str(self._folder / "ds.json"), str(self._updates), "--pause", "0.3"]
+        script = [
+            str(self.lines_path),
+            str(self._folder / "ds.json"),
+            str(self._updates),
+            "--pause",
+            str(self._pause_s),
+        ]
         place = ["--spare"] if host == SPARE else ["--node_rank", str(host)]
         words = [sys.executable, "-m", "hf_zero", "launch", "--no_ssh", *place, "--no_local_rank"]
         words += ["--hostfile", str(self._folder / "hosts"), "--master_port", str(self.port), "--max_restarts", "20"]
@@ -140,8 +151,11 @@ class TwoHosts:
             self.launchers[replaced] = self.start(replaced)
         return self.await_update(known + 1) - struck
 
+    def said_by(self, host: int) -> str:
+        return (self._folder / f"said-{host}").read_text(errors="replace")
+
     def said(self) -> str:
-        return "\n".join((self._folder / f"said-{host}").read_text(errors="replace")[-6000:] for host in range(2))
+        return "\n".join(self.said_by(host)[-6000:] for host in range(2))
 
     def end(self) -> list[int]:
         """Exit statuses, once both have ended by themselves."""
@@ -166,7 +180,7 @@ def spaces() -> Iterator[list[str]]:
 
 
 def undisturbed(spaces: list[str], folder: Path, stage: int, per_host: int, updates: int) -> dict[int, Any]:
-    training = TwoHosts(spaces, folder, stage, per_host, updates)
+    training = TwoHosts(spaces, folder, stage, per_host, updates, pause_s=0.0)
     try:
         assert training.end() == [0, 0], training.said()
     finally:
@@ -174,18 +188,14 @@ def undisturbed(spaces: list[str], folder: Path, stage: int, per_host: int, upda
     return {line["update"]: (line["loss"], line["norm"]) for line in training.lines()}
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("stage", "per_host"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
-)
-def test_ranks_and_hosts_are_killed(spaces: list[str], stage: int, per_host: int, tmp_path: Path) -> None:
-    """A rank of either host, then all of the second host, then all of the first, which leads."""
-    right = undisturbed(spaces, tmp_path / "undisturbed", stage, per_host, 32)
-    training = TwoHosts(spaces, tmp_path / "attacked", stage, per_host, 32)
+Attacks = list[tuple[Callable[[int], float], int]]  # what is done to which host
+
+
+def attacked(training: TwoHosts, attacks: Attacks, right: dict[int, Any]) -> None:
+    """One after the other, each when four updates are made and the host's are copied; nothing is lost."""
     recovered = []
     try:
-        rank, all_of_it = training.kill_rank, training.kill_host
-        for attack, host in ((rank, 1), (all_of_it, 1), (rank, 0), (all_of_it, 0)):
+        for attack, host in attacks:
             training.await_update(len(training.lines()) + 4)
             training.await_copy(host)
             recovered.append(attack(host))
@@ -194,8 +204,27 @@ def test_ranks_and_hosts_are_killed(spaces: list[str], stage: int, per_host: int
         training.kill()
     sys.stdout.write(f"seconds to recover: {recovered}\n")
     assert training.wrong(right) == [], training.said()
-    whole = (tmp_path / "attacked" / "said-0").read_text(errors="replace")
-    assert whole.count("training goes on after update") == 4, whole[-6000:]
+    whole = training.said_by(0)
+    assert whole.count("training goes on after update") == len(attacks), whole[-6000:]
+
+
+@pytest.mark.timeout(600)
+def test_a_rank_and_the_host_that_leads_are_killed(spaces: list[str], tmp_path: Path) -> None:
+    lines = undisturbed_lines(tmp_path / "undisturbed", config_at(2), 16)  # sums of two are the same on one host
+    right = {line["update"]: (line["loss"], line["norm"]) for line in lines}
+    training = TwoHosts(spaces, tmp_path / "attacked", 2, 1, 16)
+    attacked(training, [(training.kill_rank, 1), (training.kill_host, 0)], right)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("stage", "per_host"), [(2, 1), (3, 1), (2, 2), (3, 2)])
+def test_ranks_and_hosts_are_killed(spaces: list[str], stage: int, per_host: int, tmp_path: Path) -> None:
+    """A rank of either host, then all of the second host, then all of the first, which leads."""
+    right = undisturbed(spaces, tmp_path / "undisturbed", stage, per_host, 32)
+    training = TwoHosts(spaces, tmp_path / "attacked", stage, per_host, 32)
+    rank, all_of_it = training.kill_rank, training.kill_host
+    attacked(training, [(rank, 1), (all_of_it, 1), (rank, 0), (all_of_it, 0)], right)
 
 
 @pytest.mark.slow

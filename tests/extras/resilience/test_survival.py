@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.chaos import Survived, Training, survive
+from tests.extras.resilience.undisturbed import Line, undisturbed_lines
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 OFFLOAD = {"device": "cpu"}
@@ -30,19 +31,18 @@ def config(kind: str, **resilience: Any) -> dict[str, Any]:
     }
 
 
-def check(survived: Survived, undisturbed: Survived, num_attacks: int) -> None:
+def check(survived: Survived, undisturbed: list[Line], num_attacks: int) -> None:
     assert survived.code == 0, survived.output[-6000:]
-    assert survived.wrong(undisturbed.lines) == []
+    assert survived.wrong(undisturbed) == []
     assert survived.left == []
     assert survived.output.count("all ranks start again") == num_attacks == len(survived.recovery_s)
     # One that was made but not yet kept everywhere, and the one that was under way.
-    assert len(survived.lines) - len(undisturbed.lines) <= 2 * num_attacks
+    assert len(survived.lines) - len(undisturbed) <= 2 * num_attacks
 
 
 def test_a_kill_and_a_stop_cost_an_update_each(tmp_path: Path) -> None:
     training = Training(config("stage 2"), updates=12)
-    undisturbed = survive(training, tmp_path / "undisturbed")
-    assert undisturbed.code == 0 and len(undisturbed.lines) == 12 and undisturbed.left == [], undisturbed.output[-6000:]
+    undisturbed = undisturbed_lines(tmp_path / "undisturbed", training.config, training.updates)
     survived = survive(training, tmp_path / "attacked", [KILL, STOP], seed=1)
     check(survived, undisturbed, 2)
     assert "has been stopped for 0.5 s" in survived.output and "from host memory after update" in survived.output
@@ -55,4 +55,5 @@ def test_ten_kills(kind: str, tmp_path: Path) -> None:
     """At all stages, with and without offload: fifty in all, at random moments of a step."""
     training = Training(config(kind), updates=60)
     undisturbed = survive(training, tmp_path / "undisturbed")
-    check(survive(training, tmp_path / "attacked", [KILL] * 10, seed=7), undisturbed, 10)
+    assert undisturbed.code == 0 and len(undisturbed.lines) == 60 and undisturbed.left == [], undisturbed.output[-6000:]
+    check(survive(training, tmp_path / "attacked", [KILL] * 10, seed=7), undisturbed.lines, 10)

@@ -216,9 +216,20 @@ configs = st.one_of(fixed_configs().map(lambda config: (config, fixed_cell)), ot
 
 
 @pytest.mark.lengthy
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(case=configs, extra=st.integers(0, 9))
 def test_layouts_are_what_the_slow_definitions_say(case: Any, extra: int) -> None:
+    check_layout(case, extra)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, deadline=None)
+@given(case=configs, extra=st.integers(0, 9))
+def test_many_layouts_are_what_the_slow_definitions_say(case: Any, extra: int) -> None:
+    check_layout(case, extra)
+
+
+def check_layout(case: Any, extra: int) -> None:
     config, cell = case
     n = config.least_blocks() + extra
     layout = config.make_layout(n * config.block)
