@@ -98,7 +98,9 @@ def test_the_good_config_of_these_tests_is_accepted(tmp_path: Path) -> None:
     assert run_ranks(run_initialize_script, 2, str(write(tmp_path, GOOD)), init=False) == ["trained\n"] * 2
 
 
-# Among the default tests, that of a rank at stage 3 is tests/integration/test_dying_rank.py.
+# Among the default tests: ranks that die in tests/integration/test_dying_rank.py, what torchrun makes of errors in
+# tests/integration/test_error_report.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "processes"), [(2, 2), *(pytest.param(stage, 3, marks=pytest.mark.slow) for stage in (0, 1, 2, 3))]
 )

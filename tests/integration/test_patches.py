@@ -199,6 +199,7 @@ answer = {"before": before, "after": [hasattr(place, mark) for place in places]}
 """
 
 
+@pytest.mark.slow  # who answers beside a real one is in test_startup.py
 def test_a_real_deepspeed_keeps_its_flows_until_hf_zero_is_asked_for(wheel: Path, tmp_path: Path) -> None:
     site = Site.empty(tmp_path / "site").unpack(wheel).borrow_libraries().add_real_deepspeed()
     assert site.ask(AFTERWARDS) == {"before": [False, False], "after": [True, True, True]}

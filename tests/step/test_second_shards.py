@@ -151,6 +151,7 @@ def test_a_rank_keeps_the_rows_of_its_place_in_every_group() -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(ranks[rank], ranks[rank + 2], strict=True))
 
 
+@pytest.mark.slow  # by default on four ranks: tests/mesh/test_combinations.py
 def test_second_shards_within_a_shard_group_that_spans_hosts() -> None:
     """Hybrid sharding over two hosts each, hpZ within one; MiCS has a name of its own for that."""
     found = []

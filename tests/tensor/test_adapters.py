@@ -212,6 +212,7 @@ def test_two_ranks_train_as_one_process() -> None:
     _check_training(2, 2, [("gpt2", DROPS), ("uneven", {**DROPS, "use_dora": True})], (3,), 3)
 
 
+@pytest.mark.slow  # the kind is among those of two ranks' gradients, more ranks are in test_parity.py
 def test_four_ranks_train_as_one_process() -> None:
     _check_training(2, 4, [("mixtral", {"target_modules": "all-linear"})], (0, 2), 2)
 
