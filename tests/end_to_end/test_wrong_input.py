@@ -101,9 +101,7 @@ def test_the_good_config_of_these_tests_is_accepted(tmp_path: Path) -> None:
 # Among the default tests: ranks that die in tests/integration/test_dying_rank.py, what torchrun makes of errors in
 # tests/integration/test_error_report.py.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "processes"), [(2, 2), *(pytest.param(stage, 3, marks=pytest.mark.slow) for stage in (0, 1, 2, 3))]
-)
+@pytest.mark.parametrize(("stage", "processes"), [(2, 2), *((stage, 3) for stage in (0, 1, 2, 3))])
 def test_one_rank_raising_ends_all(stage: int, processes: int, tmp_path: Path) -> None:
     words = [write(tmp_path, with_stage(stage)), 1]
     finished = launch(INITIALIZE_SCRIPT, words, processes=processes, timeout_s=TIMEOUT_S)

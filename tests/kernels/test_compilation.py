@@ -70,7 +70,6 @@ def test_every_kernel_compiles(few: list[Compiled]) -> None:
     examine(few, "cuda")
 
 
-@pytest.mark.slow  # a target, as those below
 def test_every_kernel_compiles_for_amd(tmp_path: Path) -> None:
     examine(compile_apart("tests.kernels.launches", "hip", "gfx942", tmp_path, launches="FEW"), "hip")
 
