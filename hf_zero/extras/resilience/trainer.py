@@ -26,7 +26,7 @@ from hf_zero.comm import collectives_for, hosts, local_device
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.resilience import Resilience
 from hf_zero.extras.resilience.memory import MemoryCheckpoints, supervisor
-from hf_zero.launch.restarts import COPIES, HISTORY, RESTARTS, own_folder
+from hf_zero.launch.restarts import COPIES, HISTORY, RESTARTS, own_folder, replace_text
 from hf_zero.log import logger
 
 _STATE, _SCHEDULER, _SUMS = "trainer_state.json", "scheduler.pt", "sums-{}.json"
@@ -98,8 +98,9 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._trainer.is_local_process_zero():
             path = folder.parent / HISTORY
             lines = path.read_text().splitlines()[: self._num_logs] if self._num_logs else []
-            path.write_text("".join(f"{line}\n" for line in lines))
-            (folder / _STATE).write_text(json.dumps({**state, "log_history": [*map(json.loads, lines)]}))
+            # Whole at any moment: other ranks may be reading, and this one may be killed.
+            replace_text(path, "".join(f"{line}\n" for line in lines))
+            replace_text(folder / _STATE, json.dumps({**state, "log_history": [*map(json.loads, lines)]}))
         self._trainer.accelerator.wait_for_everyone()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:

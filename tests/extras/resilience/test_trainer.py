@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 import hf_zero
 from hf_zero.extras.resilience import trainer as resilience
-from hf_zero.launch.restarts import SUPERVISOR
+from hf_zero.launch.restarts import HISTORY, SUPERVISOR
 from tests.support.ranks import run_ranks
 
 DS = {
@@ -109,3 +110,20 @@ def test_nothing_is_kept_where_nobody_starts_ranks_again(environment: dict[str, 
     with mock.patch.dict(os.environ, environment), caplog.at_level("INFO", logger="hf_zero"):
         assert resilience.begin_training(mock.Mock(), DS, "somewhere") == "somewhere"
     assert "nobody starts these ranks again" in caplog.text
+
+
+def test_the_state_is_whole_while_it_is_written_anew(tmp_path: Path) -> None:
+    """Another rank read it in the moment in which the first one wrote the logs into it, found nothing, and failed; a
+    kill in that moment would have left nothing to go on from."""
+    slot = tmp_path / "0"
+    slot.mkdir()
+    state, sums = slot / resilience._STATE, slot / resilience._SUMS.format(0)
+    state.write_text(json.dumps({"global_step": 3, "log_history": []}))
+    sums.write_text(json.dumps({"num_logs": 1}))
+    (tmp_path / HISTORY).write_text('{"loss": 1.0}\n{"loss": 0.5}\n')
+    trainer = mock.Mock(args=mock.Mock(process_index=0))
+    keeper: Any = resilience.KeepInMemory(trainer, mock.Mock(), 1)
+    with state.open() as reader:
+        keeper.resume_from(slot)
+        assert json.load(reader)["log_history"] == []
+    assert json.loads(state.read_text()) == {"global_step": 3, "log_history": [{"loss": 1.0}]}
