@@ -54,7 +54,7 @@ $(READY): setup.cfg packaging/backend.py packaging/hf_zero.pth
 	@rm -f $(VENV)/.ready-* && touch $@
 	@echo "  $(VENV) is ready."
 
-demo: venv ## train a small Llama-style model on 2 processes, plot its loss, let it write code (three to six minutes on 2 cores)
+demo: venv ## train a small Llama-style model on 2 processes, plot its loss, let it write code (three to nine minutes on 2 cores)
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: venv ## set up and run the tests (a quarter of an hour at most on 2 cores; seconds of each in out/durations.txt)
