@@ -310,7 +310,7 @@ class ProgramGroups(ABC):
         return self._group
 
     def own_size(self) -> int:
-        return len(self._ranks)
+        return self.size
 
     def own_rank(self) -> int:
         """This rank's place among them."""

@@ -401,7 +401,8 @@ def test_other_numbers_of_backward_passes_are_refused_on_all_ranks() -> None:
     explore(run, overtakings=1)
 
 
-def test_ranks_that_run_alike_send_nothing_for_each_other() -> None:
+@pytest.mark.parametrize("limit", [150, pytest.param(400, marks=pytest.mark.slow)])
+def test_ranks_that_run_alike_send_nothing_for_each_other(limit: int) -> None:
     """One gather per unit and use, whatever order ranks take turns in."""
 
     def run(schedule: Schedule) -> None:
@@ -409,7 +410,7 @@ def test_ranks_that_run_alike_send_nothing_for_each_other() -> None:
         play([Script(((0, 1, 2),), prefetches=False)] * 2, 3, schedule, steps=1)
         assert sum(tally.calls for (_, name), tally in ledger.tallies.items() if name == "all_gather") == 2 * 6
 
-    explore(run, overtakings=2, limit=150)
+    explore(run, overtakings=2, limit=limit)
 
 
 # --- ranks that share no memory: plans ------------------------------------------------------------------------------
@@ -431,11 +432,12 @@ def scripts_of(routes_by_rank: Sequence[Sequence[tuple[tuple[int, ...], ...]]], 
     return [[Script(routes, prefetches) for routes in by_step] for by_step in routes_by_rank]
 
 
+@pytest.mark.parametrize("limit", [15, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("story", "prefetches"), some_with_prefetching(CHANGES))
-def test_ranks_follow_a_plan_and_leave_it_under_every_order_of_turns(story: str, prefetches: bool) -> None:
+def test_ranks_follow_a_plan_and_leave_it_under_every_order_of_turns(story: str, prefetches: bool, limit: int) -> None:
     """From alike to divergent and back: every value is right, and nobody waits for ever."""
     scripts = scripts_of(CHANGES[story], prefetches)
-    explore(lambda schedule: play(scripts, 3, schedule, apart=True), overtakings=1, limit=15)
+    explore(lambda schedule: play(scripts, 3, schedule, apart=True), overtakings=1, limit=limit)
 
 
 @pytest.mark.parametrize("story", STORIES)
