@@ -29,7 +29,8 @@ from hf_zero.comm import local_device
 from hf_zero.device.host_memory import host_available
 
 VOCABULARY = 32_000
-HOST_BYTES = 16  # per parameter: bf16 shard and gradient, fp32 master and two moments
+# Per parameter: bf16 shard and gradient, fp32 master and two moments; streaming: shard and what its master has besides.
+HOST_BYTES = {None: 16, "fp32": 12, "bf16": 8}
 HOST_SHARE = 0.9  # of what is available; the rest is the interpreter's, and buffers'
 FLOPS_PER_PARAMETER = 8  # and token: forward, forward again, backward
 
@@ -62,7 +63,13 @@ def _rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 
 class Llama(nn.Module):
-    """Token ids [batch, length] -> loss of predicting the next ones."""
+    """Token ids [batch, length] -> loss of predicting the next ones.
+
+    Attributes:
+        recomputes: whether backward runs each layer's forward again; False where the layers see to it themselves.
+    """
+
+    recomputes = True
 
     def __init__(self, hidden: int, heads: int, layers: int) -> None:
         super().__init__()
@@ -77,7 +84,7 @@ class Llama(nn.Module):
         rates = 1e4 ** -(torch.arange(0, self.width, 2, device=tokens.device) / self.width)
         turn, x = positions[:, None] * rates, self.embedding(tokens)
         for layer in self.layers:
-            x = checkpoint(layer, x, turn, use_reentrant=False)
+            x = checkpoint(layer, x, turn, use_reentrant=False) if self.recomputes else layer(x, turn)
         logits = self.head(self.norm(x)[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
@@ -88,9 +95,9 @@ def block_numel(hidden: int) -> int:
         return sum(parameter.numel() for parameter in Block(hidden, 1).parameters())
 
 
-def layers_that_fit(hidden: int) -> int:
+def layers_that_fit(hidden: int, streaming: str | None) -> int:
     """As many as host memory holds the states of."""
-    numel = HOST_SHARE * host_available() / HOST_BYTES - 2 * VOCABULARY * hidden
+    numel = HOST_SHARE * host_available() / HOST_BYTES[streaming] - 2 * VOCABULARY * hidden
     return max(1, int(numel // block_numel(hidden)))
 
 
@@ -108,6 +115,11 @@ def build(options: argparse.Namespace) -> Any:
             "offload_param": {"device": "cpu"},
         },
     }
+    if options.streaming:
+        # No gradient is ever whole: neither clipped nor looked at before the update.
+        config |= {"gradient_clipping": 0.0, "bf16": {"enabled": True, "check_grad_overflow": False}}
+        config["zero_optimization"] = {"stage": 3, "offload_param": {"device": "cpu"}}
+        config["hf_zero"] = {"streaming": {"enabled": True, "states": options.streaming}}
     torch.manual_seed(0)
     with Init(config_dict_or_path=config, remote_device="cpu"):
         model = Llama(options.hidden, options.heads, options.layers)
@@ -143,7 +155,7 @@ def busy_shares(engine: Any, tokens: Tensor) -> dict[str, float]:
         seconds = sum(value for name, value in step(engine, tokens).items() if name.endswith("_s"))
     kinds: dict[str, list[tuple[float, float]]] = {"kernels": [], "copies": []}
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             kind = "copies" if event.name.startswith(("Memcpy", "Memset")) else "kernels"
             kinds[kind].append((event.time_range.start, event.time_range.end))
     return {kind: covered(spans) / 1e6 / seconds for kind, spans in kinds.items()}
@@ -224,13 +236,14 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=0, help="default: one per 128 of hidden")
     parser.add_argument("--layers", type=int, default=0, help="default: as many as host memory holds")
+    parser.add_argument("--streaming", choices=("fp32", "bf16"), help="stream; states in host memory of this dtype")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(words)
     options.heads = options.heads or max(1, options.hidden // 128)
-    options.layers = options.layers or layers_that_fit(options.hidden)
+    options.layers = options.layers or layers_that_fit(options.hidden, options.streaming)
     return options
 
 

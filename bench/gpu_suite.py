@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from itertools import product
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +87,35 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
                     )
 
 
-def run_checks(device: str) -> list[str]:
-    """Names of the checks that failed; each failure is shown when it happens."""
-    failed, done, start = [], 0, time.perf_counter()
-    for name, check in checks(device):
+def run_checks(device: str, jobs: int = 1) -> list[str]:
+    """Names of the checks that failed; each failure is shown when it happens.
+
+    Nearly all of their time goes into compiling, which `jobs` processes do beside each other.
+    """
+    start, parts = time.perf_counter(), [(device, index, jobs) for index in range(jobs)]
+    if jobs == 1:
+        found = [part_of_checks(*parts[0])]
+    else:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+            found = list(pool.map(part_of_checks, *zip(*parts, strict=True)))
+    failed, done = [name for names, _ in found for name in names], sum(count for _, count in found)
+    seconds = time.perf_counter() - start
+    sys.stdout.write(f"{done - len(failed)} of {done} checks passed in {seconds:.0f} s\n")
+    return failed
+
+
+def part_of_checks(device: str, index: int, jobs: int) -> tuple[list[str], int]:
+    """Every `jobs`-th check from `index` on: names of those that failed, and how many there were."""
+    failed, done = [], 0
+    for name, check in islice(checks(device), index, None, jobs):
         done += 1
         try:
             check()
         except Exception:
             failed.append(name)
             sys.stdout.write(f"FAILED {name}\n{traceback.format_exc(limit=3)}\n")
-    seconds = time.perf_counter() - start
-    sys.stdout.write(f"{done - len(failed)} of {done} checks passed in {seconds:.0f} s\n")
-    return failed
+            sys.stdout.flush()
+    return failed, done
 
 
 def milliseconds(call: Callable[[], object], repeats: int, device: str) -> float:
@@ -264,6 +282,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=1 << 30, help="elements of the timed vectors")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that check (default 1)")
     parser.add_argument("--quick", action="store_true", help="time 2**24 elements")
     parser.add_argument("--offload", action="store_true", help="train the largest model that host memory holds, too")
     parser.add_argument(
@@ -280,7 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = "cpu" if options.dry_run else "cuda"
     name = "dry run on the CPU" if options.dry_run else torch.cuda.get_device_name()
     sys.stdout.write(f"{name}, torch {torch.__version__}\n")
-    failed = run_checks(device)
+    failed = run_checks(device, options.jobs)
     numel = 1 << 14 if options.dry_run else 1 << 24 if options.quick else options.numel
     rows = run_timings(numel, 1 if options.dry_run else options.repeats, device)
     waits = waits_for_the_device(device)

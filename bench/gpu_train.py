@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_offload import VOCABULARY, Llama
+from bench.gpu_offload import VOCABULARY, Llama, covered
 from bench.roofline import MACHINES
 from bench.surroundings import ROOT
 from hf_zero.planning.arguments import known_gpu
@@ -46,8 +47,12 @@ OURS = {
     "hf_zero 3": Setup(3),
     "hf_zero 2 offload": Setup(2, offload_optimizer=True),
     "hf_zero 3 offload": Setup(3, offload_optimizer=True, offload_parameters=True),
+    "hf_zero 3 streaming": Setup(3, offload_optimizer=True, offload_parameters=True, streams=True, clips=False),
 }
-OTHERS = ("torch fused", "fsdp2", "fsdp2 offload", "torchao offload", "deepspeed 2 offload", "deepspeed 3 offload")
+OTHERS = (
+    "compute alone", "torch fused", "fsdp2", "deepspeed 0", "deepspeed 2", "deepspeed 3",
+    "fsdp2 offload", "torchao offload", "deepspeed 2 offload", "deepspeed 3 offload",
+)  # fmt: skip
 NEEDS = {"torchao offload": "torchao"}
 Step = Callable[[Tensor], Tensor]
 
@@ -57,14 +62,19 @@ def ds_config(setup: Setup, batch: int) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": setup.stage}
     zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if setup.offload_optimizer else {}
     zero |= {"offload_param": {"device": "cpu", "pin_memory": True}} if setup.offload_parameters else {}
-    return {
+    config = {
         "train_micro_batch_size_per_gpu": batch,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": 1.0 if setup.clips else 0.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": zero,
         "steps_per_print": 1 << 30,
     }
+    if setup.streams:
+        config["bf16"] |= {"check_grad_overflow": False}
+        config["hf_zero"] = {"streaming": {"enabled": True}}
+        del zero["offload_optimizer"]
+    return config
 
 
 def with_engine(module: str, model: Llama, setup: Setup, batch: int) -> Step:
@@ -83,9 +93,14 @@ def with_engine(module: str, model: Llama, setup: Setup, batch: int) -> Step:
 
 def with_torch(model: Llama, device: torch.device, case: str) -> Step:
     """fp32 masters and autocast, FSDP2 with or without its CPU offload, or torchao's optimizer on the host."""
-    model = model if case == "fsdp2 offload" else model.to(device)
+    model = model.cpu() if case == "fsdp2 offload" else model.to(device)
     if case.startswith("fsdp2"):
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        # As torchtitan does: what is computed again gets the inputs that FSDP has cast.
+        model.recomputes = False
+        model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in model.layers)
 
         offload = CPUOffloadPolicy(pin_memory=device.type != "cpu") if case.endswith("offload") else OffloadPolicy()
         options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16), "offload_policy": offload}
@@ -93,6 +108,17 @@ def with_torch(model: Llama, device: torch.device, case: str) -> Step:
             fully_shard(block, **options)
         fully_shard(model, **options)
     optimizer: Any
+    if case == "compute alone":  # the floor: bf16 weights that nothing updates
+        model = model.bfloat16()
+
+        def compute(tokens: Tensor) -> Tensor:
+            loss: Tensor = model(tokens)
+            loss.backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+            return loss
+
+        return compute
     if case == "torchao offload":
         from torchao.optim import CPUOffloadOptimizer
 
@@ -113,7 +139,30 @@ def with_torch(model: Llama, device: torch.device, case: str) -> Step:
     return step
 
 
-def measure(case: str, size: str, steps: int) -> dict[str, Any]:
+def profiled(call: Callable[[], object], top: int = 12) -> dict[str, Any]:
+    """One step under the profiler: in which share of its time the GPU computes and copies, and what takes longest."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    spans: dict[str, list[tuple[float, float]]] = {"kernels": [], "copies": []}
+    sums: dict[str, float] = {}
+    for event in profile.events():
+        # Ranges that were named by us span kernels, and what is between them.
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            kind = "copies" if event.name.startswith(("Memcpy", "Memset")) else "kernels"
+            spans[kind].append((event.time_range.start, event.time_range.end))
+            name = event.name[:90]
+            sums[name] = sums.get(name, 0.0) + (event.time_range.end - event.time_range.start) / 1e3
+    longest = sorted(sums.items(), key=lambda item: -item[1])[:top]
+    shares = {kind: covered(each) / 1e6 / seconds for kind, each in spans.items()}
+    return {"s": seconds, "busy": shares, "num_kernels": len(spans["kernels"]), "longest_ms": dict(longest)}
+
+
+def measure(case: str, size: str, steps: int, profile: bool = False) -> dict[str, Any]:
     """One case, in this process."""
     from hf_zero.comm import init_distributed
 
@@ -121,7 +170,8 @@ def measure(case: str, size: str, steps: int) -> dict[str, Any]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     init_distributed()
     torch.manual_seed(0)
-    model = Llama(hidden, heads, layers)
+    with device:  # where random numbers come fastest
+        model = Llama(hidden, heads, layers)
     numel = sum(parameter.numel() for parameter in model.parameters())
     setup = OURS.get(case.replace("deepspeed", "hf_zero"))
     if setup is None:
@@ -130,15 +180,21 @@ def measure(case: str, size: str, steps: int) -> dict[str, Any]:
         step = with_engine("hf_zero" if case in OURS else "deepspeed", model, setup, batch)
     tokens = torch.randint(VOCABULARY, (batch, length), device=device)
     losses = [float(step(tokens)) for _ in range(2)]
-    start = time.perf_counter()
+    if device.type != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
     for _ in range(steps):
-        last = step(tokens)
-    losses.append(float(last))
-    seconds = (time.perf_counter() - start) / steps
-    found = {"case": case, "size": size, "parameters": numel, "s_per_step": seconds, "losses": losses}
-    found["tokens_per_s"] = batch * length / seconds
+        start = time.perf_counter()
+        losses.append(float(step(tokens)))  # read, as a training loop that logs does
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times)
+    found: dict[str, Any] = {"case": case, "size": size, "parameters": numel, "s_per_step": seconds, "losses": losses}
+    found |= {"s_of_steps": times, "tokens_per_s": batch * length / seconds}
     if device.type != "cpu":
         found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        found["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
+        if profile:
+            found["profile"] = profiled(lambda: step(tokens))
     if setup is not None:
         found["predicted_states_gb"] = device_bytes(MACHINES[0], Shape(size, numel, layers), setup) / 1e9
     if case in OURS and device.type != "cpu":
@@ -169,7 +225,7 @@ def missing(case: str) -> str | None:
     return None
 
 
-def apart(case: str, size: str, steps: int, timeout_s: float) -> dict[str, Any]:
+def apart(case: str, size: str, steps: int, timeout_s: float, profile: bool = False) -> dict[str, Any]:
     """One case in a fresh process."""
     reason = missing(case)
     if reason:
@@ -180,6 +236,7 @@ def apart(case: str, size: str, steps: int, timeout_s: float) -> dict[str, Any]:
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     switch = {"HF_ZERO": "0"} if case.startswith("deepspeed") else {}
     words = [sys.executable, "-m", "bench.gpu_train", "--case", case, "--size", size, "--steps", str(steps)]
+    words += ["--profile"] * profile
     try:
         result = subprocess.run(
             words, env={**os.environ, **place, **switch}, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
@@ -192,14 +249,16 @@ def apart(case: str, size: str, steps: int, timeout_s: float) -> dict[str, Any]:
     return found
 
 
-def run(sizes: list[str], cases: list[str], steps: int, budget_s: float) -> list[dict[str, Any]]:
+def run(
+    sizes: list[str], cases: list[str], steps: int, budget_s: float, profile: bool = False
+) -> list[dict[str, Any]]:
     """Every case of every size, the small ones first; those beyond the budget are skipped and named."""
     end, rows = time.monotonic() + budget_s, []
     for size in sizes:
         for case in cases:
             left = end - time.monotonic()
             late = {"case": case, "size": size, "skipped": f"beyond the budget of {budget_s:.0f} s"}
-            rows.append(apart(case, size, steps, left) if left > 0 else late)
+            rows.append(apart(case, size, steps, left, profile) if left > 0 else late)
             sys.stdout.write(f"{json.dumps(rows[-1])}\n")
             sys.stdout.flush()
     return rows
@@ -210,15 +269,18 @@ def main() -> None:
     parser.add_argument("--case", help=f"one of {', '.join([*OURS, *OTHERS])}: alone, in this process")
     parser.add_argument("--size", default="0.5b", choices=SIZES)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--sizes", nargs="+", default=["0.5b", "1.5b", "7b"], choices=SIZES)
+    parser.add_argument("--cases", nargs="+", default=[*OURS, *OTHERS], choices=[*OURS, *OTHERS])
     parser.add_argument("--budget-s", type=float, default=400, help="no case begins after that")
+    parser.add_argument("--profile", action="store_true", help="and one more step of each under the profiler")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, one step")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     if options.case:
-        sys.stdout.write("\n" + json.dumps(measure(options.case, options.size, options.steps)) + "\n")
+        sys.stdout.write("\n" + json.dumps(measure(options.case, options.size, options.steps, options.profile)) + "\n")
         return
-    sizes = ["tiny"] if options.dry_run else ["0.5b", "1.5b", "7b"]
-    rows = run(sizes, [*OURS, *OTHERS], 1 if options.dry_run else options.steps, options.budget_s)
+    sizes = ["tiny"] if options.dry_run else options.sizes
+    rows = run(sizes, options.cases, 1 if options.dry_run else options.steps, options.budget_s, options.profile)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     failed = [row for row in rows if "failed" in row]

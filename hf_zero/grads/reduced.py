@@ -72,7 +72,7 @@ class ReducedGradient:
 
     @property
     def vector(self) -> Vector:
-        """Made at first use and kept, so that steps do not page it in. Everything that was added is in it."""
+        """Made at first use. Everything that was added is in it."""
         self._settle()
         return self._place
 
@@ -204,11 +204,14 @@ class ReducedGradient:
         self._vector = None
 
     def clear(self) -> None:
-        """Forget the sum. Its room stays."""
+        """Forget the sum. Its room stays in host memory, which a step would have to page in again. A device's allocator
+        has it back at once, and lends it to activations until backward has gradients again."""
         self._settle()
         self._state = ReducedState.NONE
         self._num_added = self._num_counted = self._num_squared = 0
         self._squares = None
+        if not self._memory.is_host and self._vector is not None and self.is_on_device:
+            self.give_up_room()
 
     def give_up_room(self) -> None:
         """Free its memory, while there is no sum."""

@@ -332,9 +332,9 @@ def rank_memory(model: PlannedModel, setting: Setting, trace: Trace) -> RankMemo
     ledger = _Ledger()
     _parameters(model, setting, layout, units, ledger)
     _optimizer(setting, layout, ledger)
-    _gradients(setting, layout, ledger)
+    sums = _gradients(setting, layout, ledger)
     _buffers(model, setting, layout, units, ledger)
-    moment = worst_moment(layout, units, trace)
+    moment = worst_moment(layout, units, trace, sums)
     update = _update_buffers(setting, layout)
     if setting.separate:
         ledger.add("host", BUFFERS, update)
@@ -482,24 +482,33 @@ def _update_buffers(setting: Setting, layout: FlatLayout) -> int:
     return FP32_BYTES * min(zero.sub_group_numel or longest, longest) * vectors
 
 
-def _gradients(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> None:
-    """Sums of the owned part; or, where stages 0 and 1 accumulate, whole ones in their place."""
+def _gradients(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> list[int]:
+    """Sums of the owned part; or, where stages 0 and 1 accumulate, whole ones in their place.
+
+    Returns:
+        Per bucket: bytes that are there from its reduction to the update only (`ReducedGradient.clear`).
+    """
     sharding, precision, far = setting.sharding, setting.precision, _far(setting)
     whole = setting.accumulates and not sharding.shards_gradients
     streaming, resolved = setting.resolved.zero.streaming, setting.resolved
     clip_norm, skips = resolved.gradients.clip_norm, resolved.precision.skip_nonfinite
     streams = streaming is not None and not (setting.accumulates or streaming.why_gradients_stay(clip_norm, skips))
-    for bucket in layout.buckets:
+    passing = [0] * len(layout.buckets)
+    for index, bucket in enumerate(layout.buckets):
         size = precision.accumulation_dtype(getattr(torch, bucket.dtype)).itemsize
         owned = sharding.owned(bucket).numel
         if streams:
             continue  # those on their way are buffers
+        if far == "device" and setting.separate and not setting.accumulates:
+            passing[index] = owned * size
+            continue
         if whole and (owned < bucket.numel or far != "device"):
             ledger.add("device", GRADIENTS, bucket.numel * size)
             if far != "device":
                 ledger.add(far, GRADIENTS, owned * size)
         else:
             ledger.add(far, GRADIENTS, owned * size)
+    return passing
 
 
 def _buffers(
@@ -537,21 +546,28 @@ def _buffers(
 # The worst moment
 
 
-def worst_moment(layout: FlatLayout, units: PlannedUnits | None, trace: Trace) -> dict[str, int]:
-    """Bytes by kind of what comes and goes, at the moment when that is most."""
-    waiting = _waiting(layout, trace)
+def worst_moment(
+    layout: FlatLayout, units: PlannedUnits | None, trace: Trace, sums: Sequence[int] | None = None
+) -> dict[str, int]:
+    """Bytes by kind of what comes and goes, at the moment when that is most.
+
+    Args:
+        sums: bytes of each bucket's gradients from their reduction to the update, where they come and go.
+    """
+    waiting = _waiting(layout, trace, sums or [0] * len(layout.buckets))
     gathered = _gathered(units, trace)
     moments = zip((segment.peak for segment in trace.segments), waiting, gathered)
     most = max(moments, key=sum)
     return dict(zip((ACTIVATIONS, GRADIENTS, GATHERED), most))
 
 
-def _waiting(layout: FlatLayout, trace: Trace) -> Iterator[int]:
-    """Gradients that wait for the rest of their bucket, segment by segment."""
+def _waiting(layout: FlatLayout, trace: Trace, sums: Sequence[int]) -> Iterator[int]:
+    """Gradients that wait for the rest of their bucket, and sums of those that did, segment by segment."""
     index_of = {spec.name: index for index, spec in enumerate(layout.specs)}
     bucket_of = layout.bucket_of()
     left = Counter(bucket_of)
     held: Counter[int] = Counter()
+    summed = 0
     for segment in trace.segments:
         index = index_of.get(segment.name, -1) if segment.event == "gradient" else -1
         if index >= 0 and bucket_of[index] >= 0:
@@ -560,7 +576,8 @@ def _waiting(layout: FlatLayout, trace: Trace) -> Iterator[int]:
             held[bucket] += spec.numel * _size(spec.dtype)
             if not left[bucket]:
                 held[bucket] = 0
-        yield held.total()
+                summed += sums[bucket]
+        yield held.total() + summed
 
 
 def _gathered(units: PlannedUnits | None, trace: Trace) -> Sequence[int]:

@@ -1,0 +1,248 @@
+"""What `plan` says beside what one GPU takes: peak memory and seconds of a step of transformers' own models.
+
+    python -m bench.gpu_predictions --json measured.json     # on a GPU; some ten seconds a run, all in one process
+    python -m bench.gpu_predictions --beside measured.json   # anywhere: the table, predicted anew
+    python -m bench.gpu_predictions --dry-run                # two layers of each, tiny, on the CPU
+
+Random weights in bf16, AdamW, attention by SDPA. Allocated is what tensors take at most; reserved is what PyTorch's
+allocator has taken from the driver for them, to which `plan` adds the driver's context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CPU = {"device": "cpu", "pin_memory": True}
+BOTH = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+STREAMING: dict[str, Any] = {
+    "zero_optimization": {"stage": 3, "offload_param": CPU},
+    "bf16": {"enabled": True, "check_grad_overflow": False},
+    "gradient_clipping": 0.0,
+    "hf_zero": {"streaming": {"enabled": True}},
+}
+STEPS = 4  # the first is not timed
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model, its samples and its ds.json."""
+
+    model: str
+    batch: int
+    length: int
+    checkpointing: bool
+    zero: dict[str, Any]
+    lora_rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        zero = self.ds_config["zero_optimization"]
+        away = [key for key in ("offload_optimizer", "offload_param") if key in zero]
+        way = "streaming" if "hf_zero" in self.ds_config else f"stage {zero['stage']}"
+        places = {0: "", 1: ", states on the host", 2: ", all on the host"}[len(away)] if way != "streaming" else ""
+        more = f", LoRA of rank {self.lora_rank}" if self.lora_rank else ""
+        recomputes = ", checkpointing" if self.checkpointing else ""
+        return f"{self.model}, {self.batch} x {self.length}, {way}{places}{recomputes}{more}"
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        given = self.zero if "zero_optimization" in self.zero else {"zero_optimization": self.zero}
+        return {
+            "train_micro_batch_size_per_gpu": self.batch,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+            "steps_per_print": 1 << 30,
+            **given,
+        }
+
+
+RUNS = (
+    Run("Qwen2.5 0.5B", 4, 2048, False, {"stage": 2}),
+    Run("Llama 3.2 1B", 1, 2048, False, {"stage": 0}),
+    Run("Llama 3.2 1B", 4, 4096, True, {"stage": 3}),
+    Run("Llama 3.2 1B", 8, 2048, True, {"stage": 2, "offload_optimizer": CPU}),
+    Run("Qwen3 MoE 1.3B", 4, 2048, True, {"stage": 2}),
+    Run("Llama 3.2 3B", 2, 2048, True, {"stage": 3}),
+    Run("Llama 3.1 8B", 2, 4096, True, {"stage": 3}, lora_rank=16),
+    Run("Llama 3.2 3B", 8, 2048, True, BOTH),
+    Run("Llama 3.2 3B", 8, 2048, True, STREAMING),
+    Run("Llama 3.1 8B", 4, 2048, True, STREAMING),
+)
+
+
+def config_of(name: str, tiny: bool = False) -> Any:
+    """transformers' config: shapes of the published models."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
+
+    def llama(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=128256, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=8, max_position_embeddings=8192, tie_word_embeddings=tied,
+            architectures=["LlamaForCausalLM"],
+        )  # fmt: skip
+
+    if name == "Qwen2.5 0.5B":
+        config: Any = Qwen2Config(
+            vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+            num_key_value_heads=2, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"],
+        )  # fmt: skip
+    elif name == "Qwen3 MoE 1.3B":
+        config = Qwen3MoeConfig(
+            vocab_size=151936, hidden_size=1024, intermediate_size=3072, moe_intermediate_size=512,
+            num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4, num_experts=32,
+            num_experts_per_tok=4, head_dim=64, tie_word_embeddings=True, architectures=["Qwen3MoeForCausalLM"],
+        )  # fmt: skip
+    else:
+        shapes = {
+            "Llama 3.2 1B": (2048, 8192, 16, 32, True),
+            "Llama 3.2 3B": (3072, 8192, 28, 24, True),
+            "Llama 3.1 8B": (4096, 14336, 32, 32, False),
+        }
+        config = llama(*shapes[name])
+    if tiny:
+        config.num_hidden_layers, config.vocab_size = 2, 512
+        config.hidden_size = 16 * config.num_attention_heads
+        config.intermediate_size = 64
+        if hasattr(config, "head_dim"):
+            config.head_dim = 16
+    config.use_cache = False
+    return config
+
+
+def measure(run: Run, device: torch.device, tiny: bool) -> dict[str, Any]:
+    """Train it for a few steps."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_zero.api.entry import initialize
+
+    _forget(device)
+    torch.manual_seed(0)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(config_of(run.model, tiny), dtype=torch.bfloat16)
+    if run.lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=run.lora_rank, target_modules="all-linear"))
+    if run.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine = initialize(model=model, model_parameters=trained, config=run.ds_config)[0]
+    batch, length = (1, 32) if tiny else (run.batch, run.length)
+    vocabulary = model.config.vocab_size
+    tokens = torch.randint(vocabulary, (batch, length), device=device)
+    found: dict[str, Any] = {"run": run.name, "parameters": sum(each.numel() for each in trained)}
+    _forget(device)
+    times, losses = [], []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        times.append(time.perf_counter() - start)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        reserved = torch.cuda.max_memory_reserved()
+        found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": reserved}
+        found |= {"driver": total - free - torch.cuda.memory_reserved() + reserved}
+    found |= {"losses": losses, "s_of_steps": times, "s_per_step": statistics.median(times[1:])}
+    engine.destroy()
+    return found
+
+
+def _forget(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def predict(run: Run, gpu: str, host_gb: int) -> dict[str, Any]:
+    """`plan`'s row for this ds.json."""
+    from hf_zero.planning.candidates import Training, training_of
+    from hf_zero.planning.choose import given_estimates, optimizer_size
+    from hf_zero.planning.machine import hardware
+    from hf_zero.planning.model import load_model
+
+    machine = hardware({"gpu": gpu, "gpus_per_node": 1, "nodes": 1, "host_memory": f"{host_gb}G"})
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(run.model).save_pretrained(folder)
+        model = load_model(folder, "bf16", run.lora_rank or 0)
+    asked = Training(length=run.length, micro_batch=run.batch, checkpointing=run.checkpointing)
+    training = training_of(run.ds_config, asked, machine.ranks)
+    (found,) = given_estimates(model, machine, training, run.ds_config, optimizer_size(training))
+    return {"device": dict(found.memory.device), "total": found.memory.device_total, "seconds": found.seconds}
+
+
+def table(measured: list[dict[str, Any]], gpu: str, host_gb: int) -> Iterator[str]:
+    yield "| run | peak by the driver, GB | predicted | | s per step | predicted | ratio |"
+    yield "|" + " --- |" * 7
+    by_name = {run.name: run for run in RUNS}
+    for row in measured:
+        if "failed" in row:
+            yield f"| {row['run']} | {row['failed']} | | | | | |"
+            continue
+        ours = predict(by_name[row["run"]], gpu, host_gb)
+        peak, seconds = row["driver"], row["s_per_step"]
+        off = ours["total"] / peak - 1
+        yield (
+            f"| {row['run']} | {peak / 1e9:.1f} | {ours['total'] / 1e9:.1f} | {off:+.1%} | {seconds:.3f} | "
+            f"{ours['seconds']:.3f} | {seconds / ours['seconds']:.2f} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on whatever there is")
+    parser.add_argument("--json", type=Path, help="file for what was measured")
+    parser.add_argument("--budget-s", type=float, default=600, help="no run begins after that")
+    parser.add_argument("--beside", type=Path, help="file of an earlier --json: predictions beside it")
+    parser.add_argument("--gpu", default="h100", help="plan's name of the card in that file")
+    parser.add_argument("--host-gb", type=int, default=128)
+    options = parser.parse_args()
+    if options.beside:
+        rows = json.loads(options.beside.read_text())["rows"]
+        sys.stdout.write("\n".join(table(rows, options.gpu, options.host_gb)) + "\n")
+        return
+    if not options.dry_run and not torch.cuda.is_available():
+        sys.exit("bench.gpu_predictions needs a GPU; --dry-run tries it on the CPU")
+    from hf_zero.comm import destroy_process_group, init_distributed
+
+    logging.getLogger("hf_zero").setLevel(logging.WARNING)
+    init_distributed()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    rows, end = [], time.monotonic() + options.budget_s
+    for run in RUNS:
+        if time.monotonic() > end:
+            break
+        try:
+            rows.append(measure(run, device, options.dry_run))
+        except Exception as error:
+            rows.append({"run": run.name, "failed": f"{type(error).__name__}: {error}".splitlines()[0]})
+            sys.stdout.write(traceback.format_exc(limit=-6))
+        sys.stdout.write(f"{json.dumps(rows[-1])}\n")
+        sys.stdout.flush()
+        if options.json:
+            name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+            options.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1))
+    destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
