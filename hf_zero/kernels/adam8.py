@@ -43,6 +43,7 @@ class BlockVectors(Vectors):
             gradient=self.gradient.narrow(0, start, length),
             states=self.states,
             lp_param=None if self.lp_param is None else self.lp_param.narrow(0, start, length),
+            rest=None if self.rest is None else self.rest.part(start, length),
             start=self.start + start,
         )
 
@@ -95,7 +96,7 @@ def _in_chunks(
     last = num_blocks(vectors.start + weight.numel())
     runs = [blocks_of(state).runs(first, last, num_blocks(begin + length)) for state in vectors.states]
     coders: list[Coder] = []
-    stateless = Vectors(weight=weight, gradient=vectors.gradient, lp_param=vectors.lp_param)
+    stateless = Vectors(weight=weight, gradient=vectors.gradient, lp_param=vectors.lp_param, rest=vectors.rest)
     for number, part in enumerate(fp32_chunks(stateless, scale, skip, seed, _TIMES)):
         mine, length = [both[number] for both in runs], part.weight.numel()
         if not coders or mine[0].codes.numel() != coders[0].values.numel():

@@ -1,13 +1,4 @@
-"""fp32 masters of bf16 weights in the weights' own bits and 16 more: 4 bytes for both, and no bit is lost.
-
-    master      s eeeeeeee mmmmmmm|mmmmmmmmmmmmmmmm       as an integer of 32 bits
-    weight      s eeeeeeee mmmmmmm|                       rounded to nearest, ties to even
-    rest                          |  master - weight << 16, from -32768 to 32768
-
-That is one value more than 16 bits have: halfway between two weights, the even one is taken from above and from below.
-Where it is from below (a rest of 32768, stored as -32768) the place is remembered beside: one in 131,072 elements whose
-lost bits are spread evenly. A NaN stays one, with other bits.
-"""
+"""Masters that are kept in the bits of their bf16 weights and 16 more (`hf_zero.kernels.vectors.Rest`)."""
 
 from __future__ import annotations
 
@@ -15,37 +6,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.runtime import HOST_MEMORY
-from hf_zero.kernels.vectors import chunks
+from hf_zero.kernels.vectors import Rest, chunks
 from hf_zero.offload.vector import InMemoryVector, MemoryStore, Store, Vector
-
-_HALF = 1 << 15
-_NOWHERE = torch.empty(0, dtype=torch.int32)
-
-
-def join(weights: Tensor, rest: Tensor, ties: Tensor, masters: Tensor) -> None:
-    """masters (fp32) = what `split` was given. All 1-D, on a CPU."""
-    bits = masters.view(torch.int32)
-    for start, length in chunks(masters.numel(), masters.device):
-        masters.narrow(0, start, length).copy_(weights.narrow(0, start, length))  # to fp32: weight << 16
-        bits.narrow(0, start, length).add_(rest.narrow(0, start, length))
-    if ties.numel():
-        places = ties.long()
-        bits[places] += 2 * _HALF
-
-
-def split(masters: Tensor, weights: Tensor, rest: Tensor) -> Tensor:
-    """weights (bf16) = `masters` rounded to nearest, rest (int16) = what they lose; returns where a tie was rounded
-    down (int32)."""
-    bits, ties = masters.view(torch.int32), [_NOWHERE]
-    for start, length in chunks(masters.numel(), masters.device):
-        weight, kept = weights.narrow(0, start, length), rest.narrow(0, start, length)
-        weight.copy_(masters.narrow(0, start, length))
-        rounded = weight.float().view(torch.int32)
-        lost = torch.sub(bits.narrow(0, start, length), rounded, out=rounded)
-        kept.copy_(lost)
-        if int(kept.min()) == -_HALF:  # either side of a tie
-            ties.append((lost == _HALF).nonzero().view(-1).add_(start).to(torch.int32))
-    return torch.cat(ties)
 
 
 class Recycled(Store):
@@ -104,7 +66,8 @@ class _Lent(InMemoryVector):
 
 
 class SplitMaster(Vector):
-    """Masters that are there as such only while they are fetched. Whoever changes them changes the weights."""
+    """Masters that are there as such only while they are taken. Whoever changes them changes the weights. Updates need
+    not: they work on weights and `rest`, a chunk at a time."""
 
     def __init__(self, name: str, weights: Vector, homes: Store, buffers: Store) -> None:
         """
@@ -116,9 +79,9 @@ class SplitMaster(Vector):
         super().__init__(weights.numel, torch.float32)
         self._name = name
         self._weights = weights
-        self._rest = homes.keep(f"rest of {name}", weights.numel, torch.int16, zeros=True)
+        kept = homes.keep(f"rest of {name}", weights.numel, torch.int16, zeros=True)
+        self._rest = Rest(kept.view())
         self._buffers = buffers
-        self._ties = _NOWHERE
         self._whole: Vector | None = None
         self._users = 0
         self._changed = self._is_joined = False
@@ -126,7 +89,11 @@ class SplitMaster(Vector):
     @property
     def num_bytes(self) -> int:
         """What is kept beside the weights."""
-        return self._rest.num_bytes + self._ties.numel() * self._ties.element_size()
+        return self._rest.num_bytes
+
+    @property
+    def rest(self) -> Rest:
+        return self._rest
 
     def fetch(self, *, reads: bool = True) -> None:
         self._users += 1
@@ -139,7 +106,7 @@ class SplitMaster(Vector):
             self._whole = self._buffers.keep(self._name, self.numel, self.dtype)
         if not self._is_joined:
             self._is_joined = True
-            join(self._weights.view(), self._rest.view(), self._ties, self._whole.take())
+            self._join(self._whole.take())
         return self._whole.take()
 
     def release(self, *, changed: bool) -> None:
@@ -150,15 +117,24 @@ class SplitMaster(Vector):
         whole, self._whole = self._whole, None
         if whole is not None:
             if self._changed:
-                self._ties = split(whole.take(), self._weights.view(), self._rest.view())
+                masters, weights = whole.take(), self._weights.view()
+                for start, length in chunks(self.numel, masters.device):
+                    part = self._rest.part(start, length)
+                    part.split(masters.narrow(0, start, length), weights.narrow(0, start, length))
             whole.free()
         self._changed = False
 
     def view(self) -> Tensor:
         """A copy of as many bytes as an fp32 master has."""
         masters = torch.empty(self.numel, dtype=self.dtype)
-        join(self._weights.view(), self._rest.view(), self._ties, masters)
+        self._join(masters)
         return masters
+
+    def _join(self, masters: Tensor) -> None:
+        weights = self._weights.view()
+        for start, length in chunks(self.numel, masters.device):
+            part = self._rest.part(start, length)
+            part.join(weights.narrow(0, start, length), masters.narrow(0, start, length))
 
 
 class SplitMasters(MemoryStore):

@@ -21,6 +21,7 @@ from hf_zero.comm import Collectives
 from hf_zero.device.host_memory import host_empty
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import HOST, HOST_MEMORY, Memory
+from hf_zero.kernels.vectors import Rest
 
 
 class Vector(ABC):
@@ -37,6 +38,12 @@ class Vector(ABC):
     @property
     def tensor(self) -> Tensor | None:
         """The values, where they are always in place; None where they have to be fetched."""
+        return None
+
+    @property
+    def rest(self) -> Rest | None:
+        """What 16-bit weights lack of the values, where these are kept so: an update that changes both need not take
+        them."""
         return None
 
     @property

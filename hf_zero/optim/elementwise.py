@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -284,7 +284,11 @@ class ElementwiseUpdater(Updater):
             self._counted.append((sub_group, before, gradients.used))
         runs = with_padding(runs, sub_group)
         state["step"].fill_(max(run.step for run in runs))
-        vectors = self._family.vectors(state, group, sub_group.master, reduced, sub_group.lp_param)
+        rest = None if sub_group.stored is None else sub_group.stored.master.rest
+        if rest is None or sub_group.lp_param is None:
+            vectors = self._family.vectors(state, group, sub_group.master, reduced, sub_group.lp_param)
+        else:
+            vectors = replace(self._family.vectors(state, group, sub_group.lp_param, reduced, None), rest=rest)
         for run in runs:
             part = vectors.part(run.start, run.stop - run.start)
             seed = self._seed(sub_group, run) if self.rounds_stochastically else None

@@ -14,8 +14,10 @@ import torch
 from hf_zero.config import ConfigError
 from hf_zero.device.registry import AtOnce, use
 from hf_zero.extras.streaming.updates import StreamedUpdates
+from hf_zero.kernels.adam import AdamRule, adam
 from hf_zero.kernels.dynamic8 import packed_bytes
-from hf_zero.offload.split_masters import Recycled, join, split
+from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, Rest, Vectors
+from hf_zero.offload.split_masters import Recycled
 from hf_zero.optim.adam8 import AdamW8bit
 from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train, train_run, weights_of
 from tests.offload.test_checkpoints import load_and_train, train_and_save
@@ -49,25 +51,65 @@ def test_no_bit_of_a_master_is_lost() -> None:
     """Every upper half, with the lower halves around a tie: a rest of 16 bits cannot say from which side it comes."""
     masters = bits(list(range(1 << 16)), [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     masters = masters[~masters.isnan()]
-    weights, rest = torch.empty(len(masters), dtype=torch.bfloat16), torch.empty(len(masters), dtype=torch.int16)
-    ties = split(masters, weights, rest)
+    weights, rest = torch.empty(len(masters), dtype=torch.bfloat16), Rest(torch.empty(len(masters), dtype=torch.int16))
+    rest.split(masters, weights)
     again = torch.empty_like(masters)
-    join(weights, rest, ties, again)
+    rest.join(weights, again)
     assert torch.equal(weights, masters.to(torch.bfloat16))
     assert torch.equal(again.view(torch.int32), masters.view(torch.int32))
     halfway = masters.view(torch.int32).bitwise_and(0xFFFF) == 0x8000
-    assert len(ties) == int((halfway & (masters.abs() > weights.float().abs())).sum()) > 30_000
+    assert len(rest.ties) == int((halfway & (masters.abs() > weights.float().abs())).sum()) > 30_000
 
 
 def test_ties_are_rare_and_a_nan_stays_one() -> None:
     masters = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
     masters[5] = float("nan")
-    weights, rest = torch.empty(len(masters), dtype=torch.bfloat16), torch.empty(len(masters), dtype=torch.int16)
-    ties = split(masters, weights, rest)
+    weights, rest = torch.empty(len(masters), dtype=torch.bfloat16), Rest(torch.empty(len(masters), dtype=torch.int16))
+    rest.split(masters, weights)
     again = torch.empty_like(masters)
-    join(weights, rest, ties, again)
+    rest.join(weights, again)
     assert torch.equal(again.nan_to_num(7.0), masters.nan_to_num(7.0))
-    assert len(ties) < 30
+    assert len(rest.ties) < 30
+
+
+def test_parts_are_split_and_joined_by_themselves() -> None:
+    """Of a part that is split again the old ties go, and those of its neighbours stay."""
+    masters = bits(list(range(1 << 10)), [0x7FFF, 0x8000, 0x8001] * 3)
+    weights, rest = masters.to(torch.bfloat16), Rest(torch.empty(len(masters), dtype=torch.int16))
+    rest.split(masters, weights)
+    start, length = 1000, 3001
+    changed = masters.narrow(0, start, length).flip(0).clone()
+    rest.part(start, length).split(changed, weights.narrow(0, start, length))
+    masters[start : start + length] = changed
+    assert list(rest.ties) == sorted(set(rest.ties)) and len(rest.ties) > 1000
+    again = torch.empty_like(masters)
+    for begin in range(0, len(masters), 999):
+        part = again[begin : begin + 999]
+        rest.part(begin, len(part)).join(weights[begin : begin + 999], part)
+    assert torch.equal(again.view(torch.int32), masters.view(torch.int32))
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_an_update_of_split_masters_is_that_of_whole_ones(decoupled: bool) -> None:
+    """To the bit, over more than one chunk, and with ties in several of them."""
+    generator, numel = torch.Generator().manual_seed(1), 2 * CPU_CHUNK_NUMEL * torch.get_num_threads() + 77
+    masters = torch.randn(numel, generator=generator)
+    masters.view(torch.int32)[::1001] &= -(1 << 16)
+    masters.view(torch.int32)[::1001] |= 0x8000
+    rule = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
+    weights, rest = masters.to(torch.bfloat16), Rest(torch.empty(numel, dtype=torch.int16))
+    rest.split(masters, weights)
+    assert len(rest.ties) > 50
+    whole = Vectors(masters, torch.empty(0), (torch.zeros(numel), torch.zeros(numel)), masters.to(torch.bfloat16))
+    split = Vectors(weights, torch.empty(0), (torch.zeros(numel), torch.zeros(numel)), rest=rest)
+    for step in range(1, 4):
+        gradient = torch.randn(numel, generator=generator).bfloat16()
+        for vectors in (whole, split):
+            adam(replace(vectors, gradient=gradient), rule, step, 0.3)
+    again = torch.empty_like(masters)
+    rest.join(weights, again)
+    assert torch.equal(again, masters) and torch.equal(weights, masters.to(torch.bfloat16))
+    assert all(map(torch.equal, whole.states, split.states))
 
 
 # The same bits
