@@ -76,7 +76,10 @@ test-late: venv ## engine, offload and checkpoints on a stand-in for a GPU whose
 
 test-gpu: venv ## what has a form of its own on a GPU: kernels, streams, whole steps (needs one)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch sees no GPU here")'
-	@$(TEST_ENV) $(BIN)/python -m pytest -q tests/kernels tests/device tests/offload -m "not slow and not oracle" $(ARGS)
+	@echo "Testing kernels and devices, then whole steps beside plain PyTorch, then what makes the host wait (two minutes on an H100)."
+	@HF_ZERO_TEST_GPU=1 $(TEST_ENV) $(BIN)/python -m pytest -q tests/kernels tests/device -m "not slow and not oracle" $(ARGS)
+	@$(BIN)/python -m bench.gpu_parity
+	@$(BIN)/python -m bench.gpu_engine
 
 test-multinode: venv ## several nodes on one machine, made of network namespaces (as root on Debian or Ubuntu; installs ssh, MPI, Slurm)
 	@test "$$(id -u)" = 0 || { echo "make test-multinode makes network namespaces and must be run as root."; exit 1; }
