@@ -1,0 +1,175 @@
+"""What GPUs have measured, as a kept result and as a section of docs/performance.md.
+
+    python -m bench.gpu_report --name gpu-h100 FOLDER ...   # keeps what the benches wrote there with --json
+    python -m bench.gpu_report --write                      # docs/performance.md, from the newest kept result
+
+A folder is one session on a GPU, and holds some of suite.json (`bench.gpu_suite`), train.json (`bench.gpu_train`),
+parity.json (`bench.gpu_parity`), waits.json (`bench.gpu_engine`) and predictions.json (`bench.gpu_predictions`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.surroundings import RESULTS, ROOT, keep, page_with
+
+PAGE = ROOT / "docs" / "performance.md"
+COMMAND = "python -m bench.gpu_report --write"
+PARTS = ("suite", "train", "parity", "waits", "predictions")
+OURS = "hf_zero 3"
+
+
+def read(folders: list[Path], notes: list[str]) -> dict[str, Any]:
+    """Everything that lies there, session by session."""
+    sessions = []
+    for folder, note in zip(folders, notes, strict=True):
+        found = {part: json.loads(path.read_text()) for part in PARTS if (path := folder / f"{part}.json").exists()}
+        sessions.append({"note": note, **found})
+    named = [part["device"] for session in sessions for part in session.values() if isinstance(part, dict)]
+    return {"device": named[0], "sessions": sessions}
+
+
+def kept(folder: Path = RESULTS) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads(sorted(folder.glob("*-gpu-*.json"))[-1].read_text(encoding="utf-8"))
+    return run
+
+
+def training(run: dict[str, Any]) -> Iterator[str]:
+    """Whole steps; ratios are to ours at stage 3 of the same session."""
+    yield "| session | way | s per step | of hf_zero's stage 3 | tokens/s | GPU computes | peak, GB |"
+    yield "|" + " --- |" * 7
+    for number, session in enumerate(run["sessions"], 1):
+        rows = [row for row in session.get("train", []) if "s_per_step" in row]
+        base = next((row["s_per_step"] for row in rows if row["case"] == OURS), None)
+        for row in sorted(rows, key=lambda each: float(each["s_per_step"])):
+            times, ours = row["s_of_steps"], row["case"].startswith("hf_zero")
+            name = f"**{row['case']}**" if ours else row["case"]
+            busy = row["profile"]["busy"]["kernels"]
+            # Ranges that were named counted as kernels of ours in the first session.
+            share = f"{busy:.2f}" if not (ours and number == 1) else "–"
+            ratio = f"{row['s_per_step'] / base:.2f}" if base else "–"
+            yield (
+                f"| {number} | {name} | {row['s_per_step']:.3f} ({min(times):.3f} to {max(times):.3f}) | {ratio} | "
+                f"{row['tokens_per_s']:,.0f} | {share} | {row['peak_gb']:.1f} |"
+            )
+
+
+def kernels(run: dict[str, Any]) -> Iterator[str]:
+    """Times beside the copy bandwidth of the card and the lower bounds of `bench.kernel_times`."""
+    suite = next(session["suite"] for session in run["sessions"] if "suite" in session)
+    bounds = {row["name"]: row for row in suite["compared"]}
+    yield "| kernel | ms | of the card's copy bandwidth | predicted at least, ms | measured by predicted |"
+    yield "| --- | --- | --- | --- | --- |"
+    for row in suite["rows"]:
+        bound = bounds[row["name"]]
+        cells = f"{row['ms']:.2f} | {row['of_copy']:.2f} | {bound['predicted_ms']:.2f} | {bound['ratio']:.2f}"
+        yield f"| {row['name']} | {cells} |"
+
+
+def parity(run: dict[str, Any]) -> list[str]:
+    """Sentences about whole steps beside plain PyTorch, and about what makes the host wait."""
+    (rows,) = [session["parity"]["rows"] for session in run["sessions"] if "parity" in session]
+    waits = next(session["waits"]["rows"] for session in run["sessions"] if "waits" in session)
+    engines = [row for row in rows if "losses" in row and "same_losses" in row]
+    compared = [row for row in engines if "difference" in row]
+    most = {
+        precision: max(row["difference"] for row in compared if row["precision"] == precision)
+        for precision in ("fp32", "bf16", "fp16")
+    }
+    on_device = [row for row in engines if not any(word in row["case"] for word in ("host", "drive", "streaming"))]
+    equal = sum(row["same_losses"] and row["same_weights"] for row in on_device)
+    differences = ", ".join(f"{value:.1e} in {precision}" for precision, value in most.items())
+    alarmed = sum(bool(row["alarm"]) for row in waits)
+    return [
+        f"- **As plain PyTorch on the same GPU.** {len(compared)} engines (stages 0 to 3; states and weights on the",
+        f"  device, on the host, on a drive, streamed) differ in a loss by {differences}, relative, at most. Of",
+        f"  {len(on_device)} that keep all on the device {equal} have the losses and weights of stage 0, or of the",
+        "  stage that comes first with another optimizer, to the bit. An update on the host differs from one on the",
+        "  GPU in last bits.",
+        f"- **The host waits** in {alarmed} of {len(waits)} engines (stages, precisions, optimizers), by torch's alarm.",
+    ]
+
+
+def predictions(run: dict[str, Any]) -> Iterator[str]:
+    """`plan` beside what transformers' models took."""
+    from bench.gpu_predictions import RUNS, predict
+
+    by_name = {run.name: run for run in RUNS}
+    yield "| run | tensors at most, GB | `plan` | | taken from the driver, GB | s per step | `plan` |"
+    yield "|" + " --- |" * 7
+    for session in run["sessions"]:
+        for row in session.get("predictions", {}).get("rows", []):
+            ours = predict(by_name[row["run"]], "h100", 128)
+            off = ours["total"] / row["allocated"] - 1
+            sizes = f"{row['allocated'] / 1e9:.1f} | {ours['total'] / 1e9:.1f} | {off:+.1%} | {row['driver'] / 1e9:.1f}"
+            yield f"| {row['run']} | {sizes} | {row['s_per_step']:.2f} | {ours['seconds']:.2f} |"
+
+
+def section(run: dict[str, Any]) -> str:
+    checks = next(session["suite"] for session in run["sessions"] if "suite" in session)
+    notes = [f"{number}: {session['note']}" for number, session in enumerate(run["sessions"], 1)]
+    result = f"../bench/results/{run['date']}-{run['name']}.md"
+    model = _MODEL.format(device=run["device"], result=result, notes="; ".join(notes))
+    return "\n".join(
+        [
+            model, *training(run), "", _READING, *parity(run), "",
+            _KERNELS.format(failed=len(checks["failed"])), *kernels(run), "",
+            _PREDICTIONS, *predictions(run), "",
+        ]
+    )  # fmt: skip
+
+
+_MODEL = """\
+## Measured on one GPU
+
+{device}, 16 cores and 128 GiB of its host ([everything that was measured]({result})). A Llama of 1.54 billion
+parameters (`bench/gpu_offload.py`), bf16, AdamW, clipping, recomputation, 8 x 2,048 tokens; "compute alone" is forward
+and backward of bf16 weights that nothing updates. One GPU shares nothing, so this is what each way costs by itself, not
+how it scales. Sessions: {notes}.
+"""
+_READING = """\
+Peaks are those of tensors. In session 1 gradients kept their memory between steps (3 GB here); since then a device has
+it back. FSDP2 holds fp32 weights alone between its blocks and casts what it gathers, which takes less on a single GPU
+(of eight ranks, both hold 2 of 16 bytes per parameter) and more time. Streaming was measured before its masters were
+updated chunk by chunk: then splitting them took two and a half times as long as the update, on the CPU.
+"""
+_KERNELS = """\
+### Kernels
+
+All checks against fp64 passed ({failed} failed), under compute-sanitizer too, without an error. 2^30 elements:
+"""
+_PREDICTIONS = """\
+### What `plan` had said
+
+transformers' own models in eager mode, SDPA attention. What the allocator takes from the driver beyond tensors is
+cached blocks, which it gives up before it runs out. `plan` takes 0.6 of the data sheet's FLOPs for granted and counts
+neither what elementwise operators take beside matrix products nor what starting them costs small models; the host's
+16 cores reach a fifth of the memory bandwidth of the server with two sockets that it assumes (say `--calibrate`).
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="*", type=Path)
+    parser.add_argument("--name", help="of the kept result")
+    parser.add_argument("--note", action="append", default=[], help="what to know of a session; one per folder")
+    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    options = parser.parse_args()
+    if options.folders:
+        run = {"name": options.name, **read(options.folders, options.note)}
+        text = "\n".join(["# Training on one GPU, as measured", "", *training(run), "", *kernels(run), ""])
+        keep(run, text, options.name)
+    run = kept()
+    if options.write:
+        PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), section(run), COMMAND), encoding="utf-8")
+    else:
+        sys.stdout.write(section(run))
+
+
+if __name__ == "__main__":
+    main()
