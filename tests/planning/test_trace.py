@@ -199,5 +199,5 @@ def test_bytes_of_a_real_run_on_a_cpu(kind: str, checkpointing: bool, tmp_path: 
 
 def _traced_for_real(model: nn.Module, inputs: Any, modules: dict[str, nn.Module]) -> Trace:
     """With values, and torch's own attention and products."""
-    with patch.object(tracing, "_in_place_of", lambda *_: nullcontext()):
+    with patch.object(tracing, "in_place_of", lambda *_: nullcontext()):
         return trace_step(model, inputs, modules)
