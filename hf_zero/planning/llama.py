@@ -171,7 +171,8 @@ class _Model(nn.Module):
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         # Not `nn.Embedding(...)`: it draws its values, for which on the meta device torch loads its compiler.
-        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(shape.vocab_size, shape.hidden_size), freeze=False)
+        values = torch.empty(shape.vocab_size, shape.hidden_size)
+        self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(values, freeze=False)
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = LlamaRMSNorm(shape.hidden_size)
         self.register_buffer("frequencies", torch.ones(shape.head_dim // 2), persistent=False)
@@ -248,7 +249,12 @@ def _elementwise(*operands: Any, **_: object) -> Tensor | None:
     numbers = sum(type(each) in (int, float) for each in operands)
     if len(tensors) > 2 or len(tensors) + numbers < len(operands) or not _floats(*tensors):
         return None
-    return _aten.silu_backward.default(tensors[0], tensors[-1])
+    result: Tensor = _aten.silu_backward.default(tensors[0], tensors[-1])
+    return result
+
+
+def _in_place(values: Tensor, other: Any, **_: object) -> Tensor | None:
+    return values if values.is_meta and getattr(other, "shape", None) == values.shape else None
 
 
 def _like(values: Tensor, *, memory_format: torch.memory_format | None = None, **more: Any) -> Tensor | None:
@@ -256,9 +262,9 @@ def _like(values: Tensor, *, memory_format: torch.memory_format | None = None, *
     return _elementwise(values) if is_usual else None
 
 
-def _arange(end: float, *, device: torch.device | None = None, **more: Any) -> Tensor | None:
-    is_usual = device is not None and device.type == "meta" and isinstance(end, int) and not any(more.values())
-    return torch.empty(end, dtype=torch.long, device=device) if is_usual else None
+def _arange(end: object, *, device: torch.device | None = None, **more: Any) -> Tensor | None:
+    is_usual = device is not None and device.type == "meta" and not any(more.values())
+    return torch.empty(end, dtype=torch.long, device=device) if is_usual and type(end) is int else None
 
 
 def _reduced(values: Tensor, dims: Sequence[int] | None, keepdim: bool = False, **more: Any) -> Tensor | None:  # noqa: FBT001, FBT002
@@ -274,13 +280,17 @@ def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
         return None
     if first.dim() > 3 and any(each.stride(-1) >= each.stride(1) for each in tensors):
         return None  # perhaps channels are the innermost
-    extents = list(first.shape)
-    extents[dim] = sum(each.shape[dim] for each in tensors)
-    return _new(first, *extents)
+    extents = [list(each.shape) for each in tensors]
+    along = [each.pop(dim) for each in extents]
+    if any(each != extents[0] for each in extents):
+        return None
+    extents[0].insert(dim % first.dim(), sum(along))
+    return _new(first, *extents[0])
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor | None:
-    return _new(first, first.shape[0], second.shape[1]) if first.is_meta and first.dtype == second.dtype else None
+    is_usual = first.is_meta and first.dtype == second.dtype and first.shape[1] == second.shape[0]
+    return _new(first, first.shape[0], second.shape[1]) if is_usual else None
 
 
 def _embedding(weight: Tensor, indices: Tensor, *_: object) -> Tensor | None:
@@ -321,7 +331,8 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((_aten.silu.default, _aten.silu_backward.default), _elementwise),
     **dict.fromkeys((_aten.mean.dim, _aten.sum.dim_IntList), _reduced),
     _aten.arange.default: _arange,
-    **dict.fromkeys((_aten.empty_like.default, _aten.ones_like.default), _like),
+    **dict.fromkeys((_aten.empty_like.default, _aten.ones_like.default, _aten.zeros_like.default), _like),
+    _aten.add_.Tensor: _in_place,
     _aten.cat.default: _concatenated,
     _aten.mm.default: _product,
     _aten.embedding.default: _embedding,

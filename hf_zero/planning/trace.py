@@ -242,15 +242,17 @@ _FACTORS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
-    """Of a call, by torch's own formulas where they aren't plain: to load them loads triton where that is installed."""
-    first = _FACTORS.get(func._overloadpacket)
+    """Of a call, by torch's own formulas where there may be one and it isn't plain: to load them loads triton where
+    that is installed."""
+    kind = func._overloadpacket
+    first = _FACTORS.get(kind)
     if first is not None:
         return 2 * int(args[first].numel()) * int(args[first + 1].shape[-1])
-    if func in SHAPES or sum(isinstance(each, Tensor) for each in args) < 2:
+    if func in SHAPES or kind is _aten.copy_ or sum(isinstance(each, Tensor) for each in args) < 2:
         return 0
     from torch.utils.flop_counter import flop_registry
 
-    count = flop_registry.get(func._overloadpacket)
+    count = flop_registry.get(kind)
     return 0 if count is None else float(count(*args, **kwargs, out_val=result))
 
 
