@@ -16,7 +16,7 @@ from hf_zero.config import resolve
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Raised and caught inside the package, or for tests.
-INTERNAL = {"ElasticProblem", "Gone", "LateError", "Misfit", "NotAlike", "_Passed"}
+INTERNAL = {"ElasticProblem", "Gone", "LateError", "Misfit", "NotAlike", "_Enough", "_Passed"}
 # Pages that are made when the site is built.
 MADE = {"contributing.md", "measured.md"}
 

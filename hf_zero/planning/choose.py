@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -31,7 +32,7 @@ from hf_zero.planning.event_model import Setup, Shape, exchange_seconds, simulat
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import KINDS, OptimizerSize, RankMemory, Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling, trace
-from hf_zero.planning.trace import Trace
+from hf_zero.planning.trace import Trace, in_place_of
 
 ALIKE = 1.05  # times of steps that a model of a step cannot tell apart
 _ROUNDED = "yours: ZeRO++'s messages of fewer bits count as such in what is sent, not in memory or time"
@@ -380,5 +381,7 @@ def optimizer_size(training: Training) -> OptimizerSize:
     """Of the optimizer itself, made for one number."""
     params = {"lr": 1e-3} if training.optimizer.lower() != "adafactor" else {}
     policy = OptimizerPolicy(type=training.optimizer, params=params)
-    optimizer = build_optimizer(policy, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+    plain = inspect.unwrap(torch.optim.Optimizer.add_param_group)  # what is around it loads torch's compiler
+    with in_place_of((torch.optim.Optimizer, "add_param_group", plain)):
+        optimizer = build_optimizer(policy, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
     return OptimizerSize(states_per_element(optimizer), stored_bytes_per_element(optimizer))

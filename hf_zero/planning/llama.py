@@ -1,18 +1,22 @@
 """A Llama of plain torch, for models of which only a number of parameters is known.
 
 Names, shapes and activations are those of transformers' class (a test compares the traces), whose modules take longer
-to import than all the rest of a plan takes to make.
+to import than all the rest of a plan takes to make. So does torch's compiler, which torch loads for what a compiled
+program is to leave alone: `_checkpointed` and `SHAPES` stand in for that.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -92,6 +96,49 @@ class _MLP(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
 
 
+class _Place:
+    """Where a value goes when it has been computed again."""
+
+    value: Tensor | None = None
+
+
+class _Enough(Exception):  # noqa: N818  # no error
+    """All that is wanted has been computed again."""
+
+
+def _checkpointed(run: Callable[..., Tensor], *given: Tensor) -> Tensor:
+    """As torch.utils.checkpoint has it where it isn't reentrant: what backward wants is computed again when it comes to
+    the first of it, as far as the last of it."""
+    saved: list[weakref.ref[_Place]] = []
+
+    def keep(_: Tensor) -> _Place:
+        place = _Place()
+        saved.append(weakref.ref(place))
+        return place
+
+    def find(place: _Place) -> Tensor:
+        if place.value is None:
+            left = saved[::-1]
+
+            def fill(value: Tensor) -> Tensor:
+                value = value.detach()
+                wanting = left.pop()()
+                if wanting is not None:
+                    wanting.value = value
+                if not left:
+                    raise _Enough
+                return value
+
+            with suppress(_Enough), torch.enable_grad(), saved_tensors_hooks(fill, lambda value: value):
+                run(*given)
+        value, place.value = place.value, None
+        assert value is not None
+        return value
+
+    with saved_tensors_hooks(keep, find):
+        return run(*given)
+
+
 class _Layer(nn.Module):
     checkpoints = False
 
@@ -104,8 +151,7 @@ class _Layer(nn.Module):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.checkpoints:
-            result: Tensor = checkpoint(self._forward, hidden, cos, sin, use_reentrant=False)
-            return result
+            return _checkpointed(self._forward, hidden, cos, sin)
         return self._forward(hidden, cos, sin)
 
     def _forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -124,7 +170,9 @@ class _Model(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        # Not `nn.Embedding(...)`: it draws its values, for which on the meta device torch loads its compiler.
+        values = torch.empty(shape.vocab_size, shape.hidden_size)
+        self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(values, freeze=False)
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = LlamaRMSNorm(shape.hidden_size)
         self.register_buffer("frequencies", torch.ones(shape.head_dim // 2), persistent=False)
@@ -178,3 +226,121 @@ class LlamaForCausalLM(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool = False) -> Output:
         logits = self.lm_head(self.model(input_ids))
         return Output(self.loss_function(logits, labels, self.config.vocab_size), logits)
+
+
+# What operators make: shape, strides and dtype. Torch computes them for meta tensors in Python, which takes as long as
+# the rest of a trace, after its compiler and sympy have been loaded, which takes longer than a plan. Here are those of
+# a Llama, each for the usual case alone (None: ask torch); tests compare them with torch's.
+
+_aten = torch.ops.aten
+
+
+def _floats(*tensors: Tensor) -> bool:
+    return all(each.is_meta and each.is_floating_point() for each in tensors)
+
+
+def _new(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _elementwise(*operands: Any, **_: object) -> Tensor | None:
+    """By the one of these operators that has its shapes in C++."""
+    tensors = [each for each in operands if isinstance(each, Tensor)]
+    numbers = sum(type(each) in (int, float) for each in operands)
+    if len(tensors) > 2 or len(tensors) + numbers < len(operands) or not _floats(*tensors):
+        return None
+    result: Tensor = _aten.silu_backward.default(tensors[0], tensors[-1])
+    return result
+
+
+def _in_place(values: Tensor, other: Any, **_: object) -> Tensor | None:
+    return values if values.is_meta and getattr(other, "shape", None) == values.shape else None
+
+
+def _like(values: Tensor, *, memory_format: torch.memory_format | None = None, **more: Any) -> Tensor | None:
+    is_usual = memory_format in (None, torch.preserve_format) and not any(more.values())
+    return _elementwise(values) if is_usual else None
+
+
+def _arange(end: object, *, device: torch.device | None = None, **more: Any) -> Tensor | None:
+    is_usual = device is not None and device.type == "meta" and not any(more.values())
+    return torch.empty(end, dtype=torch.long, device=device) if is_usual and type(end) is int else None
+
+
+def _reduced(values: Tensor, dims: Sequence[int] | None, keepdim: bool = False, **more: Any) -> Tensor | None:  # noqa: FBT001, FBT002
+    if more or not _floats(values):
+        return None
+    gone = {dim % max(1, values.dim()) for dim in dims or range(values.dim())}
+    return _new(values, *(1 if dim in gone else n for dim, n in enumerate(values.shape) if keepdim or dim not in gone))
+
+
+def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
+    first = tensors[0]
+    if not all(each.is_meta and each.dtype == first.dtype and each.dim() == first.dim() > 0 for each in tensors):
+        return None
+    if first.dim() > 3 and any(each.stride(-1) >= each.stride(1) for each in tensors):
+        return None  # perhaps channels are the innermost
+    extents = [list(each.shape) for each in tensors]
+    along = [each.pop(dim) for each in extents]
+    if any(each != extents[0] for each in extents):
+        return None
+    extents[0].insert(dim % first.dim(), sum(along))
+    return _new(first, *extents[0])
+
+
+def _product(first: Tensor, second: Tensor) -> Tensor | None:
+    is_usual = first.is_meta and first.dtype == second.dtype and first.shape[1] == second.shape[0]
+    return _new(first, first.shape[0], second.shape[1]) if is_usual else None
+
+
+def _embedding(weight: Tensor, indices: Tensor, *_: object) -> Tensor | None:
+    return _new(weight, *indices.shape, weight.shape[1]) if weight.is_meta else None
+
+
+def _embedding_backward(gradient: Tensor, indices: Tensor, rows: int, *_: object) -> Tensor | None:
+    return _new(gradient, rows, gradient.shape[-1]) if gradient.is_meta else None
+
+
+def _slice_backward(gradient: Tensor, sizes: Sequence[int], *_: object) -> Tensor | None:
+    return _new(gradient, *sizes) if gradient.is_meta else None
+
+
+def _log_softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor | None:  # noqa: FBT001
+    return _elementwise(values) if values.is_contiguous() and not half_to_float else None
+
+
+def _log_softmax_backward(gradient: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor | None:
+    is_usual = gradient.is_contiguous() and output.is_contiguous() and dtype == gradient.dtype == output.dtype
+    return _elementwise(gradient, output) if is_usual else None
+
+
+def _nll_loss(
+    values: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
+) -> tuple[Tensor, Tensor] | None:
+    return (_new(values), _new(values)) if values.is_meta and weight is None and reduction else None
+
+
+def _nll_loss_backward(gradient: Tensor, values: Tensor, *_: object) -> Tensor | None:
+    return _elementwise(values) if values.is_contiguous() else None
+
+
+SHAPES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((_aten.neg.default, _aten.rsqrt.default, _aten.cos.default, _aten.sin.default), _elementwise),
+    **dict.fromkeys((_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor), _elementwise),
+    **dict.fromkeys((_aten.mul.Scalar, _aten.div.Scalar, _aten.pow.Tensor_Scalar), _elementwise),
+    **dict.fromkeys((_aten.silu.default, _aten.silu_backward.default), _elementwise),
+    **dict.fromkeys((_aten.mean.dim, _aten.sum.dim_IntList), _reduced),
+    _aten.arange.default: _arange,
+    **dict.fromkeys((_aten.empty_like.default, _aten.ones_like.default, _aten.zeros_like.default), _like),
+    _aten.add_.Tensor: _in_place,
+    _aten.cat.default: _concatenated,
+    _aten.mm.default: _product,
+    _aten.embedding.default: _embedding,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten.slice_backward.default: _slice_backward,
+    _aten._log_softmax.default: _log_softmax,
+    _aten._log_softmax_backward_data.default: _log_softmax_backward,
+    _aten.nll_loss_forward.default: _nll_loss,
+    _aten.nll_loss_backward.default: _nll_loss_backward,
+}
+"""By operator; of its arguments."""

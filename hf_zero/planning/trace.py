@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal
 
@@ -27,13 +28,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from hf_zero.comm import LoneCollectives, Pending
 from hf_zero.comm.parts import held_part
 from hf_zero.comm.rows import num_bytes
 from hf_zero.layout.traffic import Message
+from hf_zero.planning.llama import SHAPES
 from hf_zero.sequence.shared import copies_of_key_heads
+
+_aten = torch.ops.aten
 
 # What a number is that a model wants to read and that is not there. Models ask whether a mask masks nothing: say yes,
 # as it is for text of one length.
@@ -123,7 +126,7 @@ class Ulysses:
         return tokens * (heads + self.key_heads + self.copied_heads) * extents * itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trace:
     """Of one micro-batch.
 
@@ -147,7 +150,7 @@ class Trace:
     def forward_flops(self) -> float:
         return sum(segment.flops for segment in self.segments[: self._loss])
 
-    @property
+    @cached_property
     def messages(self) -> list[Message]:
         """To ranks that hold other parts of matrices or sequences."""
         found: Counter[tuple[str, str]] = Counter()
@@ -161,7 +164,7 @@ class Trace:
         """Bytes that lived at most while the loss was found."""
         return self.segments[self._loss - 1].peak
 
-    @property
+    @cached_property
     def _loss(self) -> int:
         return next((i for i, segment in enumerate(self.segments) if segment.event == "loss"), 0)
 
@@ -197,14 +200,21 @@ class _Living(TorchDispatchMode):
             if isinstance(given, Tensor):
                 self._follow(given)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch has its compiler leave out what a mode runs, and loads it to tell it so. It compiles nothing where a
+        mode is on."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is _aten._local_scalar_dense.default and args[0].is_meta:
             return _ANSWERS.get(args[0].dtype, 1)
-        result = func(*args, **kwargs)
-        count = flop_registry.get(func._overloadpacket)
-        if count is not None:
-            self.flops += count(*args, **kwargs, out_val=result)
+        rule = SHAPES.get(func)
+        result = rule(*args, **kwargs) if rule is not None else None
+        if result is None:
+            result = func(*args, **kwargs)
+        self.flops += flops_of(func, args, kwargs, result)
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
@@ -227,12 +237,31 @@ class _Living(TorchDispatchMode):
         self.live -= size
 
 
+_FACTORS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
+"""Products, and which of their arguments is the first factor."""
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """Of a call, by torch's own formulas where there may be one and it isn't plain: to load them loads triton where
+    that is installed."""
+    kind = func._overloadpacket
+    first = _FACTORS.get(kind)
+    if first is not None:
+        return 2 * int(args[first].numel()) * int(args[first + 1].shape[-1])
+    if func in SHAPES or kind is _aten.copy_ or sum(isinstance(each, Tensor) for each in args) < 2:
+        return 0
+    from torch.utils.flop_counter import flop_registry
+
+    count = flop_registry.get(kind)
+    return 0 if count is None else float(count(*args, **kwargs, out_val=result))
+
+
 def _workspace(func: Any, args: Sequence[Any], result: Any) -> int:
     """Bytes that a convolution on a CPU takes while it runs: oneDNN copies what it reads and writes into layouts of its
     own, outside of torch's allocator."""
-    if func is torch.ops.aten.convolution.default:
+    if func is _aten.convolution.default:
         return num_bytes(args[0]) + num_bytes(result)
-    if func is torch.ops.aten.convolution_backward.default:
+    if func is _aten.convolution_backward.default:
         gradient, given, weight = args[:3]
         return num_bytes(gradient) + num_bytes(given) * (2 if args[-1][0] else 1) + num_bytes(weight)
     return 0
@@ -319,7 +348,7 @@ def _masked(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 @contextmanager
-def _in_place_of(*functions: tuple[Any, str, Any]) -> Iterator[None]:
+def in_place_of(*functions: tuple[Any, str, Any]) -> Iterator[None]:
     """Of torch's own, each (holder, name, its replacement); names that this torch lacks are left out. (A
     mode for torch functions is off where checkpoints are computed again.)"""
     originals = [(holder, name, getattr(holder, name)) for holder, name, _ in functions if hasattr(holder, name)]
@@ -396,7 +425,7 @@ def trace_step(
         (torch, "_grouped_mm", grouped),
         *(() if on_cpu else ((nn.functional, "dropout", _masked),)),
     )
-    with _watched(recorder, trained, modules), _in_place_of(*functions), living:
+    with _watched(recorder, trained, modules), in_place_of(*functions), living:
         loss = model(**inputs).loss
         recorder.event("loss")
         loss.backward()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,14 +16,23 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from hf_zero.params.gathered_modules import find_gathered_modules
+from hf_zero.planning import llama
 from hf_zero.planning import trace as tracing
+from hf_zero.planning.candidates import Training
+from hf_zero.planning.choose import optimizer_size
+from hf_zero.planning.llama import SHAPES, LlamaShape
+from hf_zero.planning.llama import LlamaForCausalLM as Llama
 from hf_zero.planning.model import Tiling, build_model, load_model, trace
-from hf_zero.planning.trace import FEW, NotAlike, Segment, Trace, stretch, trace_step
+from hf_zero.planning.trace import FEW, NotAlike, Segment, Trace, flops_of, stretch, trace_step
 from hf_zero.quantities import count_of
 from tests.planning.material import config_folder
+
+aten = torch.ops.aten
 
 
 class TwoLayers(nn.Module):
@@ -140,13 +152,145 @@ def test_the_plain_llama_is_that_of_transformers(checkpointing: bool, tiling: Ti
     assert all(abs(a.peak - b.peak) <= 5e-3 * reference.peak for a, b in zip(ours.segments, reference.segments))
 
 
-def test_a_number_of_parameters_loads_no_transformers() -> None:
+@pytest.mark.parametrize("more", [[], ["--gpus-per-node", "8", "--optimizer", "Lamb", "--all"]])
+def test_a_number_of_parameters_loads_little(more: list[str]) -> None:
+    """Each of these takes a third of the time of a plan or more, and torch loads them behind one's back."""
     code = (
-        "import sys; from hf_zero.__main__ import main; main(['plan', '40M', '--gpu', 'h100', '--json']); "
-        "sys.exit('transformers' in sys.modules)"
+        "import sys, torch; heavy = {'transformers', 'torch._dynamo', 'sympy', 'triton'} - sys.modules.keys(); "
+        "from hf_zero.__main__ import main; main(['plan', '40M', '--gpu', 'h100', '--json', *sys.argv[1:]]); "
+        "sys.exit(' '.join(heavy & sys.modules.keys()) or 0)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0 and json.loads(result.stdout)["chosen"], result.stderr
+    result = subprocess.run([sys.executable, "-c", code, *more], capture_output=True, text=True)
+    assert result.returncode == 0 and json.loads(result.stdout), result.stderr
+
+
+def test_the_optimizer_of_a_plan_leaves_torch_as_it_is() -> None:
+    before = torch.optim.Optimizer.add_param_group
+    assert optimizer_size(Training(length=64)).num_states == 2
+    assert torch.optim.Optimizer.add_param_group is before
+
+
+def form(result: Any) -> list[tuple[Any, ...]]:
+    """Strides of extents of one are anybody's."""
+    return [
+        (each.shape, each.dtype, each.device, [n for n, extent in zip(each.stride(), each.shape) if extent != 1])
+        for each in tree_leaves(result)
+    ]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_what_operators_of_a_llama_make(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every call in a trace, by our rule and by torch's."""
+    met = set()
+
+    def compared(operator: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
+        def both(*given: Any, **named: Any) -> Any:
+            found = rule(*given, **named)
+            assert found is not None, f"{operator} asks torch, whose answer loads its compiler"
+            assert form(found) == form(operator(*given, **named)), operator
+            met.add(operator)
+            return found
+
+        return both
+
+    monkeypatch.setattr(tracing, "SHAPES", {operator: compared(operator, rule) for operator, rule in SHAPES.items()})
+    trace(load_model("40M"), micro_batch=2, length=64, checkpointing=checkpointing)
+    elsewhere = {aten.sub.Tensor, aten.div.Tensor, aten.zeros_like.default, aten.add_.Tensor}
+    assert SHAPES.keys() - met == elsewhere, "met in other models and in tiles"
+
+
+def layouts(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of four dimensions that can be broadcast to each other: plain, turned, cut, repeated, with channels innermost."""
+    plain = torch.empty(2, 3, 4, 5, dtype=dtype, device="meta")
+    turned = torch.empty(2, 4, 3, 5, dtype=dtype, device="meta").transpose(1, 2)
+    cut = torch.empty(2, 3, 4, 9, dtype=dtype, device="meta")[..., 2:7]
+    repeated = torch.empty(2, 1, 4, 5, dtype=dtype, device="meta").expand(2, 3, 4, 5)
+    narrow, short = (torch.empty(*extents, dtype=dtype, device="meta") for extents in ((2, 1, 4, 5), (5,)))
+    number = torch.empty((), dtype=dtype, device="meta")
+    return [plain, turned, cut, repeated, narrow, short, number, plain.contiguous(memory_format=torch.channels_last)]
+
+
+def test_shapes_whatever_lies_where() -> None:
+    wide, half = layouts(torch.float32), layouts(torch.bfloat16)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (operator, (first, second))
+        for operator in (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
+        for first in wide
+        for second in (*wide, *half, 2, 0.5)
+    ]
+    for values in (*wide, *half, torch.empty(2, 3, dtype=torch.long, device="meta")):
+        calls += [(operator, (values,)) for operator in (aten.neg.default, aten.rsqrt.default, aten.silu.default)]
+        calls += [(aten.pow.Tensor_Scalar, (values, 2)), (aten.mul.Scalar, (values, 0.5))]
+        calls += [(operator, (values,)) for operator in (aten.empty_like.default, aten.zeros_like.default)]
+        calls += [(aten.add_.Tensor, (torch.empty(values.shape, device="meta"), values))]
+        dims = range(-1, values.dim())
+        calls += [(aten.sum.dim_IntList, (values, [dim], keeps)) for dim in dims for keeps in (False, True)]
+        calls += [(aten.cat.default, ((values, values), dim)) for dim in dims if values.dim()]
+        if values.dim() and values.is_floating_point():
+            calls += [(aten._log_softmax.default, (values, -1, False)), (aten.mean.dim, (values, [-1], True))]
+    answered = Counter[Any]()
+    for operator, given in calls:
+        found = SHAPES[operator](*given)
+        answered[operator] += found is not None
+        assert found is None or form(found) == form(operator(*given)), (operator, *map(form, given))
+    assert len(calls) > 500 and all(answered[operator] >= 6 for operator, _ in calls), "none of these is unusual"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_plain_llama_computes_again_what_torch_would(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = LlamaShape(100, 32, 48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4)
+    with torch.device(device):
+        model = Llama(shape).train()
+        tokens = torch.arange(64).view(2, 32)
+    if device == "cpu":  # embeddings come without values
+        torch.nn.init.normal_(model.get_input_embeddings().weight)
+    modules = {each.name: each.module for each in find_gathered_modules(model)}
+
+    def run() -> tuple[Trace, list[torch.Tensor]]:
+        gradients: list[torch.Tensor] = []
+        handles = [p.register_hook(lambda gradient: gradients.append(gradient.detach())) for p in model.parameters()]
+        with nullcontext() if device == "meta" else patch.object(tracing, "in_place_of", lambda *_: nullcontext()):
+            found = trace_step(model, {"input_ids": tokens, "labels": tokens}, modules)
+        for handle in handles:
+            handle.remove()
+        return found, gradients
+
+    _, whole = run()
+    model.gradient_checkpointing_enable()
+    ours, gradients = run()
+    assert len(gradients) == len(whole) == len(list(model.parameters()))
+    if device == "cpu":
+        assert all(torch.equal(*both) for both in zip(gradients, whole))
+    monkeypatch.setattr(llama, "_checkpointed", partial(checkpoint, use_reentrant=False))
+    assert ours == run()[0]
+
+
+def test_flops_are_those_of_torch() -> None:
+    """Products by a formula of ours; and nothing that torch has a formula for is taken to have none."""
+    from torch.utils.flop_counter import flop_registry
+
+    first, second, one = torch.empty(3, 4, 5), torch.empty(3, 5, 6), torch.empty(6)
+    calls = {
+        aten.mm.default: (first[0], second[0]),
+        aten.addmm.default: (one, first[0], second[0]),
+        aten.bmm.default: (first, second),
+        aten.baddbmm.default: (one, first, second),
+        aten.convolution.default: (first, torch.empty(2, 4, 3), None, [1], [0], [1], False, [0], 1),
+    }
+    for operator, given in calls.items():
+        result = operator(*given)
+        wanted = flop_registry[operator.overloadpacket](*given, out_val=result)
+        assert flops_of(operator, given, {}, result) == wanted > 0
+    operators = {
+        getattr(packet, name)
+        for packet in flop_registry
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for name in packet.overloads()
+    }
+    assert len(operators) > 10 and aten.copy_ not in flop_registry and operators & SHAPES.keys() == {aten.mm.default}
+    for operator in operators:
+        kinds = [str(argument.type) for argument in operator._schema.arguments if not argument.kwarg_only]
+        assert kinds.count("Tensor") > 1, f"{operator} has one tensor, and FLOPs"
 
 
 def test_lora_trains_a_few(tmp_path: Path) -> None:
@@ -199,5 +343,5 @@ def test_bytes_of_a_real_run_on_a_cpu(kind: str, checkpointing: bool, tmp_path: 
 
 def _traced_for_real(model: nn.Module, inputs: Any, modules: dict[str, nn.Module]) -> Trace:
     """With values, and torch's own attention and products."""
-    with patch.object(tracing, "_in_place_of", lambda *_: nullcontext()):
+    with patch.object(tracing, "in_place_of", lambda *_: nullcontext()):
         return trace_step(model, inputs, modules)
