@@ -2,6 +2,7 @@
 
     python -m bench.gpu_parity --json parity.json
     python -m bench.gpu_parity --dry-run                # tiny, on the CPU
+    torchrun --nproc-per-node 2 -m bench.gpu_parity --shared    # ranks that share one GPU, over gloo
 
 A Llama-shaped model, clipping to a norm that every step exceeds, two micro-batches per update. The reference keeps fp32
 masters by itself and updates them with torch.optim. Of each engine: the largest relative difference of a loss, and
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 import tempfile
 import traceback
@@ -28,7 +30,8 @@ from torch import Tensor
 from bench.gpu_offload import VOCABULARY, Llama
 from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.comm import destroy_process_group, init_distributed
+from hf_zero.comm import destroy_process_group, get_rank, get_world_size, init_distributed
+from hf_zero.device import kinds
 
 UPDATES, MICRO_BATCHES, CLIP = 6, 2, 0.1
 # Of a loss, relative: sums in another order; bf16's own rounding is in both.
@@ -228,20 +231,48 @@ def run(task: Task) -> list[dict[str, Any]]:
     return rows
 
 
+def shared_cases() -> Iterator[tuple[str, Config]]:
+    """(name, zero_optimization)."""
+    for stage in range(4):
+        yield f"stage {stage}", {"stage": stage}
+    far = {"stage": 3, "stage3_prefetch_bucket_size": 10**7, "stage3_param_persistence_threshold": 0}
+    yield "stage 3, gathers far ahead", far
+    yield "stage 2, states on the host", {"stage": 2, "offload_optimizer": CPU}
+    yield "stage 3, all on the host", {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+
+
+def run_shared(task: Task) -> list[dict[str, Any]]:
+    """A row per engine in fp32, whose ranks all see the same samples: losses are those of one rank."""
+    rows, expected = [], task.reference("fp32", CLIP)
+    for name, zero in shared_cases():
+        losses, _ = examine(task, ds_config("fp32", zero, {}))
+        difference = max(abs(one - two) / two for one, two in zip(losses, expected, strict=True))
+        rows.append({"case": name, "difference": difference, "within": difference <= TOLERANCES["fp32"]})
+        if get_rank() == 0:
+            sys.stdout.write(f"{name:40} {losses[-1]:.6f} {difference:.1e}\n")
+            sys.stdout.flush()
+    return rows
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on whatever there is")
+    parser.add_argument("--shared", action="store_true", help="with torchrun: ranks share one GPU, over gloo")
     parser.add_argument("--json", type=Path, help="file for what was found")
     options = parser.parse_args(arguments)
+    if options.shared:  # NCCL refuses two ranks on one GPU
+        os.environ["LOCAL_RANK"], kinds.BACKENDS["cuda"] = "0", "gloo"
     if not options.dry_run and not torch.cuda.is_available():
         sys.exit("bench.gpu_parity needs a GPU; without one --dry-run tries it on the CPU")
     logging.getLogger("hf_zero").setLevel(logging.WARNING)
     init_distributed()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rows = run(Task(device, 64, 2, 32) if options.dry_run else Task(device, 512, 4, 256))
-    if options.json:
+    task = Task(device, 64, 2, 32) if options.dry_run else Task(device, 512, 4, 256)
+    rows = run_shared(task) if options.shared else run(task)
+    if options.json and get_rank() == 0:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        options.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1))
+        answer = {"device": name, "torch": torch.__version__, "ranks": get_world_size(), "rows": rows}
+        options.json.write_text(json.dumps(answer, indent=1))
     destroy_process_group()
     wrong = [row for row in rows if "failed" in row or row.get("within") is False or row.get("equal") is False]
     sys.exit(f"{len(wrong)} of {len(rows)} are wrong" if wrong else 0)

@@ -4,7 +4,8 @@
     python -m bench.gpu_report --write                      # docs/performance.md, from the newest kept result
 
 A folder is one session on a GPU, and holds some of suite.json (`bench.gpu_suite`), train.json (`bench.gpu_train`),
-parity.json (`bench.gpu_parity`), waits.json (`bench.gpu_engine`) and predictions.json (`bench.gpu_predictions`).
+parity.json (`bench.gpu_parity`), shared.json (the same with `--shared`), waits.json (`bench.gpu_engine`) and
+predictions.json (`bench.gpu_predictions`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bench.surroundings import RESULTS, ROOT, keep, page_with
 
 PAGE = ROOT / "docs" / "performance.md"
 COMMAND = "python -m bench.gpu_report --write"
-PARTS = ("suite", "train", "parity", "waits", "predictions")
+PARTS = ("suite", "train", "parity", "shared", "waits", "predictions")
 OURS = "hf_zero 3"
 
 
@@ -85,13 +86,17 @@ def parity(run: dict[str, Any]) -> list[str]:
     equal = sum(row["same_losses"] and row["same_weights"] for row in on_device)
     differences = ", ".join(f"{value:.1e} in {precision}" for precision, value in most.items())
     alarmed = sum(bool(row["alarm"]) for row in waits)
+    shared = next(session["shared"] for session in run["sessions"] if "shared" in session)
+    apart = max(row["difference"] for row in shared["rows"])
     return [
         f"- **As plain PyTorch on the same GPU.** {len(compared)} engines (stages 0 to 3; states and weights on the",
         f"  device, on the host, on a drive, streamed) differ in a loss by {differences}, relative, at most. Of",
         f"  {len(on_device)} that keep all on the device {equal} have the losses and weights of stage 0, or of the",
         "  stage that comes first with another optimizer, to the bit. An update on the host differs from one on the",
         "  GPU in last bits.",
-        f"- **The host waits** in {alarmed} of {len(waits)} engines (stages, precisions, optimizers), by torch's alarm.",
+        f"- **Ranks that share the GPU**, {shared['ranks']} of them over gloo: {len(shared['rows'])} engines (stages 0",
+        f"  to 3, offload) differ from one rank of plain PyTorch by {apart:.1e} at most.",
+        f"- **The host waits** in {alarmed} of {len(waits)} engines, says torch's alarm.",
     ]
 
 

@@ -249,9 +249,7 @@ def apart(case: str, size: str, steps: int, timeout_s: float, profile: bool = Fa
     return found
 
 
-def run(
-    sizes: list[str], cases: list[str], steps: int, budget_s: float, profile: bool = False
-) -> list[dict[str, Any]]:
+def run(sizes: list[str], cases: list[str], steps: int, budget_s: float, profile: bool = False) -> list[dict[str, Any]]:
     """Every case of every size, the small ones first; those beyond the budget are skipped and named."""
     end, rows = time.monotonic() + budget_s, []
     for size in sizes:

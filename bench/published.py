@@ -155,7 +155,8 @@ def _ds_config(run: Mapping[str, Any]) -> dict[str, Any]:
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     ds = {"bf16": {"enabled": True}, **run["ds"], **dict.fromkeys(keys, "auto")}
     if run["program"] == "autocast":
-        ds = {**ds, "bf16": {"enabled": False}, "fp16": {"enabled": False}}
+        autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+        ds = {**ds, "bf16": {"enabled": False}, "fp16": {"enabled": False}, **autocast}
     return ds
 
 

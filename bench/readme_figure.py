@@ -1,4 +1,4 @@
-"""The plot and the line of figures in README, from a kept result: `python -m bench.readme_figure` makes both."""
+"""The plot and the lines of figures in README, from kept results: `python -m bench.readme_figure` makes them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,21 @@ def line() -> str:
     )
 
 
+def gpu_line() -> str:
+    """The same of one GPU: hf_zero's step as a share of others', of one session."""
+    from bench.gpu_report import kept
+
+    run = kept()
+    seconds = {row["case"]: row.get("s_per_step") for row in run["sessions"][0]["train"]}
+    plain = {name: f"{seconds['hf_zero 3'] / seconds[name]:.2f}" for name in ("fsdp2", "deepspeed 3")}
+    away = f"{seconds['hf_zero 3 offload'] / seconds['deepspeed 3 offload']:.2f}"
+    card = run["device"].split()[1]
+    return (
+        f"a step of a 1.5B Llama on one {card} takes {plain['fsdp2']} of FSDP2's time and {plain['deepspeed 3']} of "
+        f"DeepSpeed's, {away} of DeepSpeed's with states and weights in host memory"
+    )
+
+
 def plot(measured: Rounds) -> str:
     """SVG: a bar for each engine, the median over rounds."""
     import matplotlib
@@ -75,7 +90,7 @@ def plot(measured: Rounds) -> str:
 def main() -> None:
     PLOT.parent.mkdir(exist_ok=True)
     PLOT.write_text(plot(rounds()), encoding="utf-8")
-    sys.stdout.write(f"{line()}\n")
+    sys.stdout.write(f"{line()}\n{gpu_line()}\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 # Before anything imports a Hugging Face library: no test talks to the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Engines train on a GPU where one is, and tests hand them a model and batches on the CPU: 60 failed on an H100. What has
+# Engines train on a GPU where one is, and tests hand them models and batches on the CPU: 60 failed on an H100. What has
 # a form of its own on a GPU is tested by `make test-gpu`.
 if os.environ.get("HF_ZERO_TEST_GPU") != "1":
     os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")

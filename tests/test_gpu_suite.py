@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from bench import gpu_suite, kernel_times
+from bench import gpu_parity, gpu_predictions, gpu_report, gpu_suite, kernel_times
 from bench.gpu_train import OTHERS, OURS, apart, ds_config, missing, predicted, run
 from bench.roofline import MACHINES
 from hf_zero.planning.event_model import Setup, Shape, simulate
@@ -72,3 +73,41 @@ def test_a_step_is_predicted_for_a_gpu_by_its_name() -> None:
     found = predicted("NVIDIA H200", shape, setup)
     assert found == pytest.approx(simulate(MACHINES[0], shape, setup).seconds, rel=1e-6)
     assert predicted("a GPU of next year", shape, setup) is None
+
+
+def test_parity_is_told_and_so_is_what_is_not_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the cases for a GPU two in fp32, one with a rule of its own and one that fails."""
+    some = {("stage 2", "fp32"), ("streaming", "fp32"), ("Lion, stage 3", "bf16")}
+    chosen = [case for case in gpu_parity.cases(str(tmp_path)) if case[:2] in some]
+    monkeypatch.setattr(gpu_parity, "cases", lambda folder: [*chosen, ("stage 4", "fp32", {"stage": 4}, {})])
+    monkeypatch.setattr(gpu_parity, "TOLERANCES", {"fp32": 2e-5})
+    monkeypatch.setattr(gpu_parity, "UPDATES", 2)
+    *rows, failed, resumed = gpu_parity.run(gpu_parity.Task(torch.device("cpu"), 64, 2, 32))
+    assert len(rows) == len(some) and "ConfigError" in failed["failed"]
+    assert all(row["within"] for row in rows if "difference" in row) and "difference" not in rows[-1]
+    assert all(row["same_losses"] and row["same_weights"] for row in rows)
+    assert resumed["equal"] and resumed["consolidated"]
+
+
+def test_runs_of_transformers_models_are_measured_and_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the CPU there is no device to measure; the prediction is that of the whole model on a GPU."""
+    runs = {run.name: run for run in gpu_predictions.RUNS}
+    lora = next(run for run in gpu_predictions.RUNS if run.lora_rank)
+    found = gpu_predictions.measure(lora, torch.device("cpu"), tiny=True)
+    assert found["losses"][-1] != found["losses"][0] and runs[found["run"]] is lora
+    small = runs["Llama 3.2 1B, 1 x 2048, stage 0"]
+    row = {"run": small.name, "driver": 27.2e9, "allocated": 24.1e9, "s_per_step": 0.06}
+    head, _, first, last = gpu_predictions.table([row, {"run": "x", "failed": "OutOfMemoryError"}], "h100", 128)
+    assert len(head.split("|")) == len(first.split("|")) == len(last.split("|")) and "24.0" in first
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    page = gpu_report.PAGE.read_text(encoding="utf-8")
+    run = gpu_report.kept()
+    lines = [*gpu_report.training(run), *gpu_report.kernels(run), *gpu_report.parity(run)]
+    assert len(lines) > 30 and all(line in page for line in lines)
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_is_predicted_now() -> None:
+    assert gpu_report.section(gpu_report.kept()) in gpu_report.PAGE.read_text(encoding="utf-8")

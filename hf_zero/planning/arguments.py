@@ -21,7 +21,10 @@ class Gpu:
     link: float  # to others in the host
     host_link: float
     host_memory: float = 64e9  # of the hosts that are sold or rented with it, for each GPU
-    host_speed: float = 430e9  # of that memory: a server of two sockets, or a desktop of two channels
+    # Of that memory, for each GPU at most: a quarter of a server with two sockets (16 cores of one updated at 91 to 109
+    # GB/s), or a desktop with two channels.
+    host_speed: float = 108e9
+    fp32: float = 1 / 16  # share of `flops` that products in fp32 reach (torch uses TF32 only where it is told to)
 
 
 # All words of a name must be words of the driver's name: "NVIDIA A100-SXM4-40GB" is an a100-40, an h1000 is no h100.
@@ -33,25 +36,27 @@ GPUS = {
     "h100": Gpu(80e9, 590e12, 3.0e12, 370e9, 55e9, 256e9),
     "h100-pcie": Gpu(80e9, 450e12, 1.8e12, 40e9, 55e9, 256e9),
     "h800": Gpu(80e9, 590e12, 3.0e12, 165e9, 55e9, 256e9),
-    "h20": Gpu(96e9, 89e12, 3.6e12, 370e9, 55e9, 256e9),
+    "h20": Gpu(96e9, 89e12, 3.6e12, 370e9, 55e9, 256e9, fp32=1 / 4),
     "a100": Gpu(80e9, 187e12, 1.8e12, 250e9, 25e9, 128e9),
     "a100-40": Gpu(40e9, 187e12, 1.4e12, 250e9, 25e9, 128e9),
     "a800": Gpu(80e9, 187e12, 1.8e12, 165e9, 25e9, 128e9),
-    "l40s": Gpu(48e9, 217e12, 0.78e12, 22e9, 25e9, 128e9),
-    "l20": Gpu(48e9, 72e12, 0.78e12, 22e9, 25e9, 128e9),
-    "l4": Gpu(24e9, 73e12, 0.27e12, 22e9, 25e9),
-    "a10": Gpu(24e9, 75e12, 0.54e12, 22e9, 25e9),
-    "a10g": Gpu(24e9, 42e12, 0.54e12, 22e9, 25e9),
-    "a6000": Gpu(48e9, 93e12, 0.69e12, 22e9, 25e9),
-    "5090": Gpu(32e9, 126e12, 1.61e12, 40e9, 50e9, host_speed=60e9),
-    "4090": Gpu(24e9, 124e12, 0.9e12, 20e9, 25e9, host_speed=60e9),
-    "3090": Gpu(24e9, 53e12, 0.84e12, 20e9, 25e9, host_speed=60e9),
-    "v100": Gpu(32e9, 75e12, 0.81e12, 120e9, 12e9),
-    "t4": Gpu(16e9, 32e12, 0.29e12, 10e9, 12e9),
-    "mi250": Gpu(64e9, 109e12, 1.44e12, 100e9, 25e9, 128e9),  # one of its two dies, each a device of its own
-    "mi250x": Gpu(64e9, 115e12, 1.44e12, 100e9, 25e9, 128e9),
-    "mi300x": Gpu(192e9, 650e12, 4.8e12, 300e9, 55e9, 256e9),
-    "mi325x": Gpu(256e9, 650e12, 5.4e12, 300e9, 55e9, 256e9),
+    "l40s": Gpu(48e9, 217e12, 0.78e12, 22e9, 25e9, 128e9, fp32=1 / 2),
+    "l20": Gpu(48e9, 72e12, 0.78e12, 22e9, 25e9, 128e9, fp32=1 / 2),
+    "l4": Gpu(24e9, 73e12, 0.27e12, 22e9, 25e9, fp32=1 / 4),
+    "a10": Gpu(24e9, 75e12, 0.54e12, 22e9, 25e9, fp32=1 / 4),
+    "a10g": Gpu(24e9, 42e12, 0.54e12, 22e9, 25e9, fp32=1 / 4),
+    "a6000": Gpu(48e9, 93e12, 0.69e12, 22e9, 25e9, fp32=1 / 2),
+    "5090": Gpu(32e9, 126e12, 1.61e12, 40e9, 50e9, host_speed=60e9, fp32=1 / 2),
+    "4090": Gpu(24e9, 124e12, 0.9e12, 20e9, 25e9, host_speed=60e9, fp32=1 / 2),
+    "3090": Gpu(24e9, 53e12, 0.84e12, 20e9, 25e9, host_speed=60e9, fp32=1 / 2),
+    "v100": Gpu(32e9, 75e12, 0.81e12, 120e9, 12e9, fp32=1 / 8),
+    "t4": Gpu(16e9, 32e12, 0.29e12, 10e9, 12e9, fp32=1 / 8),
+    "mi250": Gpu(
+        64e9, 109e12, 1.44e12, 100e9, 25e9, 128e9, fp32=1 / 8
+    ),  # one of its two dies, each a device of its own
+    "mi250x": Gpu(64e9, 115e12, 1.44e12, 100e9, 25e9, 128e9, fp32=1 / 8),
+    "mi300x": Gpu(192e9, 650e12, 4.8e12, 300e9, 55e9, 256e9, fp32=1 / 8),
+    "mi325x": Gpu(256e9, 650e12, 5.4e12, 300e9, 55e9, 256e9, fp32=1 / 8),
     "mi355x": Gpu(288e9, 1150e12, 7.2e12, 380e9, 55e9, 256e9),
 }
 

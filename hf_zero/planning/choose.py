@@ -33,6 +33,7 @@ from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import KINDS, OptimizerSize, RankMemory, Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling, trace
 from hf_zero.planning.trace import Trace, in_place_of
+from hf_zero.precision import precision_from
 
 ALIKE = 1.05  # times of steps that a model of a step cannot tell apart
 _ROUNDED = "yours: ZeRO++'s messages of fewer bits count as such in what is sent, not in memory or time"
@@ -314,8 +315,12 @@ def _step(
     zero, shard = answers.zero, shard_ranks(answers, hardware)
     optimizer, parameters = zero.offload_optimizer, zero.offload_param if zero.stage == 3 else None
     tokens, machine = training.micro_batch * training.local_length, hardware.machine()
-    flops, (apart, _) = seen.forward_flops / tokens, model.apart
-    shape = Shape(model.name, model.num_parameters - apart, max(1, model.layers), flops=flops, apart=apart)
+    flops, touched, (apart, _) = seen.forward_flops / tokens, seen.forward_touched / tokens, model.apart
+    numel, layers = model.num_parameters - apart, max(1, model.layers)
+    shape = Shape(model.name, numel, layers, flops=flops, apart=apart, touched=touched)
+    in_fp32 = precision_from(answers.precision).model is None and answers.precision.autocast is None
+    if hardware.separate and in_fp32:
+        machine = replace(machine, flops=machine.flops * hardware.gpu.fp32)
     exchange = {"forward": 0.0, "backward": 0.0}
     for each in _exchanges(hardware, training, seen):
         exchange[each.phase] += exchange_seconds(machine, each.operation, each.within, each.across)

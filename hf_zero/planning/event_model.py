@@ -73,6 +73,7 @@ class Shape:
     Attributes:
         flops: of one token's forward, where it is known better than as two for each parameter.
         apart: parameters besides, this rank's experts, which are sharded over the ranks that hold the same.
+        touched: bytes of device memory that one token's forward reads and writes beside its matrix products.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Shape:
     units: int
     flops: float | None = None
     apart: float = 0.0
+    touched: float = 0.0
 
 
 @cache
@@ -175,7 +177,8 @@ class Step:
 
 
 UPDATE_BYTES = 28  # of a parameter: masters and moments read and written, gradient read, weight written
-# The same where a master is joined of the weight and what that lacks (4 bytes read, 4 written), and split again.
+# A master in its weight's bits and 16 more moves 26, with twice the arithmetic, which many cores hide and few do not:
+# counted as if it took the bytes of one that is joined in memory and split again.
 STREAMED_BYTES = 42
 
 
@@ -254,6 +257,7 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     updated_rows += kept_once if setup.stage == 3 else 0.0  # they stay gathered
     tokens = setup.tokens / setup.micro_batches
     forward = (2 * numel if shape.flops is None else shape.flops / shape.units) * tokens / machine.flops
+    forward += shape.touched / shape.units * tokens / machine.memory
     states = STATE_BYTES * updated / machine.disk if setup.disk_optimizer else 0.0
     update_bytes = STREAMED_BYTES if setup.streams else UPDATE_BYTES
     return _Seconds(

@@ -61,6 +61,7 @@ class Segment:
         peak: bytes that lived at most, parameters, buffers and complete gradients left out.
         flops: of matrix products and attention.
         sent: (operation, bytes) of messages to ranks that hold other parts of matrices or sequences, or other experts.
+        touched: bytes that all other operators read and write, each in a pass of its own.
     """
 
     event: Kind
@@ -68,6 +69,7 @@ class Segment:
     peak: int
     flops: float
     sent: tuple[tuple[str, int], ...] = ()
+    touched: int = 0
 
 
 class AbsentRanks(LoneCollectives):
@@ -150,6 +152,11 @@ class Trace:
     def forward_flops(self) -> float:
         return sum(segment.flops for segment in self.segments[: self._loss])
 
+    @property
+    def forward_touched(self) -> int:
+        """Bytes that operators without FLOPs read and write in forward."""
+        return sum(segment.touched for segment in self.segments[: self._loss])
+
     @cached_property
     def messages(self) -> list[Message]:
         """To ranks that hold other parts of matrices or sequences."""
@@ -193,6 +200,7 @@ class _Living(TorchDispatchMode):
         self._on_cpu = on_cpu
         self.live = self.peak = 0
         self.flops = 0.0
+        self.touched = 0
         self._refs: dict[int, Any] = {}
         for tensor in known:
             self._follow(tensor, counts=False)
@@ -214,7 +222,10 @@ class _Living(TorchDispatchMode):
         result = rule(*args, **kwargs) if rule is not None else None
         if result is None:
             result = func(*args, **kwargs)
-        self.flops += flops_of(func, args, kwargs, result)
+        flops = flops_of(func, args, kwargs, result)
+        self.flops += flops
+        if not flops:
+            self.touched += touched_by(func, args, result)
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf)
@@ -254,6 +265,34 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
 
     count = flop_registry.get(kind)
     return 0 if count is None else float(count(*args, **kwargs, out_val=result))
+
+
+_READS_FEW = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather, _aten.nll_loss_forward}
+_READS_NOTHING = {_aten.nll_loss_backward, _aten.embedding_dense_backward}
+_ALLOCATES = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+
+
+def touched_by(func: Any, args: Sequence[Any], result: Any) -> int:
+    """Bytes that a call without FLOPs reads and writes: all tensors that it is given and that it makes, once. A view
+    touches nothing, and of what is looked up only as much is read as is written."""
+    kind = func._overloadpacket
+    if kind in _ALLOCATES:
+        return 0
+    given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    given = [each for each in given if isinstance(each, Tensor)]
+    made = [each for each in (result if isinstance(result, (list, tuple)) else (result,)) if isinstance(each, Tensor)]
+    known = {each.untyped_storage()._cdata for each in given}
+    if all(each.untyped_storage()._cdata in known for each in made) and not func._schema.is_mutable:
+        return 0
+    written = sum(map(_held, made))
+    return (
+        written if kind in _READS_NOTHING else 2 * written if kind in _READS_FEW else written + sum(map(_held, given))
+    )
+
+
+def _held(tensor: Tensor) -> int:
+    """Bytes of its elements; those of one that is expanded are there once."""
+    return min(num_bytes(tensor), tensor.untyped_storage().nbytes())
 
 
 def _workspace(func: Any, args: Sequence[Any], result: Any) -> int:
@@ -370,16 +409,17 @@ class _Recorder:
         self.sent = sent
         self.segments: list[Segment] = []
         self._begun: tuple[Kind, str] = ("begin", "")
-        self._flops = 0.0
+        self._flops, self._touched = 0.0, 0
 
     def event(self, kind: Kind, name: str = "") -> None:
         """The segment so far is over, and the next one begins with this."""
         living = self.living
         sent = tuple(sorted(self.sent.items()))
-        self.segments.append(Segment(*self._begun, living.peak, living.flops - self._flops, sent))
+        flops, touched = living.flops - self._flops, living.touched - self._touched
+        self.segments.append(Segment(*self._begun, living.peak, flops, sent, touched))
         self.sent.clear()
         self._begun = kind, name
-        living.peak, self._flops = living.live, living.flops
+        living.peak, self._flops, self._touched = living.live, living.flops, living.touched
 
     def complete(self, parameter: nn.Parameter, name: str) -> None:
         """A gradient: from here on it is the engine's."""

@@ -107,7 +107,7 @@ def test_the_estimate_at_the_start_of_a_run_says_the_same(separate: bool, tmp_pa
 
 
 def test_kinds_at_each_stage() -> None:
-    """14 bytes per parameter at stage 0, and gradients as backward has them; shares above; what is offloaded is away."""
+    """14 bytes per parameter at stage 0, gradients as backward has them; shares above; what is offloaded is away."""
     model = load_model("2b")
     traced = trace(model, micro_batch=1, length=64, checkpointing=True)
     billions = model.num_parameters / 1e9

@@ -76,7 +76,8 @@ def test_a_small_model_needs_nothing_and_a_large_one_everything(tmp_path: Path) 
         memory: planned("", Training(length=1024), model, device_memory=memory).chosen
         for memory in ("400G", "60G", "24G", "12G", "4G")
     }
-    assert by_memory["400G"].candidate.stage <= 1  # type: ignore[union-attr]
+    roomy = by_memory["400G"].candidate  # type: ignore[union-attr]
+    assert roomy.optimizer is roomy.parameters is None and not roomy.checkpointing
     names = [None if each is None else each.candidate.name for each in by_memory.values()]
     assert names[-2] is not None and "optimizer cpu" in names[-2] and names[-1] is None
     for memory, each in by_memory.items():
@@ -114,7 +115,7 @@ def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Pa
     fastest = planned_with("125G", training)  # a drive would do as well
     by_name = {each.candidate.name: each for each in fastest.estimates if each.fits}
     assert fastest.chosen is by_name[streaming] and len(by_name) > 1
-    assert all(each.seconds > 5 * fastest.chosen.seconds for name, each in by_name.items() if name != streaming)
+    assert all(each.seconds > 4 * fastest.chosen.seconds for name, each in by_name.items() if name != streaming)
 
     more = planned_with("160G", training)  # masters that need not be joined are updated faster
     by_name = {each.candidate.name: each for each in more.estimates if each.fits}
@@ -311,9 +312,7 @@ def test_groups_within_hosts(tmp_path: Path) -> None:
     }
     plain, hybrid, second = (found[f"stage 3{group}, checkpointing"] for group in ("", ", a copy per host", ", hpZ 4"))
     assert second.traffic.across < plain.traffic.across and hybrid.traffic.across < plain.traffic.across
-    kept, by_copy = (
-        sum(each.memory.device[kind] for kind in ("parameters", "optimizer")) for each in (plain, hybrid)
-    )
+    kept, by_copy = (sum(each.memory.device[kind] for kind in ("parameters", "optimizer")) for each in (plain, hybrid))
     assert by_copy == pytest.approx(4 * kept, rel=0.01)
     assert second.memory.device["parameters"] == pytest.approx(4 * plain.memory.device["parameters"], rel=0.05)
     assert max(second.seconds, hybrid.seconds) < plain.seconds
