@@ -34,7 +34,7 @@ BUDGETS = {
     "optim": (2_770, "optimizers on shards, whole matrices, 8-bit states"),
     "params": (3_500, "flat buffers, and stage 3's units"),
     # 180 of them for shapes and checkpointing by which a plan loads none of torch's compiler, a third of its CPU time.
-    "planning": (3_780, "memory and time of a run before it starts"),
+    "planning": (3_830, "memory and time of a run before it starts"),
     "profiling": (2_410, "times, traffic, operations, memory, monitors"),
     "report": (400, "what a machine can do"),
     "schedules": (520, "DeepSpeed's learning-rate schedules"),

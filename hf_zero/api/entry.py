@@ -26,7 +26,7 @@ from hf_zero.errors import WrongArgument, listen
 from hf_zero.features import ASKED, EngineTools, Features, TrainingFeature, asked_of
 from hf_zero.log import log_dist, logger
 from hf_zero.optim import build_optimizer
-from hf_zero.params.partitioning import describe_unsharded, suspended, unpartition
+from hf_zero.params.sharded_parameter import of, suspended
 from hf_zero.precision import can_be_cut, precision_from
 from hf_zero.step.assemble import (
     Assembly,
@@ -138,6 +138,8 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
     if store is None and plan.sharding.shards_parameters:
         store = shard_for_inference(model, plan)
     if resolved.zero.stage == 3:
+        from hf_zero.params.partitioning import describe_unsharded
+
         describe_unsharded(model)
     offload = None
     if store is not None and plan.sharding.shards_parameters:
@@ -257,7 +259,10 @@ def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: P
         managed = set()
         if base is not None:
             managed = {id(p) for group in base.param_groups for p in group["params"] if p.requires_grad and p.numel()}
-        unpartition(model)
+        if any(of(parameter) is not None for parameter in model.parameters()):
+            from hf_zero.params.partitioning import unpartition
+
+            unpartition(model)
         place_model(model, plan.precision, device, managed)
     synchronise_unmanaged(model, plan.groups, managed)
 

@@ -210,7 +210,7 @@ class ReducedGradient:
         self._state = ReducedState.NONE
         self._num_added = self._num_counted = self._num_squared = 0
         self._squares = None
-        if not self._memory.is_host and self._vector is not None and self.is_on_device:
+        if self._departures is None and not self._memory.is_host:
             self.give_up_room()
 
     def give_up_room(self) -> None:

@@ -108,7 +108,8 @@ def divided_inside(vectors: Vectors, scale: Tensor | float) -> tuple[Tensor | fl
     Its kernel writes the divided gradient back, so this is only for gradients that are copied anyway; it saves a pass
     over the chunk.
     """
-    is_copied = vectors.gradient.dtype != vectors.dtype and vectors.dtype != torch.float64
+    dtype = vectors.weight.dtype if vectors.rest is None else torch.float32
+    is_copied = vectors.gradient.dtype != dtype and dtype != torch.float64
     if not is_copied or (not isinstance(scale, Tensor) and scale in (0.0, 1.0)):
         return scale, None
     if isinstance(scale, Tensor):

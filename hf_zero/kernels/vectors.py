@@ -1,15 +1,5 @@
 """Inputs of every kernel: flat vectors of one length, processed in chunks of the precision they need, rounded once.
 
-fp32 masters of bf16 weights may be kept in the weights' own bits and 16 more (`Rest`): 4 bytes, and no bit is lost.
-
-    master      s eeeeeeee mmmmmmm|mmmmmmmmmmmmmmmm       as an integer of 32 bits
-    weight      s eeeeeeee mmmmmmm|                       rounded to nearest, ties to even
-    rest                          |  master - weight << 16, from -32768 to 32768
-
-That is one value more than 16 bits have: halfway between two weights, the even one is taken from above and from below.
-Where it is from below (a rest of 32768, stored as -32768) the place is remembered beside: one in 131,072 elements whose
-lost bits are spread evenly. A NaN stays one, with other bits.
-
 Rounding to 16 bits is to nearest, or stochastic for training whose only weights are bf16: the upper neighbour is taken
 with a probability equal to how far the value lies towards it, so that updates smaller than half a step of bf16 are not
 lost on average (Gupta et al. 2015, arXiv 1502.02551).
@@ -17,77 +7,24 @@ lost on average (Gupta et al. 2015, arXiv 1502.02551).
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 CPU_CHUNK_NUMEL = 1 << 17  # per thread: with 512 KiB of fp32 scratch the chunk stays in cache, call overhead below 1%
 DEVICE_CHUNK_NUMEL = 1 << 26
 _DROPPED_BITS = 16  # of fp32's 23 mantissa bits bf16 keeps 7
-_HALF = 1 << 15
-_ROW = 512  # elements that are looked through for ties at once
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """What bf16 weights on a CPU lack of their fp32 masters.
+class Rest(Protocol):
+    """What 16-bit weights lack of fp32 masters: `split` rounds these and keeps what is lost, `join` gives them back."""
 
-    Attributes:
-        bits: 1-D, int16; the masters' lower halves.
-        ties: sorted places, in the whole, of ties that were rounded down.
-        start: the place of the first element here.
-    """
-
-    bits: Tensor
-    ties: array[int] = field(default_factory=lambda: array("i"))
-    start: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.bits.numel() * self.bits.itemsize + len(self.ties) * self.ties.itemsize
-
-    def part(self, start: int, length: int) -> Rest:
-        """A view of an interval; ties are those of the whole."""
-        return Rest(self.bits.narrow(0, start, length), self.ties, self.start + start)
-
-    def join(self, weights: Tensor, masters: Tensor) -> None:
-        """masters (fp32, 1-D) = what `split` was given."""
-        bits = masters.view(torch.int32)
-        masters.copy_(weights)  # to fp32: weight << 16
-        bits.add_(self.bits)
-        here = self._ties_here()
-        if here.start < here.stop:
-            bits.numpy()[np.array(self.ties[here]) - self.start] += 2 * _HALF
-
-    def split(self, masters: Tensor, weights: Tensor) -> None:
-        """weights (bf16) = `masters` rounded to nearest; what they lose is kept."""
-        weights.copy_(masters)
-        self.bits.copy_(masters.view(torch.int32))  # the lower half: whole weights have none
-        # A few places among many thousands: calls of numpy cost a tenth of torch's.
-        places = self._halfway()
-        upper = masters.view(torch.int32).numpy()[places] >> _DROPPED_BITS
-        places = places[upper == weights.view(torch.int16).numpy()[places]]
-        self.ties[self._ties_here()] = array("i", (places + self.start).tolist())
-
-    def _halfway(self) -> Any:
-        """Where a master lies halfway between two weights. Few do, and rows without one are passed over."""
-        bits, whole = self.bits.numpy(), self.bits.numel() // _ROW * _ROW
-        last = np.flatnonzero(bits[whole:] == -_HALF) + whole
-        if not whole:
-            return last
-        some = np.flatnonzero(self.bits[:whole].view(-1, _ROW).amin(1).numpy() == -_HALF)
-        row, column = np.nonzero(bits[:whole].reshape(-1, _ROW)[some] == -_HALF)
-        return np.concatenate([some[row] * _ROW + column, last])
-
-    def _ties_here(self) -> slice:
-        stop = self.start + self.bits.numel()
-        return slice(bisect_left(self.ties, self.start), bisect_left(self.ties, stop))
+    def part(self, start: int, length: int) -> Rest: ...
+    def join(self, weights: Tensor, masters: Tensor) -> None: ...
+    def split(self, masters: Tensor, weights: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +44,6 @@ class Vectors:
     states: tuple[Tensor, ...] = ()
     lp_param: Tensor | None = None
     rest: Rest | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weight that changes."""
-        return self.weight.dtype if self.rest is None else torch.float32
 
     def part(self, start: int, length: int) -> Vectors:
         """Views of the same interval of every vector."""
@@ -167,7 +99,7 @@ def fp32_chunks(
             return
         skip = None
     weight = vectors.weight
-    compute_dtype = torch.promote_types(vectors.dtype, torch.float32)
+    compute_dtype = torch.promote_types(weight.dtype, torch.float32)
     length = weight.numel()
     is_scaled = isinstance(scale, Tensor) or scale != 1.0
     gradient_scratch = _scratch(vectors.gradient, compute_dtype, length, times, always=is_scaled)

@@ -25,7 +25,13 @@ from hf_zero.kernels.vectors import Rest
 
 
 class Vector(ABC):
-    """One vector in some place. Who fetches it twice releases it twice."""
+    """One vector in some place. Who fetches it twice releases it twice.
+
+    Attributes:
+        rest: what 16-bit weights lack of the values, where these are kept so; who changes both need not take them.
+    """
+
+    rest: Rest | None = None
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.numel = numel
@@ -38,12 +44,6 @@ class Vector(ABC):
     @property
     def tensor(self) -> Tensor | None:
         """The values, where they are always in place; None where they have to be fetched."""
-        return None
-
-    @property
-    def rest(self) -> Rest | None:
-        """What 16-bit weights lack of the values, where these are kept so: an update that changes both need not take
-        them."""
         return None
 
     @property

@@ -172,7 +172,7 @@ class OffloadStager(StateStager):
             if lp_param is not None:
                 lp_param.fetch(reads=writes_all is None or not (lp_param.is_whole and writes_all(sub_group)))
 
-        for sub_group in self._walk(sub_groups, fetch, joins=False):
+        for sub_group in self._walk(sub_groups, fetch):
             lp_param = _stored(sub_group).lp_param
             if lp_param is None:
                 work(sub_group)
@@ -204,18 +204,14 @@ class OffloadStager(StateStager):
                 if vector.leaves_late:
                     vector.flush()
 
-    def _walk(self, sub_groups: Sequence[SubGroup], fetch: Work, *, joins: bool = True) -> Iterator[SubGroup]:
-        """Each with everything in place, while the next one is fetched. The caller leaves it.
-
-        Args:
-            joins: False: masters that are kept beside their weights' bits stay so.
-        """
+    def _walk(self, sub_groups: Sequence[SubGroup], fetch: Work) -> Iterator[SubGroup]:
+        """Each with everything in place, while the next one is fetched. The caller leaves it."""
         for position, sub_group in enumerate(sub_groups):
             if position == 0 or not self._reads_ahead:
                 fetch(sub_group)
             if self._reads_ahead and position + 1 < len(sub_groups):
                 fetch(sub_groups[position + 1])
-            self._point(sub_group, lambda vector: vector.take(), joins=joins)
+            self._point(sub_group, lambda vector: vector.take())
             yield sub_group
             if not self._writes_behind:
                 _flush(sub_group)
@@ -276,12 +272,11 @@ class OffloadStager(StateStager):
         self._settle(sub_group, changed=True)
         self._gradient(sub_group).release(changed=False)
 
-    def _point(
-        self, sub_group: SubGroup, values: Callable[[Vector], Tensor], *, begins: bool = True, joins: bool = True
-    ) -> None:
-        """Let the optimizer's tensors show what `values` gives; with `begins` also states it does not have yet."""
+    def _point(self, sub_group: SubGroup, values: Callable[[Vector], Tensor], *, begins: bool = True) -> None:
+        """Let the optimizer's tensors show what `values` gives; with `begins` also states it does not have yet, and no
+        masters that an update does without."""
         stored = _stored(sub_group)
-        if stored.master.tensor is None and (joins or stored.master.rest is None):
+        if stored.master.tensor is None and not (begins and stored.master.rest):
             _show_master(sub_group, values(stored.master))
         for (position, name), vector in stored.vectors.items():
             parameter = sub_group.tensors[position].parameter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -155,21 +154,6 @@ _CALLABLES = (
     "__deepcopy__",
 )
 _ids = itertools.count()
-# What shards modules as they are built, of each open context of `zero.Init`; the outermost alone is at work.
-ACTIVE: list[Any] = []
-
-
-@contextmanager
-def suspended() -> Iterator[None]:
-    """Inside, modules are not sharded as they are built; used by `initialize`."""
-    sharders = ACTIVE[:1]
-    for sharder in sharders:
-        sharder.pause()
-    try:
-        yield
-    finally:
-        for sharder in sharders:
-            sharder.resume()
 
 
 @torch.no_grad()

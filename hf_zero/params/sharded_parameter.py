@@ -322,3 +322,20 @@ class ReadHooks:
             if module is not None and isinstance(module._parameters, ReadHookedParameters):
                 module.__dict__["_parameters"] = dict(module._parameters)
         self._watched = []
+
+
+# What shards modules as they are built, of each open context of `zero.Init`; the outermost alone is at work.
+ACTIVE: list[Any] = []
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inside, modules are not sharded as they are built; used by `initialize`."""
+    sharders = ACTIVE[:1]
+    for sharder in sharders:
+        sharder.pause()
+    try:
+        yield
+    finally:
+        for sharder in sharders:
+            sharder.resume()

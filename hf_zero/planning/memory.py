@@ -332,9 +332,8 @@ def rank_memory(model: PlannedModel, setting: Setting, trace: Trace) -> RankMemo
     ledger = _Ledger()
     _parameters(model, setting, layout, units, ledger)
     _optimizer(setting, layout, ledger)
-    sums = _gradients(setting, layout, ledger)
+    moment = worst_moment(layout, units, trace, _gradients(setting, layout, ledger))
     _buffers(model, setting, layout, units, ledger)
-    moment = worst_moment(layout, units, trace, sums)
     update = _update_buffers(setting, layout)
     if setting.separate:
         ledger.add("host", BUFFERS, update)
@@ -483,11 +482,8 @@ def _update_buffers(setting: Setting, layout: FlatLayout) -> int:
 
 
 def _gradients(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> list[int]:
-    """Sums of the owned part; or, where stages 0 and 1 accumulate, whole ones in their place.
-
-    Returns:
-        Per bucket: bytes that are there from its reduction to the update only (`ReducedGradient.clear`).
-    """
+    """Sums of the owned part; or, where stages 0 and 1 accumulate, whole ones in their place. Returns, by bucket, bytes
+    that are there from its reduction to the update only (`ReducedGradient.clear`)."""
     sharding, precision, far = setting.sharding, setting.precision, _far(setting)
     whole = setting.accumulates and not sharding.shards_gradients
     streaming, resolved = setting.resolved.zero.streaming, setting.resolved
@@ -547,18 +543,11 @@ def _buffers(
 
 
 def worst_moment(
-    layout: FlatLayout, units: PlannedUnits | None, trace: Trace, sums: Sequence[int] | None = None
+    layout: FlatLayout, units: PlannedUnits | None, trace: Trace, sums: Sequence[int]
 ) -> dict[str, int]:
-    """Bytes by kind of what comes and goes, at the moment when that is most.
-
-    Args:
-        sums: bytes of each bucket's gradients from their reduction to the update, where they come and go.
-    """
-    waiting = _waiting(layout, trace, sums or [0] * len(layout.buckets))
-    gathered = _gathered(units, trace)
-    moments = zip((segment.peak for segment in trace.segments), waiting, gathered)
-    most = max(moments, key=sum)
-    return dict(zip((ACTIVATIONS, GRADIENTS, GATHERED), most))
+    """Bytes by kind of what comes and goes, at the moment when that is most; `sums`: of each bucket's gradients."""
+    moments = zip((segment.peak for segment in trace.segments), _waiting(layout, trace, sums), _gathered(units, trace))
+    return dict(zip((ACTIVATIONS, GRADIENTS, GATHERED), max(moments, key=sum)))
 
 
 def _waiting(layout: FlatLayout, trace: Trace, sums: Sequence[int]) -> Iterator[int]:

@@ -154,7 +154,7 @@ class Trace:
 
     @property
     def forward_touched(self) -> int:
-        """Bytes that operators without FLOPs read and write in forward."""
+        """What other operators read and write in forward."""
         return sum(segment.touched for segment in self.segments[: self._loss])
 
     @cached_property
@@ -267,9 +267,10 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
     return 0 if count is None else float(count(*args, **kwargs, out_val=result))
 
 
-_READS_FEW = {_aten.embedding, _aten.index_select, _aten.index, _aten.gather, _aten.nll_loss_forward}
-_READS_NOTHING = {_aten.nll_loss_backward, _aten.embedding_dense_backward}
 _ALLOCATES = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_READS = dict.fromkeys((_aten.embedding, _aten.index_select, _aten.index, _aten.gather, _aten.nll_loss_forward), 1)
+_READS |= dict.fromkeys((_aten.nll_loss_backward, _aten.embedding_dense_backward), 0)
+"""Operators that read a few elements of what they are given: so many for each that they write."""
 
 
 def touched_by(func: Any, args: Sequence[Any], result: Any) -> int:
@@ -278,16 +279,13 @@ def touched_by(func: Any, args: Sequence[Any], result: Any) -> int:
     kind = func._overloadpacket
     if kind in _ALLOCATES:
         return 0
-    given = [each for arg in args for each in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    given = [each for each in given if isinstance(each, Tensor)]
-    made = [each for each in (result if isinstance(result, (list, tuple)) else (result,)) if isinstance(each, Tensor)]
+    given = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+    made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
     known = {each.untyped_storage()._cdata for each in given}
     if all(each.untyped_storage()._cdata in known for each in made) and not func._schema.is_mutable:
         return 0
-    written = sum(map(_held, made))
-    return (
-        written if kind in _READS_NOTHING else 2 * written if kind in _READS_FEW else written + sum(map(_held, given))
-    )
+    written, reads = sum(map(_held, made)), _READS.get(kind)
+    return written + (sum(map(_held, given)) if reads is None else reads * written)
 
 
 def _held(tensor: Tensor) -> int:

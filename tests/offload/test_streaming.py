@@ -16,8 +16,8 @@ from hf_zero.device.registry import AtOnce, use
 from hf_zero.extras.streaming.updates import StreamedUpdates
 from hf_zero.kernels.adam import AdamRule, adam
 from hf_zero.kernels.dynamic8 import packed_bytes
-from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, Rest, Vectors
-from hf_zero.offload.split_masters import Recycled
+from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, Vectors
+from hf_zero.offload.split_masters import HalfRest, Recycled
 from hf_zero.optim.adam8 import AdamW8bit
 from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train, train_run, weights_of
 from tests.offload.test_checkpoints import load_and_train, train_and_save
@@ -51,7 +51,7 @@ def test_no_bit_of_a_master_is_lost() -> None:
     """Every upper half, with the lower halves around a tie: a rest of 16 bits cannot say from which side it comes."""
     masters = bits(list(range(1 << 16)), [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     masters = masters[~masters.isnan()]
-    weights, rest = torch.empty(len(masters), dtype=torch.bfloat16), Rest(torch.empty(len(masters), dtype=torch.int16))
+    weights, rest = masters.to(torch.bfloat16).zero_(), HalfRest(torch.empty(len(masters), dtype=torch.int16))
     rest.split(masters, weights)
     again = torch.empty_like(masters)
     rest.join(weights, again)
@@ -64,7 +64,7 @@ def test_no_bit_of_a_master_is_lost() -> None:
 def test_ties_are_rare_and_a_nan_stays_one() -> None:
     masters = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
     masters[5] = float("nan")
-    weights, rest = torch.empty(len(masters), dtype=torch.bfloat16), Rest(torch.empty(len(masters), dtype=torch.int16))
+    weights, rest = masters.to(torch.bfloat16).zero_(), HalfRest(torch.empty(len(masters), dtype=torch.int16))
     rest.split(masters, weights)
     again = torch.empty_like(masters)
     rest.join(weights, again)
@@ -75,7 +75,7 @@ def test_ties_are_rare_and_a_nan_stays_one() -> None:
 def test_parts_are_split_and_joined_by_themselves() -> None:
     """Of a part that is split again the old ties go, and those of its neighbours stay."""
     masters = bits(list(range(1 << 10)), [0x7FFF, 0x8000, 0x8001] * 3)
-    weights, rest = masters.to(torch.bfloat16), Rest(torch.empty(len(masters), dtype=torch.int16))
+    weights, rest = masters.to(torch.bfloat16), HalfRest(torch.empty(len(masters), dtype=torch.int16))
     rest.split(masters, weights)
     start, length = 1000, 3001
     changed = masters.narrow(0, start, length).flip(0).clone()
@@ -97,7 +97,7 @@ def test_an_update_of_split_masters_is_that_of_whole_ones(decoupled: bool) -> No
     masters.view(torch.int32)[::1001] &= -(1 << 16)
     masters.view(torch.int32)[::1001] |= 0x8000
     rule = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
-    weights, rest = masters.to(torch.bfloat16), Rest(torch.empty(numel, dtype=torch.int16))
+    weights, rest = masters.to(torch.bfloat16), HalfRest(torch.empty(numel, dtype=torch.int16))
     rest.split(masters, weights)
     assert len(rest.ties) > 50
     whole = Vectors(masters, torch.empty(0), (torch.zeros(numel), torch.zeros(numel)), masters.to(torch.bfloat16))
