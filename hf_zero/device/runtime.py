@@ -18,8 +18,8 @@ nothing is read too early or overwritten too late:
   for the gather before it reads the buffer
 - the source of a copy stays as it is, and stays allocated (`keep_until`), until the copy's event has passed
 
-Three implementations: the accelerator's own and the CPU's, where everything is done at once (both in `registry.py`), and
-one for tests that does everything as late as it may (`tests/support/late.py`).
+Three implementations: the accelerator's own and the CPU's, where everything is done at once (both in `registry.py`),
+and one for tests that does everything as late as it may (`tests/support/late.py`).
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ def without_scratch() -> AbstractContextManager[None]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_holds_its_shards_and_within_a_step_two_units(world: int) -> None:
-    """Between steps parameters, master and two moments, all divided by the world (ZeRO paper, section 3), and gradients:
-    in host memory they keep their room, a device has it back.
+    """Between steps parameters, master and two moments, all divided by the world (ZeRO paper, section 3), and
+    gradients: in host memory they keep their room, a device has it back.
 
     Within one, two units with parameters and gradients: of the one in use both, and of what is on its way two buckets
     of gradients and two rows of parameters. The test once looked at a forward only, and not at what is kept for
