@@ -202,15 +202,22 @@ def peak_of(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ran
     - `deepspeed`: see `_deepspeed`.
     - `torch` (FSDP, Trainer without an engine, torchtune), `autocast`: see `_torch`.
     """
-    stage = estimate.candidate.stage
-    moments = (_deepspeed if run["program"] == "deepspeed" else _torch)(
-        run, estimate, model, ranks if stage == 3 else 1
-    )
+    moments = (_deepspeed if run["program"] == "deepspeed" else _torch)(run, estimate, model, ranks)
     return max(moments, key=lambda moment: moment.total)
 
 
-def _deepspeed(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, shards: int) -> Iterator[Peak]:
+def _sums(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int) -> float:
+    """Bytes of the sums of gradients that a rank owns when all are there. Of one micro-batch's hf_zero's kinds have as
+    many as are there when most is taken."""
+    if run["accumulation"] > 1 or estimate.candidate.optimizer is not None:
+        return float(estimate.memory.device.get(GRADIENTS, 0))
+    return model.dtype.itemsize * model.num_trained / (ranks if estimate.candidate.stage else 1)
+
+
+def _deepspeed(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int) -> Iterator[Peak]:
     """Two moments.
+
+    - Sums of gradients keep their room between steps (`grad_partitions_flat_buffer` in its stage3.py).
 
     - An update begins with a copy of gradients in the masters' fp32: of all that a rank owns at stages 1 and 2, of a
       sub-group at stage 3 (`_prepare_fp32_grad_for_sub_group` in its stage3.py). Activations have gone.
@@ -222,10 +229,10 @@ def _deepspeed(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, 
     """
     device, total, weight = estimate.memory.device, estimate.memory.device_total, model.dtype.itemsize
     passing = device.get(ACTIVATIONS, 0) + device.get(GATHERED, 0)
-    gradients = device.get(GRADIENTS, 0)
+    gradients = _sums(run, estimate, model, ranks)
     kept_in_16_bits = (estimate.config.get("bf16") or {}).get("bf16_master_weights_and_grads")
     on_device = estimate.candidate.optimizer is None
-    kept = total - passing
+    kept = total - passing - device.get(GRADIENTS, 0) + gradients
     kept += gradients if on_device and kept_in_16_bits and estimate.candidate.stage == 3 else 0
     whole = 0
     if estimate.candidate.stage == 3 and not run.get("zero_init", True) and not run["checkpointing"]:
@@ -235,7 +242,7 @@ def _deepspeed(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, 
     yield Peak(kept, 4 * owned if on_device and not kept_in_16_bits else 0)
 
 
-def _torch(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, shards: int) -> Iterator[Peak]:
+def _torch(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int) -> Iterator[Peak]:
     """Three moments: most activations, the end of backward, the update.
 
     - Gradients are made by backward and given up after the update: where activations take most, there are those of the
@@ -249,7 +256,7 @@ def _torch(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, shar
     - PEFT 0.12 and later keep adapters in fp32 (`autocast_adapter_dtype`).
     """
     device, weight = estimate.memory.device, model.dtype.itemsize
-    gradients = device.get(GRADIENTS, 0)
+    gradients, shards = _sums(run, estimate, model, ranks), ranks if estimate.candidate.stage == 3 else 1
     passing = float(device.get(ACTIVATIONS, 0) + device.get(GATHERED, 0))
     kept = float(device.get(PARAMETERS, 0) + device.get(OPTIMIZER, 0))
     bf16 = estimate.config.get("bf16") or {}

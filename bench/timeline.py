@@ -46,9 +46,9 @@ def recorded(engine: Any) -> Iterator[Timeline]:
         fetch(sub_group)
         marks.append(("fetch", index, first, len(trace)))
 
-    def updating(sub_group: SubGroup, *arguments: Any) -> None:
+    def updating(sub_group: SubGroup, **arguments: Any) -> None:
         index, started = updater.sub_groups.index(sub_group), time.perf_counter()
-        update(sub_group, *arguments)
+        update(sub_group, **arguments)
         timeline.update.setdefault(index, []).append((started, time.perf_counter()))
         marks.append(("update", index, len(trace), 0))
 
