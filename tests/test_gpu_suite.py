@@ -101,6 +101,17 @@ def test_runs_of_transformers_models_are_measured_and_predicted(capsys: pytest.C
     assert len(head.split("|")) == len(first.split("|")) == len(last.split("|")) and "24.0" in first
 
 
+@pytest.mark.parametrize("name", ["Llama 3.2 1B, 1 x 2048, stage 0", "Llama 3.2 3B, 2 x 2048, stage 3, checkpointing"])
+def test_plan_says_what_an_h100_has_taken(name: str) -> None:
+    """Sizes to a few hundredths; times had been half as long before operators beside products counted."""
+    sessions = gpu_report.kept()["sessions"]
+    rows = {row["run"]: row for session in sessions for row in session.get("predictions", {}).get("rows", [])}
+    (run,) = [run for run in gpu_predictions.RUNS if run.name == name]
+    found = gpu_predictions.predict(run, "h100", 128)
+    assert found["total"] == pytest.approx(rows[name]["allocated"], rel=0.02)
+    assert 0.8 < found["seconds"] / rows[name]["s_per_step"] < 1.25
+
+
 def test_the_page_shows_what_was_measured() -> None:
     page = gpu_report.PAGE.read_text(encoding="utf-8")
     run = gpu_report.kept()
