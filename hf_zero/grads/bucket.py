@@ -203,8 +203,7 @@ class BucketGradients:
     def clear(self) -> None:
         """Forget everything gathered since the last step.
 
-        In host memory the reduced buffer stays allocated, except where whole local gradients stand beside it in the
-        next step.
+        In host memory the reduced buffer stays, unless whole local gradients stand beside it in the next step.
         """
         self.reduced.clear()
         if self._needs_whole and not self.owns_all:
