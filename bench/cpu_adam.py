@@ -27,11 +27,12 @@ from tests.support.oracle import oracle_environment
 
 OURS, FLOOR, DEEPSPEED = "hf_zero, one pass", "same traffic without arithmetic", "DeepSpeedCPUAdam and its casts"
 OURS_8, FLOOR_8 = "hf_zero, one pass, 8-bit states", "traffic of 8-bit states without arithmetic"
+OURS_SPLIT = "hf_zero, one pass, masters in the weights' bits and 16 more"
 FUSED, FOREACH = "torch fused AdamW and its casts", "torch foreach AdamW and its casts"
 SCALE = 0.5  # every step has a factor for the mean over ranks and clipping; ours folds it in, others take a pass for it
 COPY = "copy of fp32 (8 bytes)"
 # Bytes that each way moves per parameter: read and write of every array it touches, casts included.
-BYTES = {FLOOR: 28, OURS: 28, FLOOR_8: 16, OURS_8: 16, COPY: 8, FUSED: 48, DEEPSPEED: 48, FOREACH: 120}
+BYTES = {FLOOR: 28, OURS: 28, FLOOR_8: 16, OURS_8: 16, OURS_SPLIT: 26, COPY: 8, FUSED: 48, DEEPSPEED: 48, FOREACH: 120}
 Step = Callable[[], object]
 
 
@@ -54,6 +55,7 @@ def contenders(numel: int) -> dict[str, Step]:
     from hf_zero.kernels.adam8 import BlockVectors, adam8
     from hf_zero.kernels.dynamic8 import packed_bytes
     from hf_zero.kernels.vectors import Vectors
+    from hf_zero.offload.split_masters import HalfRest
 
     master, m, v, wide = (torch.zeros(numel) for _ in range(4))
     gradient = torch.randn(numel).mul_(0.01).bfloat16()  # tables are read where the codes are: they must differ
@@ -61,6 +63,8 @@ def contenders(numel: int) -> dict[str, Step]:
     packed = tuple(torch.zeros(packed_bytes(numel), dtype=torch.uint8) for _ in range(2))
     rule = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
     vectors = Vectors(weight=master, gradient=gradient, states=(m, v), lp_param=lp_param)
+    rest = HalfRest(torch.randint(-(1 << 15), 1 << 15, (numel,), dtype=torch.int16))
+    split = Vectors(torch.randn(numel).bfloat16(), gradient, (m, v), rest=rest)
     blocks = BlockVectors(weight=master, gradient=gradient, states=packed, lp_param=lp_param)
 
     def floor(*states: torch.Tensor) -> None:
@@ -92,6 +96,7 @@ def contenders(numel: int) -> dict[str, Step]:
         OURS: lambda: adam(vectors, rule, 5, SCALE),
         FLOOR_8: lambda: floor(*packed),
         OURS_8: lambda: adam8(blocks, rule, 5, SCALE),
+        OURS_SPLIT: lambda: adam(split, rule, 5, SCALE),
         FUSED: torch_adam(fused=True),
         FOREACH: torch_adam(foreach=True),
     }

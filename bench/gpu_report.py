@@ -4,8 +4,8 @@
     python -m bench.gpu_report --write                      # docs/performance.md, from the newest kept result
 
 A folder is one session on a GPU, and holds some of suite.json (`bench.gpu_suite`), train.json (`bench.gpu_train`),
-parity.json (`bench.gpu_parity`), shared.json (the same with `--shared`), waits.json (`bench.gpu_engine`) and
-predictions.json (`bench.gpu_predictions`).
+parity.json (`bench.gpu_parity`), shared.json (the same with `--shared`), waits.json (`bench.gpu_engine`),
+predictions.json (`bench.gpu_predictions`) and predicted.json (what `plan` said before these were measured, by run).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench.surroundings import RESULTS, ROOT, keep, page_with
 
 PAGE = ROOT / "docs" / "performance.md"
 COMMAND = "python -m bench.gpu_report --write"
-PARTS = ("suite", "train", "parity", "shared", "waits", "predictions")
+PARTS = ("suite", "train", "parity", "shared", "waits", "predictions", "predicted")
 OURS = "hf_zero 3"
 
 
@@ -31,8 +31,8 @@ def read(folders: list[Path], notes: list[str]) -> dict[str, Any]:
     for folder, note in zip(folders, notes, strict=True):
         found = {part: json.loads(path.read_text()) for part in PARTS if (path := folder / f"{part}.json").exists()}
         sessions.append({"note": note, **found})
-    named = [part["device"] for session in sessions for part in session.values() if isinstance(part, dict)]
-    return {"device": named[0], "sessions": sessions}
+    device = next(session["suite"]["device"] for session in sessions if "suite" in session)
+    return {"device": device, "sessions": sessions}
 
 
 def kept(folder: Path = RESULTS) -> dict[str, Any]:
@@ -105,14 +105,17 @@ def predictions(run: dict[str, Any]) -> Iterator[str]:
     from bench.gpu_predictions import RUNS, predict
 
     by_name = {run.name: run for run in RUNS}
-    yield "| run | tensors at most, GB | `plan` | | taken from the driver, GB | s per step | `plan` |"
-    yield "|" + " --- |" * 7
+    yield "| run | tensors, GB | `plan`, before | | taken from the driver, GB | s per step | `plan`, before | now |"
+    yield "|" + " --- |" * 8
     for session in run["sessions"]:
         for row in session.get("predictions", {}).get("rows", []):
-            ours = predict(by_name[row["run"]], "h100", 128)
-            off = ours["total"] / row["allocated"] - 1
-            sizes = f"{row['allocated'] / 1e9:.1f} | {ours['total'] / 1e9:.1f} | {off:+.1%} | {row['driver'] / 1e9:.1f}"
-            yield f"| {row['run']} | {sizes} | {row['s_per_step']:.2f} | {ours['seconds']:.2f} |"
+            before, now = session["predicted"][row["run"]], predict(by_name[row["run"]], "h100", 128)
+            off = before["total"] / row["allocated"] - 1
+            sizes = (
+                f"{row['allocated'] / 1e9:.1f} | {before['total'] / 1e9:.1f} | {off:+.1%} | {row['driver'] / 1e9:.1f}"
+            )
+            times = f"{row['s_per_step']:.2f} | {before['seconds']:.2f} | {now['seconds']:.2f}"
+            yield f"| {row['run']} | {sizes} | {times} |"
 
 
 def section(run: dict[str, Any]) -> str:
@@ -141,7 +144,7 @@ _READING = """\
 Peaks are those of tensors. In session 1 gradients kept their memory between steps (3 GB here); since then a device has
 it back. FSDP2 holds fp32 weights alone between its blocks and casts what it gathers, which takes less on a single GPU
 (of eight ranks, both hold 2 of 16 bytes per parameter) and more time. Streaming was measured before its masters were
-updated chunk by chunk: then splitting them took two and a half times as long as the update, on the CPU.
+updated chunk by chunk, when joining and splitting them took most of a step (docs/offload.md).
 """
 _KERNELS = """\
 ### Kernels
@@ -151,12 +154,12 @@ All checks against fp64 passed ({failed} failed), under compute-sanitizer too, w
 _PREDICTIONS = """\
 ### What `plan` says
 
-transformers' own models in eager mode, SDPA attention. The sizes had been predicted before they were measured. The
-times had not: `plan` counted matrix products alone, and a whole server's memory bandwidth for one GPU, and its steps
-were 1.3 to 3.5 times too short; the table shows what it says since these runs. What it does not count: a small mixture
-of experts waits for the host to start its kernels. (The streamed run came before its masters were updated chunk by
-chunk, as above.) What the allocator takes from the driver beyond tensors is cached blocks, which it gives up before it
-runs out of memory, and 0.8 to 0.9 GB are CUDA's own.
+transformers' own models in eager mode, SDPA attention, predicted before they were measured. The sizes came true. The
+times were too short: `plan` counted matrix products alone, and a whole server's memory bandwidth for one GPU. What it
+says since then is in the last column, with these runs in sight. It does not count that a small mixture of experts waits
+for the host to start its kernels. (The streamed run came before its masters were updated chunk by chunk.) What the
+allocator takes from the driver beyond tensors is cached blocks, which it gives up before it runs out of memory, and
+CUDA's own.
 """
 
 

@@ -51,9 +51,8 @@ GPUS = {
     "3090": Gpu(24e9, 53e12, 0.84e12, 20e9, 25e9, host_speed=60e9, fp32=1 / 2),
     "v100": Gpu(32e9, 75e12, 0.81e12, 120e9, 12e9, fp32=1 / 8),
     "t4": Gpu(16e9, 32e12, 0.29e12, 10e9, 12e9, fp32=1 / 8),
-    "mi250": Gpu(
-        64e9, 109e12, 1.44e12, 100e9, 25e9, 128e9, fp32=1 / 8
-    ),  # one of its two dies, each a device of its own
+    # One of the two dies of these, each a device of its own.
+    "mi250": Gpu(64e9, 109e12, 1.44e12, 100e9, 25e9, 128e9, fp32=1 / 8),
     "mi250x": Gpu(64e9, 115e12, 1.44e12, 100e9, 25e9, 128e9, fp32=1 / 8),
     "mi300x": Gpu(192e9, 650e12, 4.8e12, 300e9, 55e9, 256e9, fp32=1 / 8),
     "mi325x": Gpu(256e9, 650e12, 5.4e12, 300e9, 55e9, 256e9, fp32=1 / 8),

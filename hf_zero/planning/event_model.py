@@ -177,9 +177,9 @@ class Step:
 
 
 UPDATE_BYTES = 28  # of a parameter: masters and moments read and written, gradient read, weight written
-# A master in its weight's bits and 16 more moves 26, with twice the arithmetic, which many cores hide and few do not:
-# counted as if it took the bytes of one that is joined in memory and split again.
-STREAMED_BYTES = 42
+# A master in its weight's bits and 16 more moves 26, with more arithmetic: 1.6 to 2.1 times as long on one core and two
+# (bench/cpu_adam.py), less where many cores wait for memory.
+STREAMED_BYTES = 50
 
 
 def device_bytes(machine: Machine, shape: Shape, setup: Setup) -> float:

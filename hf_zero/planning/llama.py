@@ -239,8 +239,8 @@ def _floats(*tensors: Tensor) -> bool:
     return all(each.is_meta and each.is_floating_point() for each in tensors)
 
 
-def _new(like: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=like.dtype, device=like.device)
+def _new(like: Tensor, *shape: int) -> Tensor | None:
+    return torch.empty(shape, dtype=like.dtype, device=like.device) if like.is_meta else None
 
 
 def _elementwise(*operands: Any, **_: object) -> Tensor | None:
@@ -289,20 +289,8 @@ def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor | None:
-    is_usual = first.is_meta and first.dtype == second.dtype and first.shape[1] == second.shape[0]
+    is_usual = first.dtype == second.dtype and first.shape[1] == second.shape[0]
     return _new(first, first.shape[0], second.shape[1]) if is_usual else None
-
-
-def _embedding(weight: Tensor, indices: Tensor, *_: object) -> Tensor | None:
-    return _new(weight, *indices.shape, weight.shape[1]) if weight.is_meta else None
-
-
-def _embedding_backward(gradient: Tensor, indices: Tensor, rows: int, *_: object) -> Tensor | None:
-    return _new(gradient, rows, gradient.shape[-1]) if gradient.is_meta else None
-
-
-def _slice_backward(gradient: Tensor, sizes: Sequence[int], *_: object) -> Tensor | None:
-    return _new(gradient, *sizes) if gradient.is_meta else None
 
 
 def _log_softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor | None:  # noqa: FBT001
@@ -312,16 +300,6 @@ def _log_softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor | None
 def _log_softmax_backward(gradient: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor | None:
     is_usual = gradient.is_contiguous() and output.is_contiguous() and dtype == gradient.dtype == output.dtype
     return _elementwise(gradient, output) if is_usual else None
-
-
-def _nll_loss(
-    values: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int
-) -> tuple[Tensor, Tensor] | None:
-    return (_new(values), _new(values)) if values.is_meta and weight is None and reduction else None
-
-
-def _nll_loss_backward(gradient: Tensor, values: Tensor, *_: object) -> Tensor | None:
-    return _elementwise(values) if values.is_contiguous() else None
 
 
 SHAPES: dict[Any, Callable[..., Any]] = {
@@ -335,12 +313,14 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     _aten.add_.Tensor: _in_place,
     _aten.cat.default: _concatenated,
     _aten.mm.default: _product,
-    _aten.embedding.default: _embedding,
-    _aten.embedding_dense_backward.default: _embedding_backward,
-    _aten.slice_backward.default: _slice_backward,
+    _aten.embedding.default: lambda weight, indices, *_: _new(weight, *indices.shape, weight.shape[1]),
+    _aten.embedding_dense_backward.default: lambda gradient, _, rows, *__: _new(gradient, rows, gradient.shape[-1]),
+    _aten.slice_backward.default: lambda gradient, sizes, *_: _new(gradient, *sizes),
     _aten._log_softmax.default: _log_softmax,
     _aten._log_softmax_backward_data.default: _log_softmax_backward,
-    _aten.nll_loss_forward.default: _nll_loss,
-    _aten.nll_loss_backward.default: _nll_loss_backward,
+    _aten.nll_loss_forward.default: lambda values, _, weight, reduction, __: (
+        (_new(values), _new(values)) if values.is_meta and weight is None and reduction else None
+    ),
+    _aten.nll_loss_backward.default: lambda _, values, *__: _elementwise(values) if values.is_contiguous() else None,
 }
 """By operator; of its arguments."""

@@ -282,7 +282,7 @@ class RankMemory:
 
     @property
     def states(self) -> int:
-        """Parameters, gradients and optimizer, wherever they lie."""
+        """Parameters, optimizer and, as they are at the worst moment, gradients, wherever they lie."""
         return sum(place.get(kind, 0) for place in (self.device, self.host, self.disk) for kind in STATES)
 
 
@@ -542,9 +542,7 @@ def _buffers(
 # The worst moment
 
 
-def worst_moment(
-    layout: FlatLayout, units: PlannedUnits | None, trace: Trace, sums: Sequence[int]
-) -> dict[str, int]:
+def worst_moment(layout: FlatLayout, units: PlannedUnits | None, trace: Trace, sums: Sequence[int]) -> dict[str, int]:
     """Bytes by kind of what comes and goes, at the moment when that is most; `sums`: of each bucket's gradients."""
     moments = zip((segment.peak for segment in trace.segments), _waiting(layout, trace, sums), _gathered(units, trace))
     return dict(zip((ACTIVATIONS, GRADIENTS, GATHERED), max(moments, key=sum)))

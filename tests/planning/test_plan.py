@@ -72,12 +72,11 @@ def test_candidates_of_a_machine() -> None:
 def test_a_small_model_needs_nothing_and_a_large_one_everything(tmp_path: Path) -> None:
     assert planned("40M", gpus_per_node=1).chosen.candidate == Candidate(0)  # type: ignore[union-attr]
     model = load_model("8b")
-    by_memory = {
-        memory: planned("", Training(length=1024), model, device_memory=memory).chosen
+    by_memory = {  # on a link over which stage 3's gathers do not hide
+        memory: planned("", Training(length=1024), model, device_memory=memory, link="100G").chosen
         for memory in ("400G", "60G", "24G", "12G", "4G")
     }
-    roomy = by_memory["400G"].candidate  # type: ignore[union-attr]
-    assert roomy.optimizer is roomy.parameters is None and not roomy.checkpointing
+    assert by_memory["400G"].candidate.stage <= 1  # type: ignore[union-attr]
     names = [None if each is None else each.candidate.name for each in by_memory.values()]
     assert names[-2] is not None and "optimizer cpu" in names[-2] and names[-1] is None
     for memory, each in by_memory.items():
@@ -102,7 +101,8 @@ def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Pa
     plain, streaming = (f"stage 3, optimizer cpu, parameters cpu{more}, checkpointing" for more in ("", ", streaming"))
 
     def planned_with(host_memory: str, training: Training) -> Plan:
-        return planned("", training, model, gpus_per_node=1, device_memory="12G", host_memory=host_memory, disk="2T")
+        machine = {"gpu": "gh200", "gpus_per_node": 1, "device_memory": "12G"}  # a host whose memory one GPU has alone
+        return planned("", training, model, **machine, host_memory=host_memory, disk="2T")
 
     only = planned_with("125G", replace(training, nvme_path=None))
     assert [each.candidate.name for each in only.estimates if each.fits] == [streaming] == [only.chosen.candidate.name]  # type: ignore[union-attr]
@@ -115,7 +115,7 @@ def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Pa
     fastest = planned_with("125G", training)  # a drive would do as well
     by_name = {each.candidate.name: each for each in fastest.estimates if each.fits}
     assert fastest.chosen is by_name[streaming] and len(by_name) > 1
-    assert all(each.seconds > 4 * fastest.chosen.seconds for name, each in by_name.items() if name != streaming)
+    assert all(each.seconds > 5 * fastest.chosen.seconds for name, each in by_name.items() if name != streaming)
 
     more = planned_with("160G", training)  # masters that need not be joined are updated faster
     by_name = {each.candidate.name: each for each in more.estimates if each.fits}
