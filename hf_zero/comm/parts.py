@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,6 +13,8 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.layout.cuts import Cut
 
 _PART = "_hf_zero_part"
+OF_ADAPTERS = (".lora_", ".modules_to_save.")
+"""Words in the names of parameters that PEFT saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +90,25 @@ def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[st
     Raises:
         ValueError: one of them is this rank's part of a parameter.
     """
-    for name, parameter in model.named_parameters():
-        part, value = held_part(parameter), values.get(name)
-        is_part = part is not None and isinstance(value, Tensor) and tuple(value.shape) != part.cut.shape
-        if is_part and (not of or any(word in name for word in of)):
+    for name in _parts_among(model, values):
+        if not of or any(word in name for word in of):
             raise ValueError(
                 f"save_pretrained would write this rank's part of {name}, of which other ranks hold the rest: on every "
                 "rank, call state = accelerator.get_state_dict(model) (or engine.module_state_dict()), then "
                 "save_pretrained(folder, state_dict=state, is_main_process=...); or Trainer.save_model(folder)"
             )
+
+
+def holds_parts(model: nn.Module, values: Mapping[str, object]) -> bool:
+    """Whether one of these values, by name, is this rank's part of a parameter."""
+    return any(True for _ in _parts_among(model, values))
+
+
+def _parts_among(model: nn.Module, values: Mapping[str, object]) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        part, value = held_part(parameter), values.get(name)
+        if part is not None and isinstance(value, Tensor) and tuple(value.shape) != part.cut.shape:
+            yield name
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:

@@ -43,7 +43,6 @@ class Patch:
     older: tuple[str, ...] = ()  # parameters in older versions, which `around` takes as well
     since: str = FLOOR  # the version of the library from which on the target has looked like this
     importers: tuple[str, ...] = ()  # modules that have the function under its own name, if loaded before us
-    unless: str = ""  # a place of newer versions, which no longer need ours
 
     def find(self, module: ModuleType) -> tuple[Any, str, Function]:
         """The holder, the name and the original.
@@ -61,14 +60,8 @@ class Patch:
             raise Misfit(f"takes ({parameters}), not ({self.parameters})")
         return holder, name, original
 
-    def is_needed(self, module: ModuleType) -> bool:
-        """Whether upstream still lacks what the patch does."""
-        return not self.unless or _look(module, self.unless)[2] is None
-
     def apply(self, module: ModuleType) -> None:
-        """Install the replacement, where it is needed."""
-        if not self.is_needed(module):
-            return
+        """Install the replacement."""
         holder, name, original = self.find(module)
         if hasattr(original, MARK):
             return

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.comm.parts import refuse_parts
+from hf_zero.comm.parts import OF_ADAPTERS, refuse_parts
 from hf_zero.integration.patches import Patches
 
 PATCHES = Patches("peft.peft_model")
-_OF_ADAPTERS = (".lora_", ".modules_to_save.")
 
 
 @PATCHES.add(
@@ -32,7 +31,7 @@ def around_save_pretrained(
     """Where no state dict is given, PEFT writes what this rank holds: an adapter that loads nowhere. Gathering here
     would wait for ranks that do not call."""
     if is_main_process and kwargs.get("state_dict") is None:
-        refuse_parts(self, dict(self.named_parameters()), _OF_ADAPTERS)
+        refuse_parts(self, dict(self.named_parameters()), OF_ADAPTERS)
     original(
         self,
         save_directory,

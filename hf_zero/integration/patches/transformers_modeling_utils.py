@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.comm.parts import refuse_parts
+from hf_zero.comm.parts import OF_ADAPTERS, holds_parts, refuse_parts
 from hf_zero.integration.huggingface.asked_experts import left_to_engine
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.params.sharded_parameter import HANDLE
@@ -51,42 +51,46 @@ def behind_parametrizations(model: nn.Module) -> list[nn.Parameter]:
 
 @PATCHES.add(
     "PreTrainedModel.save_pretrained(self, save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, "
-    "variant, token, save_peft_format, save_original_format, kwargs)",
-    without="save_pretrained(is_main_process=False) writes weights all the same",
-    until="transformers 5.15, which asks should_save_on_this_rank",
-    unless="PreTrainedModel.should_save_on_this_rank",
+    "variant, token, save_peft_format, save_original_format, distributed_checkpoint, kwargs)",
+    without="save_pretrained without a state dict writes the parts of weights that one rank holds, and before "
+    "transformers 5.15, which asks should_save_on_this_rank, is_main_process=False writes all the same",
+    until="save_pretrained asks the library that cut a model for its whole weights",
+    older=(
+        "self, save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, variant, token, "
+        "save_peft_format, save_original_format, kwargs",
+    ),
 )
 def around_save_pretrained(
     original: Callable[..., None],
     self: Any,
     save_directory: Any,
     is_main_process: bool = True,
+    state_dict: dict[str, Any] | None = None,
     *arguments: Any,
     **options: Any,
 ) -> None:
-    """At stage 3 only ranks that should write do.
+    """Parts of weights are refused before they are written; at stage 3 only ranks that should write do.
 
-    Before 5.15, every rank wrote the weights over those of the others; one that was given no state dict, as
-    `accelerator.get_state_dict` does it on all ranks but the first, read its own released ones for that.
+    `accelerator.get_state_dict` gives the first rank the whole state dict and the others none, so these may hold parts.
+    Before 5.15, every rank wrote the weights over those of the others, and read its own released ones for that.
     """
+    if is_main_process:
+        of = OF_ADAPTERS if getattr(self, "_hf_peft_config_loaded", False) else ()
+        refuse_parts(self, dict(self.named_parameters()) if state_dict is None else state_dict, of)
     sharded = any(hasattr(parameter, HANDLE) for parameter in self.parameters())
-    if is_main_process or not sharded:
-        original(self, save_directory, is_main_process, *arguments, **options)
+    if is_main_process or not sharded or hasattr(self, "should_save_on_this_rank"):
+        original(self, save_directory, is_main_process, state_dict, *arguments, **options)
 
 
 @PATCHES.add(
     "revert_weight_conversion(model, state_dict)",
-    without="models whose experts are packed may not be saved at stage 3, and save_pretrained of tensor-parallel ones "
-    "without a state dict writes the parts that one rank holds",
-    until="save_pretrained converts on the ranks that write, and on no others, and asks the library that cut a model "
-    "for its whole weights",
+    without="models whose experts are packed may not be saved at stage 3",
+    until="save_pretrained converts on the ranks that write, and on no others",
 )
 def around_reverting(original: Callable[..., dict[str, Any]], model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Skipped on ranks without values to convert. Parts of matrices are refused before they are written."""
-    # A rank that writes nothing, or is about to be refused.
-    if any(isinstance(value, ReleasedView) for value in state_dict.values()):
+    """Skipped on ranks that write nothing: without values, or with parts of them, there is nothing to convert."""
+    if any(isinstance(value, ReleasedView) for value in state_dict.values()) or holds_parts(model, state_dict):
         return state_dict
-    refuse_parts(model, state_dict)
     return original(model, state_dict)
 
 
