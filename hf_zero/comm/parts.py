@@ -13,8 +13,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.layout.cuts import Cut
 
 _PART = "_hf_zero_part"
-OF_ADAPTERS = (".lora_", ".modules_to_save.")
-"""Words in the names of parameters that PEFT saves."""
+OF_ADAPTERS = (".lora_", ".modules_to_save.")  # in names of parameters that PEFT saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[st
     Raises:
         ValueError: one of them is this rank's part of a parameter.
     """
-    for name in _parts_among(model, values):
+    for name in parts_among(model, values):
         if not of or any(word in name for word in of):
             raise ValueError(
                 f"save_pretrained would write this rank's part of {name}, of which other ranks hold the rest: on every "
@@ -99,12 +98,8 @@ def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[st
             )
 
 
-def holds_parts(model: nn.Module, values: Mapping[str, object]) -> bool:
-    """Whether one of these values, by name, is this rank's part of a parameter."""
-    return any(True for _ in _parts_among(model, values))
-
-
-def _parts_among(model: nn.Module, values: Mapping[str, object]) -> Iterator[str]:
+def parts_among(model: nn.Module, values: Mapping[str, object]) -> Iterator[str]:
+    """Names of the values that are this rank's part of a parameter."""
     for name, parameter in model.named_parameters():
         part, value = held_part(parameter), values.get(name)
         if part is not None and isinstance(value, Tensor) and tuple(value.shape) != part.cut.shape:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.comm.parts import OF_ADAPTERS, holds_parts, refuse_parts
+from hf_zero.comm.parts import OF_ADAPTERS, parts_among, refuse_parts
 from hf_zero.integration.huggingface.asked_experts import left_to_engine
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.params.sharded_parameter import HANDLE
@@ -89,9 +89,8 @@ def around_save_pretrained(
 )
 def around_reverting(original: Callable[..., dict[str, Any]], model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Skipped on ranks that write nothing: without values, or with parts of them, there is nothing to convert."""
-    if any(isinstance(value, ReleasedView) for value in state_dict.values()) or holds_parts(model, state_dict):
-        return state_dict
-    return original(model, state_dict)
+    is_released = any(isinstance(value, ReleasedView) for value in state_dict.values())
+    return state_dict if is_released or any(parts_among(model, state_dict)) else original(model, state_dict)
 
 
 def around_distributing(original: Function, distributed_config: Any, *rest: Any, **named: Any) -> Any:
