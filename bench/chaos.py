@@ -4,10 +4,14 @@
 
 A fault each so many seconds strikes a random rank, a kill and a stop in turn. Beside `hf-zero launch --max_restarts`
 with checkpoints in host memory the same training runs under torchrun, from host memory and from files (kills only:
-nothing under torchrun sees a rank that is stopped). Each is compared with a run without faults, to the bit. Kept is
+nothing under torchrun sees a rank that is stopped). Each is compared with a run without faults, to the bit. On a
+machine without GPU, `--pause` stands for the time in which one computes and the processors are free. Kept is
 
     updates    of those that were made, those that did not have to be made again
     time       updates in the time, beside those that the run without faults makes in it
+
+With `--torchft-python` the same faults strike torchft (see `bench.chaos_torchft`), beside a run of its own without
+faults: there an update counts by the share of the batch that was trained.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,7 @@ from bench.surroundings import ROOT, keep, machine, public
 from hf_zero.launch.restarts import folder_in_memory
 
 MEMORY, TORCHRUN, FILES = "hf-zero launch, from memory", "torchrun, from memory", "torchrun, from files"
+STANDBY, TORCHFT = "hf-zero launch --standby, from memory", "torchft, DDP"
 _MARK = "CHAOS_MARK"  # carried by every process of a launch, whatever session it is in
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _UPDATE_S = 180.0  # for one update to follow
@@ -68,8 +73,13 @@ class Survived:
         return float(self.lines[-1]["at"] - self.lines[0]["at"])
 
     @property
-    def num_kept(self) -> int:
-        return len({line["update"] for line in self.lines})
+    def kept(self) -> float:
+        """Updates, each once, by the share of its batch that was trained."""
+        return float(sum({line["update"]: line.get("share", 1.0) for line in self.lines}.values()))
+
+    @property
+    def pace_s(self) -> float:
+        return self.seconds / (len(self.lines) - 1)
 
     def wrong(self, undisturbed: Sequence[dict[str, Any]]) -> list[Any]:
         """Updates whose loss or norm is another one than without attacks, and those that are missing up to the last."""
@@ -88,22 +98,29 @@ class Training:
     world: int = 2
     way: str = MEMORY
     size: str | None = None
+    python: str = sys.executable
+    pause_s: float = 0.0
 
     def words(self, folder: Path) -> list[str]:
+        if self.way == TORCHFT:
+            script = ["-m", "bench.chaos_torchft", str(folder / "lines"), str(self.updates)]
+            script += ["--size", str(self.size), "--replicas", str(self.world), "--pause", str(self.pause_s)]
+            return [self.python, *script]
         config = self.config
         if self.way == FILES:
             config = {key: value for key, value in config.items() if key != "hf_zero"}
         (folder / "ds.json").write_text(json.dumps(config))
         port = str(random.SystemRandom().randrange(10000, 32000))
-        if self.way == MEMORY:
+        if self.way in (MEMORY, STANDBY):
             start = ["-m", "hf_zero", "launch", "--num_gpus", str(self.world), "--no_local_rank", "--master_port", port]
-            start += ["--max_restarts", "10000", "--stopped_timeout", "0.5", "--module", "bench.chaos_script"]
+            start += ["--max_restarts", "10000", "--stopped_timeout", "0.5"]
+            start += [*(["--standby"] if self.way == STANDBY else []), "--module", "bench.chaos_script"]
         else:
             start = ["-m", "torch.distributed.run", f"--nproc-per-node={self.world}", "--max-restarts=10000"]
             start += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--monitor-interval=0.1"]
             start += ["-m", "bench.chaos_script"]
         script = [str(folder / "lines"), str(folder / "ds.json"), str(self.updates)]
-        script += ["--size", self.size] if self.size else []
+        script += ["--pause", str(self.pause_s), *(["--size", self.size] if self.size else [])]
         return [sys.executable, *start, *script, *(["--save_every", str(_SAVE_EVERY)] if self.way == FILES else [])]
 
 
@@ -117,7 +134,7 @@ class Launch:
         environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_ZERO": "1", _MARK: self._mark}
         # Otherwise torchrun 2.13 shows ranks that start again the addresses of those before them.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        words, self._is_torchrun = training.words(folder), training.way != MEMORY
+        words, self._way = training.words(folder), training.way
         with self._said.open("wb") as output:
             self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
@@ -137,24 +154,30 @@ class Launch:
         return [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
 
     def strike(self, attack: signal.Signals, chance: random.Random) -> float | None:
-        """Seconds from a signal to a random rank until the first update of those that are started again; None:
-        training has ended."""
+        """Seconds from a signal to a random rank until the first update of those that go on; None: training has
+        ended."""
         ranks = self._ranks()
         if not ranks:
             return None
         struck, rank = time.time(), ranks[chance.randrange(len(ranks))]
         rank.send_signal(attack)
         deadline = time.monotonic() + _UPDATE_S
-        while any(map(_runs, ranks)):
+        while any(map(_runs, [rank] if self._way == TORCHFT else ranks)):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 return None
             time.sleep(0.005)
         return float(self.lines()[-1]["at"] - struck) if self.await_update() else None
 
     def _ranks(self) -> list[psutil.Process]:
-        """Each leads a session of its own; hf-zero launch has a process that forks them."""
+        """Those that train."""
+        found = self.processes()
+        return [rank for rank in found if _keeps(rank)] or found
+
+    def processes(self) -> list[psutil.Process]:
+        """Ranks, and those that stand by. Each leads a session of its own; hf-zero launch has a process that forks
+        them."""
         started = _children(psutil.Process(self.process.pid)) if self.process.poll() is None else []
-        if not self._is_torchrun:
+        if self._way in (MEMORY, STANDBY):
             started = [rank for process in started for rank in _children(process)]
         return [rank for rank in started if _leads_a_session(rank)]
 
@@ -199,6 +222,14 @@ def _leads_a_session(process: psutil.Process) -> bool:
     try:
         return os.getsid(process.pid) == process.pid
     except ProcessLookupError:  # others come and go beside the ranks
+        return False
+
+
+def _keeps(process: psutil.Process) -> bool:
+    """Whether it has kept something in host memory."""
+    try:
+        return "/training-" in Path(f"/proc/{process.pid}/maps").read_text()
+    except OSError:
         return False
 
 
@@ -250,23 +281,40 @@ def attacked_for(
     return survived
 
 
+def without_faults(training: Training, folder: Path, minutes: float) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds of an update, and all updates that so many minutes may have."""
+    if not training.pause_s:
+        run = attacked_for(training, folder / "undisturbed", minutes + 1)
+        return run.pace_s, run.lines
+    pace_s = attacked_for(training, folder / "pace", min(2.0, minutes)).pace_s
+    launch = Launch(replace(training, pause_s=0.0), folder / "undisturbed")
+    try:
+        while launch.await_update() and len(launch.lines()) < 1.1 * 60 * minutes / pace_s:
+            time.sleep(1.0)
+    finally:
+        lines = launch.end().lines
+    return pace_s, lines
+
+
 def markdown(run: dict[str, Any]) -> str:
     """The table of one run."""
     settings = run["settings"]
     lines = [
         f"# A fault each {settings['every']:g} s for {settings['minutes']:g} min, model {settings['size']}, stage "
-        f"{settings['stage']}, {settings['ranks']} ranks",
+        f"{settings['stage']}, {settings['ranks']} ranks, {settings['pause']:g} s of pause in an update",
         "",
-        f"`{run['command']}`, {run['date'][:16]}, {run['machine']['cores']} cores. Without faults: an update each "
-        f"{run['update_s']:.3f} s, {run['plain_s']:.3f} s without anything kept.",
+        f"`{run['command']}`, {run['date'][:16]}, {run['machine']['cores']} cores. An update of ours takes "
+        f"{run['plain_s']:.3f} s without anything kept.",
         "",
-        "| way | faults | updates kept | of the time | wrong losses | to recover, median | longest | left behind |",
-        "|---|---|---|---|---|---|---|---|",
+        "| way | an update without faults | faults | updates kept | of the time | wrong losses | to recover, median "
+        "| longest | left behind |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for way, row in run["ways"].items():
         figures = [f"{100 * row[key]:.1f}%" for key in ("updates_kept", "time_kept")]
         seconds = [f"{row[key]:.1f} s" for key in ("recovery_median_s", "recovery_max_s")]
-        cells = [way, str(row["faults"]), *figures, str(row["wrong"]), *seconds, str(row["left"])]
+        cells = [way, f"{row['update_s']:.3f} s", str(row["faults"]), *figures, str(row["wrong"]), *seconds]
+        cells += [str(row["left"])]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
@@ -279,7 +327,11 @@ def main() -> None:
     parser.add_argument("--size", default="25m", help="a name in bench/models.py (default: %(default)s)")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--way", action="append", choices=[MEMORY, TORCHRUN, FILES], help="default: all")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of each update in which nothing computes")
+    parser.add_argument(
+        "--way", action="append", choices=[STANDBY, MEMORY, TORCHRUN, FILES, TORCHFT], help="default: all"
+    )
+    parser.add_argument("--torchft-python", help="an interpreter that has torchft; without, it is left out")
     parser.add_argument("--name", help="keep the result in bench/results under this name")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -292,25 +344,26 @@ def main() -> None:
     plain = {key: value for key, value in config.items() if key != "hf_zero"}
     folder = Path(tempfile.mkdtemp(prefix="bench-chaos-"))
     try:
-        sizes: dict[str, Any] = {"world": options.ranks, "size": options.size}
-        # As long as the attacked ones, so that every loss of theirs has one to be compared with.
-        undisturbed = attacked_for(Training(config, _MANY, **sizes), folder / "plain", options.minutes + 1)
+        sizes: dict[str, Any] = {"world": options.ranks, "size": options.size, "pause_s": options.pause}
+        undisturbed = without_faults(Training(config, _MANY, **sizes), folder, options.minutes)
         bare = attacked_for(Training(plain, _MANY, **sizes), folder / "bare", min(2.0, options.minutes))
-        pace = undisturbed.seconds / (len(undisturbed.lines) - 1)
         ways = {}
-        for way in options.way or [MEMORY, TORCHRUN, FILES]:
-            attacks = [signal.SIGKILL, signal.SIGSTOP] if way == MEMORY else [signal.SIGKILL]
-            survived = attacked_for(
-                Training(config, _MANY, way=way, **sizes), folder / way, options.minutes, attacks, options.every
-            )
+        for way in options.way or [STANDBY, MEMORY, TORCHRUN, FILES, *([TORCHFT] if options.torchft_python else [])]:
+            training, (pace_s, right) = Training(config, _MANY, way=way, **sizes), undisturbed
+            attacks = [signal.SIGKILL] if way in (TORCHRUN, FILES) else [signal.SIGKILL, signal.SIGSTOP]
+            if way == TORCHFT:
+                training = replace(training, python=str(Path(options.torchft_python).absolute()))
+                pace_s, right = without_faults(training, folder / "torchft", options.minutes)
+            survived = attacked_for(training, folder / way, options.minutes, attacks, options.every)
             if not survived.recovery_s:
                 log.error("%s: no fault was survived; it said\n%s", way, survived.output[-5000:])
                 continue
             ways[way] = {
                 "faults": len(survived.recovery_s),
-                "updates_kept": survived.num_kept / len(survived.lines),
-                "time_kept": survived.num_kept * pace / survived.seconds,
-                "wrong": len(survived.wrong(undisturbed.lines)),
+                "update_s": pace_s,
+                "updates_kept": survived.kept / len(survived.lines),
+                "time_kept": survived.kept * pace_s / survived.seconds,
+                "wrong": len(survived.wrong(right)),
                 "recovery_median_s": statistics.median(survived.recovery_s),
                 "recovery_max_s": max(survived.recovery_s),
                 "left": len(survived.left),
@@ -324,8 +377,8 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "settings": vars(options),
-        "update_s": pace,
-        "plain_s": bare.seconds / (len(bare.lines) - 1),
+        "update_s": undisturbed[0],
+        "plain_s": bare.pace_s,
         "ways": ways,
     }
     log.info(markdown(run))

@@ -156,6 +156,7 @@ def _run(options: argparse.Namespace) -> int:
         max_restarts=options.max_restarts,
         stopped_s=options.stopped_timeout,
         is_spare=options.spare,
+        stands_by=options.standby,
     )
     job = _job(options, world, backend, master_address(options, world, backend, has_hosts=listed is not None))
     logger.info("%s", describe(job, backend))
@@ -206,6 +207,10 @@ def choose_backend(options: argparse.Namespace, world: World, *, has_hosts: bool
         raise LaunchError(
             f"--max_restarts is not for --launcher {name}: start each host's ranks there with --no_ssh --node_rank R, "
             "or leave it to torchrun (--launcher torchrun --launcher_args '--max-restarts N')"
+        )
+    if options.standby and name != "local":
+        raise LaunchError(
+            "--standby is for one machine; where there are several, --spare is a whole one that stands by"
         )
     for option, reason in backend.refuses.items():
         if getattr(options, option, None) not in (None, False, ""):

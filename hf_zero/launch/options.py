@@ -46,6 +46,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         raise LaunchError(f"--master_port {options.master_port} is not a valid port: choose one from 1024 to 65535")
     if options.max_restarts < 0 or options.stopped_timeout <= 0:
         raise LaunchError("--max_restarts is 0 or more, and --stopped_timeout a number of seconds above 0")
+    if options.standby and not options.max_restarts:
+        raise LaunchError("--standby has no effect without --max_restarts: give both or neither")
     if options.spare and not (options.no_ssh and options.max_restarts):
         raise LaunchError("--spare stands by for a host that is lost: it needs --no_ssh and --max_restarts")
     if options.ssh_port is not None and not 1 <= options.ssh_port <= 65535:
@@ -96,6 +98,11 @@ def _meeting(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ssh_port", type=int, help="where the hosts listen for ssh, if not at 22")
     group.add_argument(
         "--max_restarts", type=int, default=0, help="start all ranks again when one fails, so often (this machine's)"
+    )
+    group.add_argument(
+        "--standby",
+        action="store_true",
+        help="with --max_restarts: a second set of ranks waits where training begins, to go on at once",
     )
     group.add_argument(
         "--spare",

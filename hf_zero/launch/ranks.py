@@ -185,6 +185,8 @@ class Supervisor:
                 self._look_at(index)
         if self._restarts is not None:
             self._end_stopped(self._restarts.stopped_s)
+            if self._kill_at is None:
+                self._restarts.stand_by([rank.command for rank in self._ranks])
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._send(signal.SIGKILL)
         if self._is_attached and self._kill_at is None and is_deserted(1):

@@ -20,6 +20,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -39,6 +41,7 @@ COPIES = "HF_ZERO_COPIES"
 """The variable that is set where that process copies what is kept to the next host."""
 RESTARTS = "HF_ZERO_RESTARTS"
 """The variable that says how often the ranks of several hosts have been started again."""
+_TURN = "HF_ZERO_TURN"  # of ranks that stand by: the file that is there once they take the place of others
 WANTED, COPIED, DAMAGED = "copies-wanted", "copied", "damaged"
 """Files: of a training whose slots are to be copied, of a slot that has been, and of one whose copy is to come back."""
 MODULES = "modules"
@@ -47,6 +50,8 @@ HISTORY = "log_history.jsonl"
 """A file of a training: its logs, one for both slots."""
 _MESSAGE_BYTES = 1 << 20
 _LOOK_S = 0.5  # for that file
+_TURN_S = 0.02
+_EARLY_S = 600.0  # an error that comes sooner, twice, with the same last line, is one of the script
 _INSTALLED = ("site-packages", "dist-packages")
 # Waits for a process to end, and removes a folder. In a session of its own, since ranks are killed with theirs.
 _REMOVE = """
@@ -109,6 +114,8 @@ class Restarts:
         stopped_s: float,
         start: Callable[[RankCommand], subprocess.Popen[bytes]],
         peers: Any = None,
+        *,
+        stands_by: bool = False,
     ) -> None:
         """
         Args:
@@ -116,24 +123,62 @@ class Restarts:
             stopped_s: how long a rank may be stopped before it counts as dead.
             start: runs a command in a fresh process.
             peers: the other hosts, whose ranks start again with these.
+            stands_by: others wait, ready to train, to take the place of those that do.
         """
         self.peers = peers
         self.stopped_s = stopped_s
         self._most, self._left = most, most
         self._start = start
         self._nursery: Nursery | None = None
-        self._failed_after: int | None = None
+        self._stands_by, self._standby = stands_by, dict[int, ForkedRank]()
+        self._turn = Path()  # the file that these wait for
+        self._failed: tuple[int | None, str] | None = None  # after which update, with which last line
+        self._begun, self._begun_after = 0.0, -1
 
     def start(self, command: RankCommand) -> subprocess.Popen[bytes] | ForkedRank:
-        command = replace(command, environment={**command.environment, SUPERVISOR: str(os.getpid())})
+        command = self._own(command)
         if not Nursery.can_run(command):
             return self._start(command)
         try:
             self._nursery = self._nursery or Nursery(command)
-            return self._nursery.start(command)
+            rank = self._standby.pop(command.rank, None) or self._nursery.ask(command)
+            rank.await_start()
+            return rank
         except OSError:  # it has been killed, too; the next one makes another
             self.close()
             return self._start(command)
+
+    def _own(self, command: RankCommand, **more: str) -> RankCommand:
+        return replace(command, environment={**command.environment, SUPERVISOR: str(os.getpid()), **more})
+
+    def stand_by(self, commands: Sequence[RankCommand]) -> None:
+        """Once these ranks have kept an update, start others that run the script up to training, and wait there to
+        take their place. Does not wait."""
+        if not self._stands_by or self._standby or self._nursery is None:
+            return
+        folder = folder_in_memory(os.getpid())
+        has_imported = any(folder.glob(f"training-*/{MODULES}"))  # so that these need not
+        if not has_imported or (newest_update(folder) or -1) <= self._begun_after:
+            return
+        self._turn = folder / f"turn-{self._left}"
+        more = {"MASTER_PORT": _free_port(), _TURN: str(self._turn)}
+        with suppress(OSError):  # it has been killed; the next start makes another
+            self._standby = {each.rank: self._nursery.ask(self._own(each, **more)) for each in commands}
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether some stand by, and none has ended."""
+        return bool(self._standby) and all(rank.poll() is None for rank in self._standby.values())
+
+    def _end_standby(self) -> None:
+        for rank in self._standby.values():
+            with suppress(OSError):
+                rank.await_start()
+                signal_group(rank.pid, signal.SIGKILL)
+                rank.wait()
+            rank.stdout.close()
+            rank.stderr.close()
+        self._standby = {}
 
     def prepare(self, command: RankCommand) -> None:
         """Import what this will, before it is started."""
@@ -143,18 +188,21 @@ class Restarts:
         """Why they are not started again after this failure; empty: they are."""
         if not self._left:
             return f"ranks have been started again as often as --max_restarts {self._most} allows"
-        step = newest_update(folder_in_memory(os.getpid()))
-        if failure.code > 0 and step is not None:
-            if step == self._failed_after:
-                return f"a rank has failed by itself twice after update {step}: what goes wrong there will do so again"
-            self._failed_after = step
+        step, line = newest_update(folder_in_memory(os.getpid())), failure.tail.strip().rpartition("\n")[2]
+        is_early = step is None and line and time.monotonic() - self._begun < _EARLY_S
+        if failure.code > 0 and (step is not None or is_early):
+            failed, self._failed = self._failed, (step, "" if step is not None else line)
+            if failed == self._failed:
+                when = "before anything was kept" if step is None else f"after update {step}"
+                return f"a rank has failed by itself twice {when}: what goes wrong there will do so again"
         self._left -= 1
         return ""
 
     def described(self) -> str:
         step = newest_update(folder_in_memory(os.getpid()))
         where = "" if step is None else f", from host memory after update {step}"
-        return f"{where} (restart {self._most - self._left} of {self._most})"
+        who = ", in processes that stood by" if self._is_ready else ""
+        return f"{where}{who} (restart {self._most - self._left} of {self._most})"
 
     def renewed(self, commands: Sequence[RankCommand], turn: Callable[[], bool], *, again: bool) -> list[RankCommand]:
         """The commands with a port that nobody of the ranks before still holds; none: they are not to start.
@@ -163,21 +211,41 @@ class Restarts:
             turn: see `Peers.await_start`.
             again: whether they have been started before.
         """
+        self._begun = time.monotonic()
         if self.peers is not None:
             found = self.peers.await_start(turn)
             return [replace(each, environment={**each.environment, **found}) for each in commands] if found else []
         if not again:
             return [*commands]
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = str(free.getsockname()[1])
+        self._begun_after = newest_update(folder_in_memory(os.getpid())) or -1
+        if self._is_ready:
+            self._turn.touch()
+            return [*commands]
+        self._end_standby()
+        port = _free_port()
         return [replace(each, environment={**each.environment, "MASTER_PORT": port}) for each in commands]
 
     def close(self) -> None:
-        """End the process that forks."""
+        """End the process that forks, and those that stand by."""
+        self._end_standby()
         if self._nursery is not None:
             self._nursery.close()
             self._nursery = None
+
+
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return str(free.getsockname()[1])
+
+
+def await_turn() -> None:
+    """Where a rank that stands by waits until it takes the place of another."""
+    path, parent = os.environ.pop(_TURN, None), os.getppid()
+    while path is not None and not os.path.exists(path):
+        if os.getppid() != parent:  # the launcher has been killed, and what it started
+            os._exit(1)
+        time.sleep(_TURN_S)
 
 
 def newest_update(folder: Path) -> int | None:
@@ -208,6 +276,7 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+        self._asked: deque[ForkedRank] = deque()  # in the order in which they are started
         self._codes: dict[int, int] = {}
 
     @staticmethod
@@ -215,8 +284,8 @@ class Nursery:
         """Whether it is Python that runs it."""
         return command.command[:2] == (sys.executable, "-u")
 
-    def start(self, command: RankCommand) -> ForkedRank:
-        """A process that runs it.
+    def ask(self, command: RankCommand) -> ForkedRank:
+        """A process that runs it, or will, when what it needs is imported.
 
         Raises:
             OSError: there is no such process any more.
@@ -229,32 +298,33 @@ class Nursery:
         finally:
             os.close(out_end)
             os.close(err_end)
-        self._started = None
-        while self._started is None:  # it may be importing still
-            self._receive()
-        return ForkedRank(self, self._started, open(out, "rb", buffering=0), open(err, "rb", buffering=0))
+        rank = ForkedRank(self, open(out, "rb", buffering=0), open(err, "rb", buffering=0))
+        self._asked.append(rank)
+        return rank
 
-    def code(self, pid: int, *, waits: bool) -> int | None:
+    def code(self, rank: ForkedRank, *, waits: bool) -> int | None:
         """The exit status of a rank, as subprocess has it; None: it has not ended."""
-        while pid not in self._codes:
+        while rank.pid not in self._codes:
             self._socket.setblocking(waits)
             try:
-                self._receive()
+                self.receive()
             except BlockingIOError:
                 return None
             except OSError:  # its parent is gone, so nobody knows
                 return -signal.SIGKILL
             finally:
                 self._socket.setblocking(True)
-        return self._codes[pid]
+        return self._codes[rank.pid]
 
-    def _receive(self) -> None:
+    def receive(self) -> None:
+        """Hear of one start or end."""
         answer = self._socket.recv(_MESSAGE_BYTES)
         if not answer:
             raise OSError("the process that forks ranks has ended")
         pid, code = json.loads(answer)
         if code is None:
-            self._started = pid
+            self._asked.popleft().pid = pid
+            self._codes.pop(pid, None)  # of one before it with the same number
         else:
             self._codes[pid] = code
 
@@ -267,17 +337,29 @@ class Nursery:
 
 
 class ForkedRank:
-    """What the launcher needs of `subprocess.Popen`."""
+    """What the launcher needs of `subprocess.Popen`.
 
-    def __init__(self, nursery: Nursery, pid: int, stdout: BinaryIO, stderr: BinaryIO) -> None:
-        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+    Attributes:
+        pid: 0 until it is started.
+    """
+
+    def __init__(self, nursery: Nursery, stdout: BinaryIO, stderr: BinaryIO) -> None:
+        self.pid, self.stdout, self.stderr = 0, stdout, stderr
         self._nursery = nursery
 
+    def await_start(self) -> None:
+        """
+        Raises:
+            OSError: the process that was asked has ended.
+        """
+        while not self.pid:
+            self._nursery.receive()
+
     def poll(self) -> int | None:
-        return self._nursery.code(self.pid, waits=False)
+        return self._nursery.code(self, waits=False)
 
     def wait(self) -> int | None:
-        return self._nursery.code(self.pid, waits=True)
+        return self._nursery.code(self, waits=True)
 
 
 def _words(command: RankCommand) -> list[str]:

@@ -282,6 +282,18 @@ def test_they_start_no_more_often_than_they_may(tmp_path: Path) -> None:
     assert "ranks have been started again as often as --max_restarts 2 allows" in done.stderr
 
 
+def test_an_error_of_the_script_is_not_tried_over_and_over(tmp_path: Path) -> None:
+    """A script with a wrong import was started a hundred times under --max_restarts 100, until it was read that it
+    says the same each time; what a checkpoint in host memory would show is not there yet."""
+    words = ["--num_gpus", "1", "--max_restarts", "100", "--no_python", "--no_local_rank", "sh", "-c"]
+    done = run(tmp_path, *words, "echo . >> starts; echo NameError >&2; exit 1")
+    assert done.returncode == 1 and len((tmp_path / "starts").read_text().splitlines()) == 2
+    assert "a rank has failed by itself twice before anything was kept" in done.stderr
+    (tmp_path / "starts").unlink()
+    other = "echo . >> starts; wc -l starts >&2; test $(wc -l < starts) = 4"
+    assert run(tmp_path, *words, other).returncode == 0, "what goes wrong differs"
+
+
 def test_a_rank_that_is_stopped_counts_as_dead(tmp_path: Path) -> None:
     stops = "test -e again && exit; touch again; kill -STOP $$"
     words = [
@@ -326,6 +338,9 @@ def test_restarts_are_for_one_machine(tmp_path: Path) -> None:
     done = run(tmp_path, "--hostfile", "hosts", "--launcher", "mpich", "--max_restarts", "1", "script.py")
     assert done.returncode == 2 and "--launcher torchrun --launcher_args '--max-restarts N'" in done.stderr
     assert run(tmp_path, "--max_restarts", "-1", "script.py").returncode == 2
+    assert "without --max_restarts" in run(tmp_path, "--standby", "script.py").stderr
+    words = ["--hostfile", "hosts", "--no_ssh", "--node_rank", "0", "--max_restarts", "1", "--standby"]
+    assert "--spare is a whole one" in run(tmp_path, *words, "script.py").stderr
 
 
 def test_the_log_of_a_rank_keeps_what_it_said_before(tmp_path: Path) -> None:

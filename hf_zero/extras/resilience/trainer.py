@@ -26,7 +26,7 @@ from hf_zero.comm import collectives_for, hosts, local_device
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.resilience import Resilience
 from hf_zero.extras.resilience.memory import MemoryCheckpoints, supervisor
-from hf_zero.launch.restarts import COPIES, HISTORY, RESTARTS, own_folder, replace_text
+from hf_zero.launch.restarts import COPIES, HISTORY, RESTARTS, await_turn, own_folder, replace_text
 from hf_zero.log import logger
 
 _STATE, _SCHEDULER, _SUMS = "trainer_state.json", "scheduler.pt", "sums-{}.json"
@@ -53,6 +53,7 @@ def begin_training(trainer: Any, config: Mapping[str, Any], resume: Any) -> Any:
         return resume
     replicates = settings.replicate and hosts().num_hosts > 1 and bool(os.environ.get(COPIES))
     folder = own_folder(process) / f"training-{number}"
+    await_turn()
     memory = MemoryCheckpoints(folder, collectives_for(local_device()), replicates=replicates)
     found = memory.newest()
     callbacks = trainer.callback_handler.callbacks

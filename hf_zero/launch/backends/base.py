@@ -151,6 +151,7 @@ class Request:
         max_restarts: how often all ranks are started again when one fails.
         stopped_s: how long a rank may be stopped then.
         is_spare: it stands by for a host that is lost.
+        stands_by: with max_restarts: a second set of ranks waits where training begins.
     """
 
     has_hosts: bool = False
@@ -161,6 +162,7 @@ class Request:
     max_restarts: int = 0
     stopped_s: float = 5.0
     is_spare: bool = False
+    stands_by: bool = False
 
 
 @dataclass(frozen=True)

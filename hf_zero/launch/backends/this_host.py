@@ -100,5 +100,9 @@ class Local(NoSsh):
                 f"--launcher local starts ranks on this machine only, and the job has {len(job.world.nodes)} hosts: "
                 "choose another launcher, or narrow it with --num_nodes 1"
             )
-        restarts = Restarts(request.max_restarts, request.stopped_s, start) if request.max_restarts else None
+        restarts = (
+            Restarts(request.max_restarts, request.stopped_s, start, stands_by=request.stands_by)
+            if request.max_restarts
+            else None
+        )
         return run_node(job, 0, report=report_to_user, restarts=restarts)

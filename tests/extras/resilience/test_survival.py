@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.chaos import Survived, Training, survive
+from bench.chaos import STANDBY, Launch, Survived, Training, survive
 from tests.extras.resilience.undisturbed import Line, undisturbed_lines
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -46,6 +48,29 @@ def test_a_kill_and_a_stop_cost_an_update_each(tmp_path: Path) -> None:
     survived = survive(training, tmp_path / "attacked", [KILL, STOP], seed=1)
     check(survived, undisturbed, 2)
     assert "has been stopped for 0.5 s" in survived.output and "from host memory after update" in survived.output
+
+
+def test_a_second_set_of_ranks_goes_on_at_once(tmp_path: Path) -> None:
+    """They have built everything that comes before training. Where one of them has ended, all start anew."""
+    constant = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 1}}}
+    training = Training({**config("stage 2"), **constant}, updates=2000, way=STANDBY, pause_s=0.1)
+    undisturbed = undisturbed_lines(tmp_path / "undisturbed", training.config, 150)
+    launch, recovered = Launch(training, tmp_path / "attacked"), []
+    try:
+        for loses_one in (False, True):
+            while launch.await_update() and len(launch.processes()) < 2 * training.world:
+                pass
+            if loses_one:
+                max(launch.processes(), key=lambda each: (each.create_time(), each.pid)).kill()
+                time.sleep(0.5)
+            recovered.append(launch.strike(KILL, random.Random(0)))
+    finally:
+        survived = launch.end()
+    assert None not in recovered, survived.output[-6000:]
+    restarts = [line for line in survived.output.splitlines() if "all ranks start again" in line]
+    assert ["in processes that stood by" in line for line in restarts] == [True, False], survived.output[-6000:]
+    survived.lines = [line for line in survived.lines if line["update"] <= len(undisturbed)]
+    assert survived.left == [] and survived.wrong(undisturbed) == []
 
 
 @pytest.mark.slow
