@@ -18,22 +18,8 @@ from hf_zero.kernels.vectors import chunks
 PER_BYTE = 8
 
 
-def pack_signs_reference(value: Tensor, error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
-    """Fill `packed` (uint8, numel / 8), update `error` (fp32) and return s (0-dim fp32)."""
-    _check_length(value, packed)
-    total = value.to(error.dtype) + error
-    numel = total.numel() if numel is None else numel
-    scale = (total.double().square().sum() / max(1, numel)).sqrt().to(error.dtype)
-    positive = total >= 0
-    weights = 2 ** torch.arange(PER_BYTE, device=value.device)
-    packed.copy_((positive.view(-1, PER_BYTE) * weights).sum(dim=1))
-    error.copy_(total - torch.where(positive, scale, -scale))
-    error.narrow(0, numel, error.numel() - numel).zero_()
-    return scale
-
-
 def pack_signs(value: Tensor, error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
-    """Same as the reference, without fp32 temporaries."""
+    """Fill `packed` (uint8, numel / 8), update `error` (fp32) and return s (0-dim fp32), without fp32 temporaries."""
     error.add_(value)
     return pack_signs_with_error(error, packed, numel)
 
