@@ -49,6 +49,16 @@ def asked_of(model: Any) -> set[str]:
     return names
 
 
+def unwrapped(model: Any) -> Any:
+    """The model of transformers in PEFT's."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def text_config(config: Any) -> Any:
+    """Of the part that reads text, in a model of several."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The progress of training.
