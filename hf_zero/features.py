@@ -33,7 +33,7 @@ DIMENSIONS = [
     "hf_zero.sequence.groups:SequenceGroups",
 ]
 # The same of which the config alone says something, by the feature that it switches on.
-DIMENSIONS_OF_FEATURES = {"experts": "hf_zero.extras.experts.groups:ExpertGroups"}
+DIMENSIONS_OF_FEATURES = {"experts": "hf_zero.extras.experts.spread:ExpertGroups"}
 
 _ASKED_OF_MODEL = "_hf_zero_asks_for"
 

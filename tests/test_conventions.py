@@ -113,7 +113,6 @@ UNTESTED = {
     "hf_zero.kernels.gpu.frozen_adam": _BY_NAME,
     "hf_zero.kernels.gpu.lion": _BY_NAME,
     "hf_zero.kernels.gpu.sgd": _BY_NAME,
-    "hf_zero.extras.one_bit.compressing": "the base of three optimizers: tests/extras/one_bit/test_one_bit.py",
     "hf_zero.params.sharded": "needs ranks: tests/end_to_end/test_stage3_*.py",
 }
 
