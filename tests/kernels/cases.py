@@ -28,7 +28,7 @@ from hf_zero.kernels.quantize import (
     write_messages,
 )
 from hf_zero.kernels.sgd import SgdRule, sgd
-from hf_zero.kernels.signs import pack_signs, unpack_signs, unpack_signs_reference
+from hf_zero.kernels.signs import pack_signs, unpack_signs
 from hf_zero.kernels.vectors import Vectors
 from tests.kernels.references import (
     adagrad_reference,
@@ -40,6 +40,7 @@ from tests.kernels.references import (
     pack_signs_reference,
     quantize_reference,
     sgd_reference,
+    unpack_signs_reference,
 )
 
 STEPS = 3

@@ -123,6 +123,14 @@ def pack_signs_reference(value: Tensor, error: Tensor, packed: Tensor, numel: in
     return scale
 
 
+def unpack_signs_reference(packed: Tensor, scale: Tensor | float, out: Tensor, *, add: bool = False) -> None:
+    """out = scale * sign, or out += with `add`."""
+    places = torch.arange(PER_BYTE, device=packed.device)
+    positive = ((packed.to(torch.int32).unsqueeze(1) >> places) & 1).bool().view(-1)
+    value = (positive.to(out.dtype) * 2 - 1) * scale
+    out.copy_(out + value if add else value)
+
+
 def quantize_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """(codes as int8, scales as bf16) of a vector (1-D), one code per element."""
     blocks = _padded(values.float()).view(-1, BLOCK)
