@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from bench.gpu_offload import VOCABULARY, Llama, covered
-from bench.roofline import MACHINES
+from bench.roofline import MACHINES, device_bytes
 from bench.surroundings import ROOT
 from hf_zero.planning.arguments import known_gpu
-from hf_zero.planning.event_model import Machine, Setup, Shape, device_bytes, simulate
+from hf_zero.planning.event_model import Machine, Setup, Shape, simulate
 
 # name -> hidden, heads, layers, sequences, length
 SIZES = {

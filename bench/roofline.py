@@ -18,7 +18,7 @@ from statistics import geometric_mean
 
 from bench import kernel_times
 from bench.surroundings import ROOT
-from hf_zero.planning.event_model import LANES, Machine, Setup, Shape, Step, device_bytes, simulate
+from hf_zero.planning.event_model import LANES, Machine, Setup, Shape, Step, simulate
 
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: python -m bench.roofline --write -->\n", "<!-- end -->\n"
@@ -67,6 +67,30 @@ def setups(machine: Machine) -> Iterator[Setup]:
     yield Setup(3, offload_optimizer=True, offload_parameters=True, tokens=tokens)
 
 
+def stage_of(setup: Setup) -> str:
+    away = ["optimizer"] * setup.offload_optimizer + ["parameters"] * setup.offload_parameters
+    return f"{setup.stage}" + (f", {' and '.join(away)} on the host" if away else "")
+
+
+def over_slowest(step: Step) -> float:
+    """How much longer than its slowest lane."""
+    return step.seconds / step.busy[step.bound]
+
+
+def device_bytes(machine: Machine, shape: Shape, setup: Setup) -> float:
+    """Model states that stay on the device, without activations."""
+    sharded = 1 / machine.gpus
+    weights = 2 * (sharded if setup.stage == 3 else 1.0)
+    gradients = 2 * (sharded if setup.stage >= 2 else 1.0)
+    states = 12 * (sharded if setup.stage >= 1 else 1.0)
+    if setup.offload_optimizer:
+        states, gradients = 0.0, 0.0 if setup.stage >= 2 else gradients
+    if setup.offload_parameters:
+        weights = 0.0
+    buffers = 4 * 2 / shape.units  # two units under way, their gradients too
+    return shape.parameters * (weights + gradients + states + buffers)
+
+
 def fits(machine: Machine, shape: Shape, setup: Setup) -> bool:
     return device_bytes(machine, shape, setup) <= FILLED * machine.capacity
 
@@ -75,16 +99,16 @@ def _row(machine: Machine, shape: Shape, setup: Setup) -> str:
     states = device_bytes(machine, shape, setup) / 1e9
     if not fits(machine, shape, setup):
         return (
-            f"| {shape.name} | {setup.name} | {states:.0f} | "
+            f"| {shape.name} | {stage_of(setup)} | {states:.0f} | "
             + " | ".join("–" for _ in COLUMNS)
             + " | does not fit | | | |"
         )
     step = simulate(machine, shape, setup)
     lanes = " | ".join(f"{1e3 * step.busy[lane]:.0f}" for lane in COLUMNS)
-    reached = f"{1e3 * step.seconds:.0f} ({step.over_slowest:.2f}x)"
+    reached = f"{1e3 * step.seconds:.0f} ({over_slowest(step):.2f}x)"
     useful = 6 * shape.parameters * setup.tokens / step.seconds / 1e12
     rate = f"{setup.tokens / step.seconds:,.0f} | {useful:.0f}"
-    return f"| {shape.name} | {setup.name} | {states:.0f} | {lanes} | {step.bound} | {reached} | {rate} |"
+    return f"| {shape.name} | {stage_of(setup)} | {states:.0f} | {lanes} | {step.bound} | {reached} | {rate} |"
 
 
 def machine_table(machine: Machine) -> Iterator[str]:
@@ -134,7 +158,11 @@ def change_table() -> Iterator[str]:
     yield f"| machine | model | stage | {' | '.join(names)} |"
     yield "|" + " --- |" * (3 + len(names))
     for (machine, shape, setup), found in cases.items():
-        yield f"| {machine.name} | {shape.name} | {setup.name} | " + " | ".join(f"{found[n]:.2f}" for n in names) + " |"
+        yield (
+            f"| {machine.name} | {shape.name} | {stage_of(setup)} | "
+            + " | ".join(f"{found[n]:.2f}" for n in names)
+            + " |"
+        )
     mean = {name: geometric_mean([found[name] for found in cases.values()]) for name in names}
     said = ", ".join(f"{name} {mean[name]:.2f}" for name in names)
     most = max((name for name in names if name not in (MORE_TOKENS, "both")), key=lambda name: mean[name])
@@ -147,8 +175,8 @@ def bound_table() -> Iterator[str]:
     yield "|" + " --- |" * 6
     for machine, shape, setup in BOUNDS:
         step = simulate(machine, shape, setup)
-        place = f"{machine.name} | {shape.name} | {setup.name}"
-        yield f"| {step.bound} | {place} | {setup.tokens:,} | {step.over_slowest:.2f}x |"
+        place = f"{machine.name} | {shape.name} | {stage_of(setup)}"
+        yield f"| {step.bound} | {place} | {setup.tokens:,} | {over_slowest(step):.2f}x |"
 
 
 _HEAD = """\

@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT))
 import hf_zero  # noqa: E402
 from bench.models import SEED, Size, batches, build_model  # noqa: E402
 from bench.surroundings import keep, machine, public  # noqa: E402
-from hf_zero.device.registry import use  # noqa: E402
 from hf_zero.optim.adam8 import AdamW8bit  # noqa: E402
 from tests.support.arena import ArenaDevice, arena  # noqa: E402
+from tests.support.late import use  # noqa: E402
 from tests.support.memory import anonymous_memory  # noqa: E402
 
 _LAYER: dict[str, int] = {"hidden": 1280, "intermediate": 3456, "vocabulary": 4096, "batch": 1, "length": 2}

@@ -33,7 +33,7 @@ DIMENSIONS = [
     "hf_zero.sequence.groups:SequenceGroups",
 ]
 # The same of which the config alone says something, by the feature that it switches on.
-DIMENSIONS_OF_FEATURES = {"experts": "hf_zero.extras.experts.groups:ExpertGroups"}
+DIMENSIONS_OF_FEATURES = {"experts": "hf_zero.extras.experts.spread:ExpertGroups"}
 
 _ASKED_OF_MODEL = "_hf_zero_asks_for"
 
@@ -47,6 +47,16 @@ def asked_of(model: Any) -> set[str]:
     """Names of the extras that `ask_for` has been told."""
     names: set[str] = vars(model).get(_ASKED_OF_MODEL, set())
     return names
+
+
+def unwrapped(model: Any) -> Any:
+    """The model of transformers in PEFT's."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
+def text_config(config: Any) -> Any:
+    """Of the part that reads text, in a model of several."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 @dataclass(frozen=True, slots=True)

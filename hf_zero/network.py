@@ -12,7 +12,7 @@ import psutil
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def name_gloo_interface(environment: MutableMapping[str, str] = os.environ, peers: Sequence[str] = ()) -> str | None:
+def name_gloo_interface(environment: MutableMapping[str, str] = os.environ, peers: Sequence[str] = ()) -> None:
     """Set GLOO_SOCKET_IFNAME where gloo would listen on a loopback address that no other host can reach.
 
     gloo takes the address that the host's own name resolves to, which many distributions set to 127.0.1.1.
@@ -21,15 +21,14 @@ def name_gloo_interface(environment: MutableMapping[str, str] = os.environ, peer
     """
     master = environment.get("MASTER_ADDR", "")
     if environment.get(GLOO_INTERFACE) or not master or _is_one_host(environment):
-        return None
+        return
     if not _is_loopback(socket.gethostname()):
-        return None
+        return
     addresses = (address_towards(host) for host in (master, *peers))
     towards = next((address for address in addresses if address and not _is_loopback(address)), None)
     interface = _interface_of(towards) if towards is not None else _only_interface()
     if interface is not None:
         environment[GLOO_INTERFACE] = interface
-    return interface
 
 
 def address_towards(host: str) -> str | None:

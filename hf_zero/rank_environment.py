@@ -63,17 +63,17 @@ def find_rank_environment(environment: Mapping[str, str]) -> RankEnvironment | N
     return None
 
 
-def set_rank_environment(environment: MutableMapping[str, str], port: int) -> RankEnvironment | None:
-    """Set torchrun's variables where only MPI or Slurm said which rank this is; None where nothing was to be done.
+def set_rank_environment(environment: MutableMapping[str, str], port: int) -> None:
+    """Set torchrun's variables where only MPI or Slurm said which rank this is.
 
     Raises:
         ValueError: when rank 0's address is not given.
     """
     if environment.get("RANK") or environment.get("WORLD_SIZE"):
-        return None
+        return
     rank_env = find_rank_environment(environment)
     if rank_env is None or rank_env.world_size == 1:
-        return None
+        return
     if not environment.get("MASTER_ADDR"):
         is_one_host = rank_env.local_world_size == rank_env.world_size
         address = LOCAL_ADDRESS if is_one_host else rank_env.first_host
@@ -86,7 +86,6 @@ def set_rank_environment(environment: MutableMapping[str, str], port: int) -> Ra
     if not environment.get("MASTER_PORT"):
         environment["MASTER_PORT"] = str(port)
     environment.update(rank_env.variables())
-    return rank_env
 
 
 def first_host(hosts: str) -> str | None:

@@ -24,7 +24,7 @@ LAYERS = (
     ("kernels", "config"),
     ("layout", "device"),
     ("comm",),
-    ("loss_scale", "precision", "schedules"),
+    ("precision", "schedules"),
     ("offload",),
     ("optim",),
     ("params",),

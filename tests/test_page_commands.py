@@ -25,7 +25,7 @@ from bench import readme_figure
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError
 from hf_zero.launch import LaunchError
-from hf_zero.launch.options import parse as parse_launch
+from hf_zero.launch.command_line import parse as parse_launch
 from tests.config.deepspeed_answers import ask_deepspeed
 from tests.support.models import stack, tiny_llama, token_rows
 from tests.support.requirements import requires

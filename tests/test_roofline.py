@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.roofline import BOUNDS, MACHINES, PAGE, SHAPES, page
-from hf_zero.planning.event_model import Machine, Setup, Shape, Step, default_gathers, device_bytes, simulate
+from bench.roofline import BOUNDS, MACHINES, PAGE, SHAPES, device_bytes, over_slowest, page
+from hf_zero.planning.event_model import Machine, Setup, Shape, Step, default_gathers, simulate
 
 # Round figures: forward of a unit takes 1 s, its backward 2 s, everything else 1 s where it happens.
 ROUND = Machine("round", 1, flops=2.0, memory=28.0, link=1.0, host_link=2.0, host_memory=28.0, capacity=100.0)
@@ -19,13 +19,19 @@ def spans(step: Step, lane: str) -> list[tuple[str, float, float]]:
     return [(piece.what, piece.start, piece.end) for piece in step.pieces if piece.lane == lane]
 
 
+def overlap(step: Step, first: str, second: str) -> float:
+    """Seconds in which both lanes work."""
+    ours, theirs = ([p for p in step.pieces if p.lane == lane] for lane in (first, second))
+    return sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in ours for b in theirs)
+
+
 def test_a_step_without_offload_is_its_compute() -> None:
     step = simulate(ROUND, TWO_UNITS, PLAIN)
     assert spans(step, "compute") == [
         ("forward 0", 0, 1), ("forward 1", 1, 2), ("backward 1", 2, 4), ("backward 0", 4, 6), ("update 1", 6, 7),
         ("update 0", 7, 8),
     ]  # fmt: skip
-    assert step.bound == "compute" and step.over_slowest == 1.0
+    assert step.bound == "compute" and over_slowest(step) == 1.0
 
 
 def test_a_step_with_everything_on_the_host() -> None:
@@ -54,13 +60,13 @@ def test_everything_overlaps_with_offload() -> None:
     setup = Setup(3, offload_optimizer=True, offload_parameters=True, tokens=4096, clips=False)
     step = simulate(MACHINES[2], SHAPES[1], setup)
     for lane in ("in", "out", "host"):
-        assert step.overlap("compute", lane) > 0.4 * step.busy[lane], lane
-    assert step.overlap("in", "out") > 0 and step.overlap("out", "host") > 0 and step.overlap("in", "host") > 0
+        assert overlap(step, "compute", lane) > 0.4 * step.busy[lane], lane
+    assert all(overlap(step, *lanes) > 0 for lanes in (("in", "out"), ("out", "host"), ("in", "host")))
 
 
 @pytest.mark.parametrize(("machine", "shape", "setup"), BOUNDS, ids=lambda part: getattr(part, "name", ""))
 def test_a_step_is_near_its_slowest_lane(machine: Machine, shape: Shape, setup: Setup) -> None:
-    assert simulate(machine, shape, setup).over_slowest <= 1.1
+    assert over_slowest(simulate(machine, shape, setup)) <= 1.1
 
 
 def test_every_lane_has_a_case_in_which_it_is_the_slowest() -> None:

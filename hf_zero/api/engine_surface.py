@@ -275,11 +275,6 @@ def _section(engine: Any, name: str) -> dict[str, Any]:
     return section
 
 
-def _sampling_section(engine: Any, name: str) -> dict[str, Any]:
-    section: dict[str, Any] = _section(engine, "data_sampling").get(name) or {}
-    return section
-
-
 def _sampled_curriculum(engine: Any, caller: str) -> Any:
     feature = engine.training_features.named("data_sampler")
     if feature is None:
@@ -355,7 +350,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "autotuning_metric": lambda engine: _tuning(engine, "metric", "throughput"),
     "autotuning_metric_path": lambda engine: _tuning(engine, "metric_path", None),
     "autotuning_start_profile_step": lambda engine: _tuning(engine, "start_profile_step", 3),
-    "curriculum_learning_config": lambda engine: _sampling_section(engine, "curriculum_learning"),
+    "curriculum_learning_config": lambda engine: _section(engine, "data_sampling").get("curriculum_learning") or {},
     "curriculum_learning_enabled": lambda engine: _has(engine, "data_sampler"),
     "data_efficiency_config": lambda engine: engine.config.get("data_efficiency") or {},
     "data_efficiency_enabled": lambda engine: _has(engine, "data_sampler") or _has(engine, "random_ltd"),

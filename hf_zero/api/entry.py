@@ -16,14 +16,23 @@ from torch import nn
 from hf_zero.api.engine import EngineParts, ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
 from hf_zero.api.inputs import model_view, training_loader
-from hf_zero.api.parallelism import Parallelism
 from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.run_words import Run, start
-from hf_zero.comm import ParallelGroups, hosts, init_distributed, local_device, this_process
+from hf_zero.comm import (
+    ParallelGroups,
+    ProgramGroups,
+    hosts,
+    in_hops,
+    init_distributed,
+    local_device,
+    parallel_groups,
+    this_process,
+)
+from hf_zero.comm.parts import held_part
 from hf_zero.config import ConfigError, Problem, Resolved, load_config, resolve
 from hf_zero.config.extras import extra_named, loaded
 from hf_zero.errors import WrongArgument, listen
-from hf_zero.features import ASKED, EngineTools, Features, TrainingFeature, asked_of
+from hf_zero.features import ASKED, DIMENSIONS, DIMENSIONS_OF_FEATURES, EngineTools, Features, TrainingFeature, asked_of
 from hf_zero.log import log_dist, logger
 from hf_zero.optim import build_optimizer
 from hf_zero.params.sharded_parameter import of, suspended
@@ -297,3 +306,66 @@ def features_of(model: nn.Module, resolved: Resolved) -> Features:
     # Unused features are not even imported.
     made: Iterator[TrainingFeature | None] = (loaded(target)(model, resolved) for target in targets)
     return Features(feature for feature in made if feature is not None)
+
+
+class Parallelism:
+    """The dimensions of an engine's mesh beside those of its states: who asks for them, and what becomes of the model.
+
+    Its groups are kept by registered dimension; None: the engine's ranks are not along it.
+    """
+
+    def __init__(self, model: nn.Module, mpu: Any, mesh_param: Any) -> None:
+        """Take what a program says. Collective."""
+        kinds: list[type[ProgramGroups]] = [loaded(where) for where in DIMENSIONS]
+        self._asked: dict[type[ProgramGroups], ProgramGroups | None] = {
+            kind: kind.given(model, mpu, mesh_param) for kind in kinds
+        }
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """As `resolve` takes them: int or None."""
+        sizes = [(kind.resolved_size, None if groups is None else groups.size) for kind, groups in self._asked.items()]
+        return {name: size for name, size in sizes if name is not None}
+
+    @property
+    def used(self) -> list[ProgramGroups]:
+        return [groups for groups in self._asked.values() if groups is not None]
+
+    def groups(self, resolved: Resolved) -> ParallelGroups:
+        """With what the config alone says. Collective.
+
+        Raises:
+            ConfigError: the dimensions are not those of one mesh.
+        """
+        for name, where in DIMENSIONS_OF_FEATURES.items():
+            if name in resolved.extras:
+                self._asked[loaded(where)] = None
+        for kind, groups in self._asked.items():
+            size = kind.size_in(resolved)
+            if groups is None and size > 1:
+                self._asked[kind] = kind.of_size(size, [other.dimension for other in self.used])
+        zero, device = resolved.zero, local_device()
+        dimensions = [groups.dimension for groups in self.used]
+        try:
+            parallel = parallel_groups(device, zero.shard_size, zero.gather_size, dimensions)
+        except ValueError as error:
+            sizes = {"shard": zero.shard_size, **{each.name: len(each.groups[0]) for each in dimensions}}
+            raise ConfigError(Problem("mesh", sizes, str(error), "give other sizes, or other groups")) from error
+        return in_hops(parallel, zero.hops, device) if zero.stage < 3 else parallel
+
+    def prepare(self, model: nn.Module, groups: ParallelGroups) -> None:
+        """Make `model` what its ranks hold and see. Collective.
+
+        Raises:
+            ValueError: ranks hold parts of it that this config says nothing about.
+        """
+        parts = (part for parameter in model.parameters() if (part := held_part(parameter)) is not None)
+        if groups.of_parts is None and any(part.is_mixed for part in parts):
+            raise ValueError("the experts of this model have been spread over ranks by an engine; build the model anew")
+        for kind, asked in self._asked.items():
+            kind.prepare(model, groups, asked)
+
+    def belong_to(self, engine: Any, groups: ParallelGroups) -> None:
+        """Answer programs' queries from these as long as `engine` lives. Collective."""
+        for dimension in self.used:
+            dimension.belong_to(engine, self.used, groups.mesh)

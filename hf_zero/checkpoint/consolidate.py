@@ -424,7 +424,7 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
         ValueError: weights are not written in it.
     """
     known = {**DTYPES, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    torch_dtype = known.get(dtype, None) if isinstance(dtype, str) else dtype
+    torch_dtype = known.get(dtype) if isinstance(dtype, str) else dtype
     if torch_dtype is None or torch_dtype not in DTYPES.values():
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
     return torch_dtype

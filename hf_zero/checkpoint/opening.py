@@ -74,7 +74,7 @@ def view_of_part(
 def view_of(folder: Folder, groups: Sequence[Shapes] | None = None) -> CheckpointView:
     """The view of files that have been found already."""
     if folder.is_universal:
-        return read_universal(folder, groups)
+        return read_universal(folder)
     if not folder.optimizer_files and not folder.model_file_per_rank:
         return read_stage_0(folder, groups)
     return read_sharded(folder)

@@ -43,14 +43,16 @@ from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.tensor_ranks import tensor_parts_for_file
 from hf_zero.comm import Collectives, hosts
 from hf_zero.comm.parts import whole_value
-from hf_zero.layout.partitions import (
+from hf_zero.layout.reshard import (
+    Copy,
+    Extent,
     GroupPartition,
     Member,
     SubGroupPartition,
+    reshard,
     round_robin,
     sub_groups,
 )
-from hf_zero.layout.reshard import Copy, Extent, reshard
 from hf_zero.optim.stager import COUNTERS
 from hf_zero.optim.updater import WholeStates
 from hf_zero.params.consolidation import persistent_buffers, state_dict_order
@@ -254,7 +256,7 @@ class _Collected:
                 for group in subject.assembly.optimizer.param_groups
             ],
             overflow=subject.assembly.optimizer.overflow,
-            clip_grad=subject.clip_norm,
+            clip_grad=subject.resolved.gradients.clip_norm,
             scaler=subject.scaler,
             steps=steps,
             whole=for_file(self.whole, names) if subject.stage else {},
@@ -422,7 +424,7 @@ def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     targets: list[_Target] = []
     numbers: list[list[int]] = []
     for group, members in enumerate(_members(subject)):
-        mine = sub_groups(members, world, max(1, subject.sub_group_numel))
+        mine = sub_groups(members, world, max(1, subject.resolved.zero.sub_group_numel))
         numbers.append(list(range(len(subs), len(subs) + len(mine))))
         subs += mine
         targets += [_Target(group, sub.numel, sub.numel) for sub in mine]
@@ -467,7 +469,7 @@ def _whole_state(subject: Subject, master: Tensor, state: Mapping[str, Any]) -> 
 
 
 def model_files_of(
-    subject: ModelSubject, run: RunState, *, writes_shared_file: bool, exclude_frozen: bool = False
+    subject: ModelSubject, run: RunState, *, writes_shared_file: bool, exclude_frozen: bool
 ) -> dict[str, Any]:
     """This rank's files of a model without optimizer: as at stage 0, or at stage 3 the shards of all ranks."""
     if subject.store is not None:

@@ -13,8 +13,7 @@ from hf_zero.comm.parts import held_part, whole_shape
 from hf_zero.config import Resolved
 from hf_zero.config.schema.training import Checkpoint
 from hf_zero.config.schema.zero import Zero
-from hf_zero.layout.partitions import extents_in_memory
-from hf_zero.layout.reshard import Extent
+from hf_zero.layout.reshard import Extent, extents_in_memory
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.assemble import Assembly
 
@@ -97,18 +96,9 @@ class Subject(ModelSubject):
         return self.resolved.precision.model == "bf16"
 
     @property
-    def sub_group_numel(self) -> int:
-        """Stage 3 files hold tensors of about this size."""
-        return self.resolved.zero.sub_group_numel
-
-    @property
     def round_robin(self) -> bool:
         """The order that `round_robin_gradients` gives the files of stages 1 and 2."""
         return self.resolved.section(Zero).round_robin_gradients
-
-    @property
-    def clip_norm(self) -> float:
-        return self.resolved.gradients.clip_norm
 
     @property
     def scaler(self) -> Mapping[str, Any]:

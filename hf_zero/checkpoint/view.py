@@ -140,7 +140,7 @@ class CheckpointView:
         parts = list(self.elements[state].parts(self.indices[name], start, stop))
         return torch.cat(parts) if parts else torch.empty(0)
 
-    def read_into(self, target: Tensor, name: str, state: str = MASTER, start: int = 0) -> None:
+    def read_into(self, target: Tensor, name: str, state: str, start: int) -> None:
         """Fill the 1-D `target` from element `start` on."""
         fill(target, self.elements[state].parts(self.indices[name], start, start + target.numel()))
 

@@ -10,7 +10,7 @@ from hf_zero.comm.channels import (
     torch_group,
     watching_collectives,
 )
-from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Channel, Collectives, LoneCollectives, uncompiled
+from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Channel, Collectives, LoneCollectives, gather_lane, uncompiled
 from hf_zero.comm.groups import ParallelGroups, ProgramGroups, in_hops, parallel_groups
 from hf_zero.comm.ledger import Call, Ledger, Tally, ledger
 from hf_zero.comm.mesh import Dimension, Hosts, Mesh, Partition, ShardSize, across, consecutive, group_of
@@ -26,5 +26,5 @@ from hf_zero.comm.process_group import (
     local_device,
     this_process,
 )
-from hf_zero.comm.rows import Pending, Rows, gather_lane
+from hf_zero.comm.rows import Pending, Rows
 from hf_zero.comm.torch_backend import NativeCollectives

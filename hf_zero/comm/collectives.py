@@ -6,7 +6,7 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
 from types import CodeType
@@ -18,8 +18,9 @@ from torch._C._dynamo import eval_frame
 
 from hf_zero.comm.ledger import Call, ledger
 from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Source
-from hf_zero.comm.rows import FlatRows, Pending, Rows, gather_lane, num_bytes, own_shard
-from hf_zero.device.runtime import DONE
+from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import DONE, Event
 
 MAX_SEND_BUFFERS = 2  # one whose reduction is under way, one that is being filled
 F = TypeVar("F", bound=Callable[..., Any])
@@ -282,6 +283,16 @@ class LoneCollectives(Collectives):
 
     def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
         return list(facts)
+
+
+def gather_lane(group: Collectives, device: torch.device, after: Event | None = None) -> AbstractContextManager[None]:
+    """Inside, rows on `device` are prepared for a gather, and gathered: on a lane of their own where there is one.
+
+    Args:
+        group: whose gathers they are.
+        after: see `Runtime.gather_lane`.
+    """
+    return runtime_of(device).gather_lane(after) if group.has_gather_lane else nullcontext()
 
 
 def start_gather(collectives: Collectives, source: Source, rows: Sequence[Tensor]) -> list[Rows]:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from hf_zero.comm.collectives import Channel, Collectives
 from hf_zero.comm.cpu import meeting
-from hf_zero.comm.cpu.group_link import GroupLink
-from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.host import GroupLink, HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink

@@ -49,12 +49,6 @@ class Hosts:
         """Ranks of every host."""
         return tuple(len(self.ranks_on(host)) for host in range(self.num_hosts))
 
-    @property
-    def common_size(self) -> int | None:
-        """Ranks of a host, where all have as many."""
-        sizes = set(self.sizes)
-        return sizes.pop() if len(sizes) == 1 else None
-
     def in_order(self) -> tuple[int, ...]:
         """All ranks, host by host."""
         return tuple(rank for host in range(self.num_hosts) for rank in self.ranks_on(host))

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
-import torch
 from torch import Tensor
-
-from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import Event
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -95,17 +90,3 @@ def own_shard(flat: Tensor, rank: int, world: int) -> Tensor:
     """View of the shard of `flat` that `rank` owns."""
     numel = flat.numel() // world
     return flat.narrow(0, rank * numel, numel)
-
-
-class _Gathers(Protocol):
-    has_gather_lane: bool
-
-
-def gather_lane(gathers: _Gathers, device: torch.device, after: Event | None = None) -> AbstractContextManager[None]:
-    """Inside, rows on `device` are prepared for a gather, and gathered: on a lane of their own where there is one.
-
-    Args:
-        gathers: the collectives that do it.
-        after: see `Runtime.gather_lane`.
-    """
-    return runtime_of(device).gather_lane(after) if gathers.has_gather_lane else _NOTHING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_zero.config.choices.optimizer import stage_problem
+from hf_zero.config.choices.sections import stage_problem
 from hf_zero.config.errors import Edit, Problem, Remark
 from hf_zero.config.policies import AutocastPolicy, DtypeName
 from hf_zero.config.schema import Root

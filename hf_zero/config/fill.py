@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config.batch import MICRO, STEPS, TRAIN
-from hf_zero.config.choices.optimizer import is_adam, optimizer_takes
-from hf_zero.config.choices.scheduler import schedule_takes
+from hf_zero.config.choices.sections import is_adam, optimizer_takes, schedule_takes
 from hf_zero.config.errors import Edit, Other, Problem
 from hf_zero.config.offers import Offer, offers
 from hf_zero.config.sources import ConfigDict, Source, dotted, is_auto, is_open, leaves, source_in

@@ -154,10 +154,7 @@ class ConfigView:
         self.aio_config = root.aio or Aio()
         self.flops_profiler_config = root.flops_profiler or FlopsProfiler()
         self.monitor_config = MonitorSections(
-            root.tensorboard or TensorBoard(),
-            root.csv_monitor or CsvMonitor(),
-            root.wandb or WandB(),
-            root.comet or Comet(),
+            root.section(TensorBoard), root.section(CsvMonitor), root.section(WandB), root.section(Comet)
         )
         autocast = root.torch_autocast or TorchAutocast()
         self.torch_autocast_enabled, self.torch_autocast_dtype = autocast.enabled, autocast.dtype

@@ -144,7 +144,7 @@ def _refusal(around: Path, value: object, default: object, verdict: Verdict) -> 
         if not _is_off(value, verdict.switch):
             off = f'set "{verdict.switch}": false in it' if verdict.switch else "leave it empty"
             yield Problem(path, value, rule, f"remove the section or {off}; see {FEATURES_PAGE}")
-    elif value != default and (isinstance(value, bool) or value not in verdict.off):
+    elif value != default:
         keep = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
         yield Problem(path, value, rule, f"remove it or set {keep}; see {FEATURES_PAGE}")
 

@@ -20,8 +20,7 @@ from hf_zero.config.choices.groups import (
     tensor_problems,
     tensor_size_in,
 )
-from hf_zero.config.choices.optimizer import resolve_optimizer
-from hf_zero.config.choices.scheduler import resolve_scheduler
+from hf_zero.config.choices.sections import resolve_optimizer, resolve_scheduler
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.extras import extra_named
 from hf_zero.config.features import Sizes

@@ -258,20 +258,6 @@ def clock_of(device: torch.device) -> Clock:
     return StreamClock(device) if isinstance(runtime_of(device), Accelerator) else Clock()
 
 
-@contextmanager
-def use(runtime: Runtime) -> Iterator[Runtime]:
-    """Engines made inside run on `runtime`, in place of their device's own."""
-    before = _runtimes.get(runtime.device)
-    _runtimes[runtime.device] = runtime
-    try:
-        yield runtime
-    finally:
-        if before is None:
-            del _runtimes[runtime.device]
-        else:
-            _runtimes[runtime.device] = before
-
-
 def host_runs_ahead(device: torch.device) -> bool:
     """Whether work on `device` is only queued when a call returns, so that reading a number makes the host wait."""
     return runtime_of(device).runs_ahead

@@ -1,4 +1,4 @@
-"""The processes that relay.py and supervise.py start: their output, the first failure, signals."""
+"""The processes that relay.py and ranks.py start: their output, the first failure, signals."""
 
 from __future__ import annotations
 

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.integration.startup import FINDER
-from hf_zero.launch import options
+from hf_zero.launch.command_line import DEFAULT_HOSTFILE, parse
 from hf_zero.launch.command_line import main as launch
 from hf_zero.launch.job import PREFIXES
 from hf_zero.launch.world import Node, World, exclude, include, read_hostfile
 
-DLTS_HOSTFILE = options.DEFAULT_HOSTFILE
+DLTS_HOSTFILE = DEFAULT_HOSTFILE
 EXPORT_ENVS = PREFIXES
 """Prefixes of environment variables that travel to other machines; programs append to it."""
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The launcher's command line, with the script in `user_script`."""
-    return options.parse(sys.argv[1:] if args is None else args)
+    return parse(sys.argv[1:] if args is None else args)
 
 
 def main(args: Sequence[str] | None = None) -> None:

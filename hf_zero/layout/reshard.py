@@ -5,14 +5,28 @@
     copies   a[0:2] 0->0   a[2:4] 0->1   b[0:1] 0->0   b[1:2] 1->0   b[2:4] 1->1   c 1->1
 
 One primitive for resuming with another number of ranks or another stage, for DeepSpeed's files, and for consolidation.
+
+DeepSpeed's files cut parameters into ranks in two ways. Stages 1 and 2: one flat line per optimizer group, padded to a
+multiple of 2 x world, cut into world equal parts. Stage 3: every parameter by itself, ceil(numel / world) elements per
+rank, laid out in sub-groups. `extents_in_memory` says where the same lies in memory.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+from hf_zero.layout.buckets import (
+    FlatLayout,
+    Interval,
+    chunk_interval,
+    chunk_numel,
+    cut_sub_groups,
+    pieces_of_sub_group,
+    round_up,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +132,121 @@ class _Index:
         starts = self._starts.get(parameter, ())
         position = bisect_right(starts, element)
         return starts[position] if position < len(starts) else 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter of an optimizer group, by its index in the model's list of trainable ones."""
+
+    parameter: int
+    numel: int
+
+
+def round_robin(members: Sequence[Member], world: int) -> tuple[Member, ...]:
+    """The order that DeepSpeed's `round_robin_gradients` gives a group."""
+    return tuple(member for first in range(world) for member in members[first::world])
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPartition:
+    """Stages 1 and 2: one group's line. `members` are in the order in which they lie on it.
+
+    `gaps[i]` zero elements follow member i (alignment); the padding at the end of the line comes on top.
+    """
+
+    members: tuple[Member, ...]
+    world: int
+    gaps: tuple[int, ...] = ()
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where each member starts on the line."""
+        offsets, cursor = [], 0
+        for index, member in enumerate(self.members):
+            offsets.append(cursor)
+            cursor += member.numel + self._gap(index)
+        return tuple(offsets)
+
+    @property
+    def used_numel(self) -> int:
+        return sum(member.numel + self._gap(index) for index, member in enumerate(self.members))
+
+    @property
+    def partition_numel(self) -> int:
+        return round_up(self.used_numel, 2 * self.world) // self.world
+
+    def padding(self, rank: int) -> int:
+        """Elements at the end of `rank`'s part that belong to no parameter."""
+        part = self.partition_numel
+        return min(max((rank + 1) * part - self.used_numel, 0), part)
+
+    def extents(self, rank: int, buffer: int) -> list[Extent]:
+        """Extents in `rank`'s part."""
+        part = Interval(rank * self.partition_numel, (rank + 1) * self.partition_numel)
+        extents = []
+        for member, offset in zip(self.members, self.offsets(), strict=True):
+            common = part.intersect(Interval(offset, offset + member.numel))
+            if common is not None:
+                start, inside = common.start - offset, common.start - part.start
+                extents.append(Extent(member.parameter, start, common.numel, rank, buffer, inside))
+        return extents
+
+    def _gap(self, index: int) -> int:
+        return self.gaps[index] if index < len(self.gaps) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class SubGroupPartition:
+    """Stage 3: parameters whose shards lie one after the other in one flat tensor."""
+
+    members: tuple[Member, ...]
+    world: int
+
+    @property
+    def numel(self) -> int:
+        return sum(chunk_numel(member.numel, self.world) for member in self.members)
+
+    def extents(self, rank: int, buffer: int) -> list[Extent]:
+        """Extents in `rank`'s flat tensor, without padding."""
+        extents, cursor = [], 0
+        for member in self.members:
+            own = chunk_interval(member.numel, rank, self.world)
+            if own.numel:
+                extents.append(Extent(member.parameter, own.start, own.numel, rank, buffer, cursor))
+            cursor += chunk_numel(member.numel, self.world)
+        return extents
+
+
+def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGroupPartition, ...]:
+    """Cut one group: a sub-group ends where its local elements reach `limit`; a group within the limit stays whole."""
+    closed: list[SubGroupPartition] = []
+    chosen: list[Member] = []
+    local_numel = 0
+    for member in members:
+        chosen.append(member)
+        local_numel += chunk_numel(member.numel, world)
+        if local_numel >= limit:
+            closed.append(SubGroupPartition(tuple(chosen), world))
+            chosen, local_numel = [], 0
+    if chosen:
+        closed.append(SubGroupPartition(tuple(chosen), world))
+    return tuple(closed)
+
+
+def extents_in_memory(
+    layout: FlatLayout, rank: int, *, sharded: bool, sub_group_numel: int | None = None, place: int = 0
+) -> Iterator[Extent]:
+    """Extents that `rank` updates. Buffers are numbered as the master shards: the sub-groups of all buckets.
+
+    Args:
+        sharded: whether every rank owns its part of each bucket; otherwise it owns all of it.
+        sub_group_numel: the limit that sub-groups were cut by; None: one per optimizer group in a bucket.
+        place: of the rank among those that hold shards of buckets with fewer shards than the rest.
+    """
+    buffer = 0
+    for bucket in layout.buckets:
+        number = rank if bucket.world == layout.world else place
+        owned = bucket.shard(number) if sharded else Interval(0, bucket.numel)
+        for _, part in cut_sub_groups(bucket, owned, sub_group_numel):
+            for piece in pieces_of_sub_group(bucket, owned, part):
+                yield Extent(piece.parameter, piece.in_parameter, piece.numel, rank, buffer, piece.in_shard)
+            buffer += 1

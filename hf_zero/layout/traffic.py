@@ -14,7 +14,7 @@
     shards in groups of s (MiCS, HSDP)          in s        in s        in s; shards all-reduced once   in s
     hops 2, below stage 3, g ranks on a host                            in g, and 1/g across            1/g across, in g
     parts of matrices, of sequences             activations: `exchanges_of`, from what a model sends
-    experts over ranks                          rows of tokens: `bytes_per_token`; 1 - 1/ranks of them leave a rank
+    experts over ranks                          4 rows for each expert of a token (6: layers checkpointed), 1/ranks stay
 
 Planning (`explain`, estimates of memory and time) calls `traffic_of`; `Transfer.payload` is what the ledger
 (`hf_zero.comm.ledger`) counts for the same call, padding of rows apart. docs/hybrid_and_zeropp.md has the formulas
@@ -130,12 +130,6 @@ def exchanges_of(messages: Iterable[Message], *, group: int, per_host: int, accu
         for each in messages
         if group > 1
     ]
-
-
-def bytes_per_token(*, hidden: int, itemsize: int, top_k: int, computed_again: bool = False) -> int:
-    """Bytes per token that a layer of experts sends: forward and backward `top_k` rows of `hidden` elements to experts,
-    as many back, and the gradients of both. `computed_again`: forward runs a second time (gradient checkpointing)."""
-    return (6 if computed_again else 4) * top_k * hidden * itemsize
 
 
 def with_same_weights(ranks: int, per_host: int, model_size: int) -> tuple[int, int]:

@@ -2,5 +2,5 @@
 # ruff: noqa: F401  (what other packages import from here)
 
 from hf_zero.optim.registry import build_optimizer
-from hf_zero.optim.traits import runs_natively, updater_for
+from hf_zero.optim.traits import updater_for
 from hf_zero.optim.updater import MasterTensor, Peers, SubGroup, Updater, WholeStepUpdater

@@ -64,7 +64,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 class Muon(LoneOptimizer):
-    """Groups with `use_muon` hold matrices; the others get Adam. `muon_groups` makes both from plain groups."""
+    """Groups with `use_muon` hold matrices; the others get Adam. `groups_for` makes both from plain groups."""
 
     def __init__(
         self,
@@ -106,8 +106,17 @@ class Muon(LoneOptimizer):
 
     @staticmethod
     def groups_for(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
-        """Param groups for the config's optimizer; `names`: id of a parameter -> its name in the model."""
-        return muon_groups(groups, names)
+        """Each group in two: its matrices, and the rest. `names`: id of a parameter -> its name in the model."""
+        split = []
+        for group in groups:
+            members = list(group["params"])
+            matrices = [parameter for parameter in members if is_matrix(names.get(id(parameter), ""), parameter)]
+            chosen = {id(parameter) for parameter in matrices}
+            rest = [parameter for parameter in members if id(parameter) not in chosen]
+            for params, use_muon in ((matrices, True), (rest, False)):
+                if params:
+                    split.append({**group, "params": params, "use_muon": use_muon})
+        return split
 
     def traits(self) -> Traits:
         """Ours where a rank has parts of matrices; itself where it has whole ones."""
@@ -117,20 +126,6 @@ class Muon(LoneOptimizer):
             return MuonUpdater(self, sub_groups, peers)
 
         return Traits(Sees.SHARDS_AND_PEERS, make, serves_whole_buckets=False, joins_parts=True)
-
-
-def muon_groups(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Each group in two: its matrices, and the rest. `names`: id of a parameter -> its name in the model."""
-    split = []
-    for group in groups:
-        members = list(group["params"])
-        matrices = [parameter for parameter in members if is_matrix(names.get(id(parameter), ""), parameter)]
-        chosen = {id(parameter) for parameter in matrices}
-        rest = [parameter for parameter in members if id(parameter) not in chosen]
-        for params, use_muon in ((matrices, True), (rest, False)):
-            if params:
-                split.append({**group, "params": params, "use_muon": use_muon})
-    return split
 
 
 def momentum_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:

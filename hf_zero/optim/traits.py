@@ -224,16 +224,6 @@ def traits_of(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None = N
     return Traits(Sees.WHOLE_TENSORS if is_whole else Sees.FLAT_SHARDS, unmet=unmet)
 
 
-def runs_natively(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an updater of ours stands in for `optimizer.step` everywhere: it computes exactly the same."""
-    return not traits_of(optimizer).keeps_shapes
-
-
-def holds_whole_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's own step must see one tensor per parameter in its own shape."""
-    return traits_of(optimizer).sees is Sees.WHOLE_TENSORS
-
-
 def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
     """The elementwise rule of this optimizer. Exact classes only: a subclass may do something else."""
     own = vars(type(optimizer)).get("family")

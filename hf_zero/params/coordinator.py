@@ -30,14 +30,6 @@ from hf_zero.params.prefetcher import Prefetcher
 from hf_zero.params.unit import Unit
 
 
-@dataclass(slots=True)
-class _Frame:
-    """One running forward of a hooked module: what it has gathered, including what it reads of other modules."""
-
-    hooked: HookedModule
-    units: list[Unit]
-
-
 class Forward:
     """The forwards of hooked modules that are running, one inside the other.
 
@@ -50,7 +42,7 @@ class Forward:
     def __init__(self, order: ExecutionOrder, prefetcher: Prefetcher) -> None:
         self._order = order
         self._prefetcher = prefetcher
-        self._frames: list[_Frame] = []
+        self._gathered: list[list[Unit]] = []  # of each: its own units, and those that it reads of other modules
         self._subtree: tuple[int, ...] = ()
         self.trains = False
         self.seen: list[int] = []
@@ -58,11 +50,11 @@ class Forward:
 
     @property
     def is_running(self) -> bool:
-        return bool(self._frames)
+        return bool(self._gathered)
 
     @property
     def in_use(self) -> set[Unit]:
-        return {unit for frame in self._frames for unit in frame.units}
+        return {unit for units in self._gathered for unit in units}
 
     def begin(self, hooked: HookedModule, *, trains: bool) -> None:
         """Begin a pass: `hooked` is entered first."""
@@ -72,7 +64,7 @@ class Forward:
 
     def enter(self, hooked: HookedModule) -> None:
         """Gather what `hooked` has, and ask for what comes after it in this pass."""
-        self._frames.append(_Frame(hooked, list(hooked.units)))
+        self._gathered.append(list(hooked.units))
         here = hooked.position
         if here is None:
             return
@@ -87,15 +79,15 @@ class Forward:
         """The innermost module reads a parameter of another one: gather it for that."""
         with ledger.phase("forward"):
             self._prefetcher.gather(unit)
-        self._frames[-1].units.append(unit)
+        self._gathered[-1].append(unit)
 
     def leave(self, hooked: HookedModule) -> Sequence[Unit]:
         """Release what no enclosing module uses and the gather plan does not keep. Returns what `hooked` has read."""
-        frame = self._frames.pop()
-        for unit in frame.units:
-            if not any(unit in other.units for other in self._frames) and not self._keeps(hooked, unit):
+        units = self._gathered.pop()
+        for unit in units:
+            if not any(unit in others for others in self._gathered) and not self._keeps(hooked, unit):
                 unit.release()
-        return frame.units
+        return units
 
     def _keeps(self, hooked: HookedModule, unit: Unit) -> bool:
         if unit not in hooked.units:
@@ -110,7 +102,7 @@ class Forward:
 
     def abandon(self) -> None:
         """Forget running modules: their ends will not be seen."""
-        self._frames.clear()
+        self._gathered.clear()
 
     def forget_order(self) -> None:
         """The execution order is another one now."""

@@ -22,8 +22,8 @@ from hf_zero.params.sharded_parameter import (
     described_shard,
     local_chunk,
     of,
-    refuse_read,
 )
+from hf_zero.params.stand_ins import READ_FIX, refusal
 
 # Sharded parameters, unsharded for a while: gathered into tensors of their own, held, and resharded.
 
@@ -194,22 +194,21 @@ def unpartition(module: nn.Module) -> None:
     for parameter in module.parameters():
         handle = of(parameter)
         if handle is not None:
-            if handle.owner is not None:
-                handle.owner.release()
-            handle.show(parameter.data.clone() if handle.is_available else all_gather_values([handle])[0])
-            handle.unsharded = None
-            _forget(parameter)
+            _make_plain(handle)
 
 
 def shard_anew(handle: ShardedParameter, groups: ParallelGroups) -> ShardedParameter:
     """Cut a parameter that is sharded over other ranks than `groups` says. Collective."""
-    parameter = handle.parameter
+    _make_plain(handle)
+    return shard_parameter(handle.parameter, groups, broadcast=False)
+
+
+def _make_plain(handle: ShardedParameter) -> None:
     if handle.owner is not None:
         handle.owner.release()
-    handle.show(parameter.data.clone() if handle.is_available else all_gather_values([handle])[0])
+    handle.show(handle.parameter.data.clone() if handle.is_available else all_gather_values([handle])[0])
     handle.unsharded = None
-    _forget(parameter)
-    return shard_parameter(parameter, groups, broadcast=False)
+    _forget(handle.parameter)
 
 
 def describe_unsharded(module: nn.Module) -> None:
@@ -281,7 +280,7 @@ def _summary(handle: ShardedParameter) -> dict[str, Any]:
 def _deepcopy(handle: ShardedParameter, memo: dict[int, Any]) -> nn.Parameter:
     """A plain parameter with the same values; raises while there are none to copy."""
     if not handle.is_available:
-        refuse_read(handle, "copied")
+        raise RuntimeError(refusal(handle.name, handle.shape, "copied", "", READ_FIX))
     copied = nn.Parameter(handle.parameter.detach().clone(), handle.parameter.requires_grad)
     memo[id(handle.parameter)] = copied
     return copied

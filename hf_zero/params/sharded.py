@@ -51,7 +51,7 @@ class ShardedParameters(ParameterStore):
         _retire_earlier_stores(builder.everything)
         mark_leaves(module, policy)
         gathered_modules = find_gathered_modules(module)
-        self.units = builder.build(gathered_modules, builder.choose_persistent(policy))
+        self.units = builder.build(gathered_modules, builder.choose_persistent())
         self._in_reduce_order = in_reduce_order(self.units)
         layout, buckets = builder.lay_out(self._in_reduce_order)
         super().__init__(layout, trained.parameters, buckets, placements)

@@ -23,7 +23,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Memory
 from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import InMemoryVector, Vector, absent
-from hf_zero.params.stand_ins import READ_FIX, REPLACE_FIX, refusal, released_class, signature, signature_of, signed_nan
+from hf_zero.params.stand_ins import REPLACE_FIX, released_class, signature, signature_of, signed_nan
 
 HANDLE = "hf_zero_shard"  # name of the attribute
 HEAP = HostHeap()
@@ -268,10 +268,6 @@ def _refuse_replaced(handle: ShardedParameter) -> NoReturn:
         f".half()) by a tensor of shape {tuple(values.shape)} and {values.dtype}: ZeRO stage 3 keeps its shards "
         f"elsewhere, in {handle.shard.dtype}, and the engine's updates no longer reach it. {REPLACE_FIX}"
     )
-
-
-def refuse_read(handle: ShardedParameter, verb: str) -> NoReturn:
-    raise RuntimeError(refusal(handle.name, handle.shape, verb, "", READ_FIX))
 
 
 # Notices when a module's parameter is read although it is not gathered.

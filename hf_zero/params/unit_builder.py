@@ -50,7 +50,7 @@ class UnitBuilder:
         precision: Precision,
         groups: ParallelGroups,
         placements: Placements,
-        wire: Zero | None = None,
+        policy: Zero,
     ) -> None:
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         inside = list(module.parameters())
@@ -61,21 +61,21 @@ class UnitBuilder:
         self._precision = precision
         self._groups = groups
         self._placements = placements
-        self._wire = wire if wire is not None and groups.shard.size > 1 else Zero()  # alone, nothing travels
+        self._policy = policy
         self._device = placements.device
         self._stored: dict[UnitPart, tuple[Placement, tuple[StoredSubGroup, ...]]] = {}
 
     # Units
 
-    def choose_persistent(self, policy: Zero) -> set[int]:
+    def choose_persistent(self) -> set[int]:
         """Ids of the parameters that stay gathered: the small ones, those with groups of their own (what uses them
         meets other ranks, and so must not wait for a gather), and those of other modules, which have no hooks."""
         outside = [id(p) not in self._names or self._groups.of(p) is not self._groups for p in self.everything]
         stays = stay_gathered(
             [parameter.numel() for parameter in self.everything],
             outside,
-            largest=policy.stage3_param_persistence_threshold,
-            budget=policy.stage3_model_persistence_threshold,
+            largest=self._policy.stage3_param_persistence_threshold,
+            budget=self._policy.stage3_model_persistence_threshold,
         )
         return {id(parameter) for parameter, chosen in zip(self.everything, stays, strict=True) if chosen}
 
@@ -97,12 +97,12 @@ class UnitBuilder:
         return tuple(units)
 
     def _form_of(self, parameter: nn.Parameter) -> type[PlainRows]:
-        """Trained parameters are not kept as messages, and packed ones are never rounded."""
-        if is_packed(parameter):
+        """Trained parameters are not kept as messages, and packed ones are never rounded; alone, nothing travels."""
+        if is_packed(parameter) or self._groups.shard.size == 1:
             return PlainRows
-        if self._wire.zero_quantized_nontrainable_weights and self._group_of(parameter) is None:
+        if self._policy.zero_quantized_nontrainable_weights and self._group_of(parameter) is None:
             return StoredMessages
-        return RoundedRows if self._wire.zero_quantized_weights else PlainRows
+        return RoundedRows if self._policy.zero_quantized_weights else PlainRows
 
     def _build_parts(self, parameters: Sequence[nn.Parameter], persistent_in: Store | None = None) -> list[UnitPart]:
         """Shard `parameters`, one part per dtype, form and group of ranks. Those that cannot be cut stay what they are.

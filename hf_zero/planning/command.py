@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.html:
             _write(arguments.html, as_html(found), "--html")
         if arguments.write and found.chosen is not None:
-            _write(arguments.write, config_text(found.chosen) + "\n", "--write")
+            _write(arguments.write, config_text(found.chosen.config) + "\n", "--write")
     except (ConfigError, ExtraMissing) as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -69,7 +69,7 @@ def _longest(arguments: argparse.Namespace) -> int:
     else:
         show_longest(found, model, machine, training)
     if arguments.write and found:
-        _write(arguments.write, config_text(found[0]) + "\n", "--write")
+        _write(arguments.write, config_text(found[0].config) + "\n", "--write")
     return 0 if found else 1
 
 

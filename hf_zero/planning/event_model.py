@@ -119,11 +119,6 @@ class Setup:
     gathers: Zero = field(default_factory=default_gathers)
     agreement: Literal["plan", "memory", "messages"] = "plan"
 
-    @property
-    def name(self) -> str:
-        away = ["optimizer"] * self.offload_optimizer + ["parameters"] * self.offload_parameters
-        return f"{self.stage}" + (f", {' and '.join(away)} on the host" if away else "")
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -165,35 +160,11 @@ class Step:
         """The lane that works longest."""
         return max(LANES, key=lambda lane: self.busy[lane])
 
-    @property
-    def over_slowest(self) -> float:
-        """How much longer than its slowest lane."""
-        return self.seconds / self.busy[self.bound]
-
-    def overlap(self, first: str, second: str) -> float:
-        """Seconds in which both lanes work."""
-        ours, theirs = ([p for p in self.pieces if p.lane == lane] for lane in (first, second))
-        return sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in ours for b in theirs)
-
 
 UPDATE_BYTES = 28  # of a parameter: masters and moments read and written, gradient read, weight written
 # A master in its weight's bits and 16 more moves 26, with more arithmetic: 1.6 to 2.1 times as long on one core and two
 # (bench/cpu_adam.py), less where many cores wait for memory.
 STREAMED_BYTES = 50
-
-
-def device_bytes(machine: Machine, shape: Shape, setup: Setup) -> float:
-    """Model states that stay on the device, without activations."""
-    sharded = 1 / machine.gpus
-    weights = 2 * (sharded if setup.stage == 3 else 1.0)
-    gradients = 2 * (sharded if setup.stage >= 2 else 1.0)
-    states = 12 * (sharded if setup.stage >= 1 else 1.0)
-    if setup.offload_optimizer:
-        states, gradients = 0.0, 0.0 if setup.stage >= 2 else gradients
-    if setup.offload_parameters:
-        weights = 0.0
-    buffers = 4 * 2 / shape.units  # two units under way, their gradients too
-    return shape.parameters * (weights + gradients + states + buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,8 +181,7 @@ class _Seconds:
     update: float
     gather_updated: float
     read: float
-    read_states: float
-    write_states: float
+    states: float  # read from the drive, or written to it
     exchange: tuple[float, float]  # forward, backward
     message: float  # among the ranks that gather around use
 
@@ -258,7 +228,6 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     tokens = setup.tokens / setup.micro_batches
     forward = (2 * numel if shape.flops is None else shape.flops / shape.units) * tokens / machine.flops
     forward += shape.touched / shape.units * tokens / machine.memory
-    states = STATE_BYTES * updated / machine.disk if setup.disk_optimizer else 0.0
     update_bytes = STREAMED_BYTES if setup.streams else UPDATE_BYTES
     return _Seconds(
         forward=forward,
@@ -271,8 +240,7 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
         update=0.0 if setup.offload_optimizer else UPDATE_BYTES * updated / machine.memory,
         gather_updated=once + kept_once if setup.stage in (1, 2) else updated_rows * setup.trained,
         read=2 * owned / machine.disk if setup.disk_parameters else 0.0,
-        read_states=states,
-        write_states=states,
+        states=STATE_BYTES * updated / machine.disk if setup.disk_optimizer else 0.0,
         exchange=(setup.exchange[0] / shape.units, setup.exchange[1] / shape.units),
         message=machine.message * (gathering - 1),
     )
@@ -397,7 +365,7 @@ def _update(
         updated = step.do("host", f"update {unit}", one.host_update, gradient, norm, here)
         updated = step.do("compute", f"update {unit}", one.update, updated)
         if setup.disk_optimizer:
-            step.do("disk", f"states {unit} back", one.write_states, updated)
+            step.do("disk", f"states {unit} back", one.states, updated)
         if setup.offload_optimizer and not setup.offload_parameters:
             updated = step.do("in", f"updated weights {unit}", one.take, updated)
         step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
@@ -409,4 +377,4 @@ def _read_states(step: Step, one: _Seconds, setup: Setup, unit: int | None) -> f
     """One sub-group ahead of the update."""
     if unit is None or not setup.disk_optimizer:
         return 0.0
-    return step.do("disk", f"states {unit}", one.read_states)
+    return step.do("disk", f"states {unit}", one.states)

@@ -7,12 +7,10 @@ memory but for the inputs of two layers: the one at work, and the next one on it
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,7 +22,7 @@ from hf_zero.planning.choose import gigabytes, optimizer_size, setting_of, trace
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import OptimizerSize, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
-from hf_zero.planning.show import config_text, sequence_sizes
+from hf_zero.planning.show import new_console, sequence_sizes, show_choice
 from hf_zero.planning.trace import Trace
 
 _TILES = 16, 32  # lengths that are traced, in units of a tile: what is as large as a tile is small beside them
@@ -176,7 +174,7 @@ def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:
 
 def show_longest(reaches: Sequence[Reach], model: PlannedModel, hardware: Hardware, training: Training) -> None:
     """The table, the sums of the longest, and its config."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    console = new_console()
     shared = f", {reaches[0].ranks} ranks per sequence" if reaches and reaches[0].ranks > 1 else ""
     title = f"{model.name}: longest sequence on {hardware.name}{shared}, layers checkpointed, MLPs and loss in tiles"
     table = Table(title=escape(title), title_justify="left")
@@ -195,11 +193,7 @@ def show_longest(reaches: Sequence[Reach], model: PlannedModel, hardware: Hardwa
     console.print(table)
     for text in sums(reaches[0], hardware):
         console.print(escape(text), soft_wrap=True)
-    console.print(f"\n[bold]{reaches[0].name}[/], ds.json:")
-    console.print(escape(config_text(reaches[0])), soft_wrap=True)
-    console.print(f"start the script with {escape(training.flags(reaches[0].candidate))}", soft_wrap=True)
-    for words in training.more_words(reaches[0].candidate, hardware.ranks):
-        console.print(escape(words), soft_wrap=True)
+    show_choice(console, reaches[0].name, reaches[0].config, training, reaches[0].candidate, hardware)
 
 
 def reaches_as_dict(reaches: Sequence[Reach]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from hf_zero.config import ConfigError, ModelView, Problem
 from hf_zero.config.extras import service
 from hf_zero.config.features.long_sequences import LOSS_BYTES
 from hf_zero.explain.views import config_file
-from hf_zero.features import Features, Progress, TrainingFeature
+from hf_zero.features import Features, Progress, TrainingFeature, text_config, unwrapped
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
 from hf_zero.planning import collector_off, llama
 from hf_zero.planning.trace import FEW, AbsentRanks, NotAlike, Segment, Trace, Ulysses, stretch, trace_step
@@ -43,7 +43,7 @@ class Tiling:
     def that_fits(cls, module: nn.Module) -> Tiling:
         """Both, unless the model has nothing that they could cut. The parts of logits that ranks compute are gathered
         from a head in parts before there is a loss: no tile is smaller then."""
-        base: Any = _base(module)
+        base: Any = unwrapped(module)
         head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
         is_whole = all(held_part(parameter) is None for parameter in head.parameters()) if head is not None else True
         return cls(mlp=bool(dense_mlps(module)), loss=is_whole and has_tiled_loss(base))
@@ -51,7 +51,7 @@ class Tiling:
     def features(self, module: nn.Module) -> Features:
         """Made for a model, as an engine would have them."""
         made: list[TrainingFeature] = [TiledMLPs(module)] if self.mlp else []
-        return Features(made + ([TiledLoss(_base(module))] if self.loss else []))
+        return Features(made + ([TiledLoss(unwrapped(module))] if self.loss else []))
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,19 +115,19 @@ class PlannedModel:
 
     @property
     def layers(self) -> int:
-        return int(getattr(_text(self.config), "num_hidden_layers", 0) or 1)
+        return int(getattr(text_config(self.config), "num_hidden_layers", 0) or 1)
 
     @property
     def heads(self) -> tuple[int, int, int]:
         """(query heads, key heads, width of a head) of its attention."""
-        config = _text(self.config)
+        config = text_config(self.config)
         heads = int(getattr(config, "num_attention_heads", 0) or 1)
         key_heads = int(getattr(config, "num_key_value_heads", 0) or heads)
         return heads, key_heads, int(getattr(config, "head_dim", 0) or self.hidden // heads)
 
     @property
     def hidden(self) -> int:
-        return int(getattr(_text(self.config), "hidden_size", 0) or 1)
+        return int(getattr(text_config(self.config), "hidden_size", 0) or 1)
 
     def ulysses(self, sequence_size: int) -> Ulysses:
         return Ulysses(sequence_size, self.heads[1])
@@ -141,7 +141,7 @@ class PlannedModel:
             if sequence_size > 1 and isinstance(self.config, llama.LlamaShape):
                 check_config(self.config, sequence_size)
             elif sequence_size > 1:
-                check_model(_base(self.module), sequence_size)
+                check_model(unwrapped(self.module), sequence_size)
         except ValueError as error:
             fix = "give another number, or leave it out"
             raise ConfigError(Problem("--sequence-parallel", sequence_size, str(error), fix)) from None
@@ -230,7 +230,7 @@ class _Run:
 
 
 def _trace(model: PlannedModel, run: _Run) -> Trace:
-    layers = getattr(_text(model.config), "num_hidden_layers", None)
+    layers = getattr(text_config(model.config), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > FEW + 2:
         try:
             small = _with_layers(model, FEW)
@@ -264,7 +264,7 @@ def sample_inputs(model: nn.Module, micro_batch: int, length: int, device: torch
     Args:
         length: tokens of a text, samples of a wave; pictures and spectrograms are as large as the configuration has it.
     """
-    base: Any = _base(model)
+    base: Any = unwrapped(model)
     config, kind = base.config, base.main_input_name
     shapes = {
         "pixel_values": lambda: (config.num_channels, *_extents(config.image_size)),
@@ -299,7 +299,7 @@ def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: s
     fused attention does not keep), of which 24 lie inside of attention and MLP, where ranks may have a part each; 2
     with checkpointing and one layer's; logits in 16 bits, in fp32, and their gradient."""
     hidden, layers = model.hidden, model.layers
-    vocabulary = int(getattr(_text(model.config), "vocab_size", 0) or 0)
+    vocabulary = int(getattr(text_config(model.config), "vocab_size", 0) or 0)
     layer = (10 + 24 // model.tensor_size) * tokens * hidden
     saved = (2 * tokens * hidden * layers + layer) if checkpointing else layer * layers
     saved += (2 + LOSS_BYTES) * tokens * vocabulary
@@ -365,12 +365,6 @@ def _build(config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, ex
     return model
 
 
-def _base(module: nn.Module) -> nn.Module:
-    """Inside of PEFT's model."""
-    base: nn.Module = getattr(module, "get_base_model", lambda: module)()
-    return base
-
-
 def _with_lora(model: nn.Module, rank: int) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
@@ -385,7 +379,7 @@ def _fresh(model: PlannedModel) -> nn.Module:
 
 def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
     config = copy.deepcopy(model.config)
-    text = _text(config)
+    text = text_config(config)
     text.num_hidden_layers = layers
     kinds = getattr(text, "layer_types", None)
     if kinds and len(set(kinds)) > 1:
@@ -400,11 +394,6 @@ def _layer_prefix(model: nn.Module) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == FEW:
             return f"{name}."
     raise NotAlike("no list of layers")
-
-
-def _text(config: Any) -> Any:
-    getter = getattr(config, "get_text_config", None)
-    return getter() if getter is not None else config
 
 
 def config_of(source: str) -> Any:

@@ -66,7 +66,7 @@ def _answer(plan: Plan) -> Iterator[str]:
         return
     yield f"<p>Take <strong>{escape(chosen.candidate.name)}</strong>; start the script with"
     yield f"{_flags(plan.training.flags(chosen.candidate))} and this ds.json:</p>"
-    yield f"<pre>{escape(config_text(chosen))}</pre>"
+    yield f"<pre>{escape(config_text(chosen.config))}</pre>"
     for words in plan.training.more_words(chosen.candidate, plan.hardware.ranks):
         yield f"<p>{escape(words)}</p>"
 

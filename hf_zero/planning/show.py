@@ -7,14 +7,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from hf_zero.config import ConfigError
-from hf_zero.planning.candidates import Candidate, ds_config, resolved
+from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved
 from hf_zero.planning.choose import Estimate, Plan, gigabytes, kept_by_layers, optimizer_size, setting_of, traced
 from hf_zero.planning.event_model import LANES
 from hf_zero.planning.machine import Hardware
@@ -216,7 +216,7 @@ def show(plan: Plan, *, everything: bool = False, console: Console | None = None
     Args:
         everything: also candidates that do not fit.
     """
-    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
+    console = console or new_console()
     shown = len([each for each in plan.estimates if everything or each.fits])
     if plan.chosen is None:
         console.print(escape(reasoning(plan)[-1 - len(plan.refused)]), soft_wrap=True)
@@ -231,11 +231,23 @@ def show(plan: Plan, *, everything: bool = False, console: Console | None = None
     for note in plan.notes:
         console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
     if plan.chosen is not None:
-        console.print(f"\n[bold]{plan.chosen.candidate.name}[/], ds.json:")
-        console.print(escape(config_text(plan.chosen)), soft_wrap=True)
-        console.print(f"start the script with {escape(plan.training.flags(plan.chosen.candidate))}", soft_wrap=True)
-        for words in plan.training.more_words(plan.chosen.candidate, plan.hardware.ranks):
-            console.print(escape(words), soft_wrap=True)
+        candidate = plan.chosen.candidate
+        show_choice(console, candidate.name, plan.chosen.config, plan.training, candidate, plan.hardware)
+
+
+def new_console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
+
+
+def show_choice(
+    console: Console, name: str, config: dict[str, Any], training: Training, candidate: Candidate, hardware: Hardware
+) -> None:
+    """A ds.json, and how to start a script with it."""
+    console.print(f"\n[bold]{name}[/], ds.json:")
+    console.print(escape(config_text(config)), soft_wrap=True)
+    console.print(f"start the script with {escape(training.flags(candidate))}", soft_wrap=True)
+    for words in training.more_words(candidate, hardware.ranks):
+        console.print(escape(words), soft_wrap=True)
 
 
 def _short_reasons(plan: Plan) -> list[str]:
@@ -246,13 +258,8 @@ def _short_reasons(plan: Plan) -> list[str]:
     return lines[: plan.rows.index(plan.chosen) + 1]
 
 
-class _HasConfig(Protocol):
-    @property
-    def config(self) -> dict[str, Any]: ...
-
-
-def config_text(estimate: _HasConfig) -> str:
-    return json.dumps(estimate.config, indent=4)
+def config_text(config: dict[str, Any]) -> str:
+    return json.dumps(config, indent=4)
 
 
 def title(plan: Plan) -> str:

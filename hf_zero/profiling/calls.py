@@ -13,26 +13,19 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from hf_zero.comm import Call, Pending, Rows
-from hf_zero.device.runtime import Clock, Event
+from hf_zero.device.runtime import Event
+
+if TYPE_CHECKING:
+    from hf_zero.profiling.recorder import Recorder
 
 # Which part of an update a collective belongs to.
 _KINDS = {"all_gather": "gather", "broadcast": "gather"}
 _TOO_OLD = 3  # updates that a call may be under way
-
-
-class SpanRecorder(Protocol):
-    clock: Clock
-    device: torch.device
-
-    def begin(self, kind: str, name: str) -> Event: ...
-
-    def end(self) -> Event: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +52,7 @@ class TimedCall(Call):
 
     __slots__ = ("age", "_recorder", "_phase", "_operation", "_sizes", "_num_ranks", "_busy", "_done", "_open", "_by")
 
-    def __init__(
-        self, recorder: SpanRecorder, phase: str, operation: str, sizes: Sequence[int], num_ranks: int
-    ) -> None:
+    def __init__(self, recorder: Recorder, phase: str, operation: str, sizes: Sequence[int], num_ranks: int) -> None:
         self.age = 0  # updates it has been under way for
         self._recorder = recorder
         self._phase = phase

@@ -119,10 +119,6 @@ class CommsLog:
     def stop_profiling_comms(self) -> None:
         self.is_on = False
 
-    def total_bytes(self) -> dict[str, int]:
-        """By operation."""
-        return {name: sum(size * r.count for size, r in sizes.items()) for name, sizes in self.records.items()}
-
 
 def _summary(size: int, record: Record) -> dict[str, Any]:
     return {
@@ -147,7 +143,7 @@ _TIMES = {
     "tput_avg (Gbps)": "tput_avg_gbps",
     "busbw_avg (Gbps)": "busbw_avg_gbps",
 }
-_WAITS = {
+WAITS = {
     "Total comm lat(ms)": "total_comm_lat_ms",
     "Total straggler(ms)": "total_straggler_ms",
     "Avg comm lat(ms)": "avg_comm_lat_ms",
@@ -188,7 +184,3 @@ def stragglers(everyone: Sequence[dict[str, dict[int, dict[str, Any]]]], rank: i
                 "msg_size_str": own["msg_size_str"],
             }
     return waits
-
-
-def straggler_table(waits: dict[str, dict[int, Any]]) -> str:
-    return table(waits, _WAITS)

@@ -420,8 +420,8 @@ def _summary(model: ModuleProfile, times: EngineTimes | None, recomputed: float)
     yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency:", _rate(model.flops, model.latency_s)
     if times is None:
         return
-    forward, backward = model.flops * times.accumulation_steps, model.flops * times.accumulation_steps
-    backward_flops, all_flops = (2 + recomputed) * backward, (3 + recomputed) * forward
+    forward = model.flops * times.accumulation_steps
+    backward_flops, all_flops = (2 + recomputed) * forward, (3 + recomputed) * forward
     yield "bwd latency, all micro-batches:", scaled(times.backward_s, "s")
     label = f"bwd FLOPS per GPU = {2 + recomputed:g} * fwd flops / bwd latency:"
     yield label, _rate(backward_flops, times.backward_s)

@@ -16,6 +16,7 @@ from torch import Tensor
 from hf_zero.config.features.long_sequences import LOSS_BYTES, ActivationCheckpointing, Tiling, on_host
 from hf_zero.device.host_memory import host_available
 from hf_zero.device.registry import reserved, runtime_of
+from hf_zero.features import text_config
 from hf_zero.profiling.flops import amount
 
 SHARDS, GATHERED, MASTERS, STATES = "parameter shards", "parameters", "master weights", "optimizer states"
@@ -194,7 +195,7 @@ def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
 
 def _activation_changes(engine: Any, rest: int) -> Iterator[Change]:
     """Gradient checkpointing; then, of what it leaves, tiles, and inputs of layers on the host."""
-    config, shape = _text_config(engine.module), tuple(engine.input_shape or ())
+    config, shape = text_config(getattr(engine.module, "config", None)), tuple(engine.input_shape or ())
     blocks = int(getattr(config, "num_hidden_layers", None) or _BLOCKS_WITHOUT_A_NUMBER)
     resolved, tokens = engine.settings.resolved, math.prod(shape)
     tiling = resolved.section(Tiling)
@@ -217,18 +218,11 @@ def _activation_changes(engine: Any, rest: int) -> Iterator[Change]:
 
 
 def _shared_sequences(engine: Any, rest: int) -> Iterator[Change]:
-    config = _text_config(engine.module)
+    config = text_config(getattr(engine.module, "config", None))
     heads, ranks = int(getattr(config, "num_attention_heads", None) or 0), engine.groups.shard.size
     shared = max((n for n in range(1, ranks + 1) if heads and ranks % n == 0 and heads % n == 0), default=1)
     if shared > 1 and engine.settings.resolved.sequence_size == 1:
         yield Change(f"sequence_parallel_size {shared}", int(rest * (1 - 1 / shared)))
-
-
-def _text_config(module: Any) -> Any:
-    """Config of the language model, also inside a multimodal one."""
-    config = getattr(module, "config", None)
-    getter = getattr(config, "get_text_config", None)
-    return config if getter is None else getter()
 
 
 def runtime_is_separate(engine: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import runtime_of
 from hf_zero.log import log_dist, logger
-from hf_zero.profiling.flops import trim_mean
+from hf_zero.profiling.flops import GIB, trim_mean
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
 BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
@@ -83,8 +83,7 @@ class SynchronizedWallClockTimer:
     @staticmethod
     def memory_usage() -> str:
         now, peak = runtime_of(current_device()).allocated()
-        gib = 1024**3
-        return f"mem_allocated: {now / gib:.4f} GB, max_mem_allocated: {peak / gib:.4f} GB"
+        return f"mem_allocated: {now / GIB:.4f} GB, max_mem_allocated: {peak / GIB:.4f} GB"
 
     def log(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
+from hf_zero.features import text_config, unwrapped
 from hf_zero.sequence.forwards import MARK, after_forward, before_forward, install_masks
 from hf_zero.sequence.layer import HEADS, POSITIONS, exchange, gather
 from hf_zero.sequence.shared import (
@@ -23,8 +24,6 @@ from hf_zero.sequence.shared import (
     Shared,
     check_heads,
     copies_of_key_heads,
-    text_config,
-    unwrapped,
     with_groups_of_heads,
 )
 
@@ -45,7 +44,7 @@ def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> N
     base = unwrapped(model)
     check_model(base, group.size)
     detach(model)
-    shared = Shared(group, text_config(base), skips_evaluation)
+    shared = Shared(group, text_config(getattr(base, "config", None)), skips_evaluation)
     for module in _of_text(base, shared.config):
         MODULES[module] = shared
     MODULES[model] = shared
@@ -80,7 +79,7 @@ def check_model(model: Any, size: int) -> None:
             f"{type(model).__name__} does not call its attention by name (transformers' attention interface), so heads "
             "cannot be exchanged around it: use a model that does, or deepspeed.sequence.layer.DistributedAttention"
         )
-    check_config(text_config(model), size)
+    check_config(text_config(getattr(model, "config", None)), size)
 
 
 def check_config(config: Any, size: int) -> None:
@@ -98,7 +97,7 @@ def _of_text(model: nn.Module, config: Any) -> Iterable[nn.Module]:
     while waiting:
         module = waiting.pop()
         own: Any = getattr(module, "config", None)
-        inner = own.get_text_config() if hasattr(own, "get_text_config") else own
+        inner = text_config(own)
         if own is not None and type(inner) is not type(config):
             continue
         modules.append(module)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.features import unwrapped
 from hf_zero.sequence.batches import is_part
 from hf_zero.sequence.layer import gather, told_by_all
-from hf_zero.sequence.shared import MODULES, RUNNING, Shared, Sight, first_tensor, unwrapped
+from hf_zero.sequence.shared import MODULES, RUNNING, Shared, Sight, first_tensor
 
 IGNORED = -100
 MARK = "_hf_zero_shared_sequences"

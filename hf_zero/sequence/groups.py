@@ -22,7 +22,8 @@ from hf_zero.comm import (
 from hf_zero.comm.process_group import get_world_group
 from hf_zero.config import ConfigError, Problem
 from hf_zero.errors import WrongArgument
-from hf_zero.sequence.shared import shares_sequences, unwrapped
+from hf_zero.features import unwrapped
+from hf_zero.sequence.shared import shares_sequences
 
 _OTHER_SIZES = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
 

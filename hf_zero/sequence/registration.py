@@ -6,9 +6,9 @@ from typing import Any
 
 from hf_zero.comm import Channel, collectives_for, local_device
 from hf_zero.errors import WrongArgument
+from hf_zero.features import text_config, unwrapped
 from hf_zero.sequence.attention import attach, check_config, check_model
 from hf_zero.sequence.groups import SequenceGroups, make_groups
-from hf_zero.sequence.shared import text_config, unwrapped
 
 
 class UlyssesSPAttentionHF:
@@ -69,14 +69,14 @@ def _check_name(name: str, attention: str | None, size: int) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(name)
-    check_config(config.get_text_config(), size)
+    check_config(text_config(config), size)
     _check_known(attention)
 
 
 def _check_own(model: Any, attention: str | None, size: int) -> None:
     base = unwrapped(model)
     check_model(base, size)
-    own = text_config(base)._attn_implementation
+    own = text_config(base.config)._attn_implementation
     _check_known(attention)
     if attention is not None and attention != own:
         raise WrongArgument(

@@ -110,16 +110,6 @@ def check_heads(num_heads: int, size: int) -> None:
         )
 
 
-def unwrapped(model: Any) -> Any:
-    """The model of transformers in PEFT's."""
-    return getattr(model, "get_base_model", lambda: model)()
-
-
-def text_config(model: Any) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def first_tensor(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
     """The input whose first two dimensions are batch and positions."""
     candidates = [keywords.get("input_ids"), keywords.get("inputs_embeds"), *args[:1]]

@@ -15,12 +15,12 @@ from hf_zero.config import GradientPolicy, LossScalePolicy
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
-from hf_zero.loss_scale import loss_scaler_from
 from hf_zero.offload.placement import Placements
 from hf_zero.offload.sub_group import READERS, wait_for_readers
 from hf_zero.optim import Updater
 from hf_zero.optim.updater import StepGradients
 from hf_zero.params.store import ParameterStore
+from hf_zero.precision import loss_scaler_from
 from hf_zero.step.agreement import MAX_NAMES, Agreement, listed, refuse_unused
 from hf_zero.step.gradient_sources import GradientSource, LocalGradients, OwnedValues, ReducedGradients, held_gradients
 from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, clip_coefficient, late_norm

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.comm.parts import held_part
+from hf_zero.features import unwrapped
 from hf_zero.layout import Interval
 from hf_zero.tensor import layers
 from hf_zero.tensor.layers import summed
@@ -137,12 +138,6 @@ def stays_whole(module: Any) -> bool:
     return _is_exactly(module, "Embedding") and bool(module.lora_variant)
 
 
-def model_in(model: nn.Module) -> nn.Module:
-    """The model that PEFT's stands around, or `model`."""
-    inner: nn.Module = getattr(model, "get_base_model", lambda: model)()
-    return inner
-
-
 def modules_in(base: nn.Module) -> dict[str, nn.Module]:
     """By name, as they would be without adapters around them; where there are some, the outermost."""
     modules: dict[str, nn.Module] = {}
@@ -174,7 +169,7 @@ def check_adapters(model: nn.Module, plan: dict[str, str]) -> None:
                 f"tensor parallelism goes together with adapters of PEFT's types {', '.join(_TYPES)}, and adapter "
                 f"{adapter!r} is of type {kind}; train LoRA, {_OTHERWISE}"
             )
-    modules = modules_in(model_in(model))
+    modules = modules_in(unwrapped(model))
     for name, style in plan.items():
         owner, _, own = name.rpartition(".")
         if name not in modules and (owner not in modules or own not in layer_in(modules[owner])._parameters):

@@ -9,6 +9,7 @@ from torch import nn
 from hf_zero.comm import ParallelGroups, ProgramGroups, adopt, local_device
 from hf_zero.config import ConfigError, Problem
 from hf_zero.errors import WrongArgument
+from hf_zero.features import unwrapped
 
 _WANTED = "_hf_zero_tensor_wanted"
 _SIZES = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
@@ -37,7 +38,7 @@ class TensorGroups(ProgramGroups):
         Raises:
             ConfigError: they contradict each other.
         """
-        inner = getattr(model, "get_base_model", lambda: model)()  # PEFT's model stands around it
+        inner = unwrapped(model)
         size, group = vars(model).get(_WANTED) or vars(inner).get(_WANTED) or (1, None)
         groups = mpu if isinstance(mpu, TensorGroups) else cls._of_mpu(mpu)
         if groups is not None and size not in (1, groups.size):

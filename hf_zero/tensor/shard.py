@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
 from hf_zero.comm.parts import HeldPart, held_part, keep_part, whole_shape
+from hf_zero.features import text_config, unwrapped
 from hf_zero.layout.cuts import Cut
 from hf_zero.log import logger
 from hf_zero.tensor import layers
@@ -30,7 +31,6 @@ from hf_zero.tensor.adapters import (
     even,
     heads,
     layer_in,
-    model_in,
     modules_in,
     names_in,
     note_handled,
@@ -144,7 +144,7 @@ def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> N
     Raises:
         ValueError: it cannot be cut for so many ranks.
     """
-    base = model_in(model)
+    base = unwrapped(model)
     before = vars(base).get(_SHARDED)
     if before is not None:
         if before != group.ranks:
@@ -168,13 +168,13 @@ def cut_model(model: nn.Module, group: Collectives) -> None:
 
 
 def _plan_for(model: nn.Module) -> dict[str, str]:
-    plan = plan_of(model_in(model))
+    plan = plan_of(unwrapped(model))
     check_adapters(model, plan)
     return plan
 
 
 def _cut(model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
-    base = model_in(model)
+    base = unwrapped(model)
     _Sharder(base, plan, group).run()
     if all(held_part(parameter) is None for parameter in model.parameters()):
         raise ValueError(
@@ -242,8 +242,7 @@ class _Sharder:
                 raise ValueError(f"the plan sums the outputs of {name} over ranks, and cuts everything but {whole}")
 
     def _text_config(self) -> Any:
-        config: Any = getattr(self._model, "config", None)
-        return config.get_text_config() if hasattr(config, "get_text_config") else config
+        return text_config(getattr(self._model, "config", None))
 
     def _check_heads(self) -> None:
         number = getattr(self._text_config(), "num_attention_heads", None)
@@ -384,8 +383,7 @@ class _Sharder:
         attention.num_heads = attention.split_size // extent
 
     def _rope_enters(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        config: Any = getattr(module, "config", None) or self._text_config()
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        config = text_config(getattr(module, "config", None) or self._text_config())
         extent = int(config.qk_rope_head_dim)
 
         def change(output: Tensor) -> Tensor:

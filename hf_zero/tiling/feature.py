@@ -6,7 +6,7 @@ from torch import nn
 
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.config.features.long_sequences import Tiling
-from hf_zero.features import TrainingFeature
+from hf_zero.features import TrainingFeature, unwrapped
 from hf_zero.log import logger
 from hf_zero.tiling.functions import TiledMLPs
 from hf_zero.tiling.loss import TiledLoss
@@ -37,9 +37,8 @@ def tiled_loss_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | Non
     """
     if not resolved.section(Tiling).tiled_loss:
         return None
-    base = getattr(model, "get_base_model", lambda: model)()  # of PEFT
     try:
-        return TiledLoss(base)
+        return TiledLoss(unwrapped(model))
     except ValueError as error:
         fix = "set it to false; deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss takes any loss"
         raise ConfigError([Problem("hf_zero.tiled_loss", True, str(error), fix)]) from error

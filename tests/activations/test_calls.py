@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.kept import CheckpointedCalls
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
-from hf_zero.device.registry import AtOnce, use
+from hf_zero.device.registry import AtOnce
 from hf_zero.device.runtime import HOST, Memory
-from tests.support.late import Late
+from tests.support.late import Late, use
 from tests.support.memory import most_allocated, profiled_memory, still_allocated
 
 WIDTH, ROWS, LAYERS = 64, 16, 5

@@ -17,13 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from hf_zero.activations.kept import CONFIGURED
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigError
-from hf_zero.device.registry import use
 from hf_zero.integration.compat import activation_checkpointing as checkpointing
 from tests.activations.test_calls import LAYERS, ROWS, WIDTH, net, train
 from tests.activations.test_feature import EVERYTHING, llama
 from tests.activations.test_feature import train as train_llama
 from tests.step.test_stage3_traffic_and_memory import counted
-from tests.support.late import Late
+from tests.support.late import Late, use
 from tests.support.memory import profiled_memory, still_allocated
 from tests.support.ranks import run_ranks
 

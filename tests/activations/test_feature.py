@@ -14,9 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.activations.feature import ActivationCheckpointing
 from hf_zero.api.entry import initialize
-from hf_zero.device.registry import use
 from tests.support.architectures import LLAMA
-from tests.support.late import Late
+from tests.support.late import Late, use
 
 EVERYTHING = {
     "cpu_checkpointing": True,

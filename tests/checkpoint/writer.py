@@ -28,8 +28,7 @@ from hf_zero.checkpoint.deepspeed.states import (
 )
 from hf_zero.checkpoint.transaction import Destination, write_checkpoint
 from hf_zero.layout import chunk_numel
-from hf_zero.layout.partitions import GroupPartition, Member, sub_groups
-from hf_zero.layout.reshard import Extent
+from hf_zero.layout.reshard import Extent, GroupPartition, Member, sub_groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Rows, mirror
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.comm.compressed_mean import CompressedMean
 from hf_zero.comm.lockstep import LockstepNegotiation, Plan, Start
-from hf_zero.layout import Interval
 from hf_zero.params.consolidation import broadcast_buffers
 
 
@@ -60,20 +58,6 @@ def test_units_of_an_engine_that_is_gone_cannot_be_gathered() -> None:
     negotiation.sources.forget(first, 2)
     with pytest.raises(RuntimeError, match="destroyed, or dropped"):
         negotiation.gather(first, order=0, in_backward=False)
-
-
-def test_the_compressed_mean_keeps_signs_and_owes_the_rest() -> None:
-    mean = CompressedMean(LoneCollectives(), torch.empty(16), [Interval(0, 5), Interval(8, 16)])
-    flat = torch.zeros(16)
-    flat[:5] = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
-    flat[8:] = 1.0
-    before = flat.clone()
-    mean.average(flat, [0])
-    assert flat[:5].sign().tolist() == [1, -1, 1, -1, 1] and flat[:5].abs().unique().numel() == 1
-    assert not flat[5:8].any() and torch.equal(flat[8:], before[8:]), "padding, and a tensor that was not asked for"
-    assert torch.allclose(flat[:5] + mean.error_feedback()[:5], before[:5], atol=1e-6)
-    mean.forget()
-    assert not mean.error_feedback().any()
 
 
 def test_buffers_of_any_dtype_are_broadcast_in_one_message_each() -> None:

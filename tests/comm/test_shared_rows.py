@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from hf_zero.comm.cpu.blocks import ALIGN_BYTES, Block, OwnBlocks
-from hf_zero.comm.cpu.group_link import GroupLink
-from hf_zero.comm.cpu.host import Arrival, SharedRows, filled, offsets
+from hf_zero.comm.cpu.host import Arrival, GroupLink, SharedRows, filled, offsets
 
 OWN, PEER = 0, 1
 

@@ -19,7 +19,7 @@ from hf_zero.config import Views, examine, load_config
 from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.explain.views import left_aside
 from hf_zero.launch import LaunchError
-from hf_zero.launch.options import parse as parse_launch
+from hf_zero.launch.command_line import parse as parse_launch
 
 FILE = Path(__file__).with_name("messages.txt")
 FLAGS = (

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.comm.mesh import Dimension, Hosts, Mesh, consecutive
 from hf_zero.config import ConfigError, resolve
-from hf_zero.extras.experts.section import ExpertParallel
+from hf_zero.extras.experts import ExpertParallel
 from tests.experts.training import engine_of, model_of
 from tests.support.ranks import run_ranks
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.extras.experts.groups import ExpertGroups
-from hf_zero.extras.experts.spread import spread, through_experts
+from hf_zero.extras.experts.spread import ExpertGroups, spread, through_experts
 
 TOKENS, HIDDEN, EXPERTS = 7, 4, 5
 

@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from hf_zero.comm import ledger
-from hf_zero.layout.traffic import Sizes, Traffic, Wiring, bytes_per_token, traffic_of
-from tests.experts.training import EXPERTS, HIDDEN, LAYERS, batches, engine_of, in_one_process, model_of, train
+from hf_zero.layout.traffic import Sizes, Traffic, Wiring, traffic_of
+from tests.experts.training import (
+    EXPERTS,
+    HIDDEN,
+    LAYERS,
+    batches,
+    bytes_per_token,
+    engine_of,
+    in_one_process,
+    model_of,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 TOLERANCE, TOKENS, TOP_K = 1e-5, 14, 2

@@ -146,3 +146,9 @@ def train(engine: Any, data: list[Batch], rank: int, world: int) -> Trained:
     names = [name for name, _ in engine.module.named_parameters()]
     weights = engine.module_state_dict()
     return Trained(losses, norms, {name: weights[name].clone() for name in names})
+
+
+def bytes_per_token(*, hidden: int, itemsize: int, top_k: int, computed_again: bool = False) -> int:
+    """Bytes per token that a layer of experts sends: forward and backward `top_k` rows of `hidden` elements to experts,
+    as many back, and the gradients of both. `computed_again`: forward runs a second time (gradient checkpointing)."""
+    return (6 if computed_again else 4) * top_k * hidden * itemsize

@@ -12,8 +12,8 @@ from hf_zero.config import ConfigError, resolve
 from hf_zero.config.extras import whole_schema
 from hf_zero.config.schema.fields import all_paths
 from hf_zero.extras.data_efficiency.section import CurriculumMetric, DifficultyPolicy, MetricPolicy, data_policy
+from hf_zero.extras.sparse_attention import PATTERN_KEYS, SparseAttention
 from hf_zero.extras.sparse_attention.feature import pattern_of
-from hf_zero.extras.sparse_attention.section import PATTERN_KEYS, SparseAttention
 from tests.config.test_fuzz import trees
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
@@ -70,7 +70,7 @@ def test_policies() -> None:
         MetricPolicy(name="seqlen", difficulty=linear, index_to_sample="/x/s", index_to_metric="/x/m"),
     )
     ltd = features(**routing()).random_ltd
-    assert (ltd.num_layers, ltd.layer_ids, ltd.is_decoder, ltd.sequence_first) == (4, (1, 2), True, False)
+    assert (ltd.num_layers, ltd.layer_ids, ltd.sequence_first) == (4, (1, 2), False)
     drop = {"enabled": True, "theta": 0.5}
     dropping = features(progressive_layer_drop=drop).layer_drop
     assert (dropping.theta, dropping.gamma) == (0.5, 0.001)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from hf_zero.integration.huggingface.packed_experts import PackedExperts, in_one_go
+from hf_zero.integration.huggingface.experts import PackedExperts, in_one_go
 from hf_zero.integration.patches.transformers_integrations_deepspeed import around_conversions
 
 SOURCES = ["experts.*.w1.weight", "experts.*.w3.weight"]

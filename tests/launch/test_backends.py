@@ -10,10 +10,10 @@ import pytest
 
 from hf_zero.launch import LaunchError
 from hf_zero.launch.backends import BACKENDS
-from hf_zero.launch.backends.base import Command, Request
+from hf_zero.launch.command_line import LAUNCHERS
 from hf_zero.launch.job import Job, Program
-from hf_zero.launch.options import LAUNCHERS
 from hf_zero.launch.ranks import rank_command
+from hf_zero.launch.relay import Command, Request
 from hf_zero.launch.world import Node, World
 from hf_zero.rank_environment import RankEnvironment
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.launch import command_line
-from hf_zero.launch.command_line import choose_backend, chosen_world, listed_world, main, travelling_variables
-from hf_zero.launch.options import parse
+from hf_zero.launch.command_line import choose_backend, chosen_world, listed_world, main, parse, travelling_variables
 from hf_zero.launch.restarts import newest_update
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,8 +18,8 @@ import pytest
 
 from hf_zero.launch import LaunchError
 from hf_zero.launch.backends import BACKENDS
-from hf_zero.launch.backends.base import Request
 from hf_zero.launch.job import Job, Program, inherited, parse_env_file
+from hf_zero.launch.relay import Request
 from hf_zero.launch.world import World, exclude, include, parse_hostfile
 
 CASES = 500

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_zero.layout import Interval, ParameterSpec, plan_layout
-from hf_zero.layout.partitions import extents_in_memory
+from hf_zero.layout.reshard import extents_in_memory
 
 SPECS = [ParameterSpec("a", 100, 0, "float32"), ParameterSpec("b", 50, 0, "float32")]
 

@@ -7,8 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.layout import ParameterSpec, chunk_numel, plan_layout
-from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition, round_robin, sub_groups
-from hf_zero.layout.reshard import Copy, Extent, reshard
+from hf_zero.layout.reshard import (
+    Copy,
+    Extent,
+    GroupPartition,
+    Member,
+    SubGroupPartition,
+    reshard,
+    round_robin,
+    sub_groups,
+)
 
 A, B, C = 0, 1, 2
 

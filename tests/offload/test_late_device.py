@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.device.registry import AtOnce, use
+from hf_zero.device.registry import AtOnce
 from hf_zero.device.runtime import HOST_MEMORY
 from hf_zero.offload.placement import Departures, StagedVector, StagingPool
 from hf_zero.offload.vector import InMemoryVector
 from tests.offload.offload_runs import ROWS, SHARDED, Run, engine_for, train, weights_of
-from tests.support.late import Late, LateError
+from tests.support.late import Late, LateError, use
 from tests.support.models import mlp_batches
 
 CPU = {"device": "cpu"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_zero.config import ConfigError
-from hf_zero.device.registry import AtOnce, use
+from hf_zero.device.registry import AtOnce
 from hf_zero.extras.streaming.updates import StreamedUpdates
 from hf_zero.kernels.adam import AdamRule, adam
 from hf_zero.kernels.dynamic8 import packed_bytes
@@ -21,7 +21,7 @@ from hf_zero.offload.split_masters import HalfRest, Recycled
 from hf_zero.optim.adam8 import AdamW8bit
 from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train, train_run, weights_of
 from tests.offload.test_checkpoints import load_and_train, train_and_save
-from tests.support.late import Late
+from tests.support.late import Late, use
 from tests.support.models import mlp_batches
 from tests.support.ranks import run_each, run_ranks
 

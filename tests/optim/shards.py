@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.layout import Interval, Piece
-from hf_zero.optim.traits import adopt_masters, updater_for
+from hf_zero.optim.traits import adopt_masters, traits_of, updater_for
 from hf_zero.optim.updater import MasterTensor, Peers, Spread, StepGradients, SubGroup
 
 PATIENCE_S = 30.0
@@ -119,3 +119,8 @@ def run_sharded(
     done = torch.cat([result for result in results if result is not None])
     parts = done[: sum(sizes)].split(sizes)
     return [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
+
+
+def runs_natively(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an updater of ours stands in for `optimizer.step` everywhere."""
+    return not traits_of(optimizer).keeps_shapes

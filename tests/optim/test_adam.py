@@ -16,7 +16,7 @@ from hf_zero.optim.elementwise import Counters
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.registry import build_optimizer
-from hf_zero.optim.traits import runs_natively
+from tests.optim.shards import runs_natively
 
 STEPS = 200
 

@@ -13,12 +13,11 @@ from torch import nn
 from bench.one_bit import ds_config
 from hf_zero.api.entry import initialize
 from hf_zero.config import ConfigError, OptimizerPolicy, resolve
-from hf_zero.optim import runs_natively
 from hf_zero.optim.adam import FusedAdam
 from hf_zero.optim.adam8 import Adam8bit, AdamW8bit
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
 from hf_zero.optim.stager import StateForm, plain
-from tests.optim.shards import run_sharded
+from tests.optim.shards import run_sharded, runs_natively
 
 ROOT = Path(__file__).resolve().parents[2]
 

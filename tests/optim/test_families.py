@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.optim import runs_natively
 from hf_zero.optim.adagrad import DeepSpeedCPUAdagrad
 from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
-from hf_zero.optim.traits import holds_whole_tensors
+from hf_zero.optim.traits import Sees, traits_of
 from tests.config.deepspeed_answers import ask_deepspeed
-from tests.optim.shards import run_sharded
+from tests.optim.shards import run_sharded, runs_natively
 
 STEPS = 200
 SHAPES = [(7, 5), (11,), (3, 2, 4), (1,)]
@@ -230,8 +229,8 @@ def test_what_runs_natively() -> None:
     assert not runs_natively(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, dampening=0.1))
     assert not runs_natively(torch.optim.SGD(parameters, lr=0.1, maximize=True))
     assert not runs_natively(torch.optim.Adagrad(parameters, maximize=True))
-    assert not runs_natively(MyLamb(parameters)) and holds_whole_tensors(MyLamb(parameters))
-    assert not holds_whole_tensors(FusedLamb(parameters))
+    assert not runs_natively(MyLamb(parameters)) and traits_of(MyLamb(parameters)).sees is Sees.WHOLE_TENSORS
+    assert traits_of(FusedLamb(parameters)).sees is not Sees.WHOLE_TENSORS
 
 
 # DeepSpeed compiles these operators when they are first used; it takes minutes, once.

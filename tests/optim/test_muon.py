@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.config import ConfigError, OptimizerPolicy
-from hf_zero.optim.muon import Muon, direction, muon_groups, orthogonal
+from hf_zero.optim.muon import Muon, direction, orthogonal
 from hf_zero.optim.registry import build_optimizer
-from hf_zero.optim.traits import holds_whole_tensors
+from hf_zero.optim.traits import Sees, traits_of
 from tests.optim.shards import run_sharded
 
 STEPS = 200
@@ -99,11 +99,11 @@ class Small(nn.Module):
 def test_matrices_are_chosen_by_name_and_shape() -> None:
     model = Small()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = muon_groups([{"params": list(model.parameters()), "weight_decay": 0.3}], names)
+    groups = Muon.groups_for([{"params": list(model.parameters()), "weight_decay": 0.3}], names)
     chosen = [[names[id(parameter)] for parameter in group["params"]] for group in groups]
     assert chosen == [["layer.weight"], ["embed_tokens.weight", "layer.bias", "lm_head.weight", "lm_head.bias"]]
     built = build_optimizer(OptimizerPolicy(type="Muon", params={"muon_lr": 0.5, "lr": 0.1}), groups, names)
-    assert type(built) is Muon and not holds_whole_tensors(built)
+    assert type(built) is Muon and traits_of(built).sees is not Sees.WHOLE_TENSORS
     assert [(group["use_muon"], group["lr"], group["weight_decay"]) for group in built.param_groups] == [
         (True, 0.5, 0.3),
         (False, 0.1, 0.3),

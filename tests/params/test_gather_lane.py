@@ -149,7 +149,7 @@ def test_the_same_bits_where_some_gathers_come_early(ways: list[str], expected: 
 
 def test_every_wait_between_lanes_is_needed(late: list[tuple[dict[str, list[float]], set[str]]]) -> None:
     """Gathers wait for the update and for their buffer, compute for the gather."""
-    files = ("comm/torch_backend.py", "comm/rows.py", "params/unit.py")
+    files = ("comm/torch_backend.py", "comm/collectives.py", "params/unit.py")
     sites = [site for site in late[0][1] if site.startswith(files)]
     waits = [site for site in sites if "keep_until" not in line_of(site)]  # by chance alone is memory reused at once
     assert len(waits) == 3

@@ -15,12 +15,12 @@ from hf_zero.__main__ import main
 from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigDict
-from hf_zero.layout.traffic import bytes_per_token
 from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved, training_of
 from hf_zero.planning.choose import Plan
 from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
 from hf_zero.planning.model import load_model, trace
 from hf_zero.planning.show import as_dict, title
+from tests.experts.training import bytes_per_token
 from tests.planning.material import planned
 from tests.planning.test_memory import _sums, filled
 from tests.support.ranks import run_ranks

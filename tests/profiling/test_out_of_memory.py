@@ -121,7 +121,7 @@ def test_what_shapes_say_of_activations(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(out_of_memory, "runtime_is_separate", lambda engine: True)
     engine = new_engine(optimizer=ADAMW, zero_optimization={"stage": 2})
     widths = {"num_hidden_layers": 32, "hidden_size": 64, "intermediate_size": 256, "vocab_size": 1000}
-    monkeypatch.setattr(out_of_memory, "_text_config", lambda _: SimpleNamespace(num_attention_heads=6, **widths))
+    monkeypatch.setattr(out_of_memory, "text_config", lambda _: SimpleNamespace(num_attention_heads=6, **widths))
     shard, engine.groups.shard.size, engine.input_shape = engine.groups.shard, 4, torch.Size([2, 8192])
     size, tokens = next(engine.module.parameters()).element_size(), 2 * 8192
     found = {change.what: change.frees for change in changes(engine, {REST: 12 * GIB})}

@@ -76,7 +76,10 @@ def run_seen(rank: int, stage: int, folder: str) -> dict[str, Any]:
     watching.recorder.listeners.insert(0, clock)
     losses = train(engine, pause_s=0.01 * rank)
     found = log_summary(show_straggler=True, return_dict=True)
-    counted = {"calls": get_comm_operation_count(), "has": has_comm_data(), "bytes": watching.comms.total_bytes()}
+    counted = {"calls": get_comm_operation_count(), "has": has_comm_data()}
+    counted["bytes"] = {
+        name: sum(size * r.count for size, r in sizes.items()) for name, sizes in watching.comms.records.items()
+    }
     timers = engine.get_wall_clock_timers()
     tallies = dict(ledger.tallies)
     engine.destroy()

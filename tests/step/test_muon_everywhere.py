@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.optimization import Adafactor
 
 from hf_zero.optim.lamb import FusedLamb
-from hf_zero.optim.muon import Muon, MuonUpdater, muon_groups
+from hf_zero.optim.muon import Muon, MuonUpdater
 from tests.experts.training import VOCABULARY
 from tests.experts.training import model_of as experts_of
 from tests.support.ranks import run_ranks
@@ -48,7 +48,7 @@ def alone(kind: str, together: int) -> dict[str, Tensor]:
     """The weights after Muon in plain PyTorch, whose updates take `together` batches."""
     model = copy.deepcopy(model_for(kind))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    optimizer = Muon(muon_groups([{"params": list(model.parameters())}], names), **OPTIONS)
+    optimizer = Muon(Muon.groups_for([{"params": list(model.parameters())}], names), **OPTIONS)
     data = iter(data_for(kind, STEPS * together))
     for _ in range(STEPS):
         for _ in range(together):

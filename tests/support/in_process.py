@@ -25,15 +25,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from hf_zero.api import engine, engine_gradients, entry, parallelism
+from hf_zero.api import engine, engine_gradients, entry
 from hf_zero.api.engine_gradients import EnginesAtWork
 from hf_zero.comm import Channel, Collectives, Hosts, Negotiation, ParallelGroups, Pending, Rows, groups
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.comm.cpu.group_link import GroupLink
-from hf_zero.comm.cpu.host import HostCollectives
+from hf_zero.comm.cpu.host import GroupLink, HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
-from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
-from hf_zero.comm.cpu.wires import Gone, Wires
+from hf_zero.comm.cpu.shared_memory import Gone, SharedMemoryLink, Wires
 from hf_zero.comm.demand import Demand
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.mesh import Partition, group_of
@@ -556,8 +554,8 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     stand_ins: list[tuple[Any, str, Any]] = [
         (entry, "this_process", lambda: Process(world.rank, world.world)),
         (entry, "hosts", lambda: world.hosts),
-        (parallelism, "parallel_groups", parallel_groups),
-        *((module, "local_device", lambda: torch.device("cpu")) for module in (entry, parallelism)),
+        (entry, "parallel_groups", parallel_groups),
+        (entry, "local_device", lambda: torch.device("cpu")),
         *((module, "AT_WORK", at_work) for module in (engine, engine_gradients, entry)),
     ]
     with ExitStack() as stack:

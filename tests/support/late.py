@@ -35,7 +35,7 @@ from torch import Tensor
 
 from hf_zero.device import registry
 from hf_zero.device.registry import AtOnce
-from hf_zero.device.runtime import HOST, Event, Lane, Memory
+from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime
 
 _PASSES_AFTER = 2  # ranges: what was asked for before the last forward and backward has long been done
 
@@ -404,3 +404,17 @@ def _site() -> str:
 
 def _place(site: str) -> str:
     return site.rpartition("/")[2]
+
+
+@contextmanager
+def use(runtime: Runtime) -> Iterator[Runtime]:
+    """Engines made inside run on `runtime`, in place of their device's own."""
+    before = registry._runtimes.get(runtime.device)
+    registry._runtimes[runtime.device] = runtime
+    try:
+        yield runtime
+    finally:
+        if before is None:
+            del registry._runtimes[runtime.device]
+        else:
+            registry._runtimes[runtime.device] = before

@@ -21,8 +21,8 @@ from hf_zero.comm.cpu import meeting
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.process_group import get_rank
 from hf_zero.comm.torch_backend import GatherStreamCollectives
-from hf_zero.device.registry import runtime_of, use
-from tests.support.late import Late
+from hf_zero.device.registry import runtime_of
+from tests.support.late import Late, use
 
 
 class LateGathers(GatherStreamCollectives):

@@ -75,7 +75,7 @@ def live_bytes(excluded: Sequence[torch.Tensor] = ()) -> int:
 def shared_blocks() -> list[torch.Tensor]:
     """All memory through which data change hands, this rank's and the others'."""
     link = collectives_for(torch.device("cpu"))._link.link
-    return [*link.own.tensors, *link.foreign_blocks]
+    return [*link.own.tensors, *(block.bytes for block in link._theirs.values())]
 
 
 def kept_bytes() -> int:

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api import entry, parallelism
+from hf_zero.api import entry
 from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows, ledger
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.process_group import Process
@@ -105,9 +105,8 @@ def simulated_world(rank: int, world: int, *, negotiates: bool = False) -> Itera
         for module, name, stand_in in (
             (entry, "this_process", lambda: Process(rank, world)),
             (entry, "hosts", lambda: Hosts.one(world)),
-            (parallelism, "parallel_groups", parallel_groups),
+            (entry, "parallel_groups", parallel_groups),
             (entry, "local_device", lambda: META),
-            (parallelism, "local_device", lambda: META),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
         # The only place where the engine reads a number out of a tensor.

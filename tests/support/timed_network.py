@@ -24,9 +24,10 @@ from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, R
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.rows import FlatRows, num_bytes, own_shard
 from hf_zero.comm.torch_backend import GatherStreamCollectives
-from hf_zero.device.registry import AtOnce, use
+from hf_zero.device.registry import AtOnce
 from hf_zero.device.runtime import HOST, Event, Lane, Memory
 from tests.support.in_process import engines_in
+from tests.support.late import use
 
 REDUCE = "reduce"  # a process group's own stream
 

@@ -18,6 +18,7 @@ from hf_zero.comm import Gathering, Negotiation
 from hf_zero.comm.collectives import Collectives, LoneCollectives
 from hf_zero.comm.negotiation import Decision, Kind
 from hf_zero.comm.rows import FlatRows, Pending
+from hf_zero.config import Zero
 from hf_zero.layout import ParameterSpec
 from hf_zero.offload.placement import Placements, in_memory_placement
 from hf_zero.params.coordinator import ParameterCoordinator
@@ -221,6 +222,7 @@ def _built(model: nn.Module, persistent: Collection[str]) -> tuple[Unit, ...]:
         Precision(None, None, None),
         groups_of(collectives),
         Placements(CPU, in_memory_placement(CPU)),
+        Zero(),
     )
     stays = {id(parameters[name]) for name in persistent}
     return builder.build(find_gathered_modules(model), stays)

@@ -23,7 +23,8 @@ from torch import nn
 
 from hf_zero.comm import LoneCollectives
 from hf_zero.comm.parts import held_part, whole_value
-from hf_zero.tensor.adapters import layer_in, model_in
+from hf_zero.features import unwrapped
+from hf_zero.tensor.adapters import layer_in
 from hf_zero.tensor.groups import TensorGroups, tp_model_init
 from hf_zero.tensor.shard import shard_model
 from tests.support.ranks import run_ranks
@@ -292,6 +293,6 @@ def test_adapters_put_around_parts_are_refused() -> None:
 def test_a_model_noted_before_peft_stood_around_it() -> None:
     model = tp_model_init(model_of("llama"), tp_size=1, dtype=torch.float32)
     around = get_peft_model(model, lora("llama"))  # type: ignore[arg-type]
-    assert model_in(around) is model and TensorGroups.given(around) is None
+    assert unwrapped(around) is model and TensorGroups.given(around) is None
     query = model.get_submodule("model.layers.0.self_attn.q_proj")
     assert layer_in(query) is query.get_submodule("base_layer") and layer_in(model) is model

@@ -8,9 +8,8 @@ from typing import Any
 from unittest import mock
 
 from hf_zero.activations.kept import CheckpointedCalls
-from hf_zero.device.registry import use
 from tests.end_to_end.parity import STEPS, Case, assert_parity, outcome, run_script
-from tests.support.late import Late
+from tests.support.late import Late, use
 from tests.support.ranks import run_ranks
 from tests.tiling.test_models import BOTH, small
 

@@ -32,8 +32,7 @@ from hf_zero.checkpoint.files.stream import Parts
 from hf_zero.checkpoint.files.torch_file import read_torch_file
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, StateElements, buffer_sizes, by_parameter
 from hf_zero.errors import CheckpointError
-from hf_zero.layout.partitions import GroupPartition, Member, SubGroupPartition
-from hf_zero.layout.reshard import Extent
+from hf_zero.layout.reshard import Extent, GroupPartition, Member, SubGroupPartition
 
 _FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
 
@@ -55,7 +54,7 @@ def read_sharded(folder: Folder) -> CheckpointView:
     if not files and not models[0].get(ds.PARAM_SHAPES):
         return _untrained(folder, models, model_paths)
     stage = _stage(folder, files)
-    _check_world(folder, models[0], model_paths[0], files)
+    _check_world(models[0], model_paths[0], files)
     pieces = shapes_in_groups(models[0], ds.PARAM_SHAPES, model_paths[0])
     shapes = {name: shape for group in pieces for name, shape in group.items()}
     read = _stage_3 if stage == 3 else _stages_1_2
@@ -124,7 +123,7 @@ def _stage(folder: Folder, files: Sequence[_RankFile]) -> int:
     return stage
 
 
-def _check_world(folder: Folder, model: Any, model_path: Path, files: Sequence[_RankFile]) -> None:
+def _check_world(model: Any, model_path: Path, files: Sequence[_RankFile]) -> None:
     world = len(files)
     stated = {model_path: need_int(model, ds.DP_WORLD_SIZE, model_path) if ds.DP_WORLD_SIZE in model else world}
     for file in files:
@@ -333,7 +332,7 @@ def _whole_states(
     return named if has_other_shapes else {}
 
 
-def read_universal(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointView:
+def read_universal(folder: Folder) -> CheckpointView:
     """A universal checkpoint: `zero/<parameter>/fp32.pt` and its moments, whole."""
     paths = list(folder.model_files.values())
     if not paths:

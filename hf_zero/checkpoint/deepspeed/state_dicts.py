@@ -75,7 +75,7 @@ def numel_of(value: Any) -> int:
     return value.numel() if isinstance(value, Tensor) else value.numel if isinstance(value, Streamed) else -1
 
 
-def parts_of(value: Any, what: str, path: Path, at_least: int = 0) -> Parts:
+def parts_of(value: Any, what: str, path: Path, at_least: int) -> Parts:
     """As `flat`, where it may lie in several parts."""
     if not isinstance(value, Streamed):
         return (flat(value, what, path, at_least),)
@@ -100,7 +100,7 @@ def shapes_in_groups(model: Mapping[str, Any], key: str, path: Path) -> list[dic
         groups.append({str(name): shape_of(shape, name, path) for name, shape in group.items()})
         twice = seen & set(groups[-1])
         if twice:
-            raise CheckpointError(path, f"{key!r} lists {sorted(twice)[0]!r} twice", _FIX)
+            raise CheckpointError(path, f"{key!r} lists {min(twice)!r} twice", _FIX)
         seen |= set(groups[-1])
     return groups
 

@@ -14,7 +14,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.deepspeed.classes import DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address
 from hf_zero.checkpoint.files.stream import Awaited, Streamed
 from hf_zero.checkpoint.files.torch_file import plain
-from hf_zero.layout.partitions import GroupPartition
+from hf_zero.layout.reshard import GroupPartition
 
 Content = Tensor | Streamed | Awaited
 Shapes = Mapping[str, tuple[int, ...]]

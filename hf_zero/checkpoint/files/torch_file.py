@@ -22,7 +22,7 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,9 +197,12 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-igno
         self.memoize(obj)  # type: ignore[attr-defined]
 
     def _note(self, start: int) -> None:
-        """Remember the name that was just written, as the file has it."""
+        """Remember the name that was just written, as the file has it: module and name of a GLOBAL instruction."""
         self._file.seek(start)
-        self.named.update(f"{entry[0]}.{entry[1]}" for entry in _globals_in(self._file.read()))
+        pickled = self._file.read()
+        if pickled.startswith(pickle.GLOBAL):
+            module, name = pickled[1:].split(b"\n")[:2]
+            self.named.add(f"{module.decode()}.{name.decode()}")
 
     def _reduce(self, content: Streamed | Awaited, identity: object) -> Any:
         storage = self._storages.get(identity)
@@ -208,7 +211,8 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-igno
             self.contents.append(content)
             self._storages[identity] = storage
             self._alive.append(content)
-        arguments: tuple[Any, ...] = (storage, 0, content.shape, _strides(content.shape), False, OrderedDict())
+        strides = torch.empty(content.shape, device="meta").stride()
+        arguments: tuple[Any, ...] = (storage, 0, content.shape, strides, False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
     def _identity(self, tensor: Tensor) -> object:
@@ -217,21 +221,6 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-igno
         if tensor.numel() == 0:
             return id(tensor)
         return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device)
-
-
-def _globals_in(pickled: bytes) -> Iterator[tuple[str, str]]:
-    """Module and name of a GLOBAL instruction at the start of `pickled`, if there is one."""
-    if pickled.startswith(pickle.GLOBAL):
-        module, name = pickled[1:].split(b"\n")[:2]
-        yield module.decode(), name.decode()
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
 
 
 def plain(value: Any) -> Any:

@@ -1,15 +1,16 @@
 """Collectives between ranks of one machine without a network in between: pieces change hands in shared memory.
 
 A piece is copied once into memory that its receivers can see and once, or while it is added, out of it; gradients are
-written there in the first place. Against
-sending it through gloo's sockets that saves the copies in the kernel and most of what a small message costs
-(bench/collectives.py). What is summed is summed in the order of ranks, as by the exchanges.
+written there in the first place. Against sending it through gloo's sockets that saves the copies in the kernel and most
+of what a small message costs (bench/collectives.py). What is summed is summed in the order of ranks, as by the
+exchanges.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from enum import IntEnum
 
 import torch
@@ -17,12 +18,91 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS
-from hf_zero.comm.cpu.blocks import ALIGN_BYTES, Block, aligned_bytes
-from hf_zero.comm.cpu.group_link import GroupLink
+from hf_zero.comm.cpu.blocks import ALIGN_BYTES, Block, OwnBlocks, aligned_bytes
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
-from hf_zero.comm.cpu.shared_memory import NO_LABEL, Label, Mismatch
+from hf_zero.comm.cpu.shared_memory import NO_LABEL, Label, Mail, Mismatch, SharedMemoryLink, call_number
 from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
 from hf_zero.kernels.accumulate import sum_parts
+
+CHANNELS_PER_GROUP = 8
+
+
+class GroupLink:
+    """The memory that the ranks of a host share, as one group of them uses it: ranks are those of the group.
+
+    It is a view of the one link of this process, so that a wait in any group looks after all of them.
+
+    Attributes:
+        link: to all ranks of the host, which it knows by their ranks in the world.
+        ranks: of the world, in the order of the group.
+        rank: this one's place in there.
+    """
+
+    def __init__(self, link: SharedMemoryLink, ranks: Sequence[int], rank: int, number: int = 0) -> None:
+        """`number`: of the group; the same on all its ranks, and unlike those of other groups that share a rank."""
+        self.link = link
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self._number = number
+        self._place = {each: place for place, each in enumerate(self.ranks)}
+        self._peers = tuple(each for place, each in enumerate(self.ranks) if place != rank)
+
+    @property
+    def own(self) -> OwnBlocks:
+        return self.link.own
+
+    def new_subject(self) -> int:
+        """See `Collectives.new_subject`."""
+        self.link.num_subjects += 1
+        return self.link.num_subjects
+
+    # Calls
+
+    def next_call(self, channel: int) -> int:
+        """The number of this rank's next call on a channel of the group."""
+        channel += self._number * CHANNELS_PER_GROUP
+        self.link.calls[channel] += 1
+        return call_number(channel, self.link.calls[channel])
+
+    def take(self, num_bytes: int, *, is_held: bool = False) -> Block:
+        return self.link.take(num_bytes, is_held=is_held)
+
+    def wait_until_read(self, block: Block, take: int) -> None:
+        self.link.wait_until_read(block, take)
+
+    def post(self, block: Block, call: int, label: Label = NO_LABEL) -> None:
+        """Let the whole group read `block`."""
+        self.link.post(self._peers, block, call, label)
+
+    def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> Block:
+        return self.link.claim(self.ranks[peer], call, label)
+
+    def finish(self, blocks: Mapping[int, Block]) -> None:
+        self.link.finish({self.ranks[peer]: block for peer, block in blocks.items()})
+
+    def has_heard(self, peer: int, call: int) -> bool:
+        return self.link.has_heard(self.ranks[peer], call)
+
+    # Mail
+
+    def mail(
+        self, peers: Iterable[int], kind: int, block: Block | None, argument: int, details: Sequence[int] = ()
+    ) -> None:
+        self.link.mail([self.ranks[peer] for peer in peers], self._number, kind, block, argument, details)
+
+    def listen(self, take_in: Callable[[Mail], None], attend: Callable[[Callable[[], AbstractSet[int]]], bool]) -> None:
+        """Give `take_in` the group's mail, and call `attend` in every wait of this process."""
+
+        def attend_group(awaited: Callable[[], AbstractSet[int]]) -> bool:
+            return attend(lambda: {self._place[peer] for peer in awaited() if peer in self._place})
+
+        self.link.take_mail(self._number, lambda mail: take_in(mail._replace(peer=self._place[mail.peer])))
+        self.link.attendants.append(attend_group)
+
+    # Waiting
+
+    def wait_for(self, missing: Callable[[], AbstractSet[int]], purpose: str) -> None:
+        self.link.wait_for(lambda: {self.ranks[peer] for peer in missing()}, purpose=purpose)
 
 
 def filled(link: GroupLink, rows: Sequence[Tensor]) -> Block:
@@ -146,7 +226,7 @@ class HostCollectives(ExchangeCollectives):
         self._sent: deque[tuple[Block, int]] = deque()
 
     def buffers(self) -> list[Tensor]:
-        return self._link.own_tensors
+        return self._link.own.tensors
 
     def new_subject(self) -> int:
         return self._link.new_subject()

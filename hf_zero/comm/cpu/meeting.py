@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hf_zero.comm.cpu.blocks import anonymous_file
-from hf_zero.comm.cpu.shared_memory import WORD, SharedMemoryLink, pack_word
-from hf_zero.comm.cpu.wires import SocketWires
+from hf_zero.comm.cpu.shared_memory import WORD, SharedMemoryLink, SocketWires, pack_word
 from hf_zero.comm.mesh import Hosts
 from hf_zero.log import logger
 

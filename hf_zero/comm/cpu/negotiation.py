@@ -21,8 +21,7 @@ from functools import partial
 from torch import Tensor
 
 from hf_zero.comm.cpu.blocks import Block
-from hf_zero.comm.cpu.group_link import GroupLink
-from hf_zero.comm.cpu.host import Arrival, SharedRows, filled, offsets
+from hf_zero.comm.cpu.host import Arrival, GroupLink, SharedRows, filled, offsets
 from hf_zero.comm.cpu.shared_memory import Mail
 from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Request
 from hf_zero.comm.rows import num_bytes

@@ -65,7 +65,6 @@ class Verdict(BaseModel):
     unit: str = ""
     switch: str = "enabled"  # unsupported section: the key that turns it on; "": any content does
     met: bool = False  # where the field changes nothing, what it asks for holds all the same
-    off: tuple[int, ...] = ()  # unsupported: further values that mean off
 
 
 def supported(
@@ -82,22 +81,14 @@ def ignored(
     return _field(default, doc, Verdict(kind="ignored", why=why, unit=unit, stages=stages, met=met))
 
 
-def unsupported(
-    default: Any,
-    doc: str,
-    *,
-    why: str,
-    switch: str = "enabled",
-    stages: tuple[int, ...] = ALL_STAGES,
-    off: tuple[int, ...] = (),
-) -> Any:
+def unsupported(default: Any, doc: str, *, why: str, switch: str = "enabled") -> Any:
     """Refused by name unless it holds its default (for a section: unless it is switched off)."""
-    return _field(default, doc, Verdict(kind="unsupported", why=why, switch=switch, stages=stages, off=off))
+    return _field(default, doc, Verdict(kind="unsupported", why=why, switch=switch))
 
 
-def detail(default: Any, doc: str, *, unit: str = "") -> Any:
+def detail(default: Any, doc: str) -> Any:
     """Belongs to a switch beside it; has no verdict of its own."""
-    return _field(default, doc, Verdict(kind="detail", unit=unit))
+    return _field(default, doc, Verdict(kind="detail"))
 
 
 def check(default: Any, doc: str, *, unit: str = "") -> Any:
@@ -182,21 +173,7 @@ def as_free(value: object) -> dict[str, Any]:
     return value
 
 
-def as_refused(value: object) -> dict[str, Any]:
-    """A section that is refused when it is switched on: of what is in it, only the switch matters."""
-    if not isinstance(value, dict):
-        raise ValueError("must be an object {...}")
-    if "enabled" in value:
-        try:
-            as_flag(value["enabled"])
-        except ValueError as error:
-            raise ValueError(f"enabled {error}") from None
-    elif misspelled := difflib.get_close_matches("enabled", map(str, value), n=1, cutoff=0.7):
-        raise ValueError(f'there is no such key {misspelled[0]!r} in it; did you mean "enabled"?')
-    return value
-
-
-_DTYPE_SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+DTYPE_SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
 
 def as_dtype(value: object) -> object:
@@ -206,7 +183,7 @@ def as_dtype(value: object) -> object:
     name = value.lower() if isinstance(value, str) else value
     if name in ("fp32", "fp16", "bf16"):
         return name
-    meant = _DTYPE_SPELLINGS.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    meant = DTYPE_SPELLINGS.get(name.removeprefix("torch.")) if isinstance(name, str) else None
     raise ValueError('must be "fp32", "fp16" or "bf16"' + (f'; did you mean "{meant}"?' if meant else ""))
 
 
@@ -232,7 +209,6 @@ PositiveNumber = Annotated[float, BeforeValidator(as_number), Field(gt=0)]
 Fraction = Annotated[float, BeforeValidator(as_number), Field(ge=0, le=1)]
 Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(as_dtype)]
 Free = Annotated[dict[str, Any], BeforeValidator(as_free)]
-Refused = Annotated[dict[str, Any], BeforeValidator(as_refused)]
 PathText = Annotated[str, BeforeValidator(as_path)]
 Names = Annotated[list[str], BeforeValidator(as_names)]
 

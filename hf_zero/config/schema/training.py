@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator
 
 from hf_zero.config.schema.fields import (
+    DTYPE_SPELLINGS,
     Count,
     Dtype,
     Flag,
@@ -131,9 +132,8 @@ class TensorParallel(Section):
 
 def _as_autocast_dtype(value: object) -> object:
     """Under torch_autocast every spelling of a dtype counts, "torch.bfloat16" too."""
-    spellings = {"half": "fp16", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"}
     name = value.lower().removeprefix("torch.") if isinstance(value, str) else value
-    return as_dtype(spellings.get(name, name) if isinstance(name, str) else name)
+    return as_dtype(DTYPE_SPELLINGS.get(name, name) if isinstance(name, str) else name)
 
 
 AutocastDtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_as_autocast_dtype)]

@@ -51,9 +51,7 @@ class Result:
     reason: str = ""
 
 
-def run_experiment(
-    experiment: Experiment, folder: Path, *, profile: tuple[int, int], again: bool = True, timeout_s: float = TIMEOUT_S
-) -> Result:
+def run_experiment(experiment: Experiment, folder: Path, *, profile: tuple[int, int], again: bool = True) -> Result:
     """Run it in `folder`/NAME, and leave config, command, output and metrics there.
 
     Args:
@@ -73,7 +71,7 @@ def run_experiment(
     _write_json(home / "exp.json", {"name": experiment.name, "ds_config": dict(experiment.config)})
     command = with_config(experiment.command, experiment.place, str(config))
     (home / "cmd.txt").write_text(shlex.join(["hf-zero", "launch", *command]) + "\n", encoding="utf-8")
-    status = _run(command, home, timeout_s)
+    status = _run(command, home)
     if metrics.exists():
         return Result(experiment.name, "ok", json.loads(metrics.read_text(encoding="utf-8")))
     stdout, stderr = ((home / name).read_text(errors="replace") for name in ("stdout.log", "stderr.log"))
@@ -104,13 +102,13 @@ def judge(status: int | None, said: str, complained: str) -> tuple[Outcome, str]
     return "failed", lines[-1][:300] if lines else f"exit status {status}"
 
 
-def _run(command: Sequence[str], home: Path, timeout_s: float) -> int | None:
-    """Exit status; None: it was ended after `timeout_s`."""
+def _run(command: Sequence[str], home: Path) -> int | None:
+    """Exit status; None: it was ended after TIMEOUT_S."""
     with (home / "stdout.log").open("w") as out, (home / "stderr.log").open("w") as err:
         words = [sys.executable, "-m", "hf_zero", "launch", *command]
         process = subprocess.Popen(words, stdout=out, stderr=err, env=os.environ.copy())
         try:
-            return process.wait(timeout_s)
+            return process.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return None
         finally:

@@ -26,8 +26,8 @@ from rich.table import Table
 
 from hf_zero.config import ConfigError, Problem, examine, load_config
 from hf_zero.config.views import Views
+from hf_zero.extras.autotuning import Autotuning
 from hf_zero.extras.autotuning.experiments import Experiment, Result, run_experiment, with_config
-from hf_zero.extras.autotuning.section import Autotuning
 
 GAIN = 1.05  # of a larger micro-batch, below which no larger one is tried
 _MICRO = "train_micro_batch_size_per_gpu"

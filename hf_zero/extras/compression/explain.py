@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from hf_zero.config import ConfigError, Findings, Problem
+from hf_zero.explain.views import config_file
 from hf_zero.extras.compression.feature import reduce_layers
 from hf_zero.extras.compression.matching import listing, match_all
 
@@ -17,7 +16,7 @@ def compression_words(findings: Findings, model: str | None) -> tuple[list[str],
     """A line for each rule, and what does not fit the model.
 
     Args:
-        model: folder or config.json of the model; None: only what to do to see more.
+        model: folder, config.json or hub name of the model; None: only what to do to see more.
     """
     policy = findings.extras["compression"]
     if model is None:
@@ -47,12 +46,7 @@ def _without_weights(model: str) -> Any:
     import torch
     import transformers
 
-    path = Path(model)
-    values = json.loads((path if path.is_file() else path / "config.json").read_text(encoding="utf-8"))
-    architectures = values.get("architectures") or ["AutoModel"]
-    config = transformers.AutoConfig.from_pretrained(path if path.is_dir() else path.parent)
-    kind = getattr(transformers, architectures[0], transformers.AutoModel)
+    config = transformers.AutoConfig.from_pretrained(config_file(model))
+    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
     with torch.device("meta"):
-        if kind is transformers.AutoModel:
-            return transformers.AutoModel.from_config(config)
-        return kind(config)
+        return kind.from_config(config) if kind is transformers.AutoModel else kind(config)

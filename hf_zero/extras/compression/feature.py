@@ -42,8 +42,8 @@ _PATH = "compression_training.layer_reduction"
 _NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 
 
-def reduce_layers(model: nn.Module, section: LayerReduction) -> int:
-    """Leave only the chosen layers in `model`, and let its config say so; returns how many there were.
+def reduce_layers(model: nn.Module, section: LayerReduction) -> None:
+    """Leave only the chosen layers in `model`, and let its config say so.
 
     Raises:
         ConfigError: there is no such list of layers, or it is too short.
@@ -56,7 +56,6 @@ def reduce_layers(model: nn.Module, section: LayerReduction) -> int:
     _number(kept)
     _follow_in_config(getattr(model, "config", None), before, section.teacher_layer)
     logger.info("layer reduction: %s keeps %d of %d layers", section.module_name_prefix, len(kept), before)
-    return before
 
 
 def is_reduced(model: nn.Module, section: LayerReduction) -> bool:

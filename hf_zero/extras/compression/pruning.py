@@ -1,16 +1,15 @@
 """Pruning of one layer: a mask that is fixed when the technique begins (l1), or made of scores that are trained (topk).
 
-Techniques differ only in what has one score: a weight, a row, a head or a channel. Each file of a
-technique is a subclass for that.
+Techniques differ only in what has one score: a weight, a row, a head or a channel. Each is a subclass for that.
 """
 
 from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from hf_zero.extras.compression.schedule import (
     n_of_m_mask,
     ratio_at,
     spread_blocks,
+    straight_through,
     top_mask,
     trained_mask,
 )
@@ -106,24 +106,6 @@ def quantized_in_range(values: Tensor, low: Tensor, high: Tensor, bits: int, *, 
     """`values` as b bits hold those from `low` to `high` (0-dim tensors); what lies outside is cut."""
     grid = Grid.of_range(low.float().view(1, 1), high.float().view(1, 1), bits, symmetric=symmetric)
     return grid.rounded(values.detach().reshape(1, -1).float()).view(values.shape).to(values.dtype)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """forward: what a function makes of a tensor; backward: as if it had done nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        return function(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0], None
-
-
-def straight_through(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """`function(values)`, whose gradient goes to `values` unchanged."""
-    result: Tensor = _StraightThrough.apply(values, function)
-    return result
 
 
 @dataclass(slots=True, eq=False)

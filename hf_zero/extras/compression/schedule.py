@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -70,22 +71,27 @@ def top_mask(scores: Tensor, dense_ratio: float) -> Tensor:
     return kept.view(scores.shape)
 
 
-class _TopMask(torch.autograd.Function):
-    """forward: the mask; backward: all scores get the mask's gradient, also those that were not chosen."""
+class _StraightThrough(torch.autograd.Function):
+    """forward: what a function makes of a tensor; backward: as if it had done nothing."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, dense_ratio: float) -> Tensor:
-        return top_mask(scores, dense_ratio).to(scores.dtype)
+    def forward(ctx: Any, values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0], None
 
 
+def straight_through(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """`function(values)`, whose gradient goes to `values` unchanged."""
+    result: Tensor = _StraightThrough.apply(values, function)
+    return result
+
+
 def trained_mask(scores: Tensor, dense_ratio: float) -> Tensor:
-    """The mask of the largest scores, through which they are trained."""
-    mask: Tensor = _TopMask.apply(scores, dense_ratio)
-    return mask
+    """The mask of the largest scores; all of them are trained by its gradient, also those that were not chosen."""
+    return straight_through(scores, lambda values: top_mask(values, dense_ratio).to(values.dtype))
 
 
 def first_scores(sizes: Tensor, shape: torch.Size | tuple[int, ...], name: str) -> Tensor:

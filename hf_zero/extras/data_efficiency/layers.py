@@ -139,12 +139,6 @@ class RandomLTD(AroundLayers):
         """Layer tokens of the whole training."""
         return sum(self.layer_tokens(step) for step in range(train_iters))
 
-    @property
-    def schedule_position(self) -> float:
-        """Updates so far, each counted by the share of its layer tokens that were computed."""
-        whole = self._batch_size * self.policy.max_tokens * self.policy.num_layers
-        return self.consumed_layer_tokens / whole
-
     def holds_schedule(self, progress: Progress) -> bool:
         """With layer_token_lr_schedule: until the layer tokens of a whole update have come together."""
         if not self.policy.scales_schedule:

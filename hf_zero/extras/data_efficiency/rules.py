@@ -246,7 +246,6 @@ def _random_ltd(section: DataRouting | None, seed: int, examined: Examined) -> R
         num_layers=own.total_layer_num,
         layer_ids=tuple(sorted(own.random_ltd_layer_id)),
         mask_name=own.model_mask_name,
-        is_decoder=own.model_type == "decoder",
         sequence_first=own.hidden_state_order == "seq_batch_dim",
         min_tokens=schedule.min_value,
         max_tokens=schedule.max_value,

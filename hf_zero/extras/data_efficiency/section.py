@@ -262,7 +262,6 @@ class RandomLTDPolicy:
     num_layers: int
     layer_ids: tuple[int, ...]
     mask_name: str | None
-    is_decoder: bool
     sequence_first: bool  # hidden states are [S, B, hidden]
     min_tokens: int
     max_tokens: int

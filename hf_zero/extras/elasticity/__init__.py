@@ -1,9 +1,412 @@
-"""Elasticity: one batch that goes with as many numbers of ranks as possible."""
+"""Elasticity: one batch that goes with as many numbers of ranks as possible.
+
+Here is the section `elasticity`: its keys, its rule, and the batch sizes that follow from it and the number of ranks.
+"""
 
 from __future__ import annotations
 
-from hf_zero.config.features import Extra, OwnSection
-from hf_zero.extras.elasticity.rules import Elasticity, elastic_sizes
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.config.batch import MICRO, STEPS, TRAIN
+from hf_zero.config.errors import ABSENT, Edit, Problem
+from hf_zero.config.features import Extra, OwnSection, Sizes
+from hf_zero.config.policies import BatchPolicy
+from hf_zero.config.schema.fields import Count, Flag, Positive, PositiveNumber, Section, ignored, supported
+from hf_zero.config.validate import validate
+from hf_zero.log import logger
+
+# Elastic batch sizes: one batch that goes with as many numbers of ranks as possible. Pure integers.
+#
+# A batch B goes with w ranks when some micro-batch m divides B and w divides B / m. DeepSpeed's choice (versions 0.1
+# and 0.2 of its elasticity) among few candidates: a micro-batch, or the least common multiple of all, times a highly
+# composite number. 0.2 counts in nodes of g ranks, and keeps a job of any size going with a batch of its own.
+
+
+# Numbers with more divisors than every smaller one.
+_HIGHLY_COMPOSITE = (
+    *(1, 2, 4, 6, 12, 24, 36, 48, 60, 120, 180, 240, 360, 720, 840, 1260, 1680, 2520, 5040, 7560, 10080, 15120, 20160),
+    *(25200, 27720, 45360, 50400, 55440, 83160, 110880, 166320, 221760, 277200, 332640, 498960, 554400, 665280, 720720),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticRule:
+    """The section, checked.
+
+    Attributes:
+        max_batch: samples per update at most.
+        by_nodes: ranks come and go `per_node` at a time (version 0.2).
+        model_ranks: ranks that share one model.
+    """
+
+    max_batch: int
+    micro_batches: tuple[int, ...]
+    min_ranks: int = 1
+    max_ranks: int = 10000
+    prefers_larger: bool = True
+    by_nodes: bool = True
+    per_node: int = 1
+    model_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticBatch:
+    """The batch of a job.
+
+    Attributes:
+        batch: samples per update.
+        counts: numbers of data-parallel ranks that it goes with, ascending.
+        micro: samples per forward at the number of ranks asked about; None where that was none.
+    """
+
+    batch: int
+    counts: tuple[int, ...]
+    micro: int | None = None
+
+
+class ElasticProblem(ValueError):
+    """The rule has no batch; `key` of the section is what to change."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+def elastic_batch(rule: ElasticRule, ranks: int | None = None) -> ElasticBatch:
+    """The batch of a job, and the micro-batch of `ranks` data-parallel ranks times `rule.model_ranks`.
+
+    Raises:
+        ElasticProblem: there is none.
+    """
+    if max(rule.micro_batches) > rule.max_batch:
+        raise ElasticProblem(
+            "micro_batch_sizes",
+            f"{max(rule.micro_batches)} is more than max_train_batch_size = {rule.max_batch}",
+        )
+    if not rule.by_nodes:
+        chosen = _best(rule, rule.max_batch, rule.min_ranks, rule.max_ranks)
+        return chosen if ranks is None else ElasticBatch(chosen.batch, chosen.counts, _micro(rule, chosen, ranks))
+    if rule.per_node % rule.model_ranks:
+        raise ElasticProblem(
+            "model_parallel_size", f"num_gpus_per_node = {rule.per_node} is not a multiple of {rule.model_ranks}"
+        )
+    return _by_nodes(rule, ranks)
+
+
+def _by_nodes(rule: ElasticRule, ranks: int | None) -> ElasticBatch:
+    data_ranks = rule.per_node // rule.model_ranks  # of one node
+    of_node = rule.max_batch // data_ranks
+    if max(rule.micro_batches) > of_node:
+        raise ElasticProblem(
+            "micro_batch_sizes",
+            f"{max(rule.micro_batches)} on each of a node's {data_ranks} data-parallel ranks is more than "
+            f"max_train_batch_size = {rule.max_batch}",
+        )
+    nodes = _best(rule, of_node, rule.min_ranks // rule.per_node, rule.max_ranks // rule.per_node)
+    chosen = ElasticBatch(nodes.batch * data_ranks, tuple(count * data_ranks for count in nodes.counts))
+    if ranks is None:
+        return chosen
+    mine = ranks // rule.model_ranks
+    if mine in chosen.counts:
+        return ElasticBatch(chosen.batch, chosen.counts, _micro(rule, chosen, mine))
+    # A job of another size keeps going with the batch nearest to the largest that its own number divides.
+    mine = ranks * data_ranks // rule.per_node
+    batches = [rule.max_batch // (micro * mine) * micro * mine for micro in rule.micro_batches] if mine else [0]
+    batch = max(batches) if rule.prefers_larger else min(batches)
+    if not batch:
+        raise ElasticProblem(
+            "max_train_batch_size", f"{ranks} ranks need more than {rule.max_batch} samples, one micro-batch each"
+        )
+    own = ElasticBatch(batch, (mine,))
+    return ElasticBatch(batch, own.counts, _micro(rule, own, mine))
+
+
+def _best(rule: ElasticRule, max_batch: int, min_count: int, max_count: int) -> ElasticBatch:
+    micros, least = rule.micro_batches, min(rule.micro_batches)
+    low, high = min_count or 1, max_count or max_batch // least
+    bases = [*micros, math.lcm(*micros)]
+    # Among equals the order of the candidates decides nothing: a larger (smaller) batch always replaces.
+    best, counts = least, tuple[int, ...]()
+    for batch in sorted({_grown(base, max_batch) for base in bases if base <= max_batch}):
+        dividing = valid_counts(batch, micros, low, high)
+        better = batch > best if rule.prefers_larger else batch < best
+        if len(dividing) > len(counts) or (len(dividing) == len(counts) and better):
+            best, counts = batch, dividing
+    return ElasticBatch(best, counts)
+
+
+def _grown(base: int, max_batch: int) -> int:
+    """`base` times the largest highly composite number that fits."""
+    return base * max(number for number in _HIGHLY_COMPOSITE if number <= max_batch // base)
+
+
+def valid_counts(batch: int, micros: Iterable[int], low: int, high: int) -> tuple[int, ...]:
+    """All numbers of ranks from `low` to `high` that a batch can be spread over evenly, in micro-batches."""
+    numbers: set[int] = set()
+    for micro in micros:
+        if batch % micro == 0:
+            numbers |= _divisors(batch // micro)
+    return tuple(sorted(count for count in numbers if low <= count <= high))
+
+
+def _divisors(number: int) -> set[int]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return {*small, *(number // divisor for divisor in small)}
+
+
+def _micro(rule: ElasticRule, chosen: ElasticBatch, count: int) -> int:
+    """The largest micro-batch for one of the valid numbers of ranks."""
+    if count not in chosen.counts:
+        raise ElasticProblem(
+            "elasticity",
+            f"{count} ranks do not go with the batch of {chosen.batch}; these numbers do: {_shown(chosen.counts)}",
+        )
+    fitting = [micro for micro in rule.micro_batches if chosen.batch // count % micro == 0]
+    return max(fitting)
+
+
+def _shown(counts: Sequence[int]) -> str:
+    text = ", ".join(map(str, counts[:20])) or "none from min_gpus to max_gpus"
+    return text if len(counts) <= 20 else f"{text}, ... ({len(counts)} of them)"
+
+
+# deepspeed.elasticity: what a scheduler or a script asks about an elasticity section.
+
+
+_OLDEST = (0, 3, 8)
+
+
+class ElasticityError(Exception):
+    """Base of errors in elasticity."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The section is missing, off or wrong."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """The batch does not go with this number of ranks."""
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Whether the config has the section, switched on."""
+    return bool((ds_config.get("elasticity") or {}).get("enabled", False))
+
+
+def compute_elastic_config(
+    ds_config: dict[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
+) -> tuple[int, list[int]] | tuple[int, list[int], int | None]:
+    """The batch of a job, the numbers of data-parallel ranks it goes with and, where asked for, the micro-batch.
+
+    Args:
+        target_deepspeed_version: at least 0.3.8.
+        world_size: ranks; 0: not known. Version 0.2 then takes the environment's WORLD_SIZE.
+
+    Raises:
+        ValueError: the config is no dict; a micro-batch is larger than the largest batch.
+        ElasticityConfigError: the section is missing, off or wrong.
+        ElasticityIncompatibleWorldSize: the batch does not go with this number of ranks.
+        ElasticityError: another version of DeepSpeed; a number of ranks per node that the model's does not divide.
+    """
+    rule = _rule(ds_config)
+    version = tuple(int(number) for number in re.findall(r"\d+", target_deepspeed_version)[:3])
+    if version < _OLDEST:
+        raise ElasticityError(f"target_deepspeed_version={target_deepspeed_version!r}: elasticity begins with 0.3.8")
+    ranks = world_size or (_world_size() if rule.by_nodes else None)
+    try:
+        chosen = elastic_batch(rule, ranks)
+    except ElasticProblem as error:
+        raise _raised(error) from None
+    if not world_size and not return_microbatch:
+        return chosen.batch, list(chosen.counts)
+    micro = chosen.micro
+    if micro is None:  # no number of ranks is known: the largest that goes with any
+        micro = max((m for m in rule.micro_batches if chosen.batch % m == 0), default=None)
+    return chosen.batch, list(chosen.counts), micro
+
+
+def _raised(error: ElasticProblem) -> Exception:
+    message = f"elasticity: {error}"
+    kinds = {"elasticity": ElasticityIncompatibleWorldSize, "micro_batch_sizes": ValueError}
+    return kinds.get(error.key, ElasticityError)(message)
+
+
+def _rule(ds_config: object) -> ElasticRule:
+    if not isinstance(ds_config, dict):
+        raise ValueError(f"compute_elastic_config({type(ds_config).__name__}): the config must be a dict")
+    if "elasticity" not in ds_config:
+        raise ElasticityConfigError('the config has no "elasticity" section')
+    if not elasticity_enabled(ds_config):
+        raise ElasticityConfigError('elasticity is switched off: set "enabled": true in its section')
+    return _checked(ds_config["elasticity"])
+
+
+def _checked(section: object) -> ElasticRule:
+    config, findings = validate({"elasticity": section})
+    problems = [finding for finding in findings if isinstance(finding, Problem)]
+    rule = None
+    if not problems:
+        rule, problems = rule_of(vars(config)["elasticity"])
+    if rule is None:
+        raise ElasticityConfigError("; ".join(map(str, problems)))
+    return rule
+
+
+def _world_size() -> int:
+    text = os.environ.get("WORLD_SIZE", "")
+    if not text.isdecimal() or not int(text):
+        raise ElasticityConfigError(
+            f"elasticity 0.2 needs the number of ranks: give world_size=, or set WORLD_SIZE (it is {text!r})"
+        )
+    return int(text)
+
+
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any]) -> None:
+    """The section that a scheduler has put into DEEPSPEED_ELASTICITY_CONFIG asks for the same batches as this one.
+
+    Raises:
+        ElasticityConfigError: it does not.
+    """
+    if SCHEDULERS not in os.environ:
+        logger.warning("%s is not set: nothing says that a scheduler keeps to these numbers of ranks", SCHEDULERS)
+        return
+    problems = list(scheduler_problems(_checked(runtime_elastic_config_dict)))
+    if problems:
+        raise ElasticityConfigError("; ".join(map(str, problems)))
+
+
+class Elasticity(Section):
+    """A batch size that goes with many numbers of ranks (docs/elasticity.md)."""
+
+    enabled: Flag = supported(False, "The three batch sizes follow from this section and the number of ranks.")
+    max_train_batch_size: Positive | None = supported(None, "Samples per update at most.", unit="samples")
+    micro_batch_sizes: list[Positive] | None = supported(None, "Samples per forward to choose from.", unit="samples")
+    min_gpus: Positive = supported(1, "Ranks at least.")
+    max_gpus: Positive = supported(10000, "Ranks at most.")
+    min_time: Count = ignored(0, "For a scheduler.", why="nothing reads it, nor in DeepSpeed", unit="minutes")
+    version: PositiveNumber = supported(0.2, "0.1: any number of ranks; 0.2: whole nodes.")
+    prefer_larger_batch: Flag = supported(True, "Of equally good batch sizes take the larger.")
+    ignore_non_elastic_batch_info: Flag = supported(False, "Batch sizes written beside the section do not matter.")
+    num_gpus_per_node: Positive = supported(1, "0.2: ranks that come and go together.")
+    model_parallel_size: Positive = supported(1, "0.2: ranks per model.")
+
+
+_VERSIONS = (0.1, 0.2)
+# Where a scheduler leaves the section by which it chooses numbers of ranks.
+SCHEDULERS = "DEEPSPEED_ELASTICITY_CONFIG"
+
+
+def rule_of(section: Elasticity) -> tuple[ElasticRule | None, list[Problem]]:
+    """The rule that a switched-on section states, or what is wrong with it."""
+    problems = list(_section_problems(section))
+    if problems:
+        return None, problems
+    assert section.max_train_batch_size is not None and section.micro_batch_sizes, "asked for above"
+    rule = ElasticRule(
+        max_batch=section.max_train_batch_size,
+        micro_batches=tuple(section.micro_batch_sizes),
+        min_ranks=section.min_gpus,
+        max_ranks=section.max_gpus,
+        prefers_larger=section.prefer_larger_batch,
+        by_nodes=section.version == _VERSIONS[1],
+        per_node=section.num_gpus_per_node if section.version == _VERSIONS[1] else 1,
+        model_ranks=section.model_parallel_size,
+    )
+    return rule, []
+
+
+def _section_problems(section: Elasticity) -> Iterator[Problem]:
+    for name in ("max_train_batch_size", "micro_batch_sizes"):
+        value = getattr(section, name)
+        if not value:
+            rule = "must be given where elasticity is enabled"
+            yield Problem(f"elasticity.{name}", ABSENT if value is None else value, rule, "see docs/elasticity.md")
+    if section.version not in _VERSIONS:
+        yield Problem("elasticity.version", section.version, "must be 0.1 or 0.2", "0.2 counts in whole nodes")
+    elif section.model_parallel_size > 1 and section.version != _VERSIONS[1]:
+        rule = "needs version 0.2"
+        yield Problem("elasticity.model_parallel_size", section.model_parallel_size, rule, "set version to 0.2")
+    if section.min_gpus > section.max_gpus:
+        rule = f"is more than max_gpus = {section.max_gpus}"
+        yield Problem("elasticity.min_gpus", section.min_gpus, rule, "swap them")
+
+
+def scheduler_problems(rule: ElasticRule) -> Iterator[Problem]:
+    """How the section that a scheduler goes by differs from the config's in what decides the batch."""
+    seen = os.environ.get(SCHEDULERS)
+    if seen is None:
+        return
+    fix = f"give both one section, or unset {SCHEDULERS}"
+    try:
+        scheduled = Elasticity.model_validate({"enabled": True, **json.loads(seen)})
+    except (ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        yield Problem("elasticity", seen, f"{SCHEDULERS} must hold the section as JSON ({reason})", fix)
+        return
+    theirs, problems = rule_of(scheduled)
+    if theirs is None:
+        yield from problems
+        return
+    named = {
+        "max_train_batch_size": (rule.max_batch, theirs.max_batch),
+        "micro_batch_sizes": (list(rule.micro_batches), list(theirs.micro_batches)),
+        "version": (_VERSIONS[rule.by_nodes], _VERSIONS[theirs.by_nodes]),
+    }
+    for name, (ours, their) in named.items():
+        if ours != their:
+            yield Problem(f"elasticity.{name}", ours, f"{SCHEDULERS}, set by the scheduler, says {their}", fix)
+
+
+def elastic_sizes(
+    config: Any, data_ranks: int, is_written: Callable[[str], bool], tensor_size: int = 1
+) -> Sizes | None:
+    """The batch sizes of a job of so many ranks that see other samples. A size of the author's own that differs is a
+    problem."""
+    section: Elasticity | None = config.elasticity
+    if section is None or not section.enabled:
+        return None
+    rule, problems = rule_of(section)
+    if section.model_parallel_size > 1:
+        why = "not available in training: ranks of a tensor group are those of tensor_parallel.autotp_size"
+        problems.append(Problem("elasticity.model_parallel_size", section.model_parallel_size, why, "write 1"))
+    problems += [] if rule is None else scheduler_problems(rule)
+    if rule is None or problems:
+        return Sizes(problems=tuple(problems))
+    try:
+        chosen = elastic_batch(rule, data_ranks)
+    except ElasticProblem as error:
+        paths = ", ".join(f"elasticity.{key}" if key != "elasticity" else key for key in error.key.split(", "))
+        fix = "start a number of ranks that goes with it, or change the section"
+        return Sizes(problems=(Problem(paths, section.model_dump(exclude_unset=True), str(error), fix),))
+    assert chosen.micro is not None, "asked for a number of ranks"
+    sizes = BatchPolicy(
+        train_batch_size=chosen.batch * tensor_size,
+        micro_batch_size=chosen.micro,
+        accumulation_steps=chosen.batch // (chosen.micro * data_ranks),
+    )
+    if section.ignore_non_elastic_batch_info:
+        return Sizes(sizes)
+    return Sizes(sizes, tuple(_contradictions(config, sizes, is_written)))
+
+
+def _contradictions(config: Any, sizes: BatchPolicy, is_written: Callable[[str], bool]) -> Iterator[Problem]:
+    elastic = {TRAIN: sizes.train_batch_size, MICRO: sizes.micro_batch_size, STEPS: sizes.accumulation_steps}
+    for name, value in elastic.items():
+        given = getattr(config, name)
+        if given is not None and given != value and is_written(name):
+            rule = f"elasticity makes it {value} for this number of ranks"
+            fix = (
+                "remove it (a DataLoader of your own needs the sizes of compute_elastic_config), or set "
+                "elasticity.ignore_non_elastic_batch_info to true"
+            )
+            yield Problem(name, given, rule, fix, edit=Edit((name,)))
+
 
 EXTRA = Extra(
     name="elasticity",

@@ -11,6 +11,7 @@ Tokens on their way to the ranks that hold their experts, and what experts make 
 
 Backward sends the gradients of both along the same ways. Per token a rank sends 2 x experts per token rows of
 hidden_size elements forward and as many backward, as far as the experts are on other ranks; and counts forward.
+`ExpertGroups` says which ranks hold all experts between them; each of them sees samples of its own.
 """
 
 from __future__ import annotations
@@ -24,8 +25,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Collectives, uncompiled
+from hf_zero.comm import (
+    Collectives,
+    ParallelGroups,
+    Partition,
+    ProgramGroups,
+    across,
+    group_of,
+    local_device,
+    torch_group,
+    uncompiled,
+)
 from hf_zero.comm.parts import HeldPart, keep_part
+from hf_zero.config import ConfigError, Problem, Resolved
+from hf_zero.extras.experts import PATH, ExpertParallel
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 from hf_zero.log import logger
@@ -220,3 +233,63 @@ def _around(model: nn.Module) -> Iterator[Any]:
     kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if kind is not None:
         yield from (module for module in model.modules() if isinstance(module, kind))
+
+
+class ExpertGroups(ProgramGroups):
+    """
+    world 4, 2 ranks along it         rank 0 1 | 2 3
+        all experts between them               2 3      of rank 2
+        the same experts                     0   2
+        everything else                      0 1 2 3    shards of the states
+    """
+
+    name = "expert"
+    samples = "own"
+    weights = "mixed"
+    group_name = "expert group"
+    size_name = PATH
+
+    @classmethod
+    def given(cls, model: nn.Module, mpu: Any, mesh_param: Any) -> ExpertGroups | None:
+        """The config alone says it."""
+        return None
+
+    @classmethod
+    def size_in(cls, resolved: Resolved) -> int:
+        return resolved.section(ExpertParallel).size
+
+    get_expert_parallel_group = ProgramGroups.own_group
+    get_expert_parallel_world_size = ProgramGroups.own_size
+    get_expert_parallel_rank = ProgramGroups.own_rank
+
+    @property
+    def _alike(self) -> Partition:
+        """Ranks with the same experts."""
+        return across(self.partition)
+
+    def get_expert_data_parallel_group(self) -> Any:
+        """Collective at first use."""
+        return torch_group(self._alike)
+
+    def get_expert_data_parallel_world_size(self) -> int:
+        return len(self._alike[0])
+
+    def get_expert_data_parallel_rank(self) -> int:
+        return group_of(self._process.rank, self._alike).index(self._process.rank)
+
+    @classmethod
+    def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: ExpertGroups | None) -> None:
+        """Leave each rank its experts of `model`. Collective.
+
+        Raises:
+            ConfigError: its experts cannot be spread, or ranks are along another dimension, too.
+        """
+        assert asked is not None, "only loaded where the config asks"
+        parts = [each.name for each in groups.mesh.dimensions if each.weights == "parts"]
+        try:
+            if parts:
+                raise ValueError(f"experts over ranks do not go with {', '.join(parts)} parallelism yet")
+            spread(model, groups.along(cls.name), local_device())
+        except ValueError as error:
+            fix = "give another size, or remove expert_parallel"
+            raise ConfigError(Problem(PATH, asked.size, str(error), fix)) from error

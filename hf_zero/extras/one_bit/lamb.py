@@ -9,7 +9,7 @@
                  f is kept in [factor_min, factor_max] and within (1 +- factor_threshold) of the last f
                  p = p - lr * a * f * u
 
-C is hf_zero.comm.compressed_mean. It sends a scale per tensor, so momenta need not be brought to one size beforehand.
+C is `CompressedMean`. It sends a scale per tensor, so momenta need not be brought to one size beforehand.
 Source: Li et al. 2021 (arXiv 2104.06069).
 """
 

@@ -12,13 +12,13 @@
     always:                                     p = p - lr * u,  u = m / (sqrt(v) + eps) + weight_decay * p
 
 What is kept is not B but p - B, the last weights that all ranks had in common: so they are the same bits everywhere.
-No bias correction; C is hf_zero.comm.compressed_mean. Between two h-th updates every rank has weights of its own, so
+No bias correction; C is `CompressedMean`. Between two h-th updates every rank has weights of its own, so
 whole weights are needed on each: stage 0. Source: Lu et al. 2022 (arXiv 2202.06009).
 
 1-bit Adam: Adam during warm-up, then a frozen variance and momentum that travels at one bit per element.
 
     warm-up      m, v as in Adam, without bias correction          p = p - lr * (m / (sqrt(v) + eps) + weight_decay * p)
-    afterwards   m = C(beta1 * m + (1 - beta1) * g_own), v stays; the same p.   C: hf_zero.comm.compressed_mean
+    afterwards   m = C(beta1 * m + (1 - beta1) * g_own), v stays; the same p.   C: `CompressedMean`
 
 Source: Tang et al. 2021 (arXiv 2102.02888).
 """

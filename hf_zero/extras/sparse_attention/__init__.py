@@ -1,9 +1,120 @@
-"""Sparse attention: which blocks of keys each block of queries sees, and attention that computes no other."""
+"""Sparse attention: which blocks of keys each block of queries sees, and attention that computes no other.
+
+Here is the section sparse_attention: its keys, its rules, and the policy that follows.
+"""
 
 from __future__ import annotations
 
-from hf_zero.config.features import Extra, OwnSection
-from hf_zero.extras.sparse_attention.section import SparseAttention, examine
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from hf_zero.config.errors import Edit, Problem, Remark
+from hf_zero.config.features import Examined, Extra, OwnSection
+from hf_zero.config.schema.fields import Count, Flag, Positive, Section, as_lower, supported
+
+Mode = Annotated[
+    Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"],
+    BeforeValidator(as_lower),
+]
+
+
+Direction = Annotated[Literal["unidirectional", "bidirectional"], BeforeValidator(as_lower)]
+
+
+class SparseAttention(Section):
+    """Which blocks of keys a block of queries sees. Without any key in it the section asks for nothing."""
+
+    mode: Mode = supported("fixed", "The pattern; local_sliding_window is beyond what DeepSpeed reads here.")
+    block: Positive = supported(16, "Side of a block; on GPUs 64 and more pay.", unit="tokens")
+    different_layout_per_head: Flag = supported(False, "Heads may have patterns of their own.")
+    attention: Direction = supported("bidirectional", "unidirectional: no block sees later ones. Not for dense.")
+    num_local_blocks: Positive = supported(4, "fixed: blocks per window.")
+    num_global_blocks: Count = supported(1, "fixed: representatives per window; bigbird: first blocks seen by all.")
+    horizontal_global_attention: Flag = supported(False, "fixed, variable: global blocks see all, too.")
+    num_different_global_patterns: Positive = supported(1, "fixed: choices of representatives among heads.")
+    num_random_blocks: Count = supported(0, "variable, bigbird: random blocks per row; the same in every run.")
+    local_window_blocks: list[Positive] = supported([4], "variable: sizes of windows, the last one repeats.")
+    global_block_indices: list[Count] = supported([0], "variable, bslongformer: global blocks, or where they begin.")
+    global_block_end_indices: list[Count] | None = supported(None, "The same: where they end.")
+    num_sliding_window_blocks: Positive = supported(
+        3, "bigbird, bslongformer, local_sliding_window: neighbours, the block itself included."
+    )
+
+
+# Pattern -> the keys it reads besides mode, block and different_layout_per_head.
+PATTERN_KEYS = {
+    "dense": frozenset[str](),
+    "fixed": frozenset(
+        "attention num_local_blocks num_global_blocks horizontal_global_attention num_different_global_patterns".split()
+    ),
+    "variable": frozenset(
+        "attention num_random_blocks local_window_blocks global_block_indices global_block_end_indices "
+        "horizontal_global_attention".split()
+    ),
+    "bigbird": frozenset("attention num_random_blocks num_sliding_window_blocks num_global_blocks".split()),
+    "bslongformer": frozenset(
+        "attention num_sliding_window_blocks global_block_indices global_block_end_indices".split()
+    ),
+    "local_sliding_window": frozenset(("attention", "num_sliding_window_blocks")),
+}
+
+
+_COMMON = frozenset(("mode", "block", "different_layout_per_head"))
+
+
+def examine(config: Any) -> Examined:
+    """Without any key in it the section asks for nothing."""
+    section: SparseAttention | None = config.sparse_attention
+    if section is None or not section.model_fields_set:
+        return Examined()
+    examined = Examined()
+    for name in sorted(section.model_fields_set - PATTERN_KEYS[section.mode] - _COMMON):
+        text, path = f"no effect with mode {section.mode}", ("sparse_attention", name)
+        examined.remarks.append(Remark(".".join(path), text, getattr(section, name), edit=Edit(path)))
+    examined.problems += _pattern_problems(section)
+    examined.policy = None if examined.problems else section
+    return examined
+
+
+def _pattern_problems(section: SparseAttention) -> Iterator[Problem]:
+    read = PATTERN_KEYS[section.mode]
+
+    def problem(name: str, rule: str, fix: str) -> Problem:
+        return Problem(f"sparse_attention.{name}", getattr(section, name), rule, fix)
+
+    causal = section.attention == "unidirectional"
+    if section.mode == "fixed":
+        g, w, patterns = section.num_global_blocks, section.num_local_blocks, section.num_different_global_patterns
+        if not g or w % g:
+            yield problem("num_global_blocks", f"must divide num_local_blocks = {w}", "1 always does")
+        elif patterns > w // g:
+            yield problem(
+                "num_different_global_patterns",
+                f"a window of {w} blocks has room for {w // g} choices of {g}",
+                f"write at most {w // g}",
+            )
+        if patterns > 1 and not section.different_layout_per_head:
+            rule = "heads can only differ with different_layout_per_head"
+            yield problem("num_different_global_patterns", rule, "set different_layout_per_head to true, or write 1")
+    if "horizontal_global_attention" in read and section.horizontal_global_attention and causal:
+        rule = "lets blocks see later ones, which unidirectional attention does not"
+        yield problem("horizontal_global_attention", rule, "set it to false, or attention to bidirectional")
+    if "local_window_blocks" in read and not section.local_window_blocks:
+        yield problem("local_window_blocks", "must list at least one size", "remove it for [4]")
+    if section.mode == "bigbird" and causal and section.num_random_blocks > 1:
+        rule = "the first row of blocks has one block to draw from under unidirectional attention"
+        yield problem("num_random_blocks", rule, "write 1 or 0, or attention bidirectional")
+    if "global_block_indices" in read and section.global_block_end_indices is not None:
+        starts, ends = section.global_block_indices, section.global_block_end_indices
+        if len(starts) != len(ends):
+            rule = f"must have one entry for each of the {len(starts)} global_block_indices"
+            yield problem("global_block_end_indices", rule, "remove it, or complete it")
+        elif any(start >= end for start, end in zip(starts, ends)):
+            rule = f"every end must be more than its start in global_block_indices = {starts}"
+            yield problem("global_block_end_indices", rule, "ends are not included: start + 1 is one block")
+
 
 EXTRA = Extra(
     name="sparse_attention",

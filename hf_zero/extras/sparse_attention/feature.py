@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from hf_zero.config import ConfigError, Problem, Resolved
+from hf_zero.extras.sparse_attention import PATTERN_KEYS, SparseAttention
 from hf_zero.extras.sparse_attention.registered import switch_on
-from hf_zero.extras.sparse_attention.section import PATTERN_KEYS, SparseAttention
 from hf_zero.extras.sparse_attention.sparsity import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
@@ -19,7 +19,7 @@ from hf_zero.extras.sparse_attention.sparsity import (
     SparsityConfig,
     VariableSparsityConfig,
 )
-from hf_zero.features import TrainingFeature
+from hf_zero.features import TrainingFeature, text_config, unwrapped
 
 _CLASSES: dict[str, Any] = {
     "dense": DenseSparsityConfig,
@@ -61,10 +61,8 @@ def sparse_attention_of(model: nn.Module, resolved: Resolved) -> TrainingFeature
     policy = resolved.extras.get("sparse_attention")
     if policy is None:
         return None
-    base = getattr(model, "get_base_model", lambda: model)()  # of PEFT
-    config: Any = getattr(base, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(text, "num_attention_heads", None)
+    base = unwrapped(model)
+    heads = getattr(text_config(getattr(base, "config", None)), "num_attention_heads", None)
     try:
         if not isinstance(heads, int):
             raise ValueError(f"{type(base).__name__} has no config.num_attention_heads")

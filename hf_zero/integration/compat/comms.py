@@ -12,7 +12,7 @@ from hf_zero.config.objects import ConfigView, MonitorSections
 from hf_zero.features import ASKED
 from hf_zero.log import log_dist
 from hf_zero.profiling import monitors
-from hf_zero.profiling.comms_log import CommsLog, straggler_table, stragglers, summary, table
+from hf_zero.profiling.comms_log import WAITS, CommsLog, stragglers, summary, table
 from hf_zero.profiling.monitors import Monitor, Monitors
 from hf_zero.profiling.recorder import Recorder
 from hf_zero.spans import SPANS
@@ -62,7 +62,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     if show_straggler:
         everyone: Any = watching_collectives().gather_objects(totals)
         waited = stragglers(everyone, this_process().rank)
-        log_dist(f"waiting for other ranks, on rank 0\n{straggler_table(waited)}")
+        log_dist(f"waiting for other ranks, on rank 0\n{table(waited, WAITS)}")
     if not return_dict:
         return None
     return {"summary": totals, "straggler_analysis": waited, "metadata": _metadata()}

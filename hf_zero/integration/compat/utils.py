@@ -270,8 +270,6 @@ def empty_cache() -> None:
 
 def get_ma_status() -> int:
     """Bytes allocated on the device, on rank 0; 0 elsewhere."""
-    from hf_zero.comm import this_process
-
     return int(get_accelerator().memory_allocated()) if this_process().rank == 0 else 0
 
 

@@ -21,8 +21,8 @@ from hf_zero.config.errors import ABSENT
 from hf_zero.config.fill import apply, drop_unfilled, fill
 from hf_zero.config.load import normalise
 from hf_zero.config.sources import is_auto, source_in
-from hf_zero.integration.huggingface.asked_experts import write_asked_experts
 from hf_zero.integration.huggingface.engine_choice import stepped_aside
+from hf_zero.integration.huggingface.experts import write_asked_experts
 from hf_zero.integration.huggingface.views import accelerator_view, is_dummy, sequence_size
 
 

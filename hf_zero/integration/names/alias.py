@@ -46,16 +46,13 @@ def lazy_names(module: str) -> tuple[Callable[[str], object], Callable[[], list[
         try:
             return vars(sys.modules[module]).setdefault(name, find(path, name))
         except LookupError:
-            raise missing_name(module, name) from None
+            error = AttributeError(_missing(f"{module}.{name}"), name=name, obj=sys.modules.get(module))
+            raise error from None
 
     def __dir__() -> list[str]:
         return sorted({*vars(sys.modules[module]), *homes_of(path), *known_names(path), *children(path)})
 
     return __getattr__, __dir__
-
-
-def missing_name(module: str, name: str, why: str = "") -> AttributeError:
-    return AttributeError(f"{why}{_missing(f'{module}.{name}')}", name=name, obj=sys.modules.get(module))
 
 
 def missing_module(name: str) -> ModuleNotFoundError:

@@ -16,13 +16,6 @@ from typing import Any, NoReturn
 
 from hf_zero.instead import alternative
 
-# Where hf_zero keeps what DeepSpeed's modules offer: module -> name -> dotted home. Nothing of it is imported yet.
-#
-# homes.json has rows `"module": {"home below hf_zero": "name name theirs=ours"}`. A name is listed once, at the module
-# that defines it in DeepSpeed; names.json says which modules import it from there (but for utils.z3_leaf_module, which
-# has a function of that very name). Names that are only in DeepSpeed's modules refuse to be used: see unsupported.py.
-
-
 Homes = dict[str, str]
 # Modules that are others of the package, or of ours, under a second name.
 SAME_MODULE = {
@@ -36,7 +29,12 @@ _BUILDERS = "ops.op_builder"  # every module below it has all builders
 
 @functools.cache
 def all_homes() -> Mapping[str, Homes]:
-    """homes.json, and that of every extra that is there, by module path without `deepspeed.`."""
+    """Where hf_zero keeps what DeepSpeed's modules offer: module without `deepspeed.` -> name -> dotted home.
+
+    homes.json, and that of every extra that is there, have rows `"module": {"home below hf_zero": "name theirs=ours"}`.
+    A name is listed once, at the module that defines it in DeepSpeed; names.json says which modules import it from
+    there (but for utils.z3_leaf_module, which has a function of that very name).
+    """
     here = Path(__file__)
     homes: dict[str, Homes] = {}
     for path in (here.with_name("homes.json"), *sorted(here.parents[2].glob("extras/*/homes.json"))):

@@ -5,7 +5,6 @@ PEFT writes into the base layer's weights, which are there only between an evalu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -14,11 +13,11 @@ from torch import nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.integration.patches import Function, Patches
+from hf_zero.log import logger
 from hf_zero.params.partitioning import unpartition
 from hf_zero.params.sharded_parameter import of
 
 PATCHES = Patches("peft.tuners.tuners_utils")
-logger = logging.getLogger("hf_zero")
 _NO_MERGE = "merging adapters may not work at stage 3"
 
 

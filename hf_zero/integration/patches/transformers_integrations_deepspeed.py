@@ -26,7 +26,7 @@ from hf_zero.config.fill import apply, drop_unfilled, fill
 from hf_zero.config.load import normalise
 from hf_zero.device.host_memory import trim
 from hf_zero.integration.huggingface.engine_choice import raise_both, stand_in_model, stepped_aside
-from hf_zero.integration.huggingface.packed_experts import in_one_go
+from hf_zero.integration.huggingface.experts import in_one_go
 from hf_zero.integration.huggingface.views import is_dummy, launch_view, sequence_size, training_view
 from hf_zero.integration.patches import MARK, Function, Patches
 from hf_zero.integration.patches.transformers_modeling_utils import NOTED, behind_parametrizations

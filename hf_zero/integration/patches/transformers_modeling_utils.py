@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm.parts import OF_ADAPTERS, parts_among, refuse_parts
-from hf_zero.integration.huggingface.asked_experts import left_to_engine
+from hf_zero.integration.huggingface.experts import left_to_engine
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.params.sharded_parameter import HANDLE
 from hf_zero.params.stand_ins import ReleasedView

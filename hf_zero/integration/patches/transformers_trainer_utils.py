@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 from collections.abc import Callable
 
 from hf_zero.integration.patches import Patches
+from hf_zero.log import logger
 
 PATCHES = Patches("transformers.trainer_utils")
-logger = logging.getLogger("hf_zero")
 _STATE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-(\d+)")
 

@@ -13,11 +13,10 @@ import pytest
 
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import ConfigError, resolve
+from hf_zero.extras.autotuning import Autotuning, TrialPolicy, tuning
 from hf_zero.extras.autotuning import measure as measuring
-from hf_zero.extras.autotuning import tuning
 from hf_zero.extras.autotuning.experiments import Experiment, Result, judge, with_config
 from hf_zero.extras.autotuning.measure import Trial, measure, ranked
-from hf_zero.extras.autotuning.section import Autotuning, TrialPolicy
 from hf_zero.extras.autotuning.tuning import (
     Search,
     best_of,

@@ -37,5 +37,16 @@ def test_none_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "matches no module" in problem["rule"] and "nearest" in problem["fix"]
 
 
+def test_a_name_on_the_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for a folder, and the command ended in a traceback."""
+    revision = tmp_path / "models--own--tiny" / "snapshots" / "1"
+    tiny_bert().save_pretrained(revision)
+    (tmp_path / "models--own--tiny" / "refs").mkdir()
+    (tmp_path / "models--own--tiny" / "refs" / "main").write_text("1")
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path))
+    found = _explained(tmp_path, capsys, "--model", "own/tiny", row_pruning=ROWS)
+    assert any("2 modules" in note for note in found["notes"]), found["notes"]
+
+
 def test_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert any("--model" in note for note in _explained(tmp_path, capsys, row_pruning=ROWS)["notes"])

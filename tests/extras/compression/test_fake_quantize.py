@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_zero.extras.compression.pruning import quantized, quantized_in_range, straight_through
+from hf_zero.extras.compression.pruning import quantized, quantized_in_range
+from hf_zero.extras.compression.schedule import straight_through
 
 VALUES = [-1, -0.5, -0.1, 0, 0.2, 0.45, 0.9, 1]
 SYMMETRIC_8 = [-1, -0.5, -0.1015625, 0, 0.203125, 0.453125, 0.8984375, 0.9921875]

@@ -38,7 +38,6 @@ def policy(**changes: Any) -> RandomLTDPolicy:
         "num_layers": 4,
         "layer_ids": (1, 2),
         "mask_name": "attention_mask",
-        "is_decoder": True,
         "sequence_first": False,
         "min_tokens": KEPT,
         "max_tokens": 24,

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero.config import ConfigError, resolve
-from hf_zero.extras.elasticity.rules import (
+from hf_zero.extras.elasticity import (
     ElasticityConfigError,
     ElasticityError,
     ElasticityIncompatibleWorldSize,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.extras.estimates import deepspeed_estimates
+from hf_zero.extras import estimates
 from tests.config.deepspeed_answers import ask_deepspeed
 from tests.support.requirements import requires
 
@@ -81,9 +81,9 @@ def test_a_model_on_the_meta_device_counts_whole_and_tied_weights_once() -> None
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(100, 30), nn.Linear(30, 100))
     model[1].weight = model[0].weight
-    assert deepspeed_estimates.count_parameters(model) == (3100, 3100)
+    assert estimates.count_parameters(model) == (3100, 3100)
     whole = nn.Linear(30, 100)
-    assert deepspeed_estimates.count_parameters(nn.Sequential(whole, nn.Linear(1, 1))) == (3102, 3100)
+    assert estimates.count_parameters(nn.Sequential(whole, nn.Linear(1, 1))) == (3102, 3100)
 
 
 @pytest.mark.oracle

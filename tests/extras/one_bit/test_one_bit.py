@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
+from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import ConfigError, resolve
+from hf_zero.extras.one_bit.compressing import CompressedMean
 from hf_zero.extras.one_bit.lamb import OneBitLamb
 from hf_zero.extras.one_bit.zero_one_adam import OneBitAdam, ZeroOneAdam
+from hf_zero.layout import Interval
 from tests.optim import one_bit
 from tests.optim.one_bit import advance, gradients, run_engine, settings, start
 from tests.support.models import stack, tiny_llama, token_rows
@@ -278,3 +281,17 @@ def test_it_learns_like_adam_with_a_fraction_of_the_bytes() -> None:
     (exact, _), (compressed, _) = run_each(trained, 2, [(section, 120) for section in (adam, one_bit_adam)])
     assert exact[0] < 2.0 and compressed[0] <= 1.02 * exact[0], "the untrained model has a loss of 4.9"
     assert compressed[1] * 4 <= exact[1]
+
+
+def test_the_compressed_mean_keeps_signs_and_owes_the_rest() -> None:
+    mean = CompressedMean(LoneCollectives(), torch.empty(16), [Interval(0, 5), Interval(8, 16)])
+    flat = torch.zeros(16)
+    flat[:5] = torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
+    flat[8:] = 1.0
+    before = flat.clone()
+    mean.average(flat, [0])
+    assert flat[:5].sign().tolist() == [1, -1, 1, -1, 1] and flat[:5].abs().unique().numel() == 1
+    assert not flat[5:8].any() and torch.equal(flat[8:], before[8:]), "padding, and a tensor that was not asked for"
+    assert torch.allclose(flat[:5] + mean.error_feedback()[:5], before[:5], atol=1e-6)
+    mean.forget()
+    assert not mean.error_feedback().any()
