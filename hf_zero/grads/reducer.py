@@ -11,6 +11,7 @@ early waits for its predecessors, and what is still missing when backward ends c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -37,6 +38,10 @@ TOO_LATE = (
     "a second backward (set gradient_accumulation_steps to the number of backward passes per step), or of a layer that "
     "reentrant checkpointing runs twice (use_reentrant=False)"
 )
+
+
+class _Arrival(functools.partial[None]):
+    """What a parameter calls when it has got its gradient."""
 
 
 class Mode(Enum):
@@ -118,10 +123,12 @@ class GradientReducer:
         self._num_launched = 0  # in this backward
         self._num_backward = 0
         store.report_progress(self.pass_by)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_hook(self._arrived, index))
-            for index, parameter in enumerate(store.parameters)
-        ]
+        self._hooks = []
+        for index, parameter in enumerate(store.parameters):
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            for number in [number for number, hook in hooks.items() if isinstance(hook, _Arrival)]:
+                del hooks[number]  # of an engine that has had this model before: two would share gradients out
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_Arrival(self._arrived, index)))
 
     def apply_by(self, apply: Callable[[BucketGradients], None]) -> None:
         """Call `apply` with each bucket whose sum is complete, while the last backward before a step goes on."""
@@ -246,7 +253,7 @@ class GradientReducer:
             hook.remove()
         self._hooks = []
 
-    def _arrived(self, index: int) -> None:
+    def _arrived(self, index: int, _parameter: nn.Parameter) -> None:
         bucket = self.buckets[self._bucket_of[index]]
         missing = None if self._mode is Mode.HOLD_BACK else bucket.arrivals.arrive(index)
         if missing is None:
@@ -286,13 +293,6 @@ def _dtypes(bucket: TrainedBucket, precision: Precision) -> GradientDtypes:
     return GradientDtypes(
         communication=precision.communication_dtype(parameter), accumulation=precision.accumulation_dtype(parameter)
     )
-
-
-def _hook(arrived: Callable[[int], None], index: int) -> Callable[[nn.Parameter], None]:
-    def hook(_parameter: nn.Parameter) -> None:
-        arrived(index)
-
-    return hook
 
 
 def _by_rows(bucket: TrainedBucket, sparse: Collection[int], collectives: Collectives) -> SparseRowSum | None:
