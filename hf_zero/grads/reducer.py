@@ -66,6 +66,7 @@ class GradientReducer:
     Attributes:
         buckets: in the order of the layout.
         late: parameters (by index) whose gradients came after their bucket was taken.
+        is_replaced: the model has another engine since then.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class GradientReducer:
             for bucket in store.buckets
         )
         self.late: set[int] = set()
+        self.is_replaced = False
         self._parameters = store.parameters
         self._bucket_of = store.layout.bucket_of()
         self._shards_gradients = sharding.shards_gradients
@@ -127,7 +129,7 @@ class GradientReducer:
         for index, parameter in enumerate(store.parameters):
             hooks = parameter._post_accumulate_grad_hooks or {}
             for number in [number for number, hook in hooks.items() if isinstance(hook, _Arrival)]:
-                del hooks[number]  # of an engine that has had this model before: two would share gradients out
+                hooks.pop(number).func.__self__.is_replaced = True  # two engines would share gradients out
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_Arrival(self._arrived, index)))
 
     def apply_by(self, apply: Callable[[BucketGradients], None]) -> None:
@@ -141,6 +143,8 @@ class GradientReducer:
         Args:
             may_apply: gradients that this backward completes will not be dropped.
         """
+        if self.is_replaced:
+            raise RuntimeError("the model was given to initialize() again: train it with the engine that this returned")
         self.wait()  # every bucket must know what it holds; these have had the whole forward to arrive
         if self._applies:
             raise RuntimeError(TOO_LATE)

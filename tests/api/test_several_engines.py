@@ -310,6 +310,8 @@ def run_phases(rank: int, stage: int, limits: dict[str, int]) -> Weights:
         for step in steps:
             engines[-1].backward(engines[-1](noise(step, 5, 1)[own]).square().mean())
             engines[-1].step()
+    with pytest.raises(RuntimeError, match=r"given to initialize\(\) again"):
+        engines[0].backward(engines[0](noise(0, 5, 1)[own]).square().mean())
     return weights_of(engines[-1])
 
 
