@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from hf_zero.api.parameter_offload import ParameterOffload
 
 
+_UNFROZEN = (
+    "%d parameters that were frozen at initialize() require gradients now, and no update reaches them: %s, ... Call it "
+    "(accelerator.prepare()) again after unfreezing, with an optimizer that has them"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
     """Parts that `initialize` builds before the engine. No assembly means: no optimizer, forward only.
@@ -99,6 +105,7 @@ class ZeroEngine(nn.Module):
         self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
         self.input_shape: torch.Size | None = None  # of the last `input_ids`: an out-of-memory error reckons with it
         self._saves: EngineCheckpoints | None = None
+        self._frozen = {name: each for name, each in self.module.named_parameters() if not each.requires_grad}
         self.is_destroyed = False
         self._broadcasts_buffers = resolved.section(HfZero).broadcast_buffers
         self._forward_precision = ForwardPrecision(resolved.precision, parts.device)
@@ -152,6 +159,9 @@ class ZeroEngine(nn.Module):
             self._saves.background.check()  # before anything is counted: who catches its error calls step() again
         if not self.gradients.begin_step():
             return
+        if unfrozen := [name for name, each in self._frozen.items() if each.requires_grad]:
+            logger.warning(_UNFROZEN, len(unfrozen), ", ".join(unfrozen[:4]))
+            self._frozen = {}
         parts = self.gradients.parts("step")
         optimizer = parts.optimizer
         scale = optimizer.loss_scale

@@ -99,13 +99,7 @@ def initialize(
         init_distributed(distributed_port=distributed_port)
     num_ranks, host_sizes = this_process().size, hosts().sizes
     parallelism = Parallelism(model, mpu, mesh_param)
-    resolved = resolve(
-        raw,
-        model=model_view(model),
-        world_size=num_ranks,
-        host_sizes=host_sizes,
-        **parallelism.sizes,
-    )
+    resolved = resolve(raw, model=model_view(model), world_size=num_ranks, host_sizes=host_sizes, **parallelism.sizes)
     groups = parallelism.groups(resolved)
     _warn(resolved)
     parallelism.prepare(model, groups)

@@ -455,7 +455,10 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     has_masters = any(sub_group.lp_param is not None for sub_group in own)
     part, in_order = collected.part(subject), subject.group_shapes()
     optimizer = optimizer_states_0(part, in_order, states, has_masters=has_masters)
-    return {ds.model_file(0, 0, subject.model_rank): model_states(run, weights, in_order, optimizer, ours(part))}
+    extras = ours(part)
+    if outside := {name: states[name].master for name in names if name not in weights.module}:
+        extras[ds.OUTSIDE_WEIGHTS] = outside  # DeepSpeed's `module` has the model's alone
+    return {ds.model_file(0, 0, subject.model_rank): model_states(run, weights, in_order, optimizer, extras)}
 
 
 def _joined(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:

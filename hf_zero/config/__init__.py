@@ -19,13 +19,7 @@ from hf_zero.config.policies import (
     SchedulerPolicy,
     ZeroPolicy,
 )
-from hf_zero.config.resolve import (
-    Findings,
-    examine,
-    resolve,
-    resolve_extra,
-    resolve_for_init,
-)
+from hf_zero.config.resolve import Findings, examine, resolve, resolve_extra, resolve_for_init
 from hf_zero.config.schema.training import Aio
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 from hf_zero.config.sources import ConfigDict, Source

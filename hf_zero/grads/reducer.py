@@ -11,6 +11,7 @@ early waits for its predecessors, and what is still missing when backward ends c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -39,6 +40,10 @@ TOO_LATE = (
 )
 
 
+class _Arrival(functools.partial[None]):
+    """What a parameter calls when it has got its gradient."""
+
+
 class Mode(Enum):
     """Treatment of gradients that arrive."""
 
@@ -61,6 +66,7 @@ class GradientReducer:
     Attributes:
         buckets: in the order of the layout.
         late: parameters (by index) whose gradients came after their bucket was taken.
+        is_replaced: the model has another engine since then.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class GradientReducer:
             for bucket in store.buckets
         )
         self.late: set[int] = set()
+        self.is_replaced = False
         self._parameters = store.parameters
         self._bucket_of = store.layout.bucket_of()
         self._shards_gradients = sharding.shards_gradients
@@ -118,10 +125,12 @@ class GradientReducer:
         self._num_launched = 0  # in this backward
         self._num_backward = 0
         store.report_progress(self.pass_by)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(_hook(self._arrived, index))
-            for index, parameter in enumerate(store.parameters)
-        ]
+        self._hooks = []
+        for index, parameter in enumerate(store.parameters):
+            hooks = parameter._post_accumulate_grad_hooks or {}
+            for number in [number for number, hook in hooks.items() if isinstance(hook, _Arrival)]:
+                hooks.pop(number).func.__self__.is_replaced = True  # two engines would share gradients out
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(_Arrival(self._arrived, index)))
 
     def apply_by(self, apply: Callable[[BucketGradients], None]) -> None:
         """Call `apply` with each bucket whose sum is complete, while the last backward before a step goes on."""
@@ -134,6 +143,8 @@ class GradientReducer:
         Args:
             may_apply: gradients that this backward completes will not be dropped.
         """
+        if self.is_replaced:
+            raise RuntimeError("the model was given to initialize() again: train it with the engine that this returned")
         self.wait()  # every bucket must know what it holds; these have had the whole forward to arrive
         if self._applies:
             raise RuntimeError(TOO_LATE)
@@ -246,7 +257,7 @@ class GradientReducer:
             hook.remove()
         self._hooks = []
 
-    def _arrived(self, index: int) -> None:
+    def _arrived(self, index: int, _parameter: nn.Parameter) -> None:
         bucket = self.buckets[self._bucket_of[index]]
         missing = None if self._mode is Mode.HOLD_BACK else bucket.arrivals.arrive(index)
         if missing is None:
@@ -286,13 +297,6 @@ def _dtypes(bucket: TrainedBucket, precision: Precision) -> GradientDtypes:
     return GradientDtypes(
         communication=precision.communication_dtype(parameter), accumulation=precision.accumulation_dtype(parameter)
     )
-
-
-def _hook(arrived: Callable[[int], None], index: int) -> Callable[[nn.Parameter], None]:
-    def hook(_parameter: nn.Parameter) -> None:
-        arrived(index)
-
-    return hook
 
 
 def _by_rows(bucket: TrainedBucket, sparse: Collection[int], collectives: Collectives) -> SparseRowSum | None:

@@ -268,9 +268,7 @@ def _built_in(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None) ->
     rule = family_of(optimizer)
     if rule is not None:
         return Traits(
-            Sees.ELEMENTS,
-            lambda sub_groups, peers, ranks: ElementwiseUpdater(optimizer, sub_groups, rule),
-            family=rule,
+            Sees.ELEMENTS, lambda sub_groups, peers, ranks: ElementwiseUpdater(optimizer, sub_groups, rule), family=rule
         )
     described: Callable[[torch.optim.Optimizer], Traits] | None = vars(type(optimizer)).get("traits")
     if described is not None:

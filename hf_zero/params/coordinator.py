@@ -143,17 +143,26 @@ class Backward:
         self._prefetcher = prefetcher
         self._on_progress = on_progress
         self._descent: _Descent | None = None
+        self._held: list[Unit] = []
         self.num_passes = 0
 
     @property
     def is_under_way(self) -> bool:
         return self._descent is not None
 
-    def reach(self, hooked: HookedModule, units: Sequence[Unit]) -> None:
-        """The gradient of an output of `hooked` has come; its backward reads `units`."""
+    def reach(self, hooked: HookedModule, units: Sequence[Unit], *, creates_graph: bool = False) -> None:
+        """The gradient of an output of `hooked` has come; its backward reads `units`.
+
+        Where it creates a graph (of a gradient penalty), so does the backward of that backward, at operations that no
+        hook is at: they are held until the loss has had its backward.
+        """
         if self._descent is not None:
             self._descent.reached = None
         self.gather(hooked, units)
+        if creates_graph:
+            self._held += units
+            for unit in units:
+                unit.is_held = True
         assert self._descent is not None, "it has begun"
         self._descent.reached = hooked
 
@@ -199,6 +208,12 @@ class Backward:
             if holder is not hooked and apart:
                 del descent.holders[unit]
                 unit.release()
+
+    def stop_holding(self) -> None:
+        """What is held for the backward of a backward may be released."""
+        for unit in self._held:
+            unit.is_held = False
+        self._held = []
 
     def end(self) -> bool:
         """Backward is over, where it was under way, which is returned. Collective then."""
@@ -304,9 +319,13 @@ class ParameterCoordinator:
         if not (units and torch.is_grad_enabled() and hooked.reads_in_backward):
             return
         needed = tuple(units)
+
+        def reach(_gradient: Tensor) -> None:
+            self.backward.reach(hooked, needed, creates_graph=torch.is_grad_enabled())
+
         for tensor in _tensors(output):
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
-                tensor.register_hook(lambda _grad: self.backward.reach(hooked, needed))
+                tensor.register_hook(reach)
 
     def read(self, unit: Unit) -> None:
         """A module reads a parameter of a unit that is not gathered for it: gather it for the innermost one."""
@@ -321,7 +340,8 @@ class ParameterCoordinator:
 
     def _begin_forward(self, hooked: HookedModule) -> None:
         if self.backward.is_under_way:
-            self.end_backward()
+            self.backward.end()
+            self.release_all()
         trains = torch.is_grad_enabled()
         if not trains:
             self.prefetcher.ahead.discard()  # it was for a pass that trains
@@ -334,6 +354,7 @@ class ParameterCoordinator:
 
     def end_backward(self) -> None:
         """The backward pass, if there was one, is over: nothing stays gathered. Collective."""
+        self.backward.stop_holding()
         if self.backward.end():
             self.release_all()
 

@@ -357,6 +357,7 @@ class Unit:
         index: place in the fixed order in which all ranks gather units.
         numel: elements that a gather makes live.
         is_persistent: stays gathered; it is gathered again only after its weights were updated.
+        is_held: stays gathered for now: `release` does nothing.
         state: changed by the verbs alone.
     """
 
@@ -366,6 +367,7 @@ class Unit:
         self.parts = tuple(parts)
         self.numel = sum(slot.numel for part in parts for slot in part.layout.slots)
         self.is_persistent = is_persistent
+        self.is_held = False
         self.state = UnitState.RELEASED
         self._gathering: Gathering | None = None
 
@@ -421,8 +423,8 @@ class Unit:
         self.put_back()
 
     def release(self) -> None:
-        """Parameters go back to shards; those of a persistent unit stay."""
-        if self.is_gathered and not self.is_persistent:
+        """Parameters go back to shards; those of a persistent unit stay, and those that are held."""
+        if self.is_gathered and not (self.is_persistent or self.is_held):
             for part in self.parts:
                 part.release()
             self.state = UnitState.RELEASED

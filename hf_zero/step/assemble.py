@@ -283,13 +283,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     else:
         layout = _flat_layout(trained.specs, plan)
         store = FlatParameters(
-            layout,
-            trained.parameters,
-            sharding,
-            plan.groups,
-            placements,
-            plan.precision,
-            whole_tensors=whole_tensors,
+            layout, trained.parameters, sharding, plan.groups, placements, plan.precision, whole_tensors=whole_tensors
         )
     sub_groups = [sub_group for bucket in store.buckets for sub_group in bucket.sub_groups]
     adopt_masters(optimizer, sub_groups, groups)
@@ -443,6 +437,11 @@ def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], plan: Plan) ->
     """Trainable parameters in the model's registration order, then those of other modules in group order."""
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in group_of}
+    if not names and any(parameter.requires_grad for parameter in module.parameters()):
+        logger.warning(
+            "the optimizer has none of the model's parameters, and no update will reach them: make it from those of "
+            "the very model that initialize() gets, after the last copy of it"
+        )
     ordered = [parameter for parameter in module.parameters() if id(parameter) in group_of]
     ordered += [parameter for group in groups for parameter in group["params"] if id(parameter) not in names]
     _refuse_complex({names.get(id(parameter), "(outside the model)"): parameter for parameter in ordered})

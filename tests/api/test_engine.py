@@ -420,3 +420,30 @@ def test_accumulation_in_fp32_keeps_what_bf16_rounds_away(stage: int) -> None:
     # The sum travels in bf16, the communication dtype: eight bits of it arrive.
     assert wide / copies == pytest.approx(exact, rel=2**-8)
     assert lp_param / copies == -1.0
+
+
+def test_parameters_that_are_unfrozen_later_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody unfroze the encoder after two epochs. Its gradients were computed, no update used them, and nothing said
+    so; in plain PyTorch it trains if it is in the optimizer from the start."""
+    model = AwkwardMLP()
+    model.head.requires_grad_(False)
+    engine = new_engine(model)
+    one_step(engine)
+    assert "frozen" not in caplog.text
+    model.head.requires_grad_(True)
+    before = weights_of(engine)["head.weight"]
+    for _ in range(2):
+        one_step(engine)
+    assert torch.equal(before, weights_of(engine)["head.weight"])
+    assert caplog.text.count("were frozen at initialize() require gradients now") == 1 and "head.weight" in caplog.text
+
+
+def test_an_optimizer_of_another_model_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """It was made before the model was copied: nothing of the copy was trained, without a word."""
+    stale = torch.optim.AdamW(AwkwardMLP().parameters(), lr=1e-2)
+    initialize(model=AwkwardMLP(), optimizer=stale, config={"train_micro_batch_size_per_gpu": ROWS})
+    assert "has none of the model's parameters" in caplog.text
+    prompt, frozen = nn.Parameter(torch.ones(3)), AwkwardMLP().requires_grad_(False)
+    caplog.clear()
+    initialize(model=frozen, optimizer=torch.optim.SGD([prompt], lr=1), config={"train_micro_batch_size_per_gpu": ROWS})
+    assert "has none" not in caplog.text

@@ -11,7 +11,7 @@ import copy
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -289,3 +289,78 @@ def test_an_abandoned_engine_is_the_same_to_all_ranks(stage: int, limits: dict[s
     for result in run_ranks(run_beside_an_abandoned_engine, RANKS, stage, limits):
         for weights, theirs in zip(result, expected, strict=True):
             assert_same_weights(weights, theirs, TOLERANCE)
+
+
+def phases(model: nn.Module) -> Iterator[tuple[nn.Module, range]]:
+    """The head alone, then everything: who trains the model, and the steps."""
+    model.requires_grad_(False)
+    model[-1].requires_grad_(True)
+    yield model, range(2)
+    model.requires_grad_(True)
+    yield model, range(2, 5)
+
+
+def run_phases(rank: int, stage: int, limits: dict[str, int]) -> Weights:
+    """The first engine is neither destroyed nor forgotten."""
+    engines, own = [], slice(rank * ROWS, (rank + 1) * ROWS)
+    for model, steps in phases(models()[0]):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        steps_by = torch.optim.AdamW(trained, lr=0.02, eps=1e-6)
+        engines.append(initialize(model=model, optimizer=steps_by, config=ds(stage, limits))[0])
+        for step in steps:
+            engines[-1].backward(engines[-1](noise(step, 5, 1)[own]).square().mean())
+            engines[-1].step()
+    with pytest.raises(RuntimeError, match=r"given to initialize\(\) again"):
+        engines[0].backward(engines[0](noise(0, 5, 1)[own]).square().mean())
+    return weights_of(engines[-1])
+
+
+def test_a_model_that_is_initialized_again_is_trained_by_the_new_engine() -> None:
+    """Somebody trained a head, unfroze the rest, and called initialize again, as one may with DeepSpeed.
+
+    The first engine's hooks stayed at the parameters: it went on taking gradients of the head, of which the second got
+    what was left. Losses differed from plain PyTorch's, and nothing said so.
+    """
+    for model, steps in phases(expected := models()[0]):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        plain = torch.optim.AdamW(trained, lr=0.02, eps=1e-6)
+        for step in steps:
+            model(noise(step, 5, 1)).square().mean().backward()
+            plain.step()
+            plain.zero_grad()
+    for weights in itertools.chain(*run_each(run_phases, RANKS, KINDS)):
+        assert_same_weights(weights, dict(expected.state_dict()), TOLERANCE)
+
+
+def penalised(judge: Any, real: Tensor, salt: float) -> Tensor:
+    """WGAN-GP's loss, in its order: the penalty on gradients, and then the model's other forwards."""
+    inputs = (real * salt).requires_grad_()
+    (gradient,) = torch.autograd.grad(judge(inputs).sum(), inputs, create_graph=True)
+    return judge(real).mean() - judge(-real).square().mean() + (gradient.norm(dim=1) - 1).square().mean()
+
+
+def run_penalty(rank: int, stage: int, limits: dict[str, int]) -> Weights:
+    model = models()[1]
+    engine = initialize(model=model, optimizer=optimizer(model), config=ds(stage, limits))[0]
+    own = slice(rank * ROWS, (rank + 1) * ROWS)
+    for step in range(STEPS):
+        engine.backward(penalised(engine, noise(step, 7, 2)[own], 0.5))
+        engine.step()
+    units = [unit for bucket in engine.module_view.store.buckets if (unit := getattr(bucket, "unit", None))]
+    assert not any(unit.is_held for unit in units)
+    return weights_of(engine)
+
+
+def test_a_penalty_on_gradients() -> None:
+    """At stage 3 it ended in "setStorage: ... out of bounds for storage of size 0".
+
+    The backward of a backward reads weights in operations that belong to no module's output: units that the first one
+    had used were empty then.
+    """
+    model = models()[1]
+    plain = Plain(model)
+    for step in range(STEPS):
+        plain.backward(penalised(plain, noise(step, 7, 2), 0.5))
+        plain.step()
+    for weights in itertools.chain(*run_each(run_penalty, RANKS, KINDS)):
+        assert_same_weights(weights, dict(model.state_dict()), TOLERANCE)

@@ -112,3 +112,29 @@ def test_sub_groups_may_cut_parameters_at_stage_0(kind: Callable[[Halves], dict[
         again.load_checkpoint(str(tmp_path), "saved")
         found = updates(again, range(3, 5))
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_parameter_outside_the_model_comes_back(bf16: bool, stage: int, tmp_path: Path) -> None:
+    """A temperature that the loss multiplies with is in the optimizer, and in no module that the engine knows.
+
+    Stage 0 saved it nowhere, and said when it loaded: "has no '(outside the model) #6'".
+    """
+
+    def train(folder: Path | None = None) -> list[torch.Tensor]:
+        model, temperature = Halves(), nn.Parameter(torch.tensor([0.7]))
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}}
+        steps = torch.optim.AdamW([*model.parameters(), temperature], lr=1e-2)
+        engine = initialize(model=model, optimizer=steps, config=config)[0]
+        if folder is not None:
+            engine.load_checkpoint(str(folder))
+        for number in range(engine.global_steps, 5):
+            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+            engine.backward(engine(inputs.to(model.first.weight.dtype)) * temperature.sum())
+            engine.step()
+            if number == 2 and folder is None:
+                engine.save_checkpoint(str(tmp_path))
+        return [safe_get_full_fp32_param(value).clone() for value in (*model.parameters(), temperature)]
+
+    assert all(map(torch.equal, train(), train(tmp_path)))

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -40,6 +41,21 @@ def test_a_pickle_that_runs_code_is_refused_by_name(tmp_path: Path, zip_format: 
     with pytest.raises(CheckpointError, match=r"model_states.pt: asks to run or build \w+\.system.*\n.*fix: if it"):
         read_torch_file(path)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_numpy_in_a_client_state_is_read_once_its_classes_are_allowed(tmp_path: Path, zip_format: bool) -> None:
+    """DeepSpeed pickles `client_state={"loss": numpy.mean(losses)}`. Whoever had allowed the classes that the refusal
+    named was told that the file was damaged: the class of numpy's float64 is not in the pickle by name."""
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"loss": numpy.float64(0.5)}, path, _use_new_zipfile_serialization=zip_format)
+    core: Any = getattr(numpy, "_core", None) or numpy.core
+    allowed: list[Any] = [core.multiarray.scalar, numpy.dtype]
+    with torch.serialization.safe_globals(allowed):
+        with pytest.raises(CheckpointError, match=r"asks to run or build numpy.dtypes.Float64DType, .*\n.*fix: if it"):
+            read_torch_file(path)
+        with torch.serialization.safe_globals([numpy.dtypes.Float64DType]):
+            assert read_torch_file(path)["loss"] == 0.5
 
 
 def test_a_bare_pickle_is_refused(tmp_path: Path) -> None:

@@ -271,3 +271,63 @@ def test_freeing_the_memory_lets_go_of_all_engines(caplog: pytest.LogCaptureFixt
     one.free_memory()
     assert [engine.optimizer for engine in engines] == [None, None]
     assert one.deepspeed_engine_wrapped is None
+
+
+def two_phases(first: Any, again: Callable[[Any], Any]) -> tuple[list[float], Any]:
+    """Adam, then SGD, on what `again` makes of the model; the losses, and what was trained."""
+    model, losses = first, []
+    for phase, kind in enumerate((torch.optim.AdamW, torch.optim.SGD)):
+        accelerator_of, model, steps = again((phase, model, kind))
+        for step in range(STEPS):
+            loss = model(batch(step)).square().mean()
+            accelerator_of.backward(loss)
+            steps.step()
+            steps.zero_grad()
+            losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("unwraps", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_second_phase_has_an_optimizer_of_its_own(stage: int, unwraps: bool, tmp_path: Any) -> None:
+    """A script prepared its model again, with another optimizer: the loss went to the first engine, which no step
+    belonged to any more, and the second phase trained nothing."""
+    clean()
+    one = accelerator(ds(stage))
+
+    def prepared(turn: tuple[int, Any, Any]) -> tuple[Any, Any, Any]:
+        phase, model, kind = turn
+        model = one.unwrap_model(model) if phase and unwraps else model
+        return (one, *one.prepare(model, kind(model.parameters(), lr=0.05)))
+
+    class Alone:
+        backward = staticmethod(lambda loss: loss.backward())
+
+    def plain(turn: tuple[int, Any, Any]) -> tuple[Any, Any, Any]:
+        _, model, kind = turn
+        return Alone, model, kind(model.parameters(), lr=0.05)
+
+    losses, engine = two_phases(models()[0], prepared)
+    expected, _ = two_phases(models()[0], plain)
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert one._models == [engine] and len(one._optimizers) == 1
+    one.save_state(str(tmp_path))
+    one.load_state(str(tmp_path))
+
+
+def test_what_is_prepared_stays_as_it_is() -> None:
+    """A cell of a notebook ran again: a second engine was made around the first, and no step updated anything."""
+    clean()
+    one = accelerator(ds(2))
+    policy, value, *_ = models()
+    loader = torch.utils.data.DataLoader(batch(0), batch_size=ROWS)
+    first = one.prepare(policy, optimizer(policy, 0.02), loader)
+    assert all(a is b for a, b in zip(one.prepare(*first), first, strict=True))
+    assert one.prepare(first[0]) is first[0]
+    judge, steps, again = one.prepare(value, optimizer(value, 0.02), first[0])
+    assert again is first[0] and isinstance(judge, ZeroEngine) and judge.module is value
+    for engine, each in ((first[0], first[1]), (judge, steps)):
+        before = copy.deepcopy(one.get_state_dict(engine))
+        one.backward(engine(batch(0)).square().mean())
+        each.step()
+        assert not all(torch.equal(before[name], now) for name, now in one.get_state_dict(engine).items())

@@ -103,6 +103,8 @@ WHOLE_STATES = "whole_states"
 SHARD_STATES = "shard_states"
 GRADIENT_ERRORS = "gradient_errors"
 TENSOR_PARTS = "tensor_parts"
+OUTSIDE_WEIGHTS = "outside_weights"
+"""At stage 0: trained parameters of the optimizer that are not the model's."""
 MANIFEST_KEY = "manifest"
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")

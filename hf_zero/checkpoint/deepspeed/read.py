@@ -279,7 +279,8 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
         groups, optimizer = (), {}
     shapes = {name: shape for group in groups for name, shape in group.items()}
     part = module_part([model], [path], shapes)
-    module = need_mapping(model, ds.MODULE, path)
+    ours = model.get(ds.HF_ZERO) or {}
+    module = {**need_mapping(model, ds.MODULE, path), **(ours.get(ds.OUTSIDE_WEIGHTS) or {})}
     buffers = {MASTER: {i: flat(need(module, name, path), f"{name!r}", path) for i, name in enumerate(shapes)}}
     inner = optimizer.get(ds.OPTIMIZER_STATE_DICT, optimizer)
     is_flat = ds.FP32_GROUPS_FLAT in optimizer
@@ -313,7 +314,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
         meta=part.meta,
         scaler={key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
         | ({"dynamic": bool(optimizer[ds.DYNAMIC_LOSS_SCALE])} if ds.DYNAMIC_LOSS_SCALE in optimizer else {}),
-        steps=_steps_0(states, stated, groups, is_flat) | dict((model.get(ds.HF_ZERO) or {}).get(ds.STEPS) or {}),
+        steps=_steps_0(states, stated, groups, is_flat) | dict(ours.get(ds.STEPS) or {}),
         whole_states=whole,
     )
 

@@ -417,6 +417,9 @@ def _refusal(path: Path, error: Exception, is_zip: bool) -> CheckpointError:
 
 
 def _foreign_globals(path: Path, error: Exception, is_zip: bool) -> list[str]:
+    # A class that the pickle does not name: dtypes of numpy are made by `numpy.dtype`, and are classes of their own.
+    if made := re.findall(r"but got <class '([\w.]+)'>", str(error)):
+        return sorted(set(made))
     if is_zip:
         known = {name for _, name in _KNOWN}
         try:

@@ -114,6 +114,11 @@ class EngineChoice:
         for engine in self.engines:
             engine.destroy()
 
+    def without(self, engine: Any) -> EngineChoice | None:
+        """The choice among the others; None where there are none."""
+        others = [each for each in self.engines if each is not engine]
+        return EngineChoice(others, [each for each in self.trained if each.engine is not engine]) if others else None
+
     def backward(self, loss: Tensor, sync_gradients: bool | None = None, **options: Any) -> None:
         """Gradients of `loss`; at the end of an accumulation they are ready for `optimizer.step()`.
 

@@ -239,7 +239,7 @@ def _families(things: Sequence[Any]) -> list[list[Any]]:
 
 def _owner(optimizer: Any, models: Sequence[nn.Module]) -> int:
     """The number of the model whose parameters the optimizer holds."""
-    held = {id(parameter) for parameter in _parameters(optimizer)}
+    held = {id(parameter) for parameter in parameters_of(optimizer)}
     owners = [number for number, model in enumerate(models) if not held.isdisjoint(map(id, model.parameters()))]
     if len(owners) != 1:
         whose = " and ".join(f"model {number} ({type(models[number]).__name__})" for number in owners) or "no model"
@@ -250,7 +250,7 @@ def _owner(optimizer: Any, models: Sequence[nn.Module]) -> int:
     return owners[0]
 
 
-def _parameters(optimizer: Any) -> Iterable[Any]:
+def parameters_of(optimizer: Any) -> Iterable[Any]:
     if isinstance(optimizer, Optimizer):
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.params = list(optimizer.params)  # it may be a generator, which the engine still has to read

@@ -5,19 +5,27 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.optim import Optimizer
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.config import ConfigError
 from hf_zero.config.fill import unfilled_autos
-from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined, no_engine, raise_both
+from hf_zero.integration.huggingface.engine_choice import (
+    EngineChoice,
+    joined,
+    no_engine,
+    prepared_by,
+    raise_both,
+)
 from hf_zero.integration.huggingface.prepare import (
     fill_autos,
     is_schedule,
+    parameters_of,
     prepare_each,
     show_filled,
     show_sequence_mesh,
@@ -47,16 +55,39 @@ _ONCE = "accelerate gathers from one rank of those that it deals the same batche
     until="accelerate prepares several models under one DeepSpeed config, each with its optimizer and schedule",
 )
 def around_prepare(original: Function, self: Any, *args: Any, device_placement: Any = None) -> Any:
-    """Several models in one call, each with its own optimizer and schedule, or with neither."""
-    several = sum(isinstance(thing, nn.Module) for thing in args) > 1
-    if not several or self.distributed_type != "DEEPSPEED" or device_placement is not None:
+    """Several models in one call, each with its own optimizer and schedule, or with neither; and what has been prepared
+    stays as it is, as without an engine: a cell of a notebook that runs again is no second engine around the first."""
+    if self.distributed_type != "DEEPSPEED" or device_placement is not None:
         return original(self, *args, device_placement=device_placement)
+    wanted = {id(parameter) for thing in args if _is_new_optimizer(thing) for parameter in parameters_of(thing)}
+    stays = [_is_prepared(thing, wanted) for thing in args]
+    new = [_unwrapped(thing) for thing, is_kept in zip(args, stays, strict=True) if not is_kept]
 
     def prepare_some(things: Sequence[Any]) -> tuple[Any, ...]:
         result = original(self, *things)
         return result if len(things) > 1 else (result,)
 
-    return prepare_each(self, args, prepare_some)
+    several = sum(isinstance(thing, nn.Module) for thing in new) > 1
+    prepared = iter((prepare_each(self, new, prepare_some) if several else prepare_some(new)) if new else ())
+    result = tuple(thing if is_kept else next(prepared) for thing, is_kept in zip(args, stays, strict=True))
+    return result if len(result) > 1 else result[0]
+
+
+def _is_prepared(thing: Any, wanted: Collection[int]) -> bool:
+    """Whether `thing` is the optimizer of an engine, or a living engine; not where a new optimizer is to train
+    its parameters (`wanted`, by id)."""
+    if isinstance(thing, ZeroEngine):
+        return not thing.is_destroyed and not any(id(parameter) in wanted for parameter in thing.module.parameters())
+    return isinstance(thing, Optimizer) and prepared_by(getattr(thing, "optimizer", None)) is not None
+
+
+def _is_new_optimizer(thing: Any) -> bool:
+    is_optimizer = isinstance(thing, Optimizer) or is_dummy(thing, "DummyOptim")
+    return is_optimizer and prepared_by(getattr(thing, "optimizer", None)) is None
+
+
+def _unwrapped(thing: Any) -> Any:
+    return thing.module if isinstance(thing, ZeroEngine) else thing
 
 
 @PATCHES.add(
@@ -74,6 +105,8 @@ def around_prepare_deepspeed(original: Function, self: Any, *args: Any) -> Any:
         fill_autos(self, model, args)
     except ConfigError as error:
         _refuse(self, error, lambda: original(self, *args))
+    if any(_is_new_optimizer(thing) for thing in args):
+        _give_up_engines_of(self, model)
     # accelerate keeps the first engine only, and warns: here a second model's loss finds its engine.
     earlier, self.deepspeed_engine_wrapped = self.deepspeed_engine_wrapped, None
     try:
@@ -87,6 +120,21 @@ def around_prepare_deepspeed(original: Function, self: Any, *args: Any) -> Any:
         earlier, self.deepspeed_engine_wrapped, updates_at_step=_has_working_step(result)
     )
     return result
+
+
+def _give_up_engines_of(accelerator: Any, model: nn.Module) -> None:
+    """A model that is prepared with another optimizer, for the second phase of a training, leaves its first engine: the
+    loss would still find that one."""
+    engines = accelerator.deepspeed_engine_wrapped
+    if not isinstance(engines, EngineChoice):
+        return
+    inner = set(model.modules())
+    for engine in [prepared.engine for prepared in engines.trained if prepared.engine.module in inner]:
+        engines = engines.without(engine)
+        accelerator._models = [each for each in accelerator._models if each is not engine]
+        accelerator._optimizers = [each for each in accelerator._optimizers if each.optimizer is not engine.optimizer]
+        engine.destroy()
+    accelerator.deepspeed_engine_wrapped = engines
 
 
 def _has_working_step(prepared: Sequence[Any]) -> bool:
