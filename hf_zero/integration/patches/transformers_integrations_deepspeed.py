@@ -325,15 +325,22 @@ def _without_home(model: Any, keys: Iterable[str], mapping: Iterable[Any]) -> se
 
 @PATCHES.add(
     "initialize_weights_zero3(model)",
-    without="models with a parametrization (weight norm) cannot be made at stage 3, or start with other values",
-    until="transformers initialises through parametrizations at stage 3, or leaves torch's own initialisation on",
+    without="models with a parametrization (weight norm) cannot be made at stage 3, or start with other values, and "
+    "models that are made of others (CLIPModel) cannot be made from a config",
+    until="transformers initialises through parametrizations at stage 3, or leaves torch's own initialisation on, and "
+    "marks modules as initialised on every rank",
 )
 def around_initialize_weights(original: Callable[..., None], model: Any) -> None:
     """Weights behind a parametrization (weight norm) get the values torch would give: upstream turns torch's own
-    initialisation off, and gathers too little to read or write through a parametrization."""
+    initialisation off, and gathers too little to read or write through a parametrization.
+
+    Upstream marks modules as initialised on rank 0 alone, so that on the others a model which is made of this one
+    (CLIPModel, EncoderDecoderModel) initialises it again, and writes into shards.
+    """
     with GatheredParameters(behind_parametrizations(model), modifier_rank=0):
         original(model)
     for module in model.modules():
+        module._is_hf_initialized = True
         if hasattr(module, "parametrizations") and hasattr(module, "reset_parameters"):
             with GatheredParameters(module.parameters(), modifier_rank=0), torch.no_grad():
                 if this_process().rank == 0:
