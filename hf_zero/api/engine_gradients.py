@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,43 +31,41 @@ if TYPE_CHECKING:
     from hf_zero.api.offload_states import OffloadStates
 
 
-class Numbered(Protocol):
-    """`number` is the same on all ranks, and later engines have larger ones."""
-
-    number: int
-
-
-_Engine = TypeVar("_Engine", bound=Numbered)
-
-
-class EnginesAtWork(Generic[_Engine]):
+class EnginesAtWork:
     """The engines of this process that a backward may reach, the same on all ranks.
 
     An engine is at work from a forward that records gradients until its next step or zero_grad. Ranks exchange what
-    each of them has got, so they must name the same engines; but Python frees an unused engine when
-    the garbage collector runs, at a different moment on every rank. With several ranks those at work are
-    therefore held here. Abandoned ones are freed when the next engine is made, at the same point of the
-    program on every rank.
+    each has got, so they must name the same engines; but Python frees unused ones at a different moment on every rank.
+    With several ranks they are held here, and abandoned ones freed when all ranks make the next engine.
     """
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakValueDictionary[int, _Engine] = weakref.WeakValueDictionary()
-        self._held: dict[int, _Engine] = {}
+        self._alive: weakref.WeakValueDictionary[int, EngineGradients] = weakref.WeakValueDictionary()
+        self._held: dict[int, EngineGradients] = {}
+        self._training: weakref.WeakSet[EngineGradients] = weakref.WeakSet()
 
-    def begin(self, engine: _Engine, *, has_peers: bool) -> None:
+    def begin(self, engine: EngineGradients, *, has_peers: bool) -> None:
         """A loss may depend on `engine` now. `has_peers`: other ranks will be told about it."""
         self._alive[engine.number] = engine
         if has_peers:
             self._held[engine.number] = engine
 
-    def end(self, engine: _Engine) -> None:
+    def end(self, engine: EngineGradients) -> None:
         """Its gradients have been applied or dropped."""
         self._alive.pop(engine.number, None)
         self._held.pop(engine.number, None)
 
-    def others(self, engine: _Engine) -> Sequence[_Engine]:
+    def others(self, engine: EngineGradients) -> Sequence[EngineGradients]:
         """All but `engine`, in the order in which they were made."""
         return [other for number, other in sorted(self._alive.items()) if number != engine.number]
+
+    def take_over(self, engine: EngineGradients, assembly: Assembly) -> None:
+        """`engine` alone gets the gradients of what it trains, and no engine of a Trainer that had the model before."""
+        for earlier in self._training:
+            if earlier.assembly and not set(earlier.assembly.store.parameters).isdisjoint(assembly.store.parameters):
+                self.end(earlier)
+                earlier.assembly.reducer.remove_hooks()
+        self._training.add(engine)
 
     def drop_abandoned(self) -> None:
         """Free those that only this object references."""
@@ -78,7 +76,7 @@ class EnginesAtWork(Generic[_Engine]):
 
 
 _numbers = iter(range(1 << 62))
-AT_WORK: EnginesAtWork[EngineGradients] = EnginesAtWork()
+AT_WORK = EnginesAtWork()
 
 
 @dataclass
@@ -139,6 +137,8 @@ class EngineGradients:
         self._has_peers = assembly is not None and assembly.optimizer.sharding.num_ranks > 1
         self._reached: Sequence[EngineGradients] = ()
         self.watch: NonfiniteWatch | None = None
+        if assembly is not None:
+            AT_WORK.take_over(self, assembly)
         if assembly is not None and self._has_peers:
             from hf_zero.api.nonfinite import NonfiniteWatch
 

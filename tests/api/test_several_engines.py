@@ -289,3 +289,30 @@ def test_an_abandoned_engine_is_the_same_to_all_ranks(stage: int, limits: dict[s
     for result in run_ranks(run_beside_an_abandoned_engine, RANKS, stage, limits):
         for weights, theirs in zip(result, expected, strict=True):
             assert_same_weights(weights, theirs, TOLERANCE)
+
+
+def run_one_after_the_other(rank: int, stage: int, limits: dict[str, int]) -> Weights:
+    own, engines = slice(rank * ROWS, (rank + 1) * ROWS), []
+    model = models()[0]
+    for _ in range(2):
+        engine = initialize(model=model, optimizer=optimizer(model), config=ds(stage, limits))[0]
+        engines.append(engine)  # as a Trainer that is still there keeps it
+        for step in range(STEPS):
+            engine.backward(engine(noise(step, 5, 1)[own]).square().mean())
+            engine.step()
+    return weights_of(engines[-1])
+
+
+@kinds("0", "2", "3-limits-0")
+def test_a_model_that_an_earlier_engine_has_trained(stage: int, limits: dict[str, int]) -> None:
+    """The earlier engine, kept by the Trainer that had it, took the gradients of the first backward: a second Trainer
+    of the same model logged a norm of 0, and its first update had no gradients."""
+    model = models()[0]
+    for _ in range(2):
+        updates = optimizer(model)
+        for step in range(STEPS):
+            updates.zero_grad()
+            model(noise(step, 5, 1)).square().mean().backward()
+            updates.step()
+    for weights in run_ranks(run_one_after_the_other, RANKS, stage, limits):
+        assert_same_weights(weights, model.state_dict(), TOLERANCE)
