@@ -364,3 +364,30 @@ def test_a_penalty_on_gradients() -> None:
         plain.step()
     for weights in itertools.chain(*run_each(run_penalty, RANKS, KINDS)):
         assert_same_weights(weights, dict(model.state_dict()), TOLERANCE)
+
+
+def run_one_after_the_other(rank: int, stage: int, limits: dict[str, int]) -> Weights:
+    own, engines = slice(rank * ROWS, (rank + 1) * ROWS), []
+    model = models()[0]
+    for _ in range(2):
+        engine = initialize(model=model, optimizer=optimizer(model), config=ds(stage, limits))[0]
+        engines.append(engine)  # as a Trainer that is still there keeps it
+        for step in range(STEPS):
+            engine.backward(engine(noise(step, 5, 1)[own]).square().mean())
+            engine.step()
+    return weights_of(engines[-1])
+
+
+@kinds("0", "2", "3-limits-0")
+def test_a_model_that_an_earlier_engine_has_trained(stage: int, limits: dict[str, int]) -> None:
+    """The earlier engine, kept by the Trainer that had it, took the gradients of the first backward: a second Trainer
+    of the same model logged a norm of 0, and its first update had no gradients."""
+    model = models()[0]
+    for _ in range(2):
+        updates = optimizer(model)
+        for step in range(STEPS):
+            updates.zero_grad()
+            model(noise(step, 5, 1)).square().mean().backward()
+            updates.step()
+    for weights in run_ranks(run_one_after_the_other, RANKS, stage, limits):
+        assert_same_weights(weights, model.state_dict(), TOLERANCE)

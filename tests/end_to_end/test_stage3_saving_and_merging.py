@@ -112,9 +112,11 @@ def test_accelerates_way_to_save_writes_the_files(kind: str, limits: dict[str, i
 
 
 def with_adapter(kind: str) -> Any:
-    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+    from peft import LoraConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 
     torch.manual_seed(0)
+    if kind == "encoder":
+        return get_peft_model(tiny_llama(), PromptEncoderConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
     if kind == "prompt":
         return get_peft_model(tiny_llama(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
     options: dict[str, Any] = {"modules_to_save": ["lm_head"]} if kind == "lora and head" else {}
@@ -149,6 +151,29 @@ def test_accelerates_way_to_save_an_adapter(kind: str, limits: dict[str, int], t
         found = {name: value for name, value in loaded.named_parameters() if name in weights[0]}
         assert len(found) >= len(weights[0])
         assert_same_tensors(dict(found), weights[0])
+
+
+def run_trainer_saves_prompt(rank: int, folder: str, limits: dict[str, int], kind: str) -> dict[str, Tensor]:
+    training = arguments(folder, auto_config(**stage_3(limits)), max_steps=2, save_strategy="steps", save_steps=2)
+    trainer = trainer_of(with_adapter(kind), training)
+    trainer.train()
+    trainer.save_model(f"{folder}/saved")
+    trainer.accelerator.wait_for_everyone()
+    return whole(trainer.model)
+
+
+@requires(modules=("peft",))
+@pytest.mark.parametrize(("kind", "limits"), diagonal(["prompt", "encoder"], ["zero", "defaults"]))
+def test_a_trainer_saves_a_prompt(kind: str, limits: dict[str, int], tmp_path: Path) -> None:
+    """Trainer has rank 0 alone call `save_pretrained`, where PEFT runs the prompt's encoder: its weights were gathered
+    with a rank that never came, and the first save hung."""
+    weights = run_ranks(run_trainer_saves_prompt, 2, str(tmp_path), limits, kind, init=False, timeout_s=100)[0]
+    trained = with_adapter(kind)
+    trained.load_state_dict(weights, strict=False)
+    expected = trained.get_prompt_embedding_to_save("default")
+    for folder in ("saved", "checkpoint-2"):
+        (saved,) = load_file(tmp_path / folder / "adapter_model.safetensors").values()
+        torch.testing.assert_close(saved, expected)
 
 
 def run_merges(rank: int, folder: str, limits: dict[str, int], kind: str, safely: bool, evaluates: bool) -> Any:

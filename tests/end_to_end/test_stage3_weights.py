@@ -14,7 +14,14 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Wav2Vec2Config, Wav2Vec2ForCTC
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPConfig,
+    CLIPModel,
+    LlamaForCausalLM,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+)
 from transformers.integrations import HfDeepSpeedConfig
 
 from hf_zero.integration.patches.trl_trainer_utils import around_hash_module
@@ -334,6 +341,33 @@ def test_weights_behind_a_parametrization_are_made_and_loaded(tmp_path: Path) ->
         for name, value in expected.items():
             assert torch.equal(loaded[name], value), name
             assert made[name].shape == value.shape and (made[name].std() > 0) == (value.std() > 0), name
+
+
+def tiny_clip_config() -> CLIPConfig:
+    """A text and a vision model in one."""
+    shape = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**shape, "vocab_size": 11, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2}
+    return CLIPConfig(text_config=text, vision_config={**shape, "image_size": 8, "patch_size": 4}, projection_dim=6)
+
+
+def run_make_composed(rank: int) -> dict[str, Tensor]:
+    alive = HfDeepSpeedConfig(ds_config())
+    torch.manual_seed(5)
+    made = CLIPModel(tiny_clip_config())
+    del alive
+    sharded = [name for name, parameter in made.named_parameters() if hasattr(parameter, "ds_id")]
+    assert any("text_model" in name for name in sharded) and any("vision_model" in name for name in sharded)
+    return {name: value for name, value in whole(made).items() if name in sharded}
+
+
+def test_a_model_that_is_made_of_others_is_initialised_once() -> None:
+    """Its parts are sharded when they have been made. Upstream marks modules as initialised on rank 0, which writes
+    their values; every other rank initialised them again as parts of the whole model, and ended with the refusal to
+    write into shards while rank 0 waited for it."""
+    expected = CLIPModel(tiny_clip_config()).state_dict()
+    for made in run_ranks(run_make_composed, 2):
+        for name, value in made.items():
+            assert value.shape == expected[name].shape and (value.std() > 0) == (expected[name].std() > 0), name
 
 
 def digest(module: Any) -> str:

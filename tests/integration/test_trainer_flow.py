@@ -15,6 +15,8 @@ import hf_zero
 
 hf_zero.install()
 
+from transformers import Trainer  # noqa: E402
+
 from hf_zero import ConfigError  # noqa: E402
 from tests.support.hosts import PLAIN_TRAINER_ACCUMULATES, WHY_NOT  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
@@ -239,6 +241,61 @@ def test_what_the_file_leaves_out_is_as_trainer_alone_has_it(
     ours = trained(tmp_path, {"zero_optimization": {"stage": 2}, **sections}, **options)
     for name, value in alone.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
+def with_own_optimizers(folder: Path, config: Any, kind: type[torch.optim.Optimizer]) -> Trainer:
+    """A Trainer that is given an optimizer with two groups, and a schedule of it."""
+    run = trainer(folder, config, max_steps=3)
+    norms = [parameter for parameter in run.model.parameters() if parameter.ndim == 1]
+    matrices = [parameter for parameter in run.model.parameters() if parameter.ndim > 1]
+    run.optimizer = kind([{"params": matrices, "lr": 1e-3}, {"params": norms, "lr": 0.1}], lr=1e-2)
+    run.lr_scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, step_size=1, gamma=0.5)
+    return run
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_optimizers_that_a_trainer_is_given_train(
+    stage: int, kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    """`Trainer(optimizers=...)` had no effect: with an engine upstream sets both to None, and trained with the AdamW
+    and the linear schedule of TrainingArguments, in silence."""
+    runs = []
+    for config in (None, {**BASE, "zero_optimization": {"stage": stage}}):
+        clean()
+        torch.manual_seed(3)
+        runs.append(with_own_optimizers(tmp_path, config, kind))
+        first = runs[-1].train()
+    alone, ours = runs
+    rates = [[entry.get("learning_rate") for entry in run.state.log_history] for run in runs]
+    assert rates[0] == rates[1] == [1e-3, 5e-4, 2.5e-4, None]
+    for name, value in alone.model.named_parameters():
+        torch.testing.assert_close(ours.model.get_parameter(name), value, rtol=1e-4, atol=1e-5)
+
+    schedule, optimizer = ours.lr_scheduler, ours.optimizer.optimizer.optimizer
+    assert ours.train().training_loss < first.training_loss
+    assert (ours.lr_scheduler, ours.optimizer.optimizer.optimizer) == (schedule, optimizer)
+    assert ours.state.log_history[0]["learning_rate"] == 1.25e-4  # both go on
+
+
+GIVEN: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"optimizer": ADAMW}, "the optimizer RMSprop, but the config has its own, of type AdamW"),
+    ({"optimizer": ADAMW}, "the scheduler StepLR, but it changes the learning rate of an optimizer that"),
+    ({"scheduler": WARMUP_DECAY}, "the scheduler StepLR, but the config has its own, of type WarmupDecayLR"),
+]
+
+
+@pytest.mark.parametrize(("sections", "words"), GIVEN)
+def test_a_given_optimizer_that_the_file_overrules_is_said(
+    sections: dict[str, Any], words: str | None, tmp_path: Path
+) -> None:
+    run = with_own_optimizers(tmp_path, {**BASE, **sections}, torch.optim.RMSprop)
+    with heard() as said:
+        run.train()
+    lines = [line for line in said if "Trainer(optimizers=...)" in line]
+    assert bool(lines) == bool(words) and any(str(words) in line for line in lines) == bool(words)
+    assert (type(run.lr_scheduler).__name__ == "StepLR") == (not sections)
 
 
 GROUPS = [

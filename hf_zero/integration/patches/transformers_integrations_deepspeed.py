@@ -8,11 +8,12 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.gathered_parameters import GatheredParameters
@@ -43,6 +44,7 @@ _CHOICES = {
 }
 _TRAINING_ONLY = ("optimizer", "scheduler")
 _KEPT = "_hf_zero_kept"
+_GIVEN = "_hf_zero_given_optimizers"
 
 
 @PATCHES.add(
@@ -179,8 +181,8 @@ def around_finalize(original: Callable[..., None], self: Any, args: Any, model: 
 
 @PATCHES.add(
     "deepspeed_optim_sched(trainer, hf_deepspeed_config, args, num_training_steps, model_parameters)",
-    without="an optimizer of ds.json decays biases and norms too",
-    until="Trainer gives DummyOptim the groups that its own optimizer would get",
+    without="an optimizer of ds.json decays biases and norms too, and Trainer(optimizers=...) has no effect",
+    until="Trainer gives DummyOptim the groups that its own optimizer would get, and keeps the optimizers it is given",
 )
 def around_optim_sched(
     original: Function,
@@ -190,11 +192,66 @@ def around_optim_sched(
     num_training_steps: int,
     model_parameters: Any,
 ) -> Any:
-    """With an optimizer from ds.json, weight decay still spares biases and norms."""
+    """With an optimizer from ds.json, weight decay still spares biases and norms; without one, what the caller gave to
+    Trainer trains."""
+    config, given = hf_deepspeed_config.config, vars(trainer).get(_GIVEN, Given())
+    for line in given.overruled(config):
+        logger.warning(line)
+    if "optimizer" not in config:
+        trainer.optimizer = given.optimizer  # create_optimizer() keeps one that is there
     optimizer, scheduler = original(trainer, hf_deepspeed_config, args, num_training_steps, model_parameters)
-    if is_dummy(optimizer, "DummyOptim") and wants_groups(hf_deepspeed_config.config):
+    if is_dummy(optimizer, "DummyOptim") and wants_groups(config):
         optimizer.params = grouped(trainer, model_parameters)
-    return optimizer, scheduler
+    return optimizer, given.scheduler if scheduler is None else scheduler
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What a caller gives to `Trainer(optimizers=...)`. With an engine upstream drops both, and makes those that
+    TrainingArguments name.
+
+    Attributes:
+        groups: those of `optimizer`, and the model's parameters in each, which an engine replaces by its masters.
+    """
+
+    optimizer: Optimizer | None = None
+    scheduler: Any = None
+    groups: Sequence[tuple[dict[str, Any], Sequence[Any]]] = ()
+
+    def renew(self) -> None:
+        """After a training, let the optimizer hold the model's parameters again, with the hyper-parameters of now."""
+        if self.optimizer is not None:
+            for group, parameters in self.groups:
+                group["params"] = list(parameters)
+            self.optimizer.param_groups[:] = [group for group, _ in self.groups]
+            self.optimizer.state.clear()
+
+    def overruled(self, config: Mapping[str, Any]) -> Iterator[str]:
+        """A line for each of the two that a section of the config replaces."""
+        for name, given in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
+            kind = type(given).__name__
+            if given is not None and name in config:
+                yield (
+                    f"Trainer(optimizers=...) has the {name} {kind}, but the config has its own, of type "
+                    f"{config[name].get('type')}: the config decides. Remove the {name} section to have {kind}"
+                )
+            elif given is not None and "optimizer" in config:
+                yield (
+                    f"Trainer(optimizers=...) has the scheduler {kind}, but it changes the learning rate of an "
+                    "optimizer that the config's optimizer section replaces: TrainingArguments.lr_scheduler_type "
+                    f"decides. Remove the optimizer section to have {kind}"
+                )
+
+
+def _note_given(trainer: Any) -> None:
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    optimizer = trainer.optimizer
+    if isinstance(optimizer, AcceleratedOptimizer):  # of an earlier train()
+        vars(trainer).get(_GIVEN, Given()).renew()
+        return
+    groups = [] if optimizer is None else [(group, tuple(group["params"])) for group in optimizer.param_groups]
+    vars(trainer)[_GIVEN] = Given(optimizer, trainer.lr_scheduler, groups)
 
 
 def wants_groups(config: Mapping[str, Any]) -> bool:
@@ -226,6 +283,7 @@ def around_init(original: Function, trainer: Any, num_training_steps: int, infer
     config = hf_config.config
     if not inference:
         config.update(vars(hf_config).pop(_KEPT, {}))
+        _note_given(trainer)
         _leave_old_engine(trainer)
         _check_output(trainer.args)
     level = logger.level
@@ -325,15 +383,22 @@ def _without_home(model: Any, keys: Iterable[str], mapping: Iterable[Any]) -> se
 
 @PATCHES.add(
     "initialize_weights_zero3(model)",
-    without="models with a parametrization (weight norm) cannot be made at stage 3, or start with other values",
-    until="transformers initialises through parametrizations at stage 3, or leaves torch's own initialisation on",
+    without="models with a parametrization (weight norm) cannot be made at stage 3, or start with other values, and "
+    "models that are made of others (CLIPModel) cannot be made from a config",
+    until="transformers initialises through parametrizations at stage 3, or leaves torch's own initialisation on, and "
+    "marks modules as initialised on every rank",
 )
 def around_initialize_weights(original: Callable[..., None], model: Any) -> None:
     """Weights behind a parametrization (weight norm) get the values torch would give: upstream turns torch's own
-    initialisation off, and gathers too little to read or write through a parametrization."""
+    initialisation off, and gathers too little to read or write through a parametrization.
+
+    Upstream marks modules as initialised on rank 0 alone, so that on the others a model which is made of this one
+    (CLIPModel, EncoderDecoderModel) initialises it again, and writes into shards.
+    """
     with GatheredParameters(behind_parametrizations(model), modifier_rank=0):
         original(model)
     for module in model.modules():
+        module._is_hf_initialized = True
         if hasattr(module, "parametrizations") and hasattr(module, "reset_parameters"):
             with GatheredParameters(module.parameters(), modifier_rank=0), torch.no_grad():
                 if this_process().rank == 0:
