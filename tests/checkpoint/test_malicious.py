@@ -44,18 +44,36 @@ def test_a_pickle_that_runs_code_is_refused_by_name(tmp_path: Path, zip_format: 
 
 
 @pytest.mark.parametrize("zip_format", [True, False])
-def test_numpy_in_a_client_state_is_read_once_its_classes_are_allowed(tmp_path: Path, zip_format: bool) -> None:
-    """DeepSpeed pickles `client_state={"loss": numpy.mean(losses)}`. Whoever had allowed the classes that the refusal
-    named was told that the file was damaged: the class of numpy's float64 is not in the pickle by name."""
+def test_numbers_of_numpy_in_a_client_state_are_read(tmp_path: Path, zip_format: bool) -> None:
+    """DeepSpeed pickles `client_state={"loss": numpy.mean(losses)}`, and Megatron the state of numpy's generator. Such
+    checkpoints were refused, and `zero_to_fp32` gave no way to allow the classes."""
     path = tmp_path / "mp_rank_00_model_states.pt"
-    torch.save({"loss": numpy.float64(0.5)}, path, _use_new_zipfile_serialization=zip_format)
-    core: Any = getattr(numpy, "_core", None) or numpy.core
-    allowed: list[Any] = [core.multiarray.scalar, numpy.dtype]
-    with torch.serialization.safe_globals(allowed):
-        with pytest.raises(CheckpointError, match=r"asks to run or build numpy.dtypes.Float64DType, .*\n.*fix: if it"):
-            read_torch_file(path)
-        with torch.serialization.safe_globals([numpy.dtypes.Float64DType]):
-            assert read_torch_file(path)["loss"] == 0.5
+    kept = {"loss": numpy.float64(0.5), "step": numpy.int64(3), "random": numpy.random.RandomState(1).get_state()}
+    torch.save(kept, path, _use_new_zipfile_serialization=zip_format)
+    read = read_torch_file(path)
+    assert (read["loss"], read["step"], read["random"][0]) == (0.5, 3, "MT19937")
+    assert numpy.array_equal(read["random"][1], kept["random"][1])
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_other_classes_of_numpy_are_read_once_they_are_allowed(tmp_path: Path, zip_format: bool) -> None:
+    """Whoever had allowed the classes that a refusal named was told that the file was damaged: those of numpy's dtypes
+    are not in a pickle by name."""
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"when": numpy.datetime64("2026-01-01")}, path, _use_new_zipfile_serialization=zip_format)
+    with pytest.raises(CheckpointError, match=r"run or build numpy.dtypes.DateTime64DType, .*\n.*fix: if it"):
+        read_torch_file(path)
+    with torch.serialization.safe_globals([numpy.dtypes.DateTime64DType]):
+        assert read_torch_file(path)["when"] == numpy.datetime64("2026-01-01")
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_an_array_of_objects_runs_no_code(tmp_path: Path, zip_format: bool) -> None:
+    path, marker = tmp_path / "mp_rank_00_model_states.pt", tmp_path / "ran"
+    torch.save({"a": numpy.array([Evil(marker)], object)}, path, _use_new_zipfile_serialization=zip_format)
+    with pytest.raises(CheckpointError, match="asks to run or build"):
+        read_torch_file(path)
+    assert not marker.exists()
 
 
 def test_a_bare_pickle_is_refused(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ order; only their checksums come later and are put into the headers then.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, _weights_only_unpickler
 
@@ -296,7 +298,6 @@ def _directory_end(count: int, start: int, num_bytes: int) -> bytes:
 MAX_PICKLE_BYTES = 1 << 30
 MAX_RECORDS = 1 << 20
 
-_KNOWN = [(known, f"{home}.{known.__name__}") for known, home in classes.HOMES.items()]
 _RESTORE = "restore it from a copy, or load an older checkpoint"
 IN_PIECES = "hf_zero_in_pieces"
 """Key of what stands for a tensor of a checkpoint in host memory: (file, first byte, bytes) of its parts, dtype, shape.
@@ -304,6 +305,18 @@ IN_PIECES = "hf_zero_in_pieces"
 The files, with nothing in them but values, lie beside the folder of the tag; without a name they are zeros. An empty
 file stands for one on another host. As a key of the whole content it says that there are such tensors.
 """
+
+
+@functools.cache
+def _known() -> list[tuple[Any, str]]:
+    """What is built besides torch's own: DeepSpeed's states, and numbers of numpy and arrays of them, which its users
+    put into `client_state`, under their names in numpy 1 and 2."""
+    core: Any = getattr(numpy, "_core", None) or numpy.core
+    found: list[Any] = [numpy.dtype, numpy.ndarray, *{type(numpy.dtype(code)) for code in "?bBhHiIlLqQefdFD"}]
+    known = [(each, f"{each.__module__}.{each.__name__}") for each in found]
+    for home in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        known += [(getattr(core.multiarray, name), f"{home}.{name}") for name in ("scalar", "_reconstruct")]
+    return known + [(each, f"{home}.{each.__name__}") for each, home in classes.HOMES.items()]
 
 
 def read_torch_file(path: Path, *, stays_in_parts: Callable[[Any], bool] = lambda key: False) -> Any:
@@ -322,7 +335,7 @@ def read_torch_file(path: Path, *, stays_in_parts: Callable[[Any], bool] = lambd
     if is_zip:
         check_container(path)
     try:
-        with torch.serialization.safe_globals(list(_KNOWN)):
+        with torch.serialization.safe_globals([*_known()]):
             content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
         if isinstance(content, dict) and content.pop(IN_PIECES, False):
             folder, mapped = path.parent.parent, dict[str, Tensor]()
@@ -410,7 +423,7 @@ def _refusal(path: Path, error: Exception, is_zip: bool) -> CheckpointError:
     return CheckpointError(
         path,
         f"asks to run or build {', '.join(strangers)}, which may do anything on this machine; hf_zero builds tensors, "
-        "plain containers and the four state classes of DeepSpeed only",
+        "numbers and arrays of numpy, plain containers and the four state classes of DeepSpeed only",
         "if it is in your own client_state, save plain values there; if you trust the file, allow the class with "
         "torch.serialization.add_safe_globals([...]); otherwise do not load it",
     )
@@ -421,7 +434,7 @@ def _foreign_globals(path: Path, error: Exception, is_zip: bool) -> list[str]:
     if made := re.findall(r"but got <class '([\w.]+)'>", str(error)):
         return sorted(set(made))
     if is_zip:
-        known = {name for _, name in _KNOWN}
+        known = {name for _, name in _known()}
         try:
             return sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known)
         except Exception:  # a pickle so broken that it cannot even be listed
