@@ -42,6 +42,7 @@ from hf_zero.rank_environment import RankEnvironment, find_rank_environment
 
 GRACE_S = 15.0  # between asking a rank to end and making it
 _TICK_S = 0.2
+_TICK_OF_RESTARTS_S = 0.05  # a rank that is stopped is found by asking
 _LAST_WORDS_S = 1.0  # for output of a rank that has ended; what a child of it may say later is not waited for
 
 
@@ -175,7 +176,7 @@ class Supervisor:
             self._selector.register(rank.watch, selectors.EVENT_READ, lambda: self._look_at(index))
 
     def _turn(self) -> None:
-        events = self._selector.select(_TICK_S)
+        events = self._selector.select(_TICK_S if self._restarts is None else _TICK_OF_RESTARTS_S)
         for key, _ in events:
             key.data()
         if not events:
