@@ -155,6 +155,25 @@ def test_a_rank_that_is_not_to_write_does_not(sharded: bool, is_main_process: bo
     assert calls == ([expected] if is_main_process or not sharded or upstream_asks else [])
 
 
+def test_a_folder_to_resume_from_that_has_weights_alone_says_what_to_do(tmp_path: Path) -> None:
+    """Whoever resumed from a checkpoint of save_only_model, or of a run without a ds.json, was told that it was not
+    valid, and nothing more."""
+    load = importlib.import_module("transformers.integrations.deepspeed").deepspeed_load_checkpoint
+    with pytest.raises(ValueError, match=r"Can't find a valid checkpoint at .*\n    rule: .*this is no folder\n"):
+        load(None, str(tmp_path / "none"))
+    with pytest.raises(ValueError, match="this has none, and no weights"):
+        load(None, str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(
+        ValueError, match=r"this has weights alone, .*\n    fix:  start from the weights, from_pretrained\("
+    ):
+        load(None, str(tmp_path))
+    (tmp_path / "global_step4").mkdir()
+    engine = SimpleNamespace(load_checkpoint=lambda *arguments, **options: (None, {}))
+    with pytest.raises(ValueError, match=r"failed to resume from checkpoint [^\n]*$"):
+        load(engine, str(tmp_path))
+
+
 def test_patching_twice_wraps_once() -> None:
     module = importlib.import_module("accelerate.utils.deepspeed")
     before = module.HfDeepSpeedConfig.__init__

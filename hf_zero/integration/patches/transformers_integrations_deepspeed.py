@@ -9,6 +9,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -269,6 +270,31 @@ def grouped(trainer: Any, parameters: Any) -> list[dict[str, Any]]:
         {"params": [parameter for parameter in parameters if id(parameter) not in chosen], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+@PATCHES.add(
+    "deepspeed_load_checkpoint(deepspeed_engine, checkpoint_path, load_module_strict)",
+    without="resuming from a folder without an engine's states is refused without a remedy",
+    until="the error says what the folder lacks",
+)
+def around_load_checkpoint(
+    original: Function, deepspeed_engine: Any, checkpoint_path: Any, load_module_strict: bool = True
+) -> None:
+    """A folder without an engine's states is refused in upstream's words, and with what to do instead."""
+    try:
+        original(deepspeed_engine, checkpoint_path, load_module_strict)
+    except ValueError as error:
+        folder = Path(checkpoint_path)
+        if any(folder.glob("global_step*")):
+            raise
+        what, fix = "is no folder", "give the path of a folder checkpoint-N"
+        if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+            what = "has weights alone, as save_only_model and runs without a ds.json leave them"
+            fix = f"start from the weights, from_pretrained({str(folder)!r}), and leave out resume_from_checkpoint"
+        elif folder.is_dir():
+            what = "has none, and no weights"
+        rule = f"an engine resumes from the folder global_step* that it has saved; this {what}"
+        raise ValueError(f"{error}\n    rule: {rule}\n    fix:  {fix}") from None
 
 
 @PATCHES.add(
