@@ -1,6 +1,7 @@
 """Trains while ranks are killed and stopped: updates that are kept, losses that are wrong, seconds to recover.
 
     python -m bench.chaos --minutes 30 --every 30 --size 25m --name 25m
+    python -m bench.chaos --write                                       # docs/resilience.md, from the kept results
 
 A fault each so many seconds strikes a random rank, a kill and a stop in turn. Beside `hf-zero launch --max_restarts`
 with checkpoints in host memory the same training runs under torchrun, from host memory and from files (kills only:
@@ -38,11 +39,12 @@ from typing import Any
 
 import psutil
 
-from bench.surroundings import ROOT, keep, machine, public
+from bench.surroundings import RESULTS, ROOT, keep, machine, page_with, public
 from hf_zero.launch.restarts import folder_in_memory
 
 MEMORY, TORCHRUN, FILES = "hf-zero launch, from memory", "torchrun, from memory", "torchrun, from files"
 STANDBY, TORCHFT = "hf-zero launch --standby, from memory", "torchft, DDP"
+PAGE, COMMAND = ROOT / "docs" / "resilience.md", "python -m bench.chaos --write"
 _MARK = "CHAOS_MARK"  # carried by every process of a launch, whatever session it is in
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _UPDATE_S = 180.0  # for one update to follow
@@ -319,6 +321,29 @@ def markdown(run: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def section() -> str:
+    """The newest kept result of each name, in one table."""
+    newest = {path.stem.partition("-chaos-")[2]: path for path in sorted(RESULTS.glob("*-chaos-*.json"))}
+    lines = [
+        "| what trains, for how long | way | an update | faults | updates kept | of the time | wrong losses "
+        "| to recover, median and longest |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for path in newest.values():
+        run = json.loads(path.read_text())
+        settings = run["settings"]
+        free = f", of an update {settings['pause']:g} s free" if settings.get("pause") else ""
+        what = f"{settings['size']} at stage {settings['stage']}, {settings['ranks']} ranks{free}; "
+        what += f"{settings['minutes']:g} min ({path.stem})"
+        for way, row in run["ways"].items():
+            kept = [f"{100 * row[key]:.1f}%" for key in ("updates_kept", "time_kept")]
+            recovered = f"{row['recovery_median_s']:.1f} s, {row['recovery_max_s']:.1f} s"
+            update = f"{row.get('update_s', run['update_s']):.2f} s"
+            cells = [what, way, update, str(row["faults"]), *kept, str(row["wrong"]), recovered]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
     """Measure, then write JSON and Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -333,7 +358,11 @@ def main() -> None:
     )
     parser.add_argument("--torchft-python", help="an interpreter that has torchft; without, it is left out")
     parser.add_argument("--name", help="keep the result in bench/results under this name")
+    parser.add_argument("--write", action="store_true", help="measure nothing: write docs/resilience.md's table")
     options = parser.parse_args()
+    if options.write:
+        PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), section(), COMMAND), encoding="utf-8")
+        return
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.chaos import STANDBY, Launch, Survived, Training, survive
+from bench.chaos import PAGE, STANDBY, Launch, Survived, Training, section, survive
 from tests.extras.resilience.undisturbed import Line, undisturbed_lines
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
@@ -71,6 +71,10 @@ def test_a_second_set_of_ranks_goes_on_at_once(tmp_path: Path) -> None:
     assert ["in processes that stood by" in line for line in restarts] == [True, False], survived.output[-6000:]
     survived.lines = [line for line in survived.lines if line["update"] <= len(undisturbed)]
     assert survived.left == [] and survived.wrong(undisturbed) == []
+
+
+def test_the_page_has_what_was_measured() -> None:
+    assert section() in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
