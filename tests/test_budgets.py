@@ -27,7 +27,7 @@ BUDGETS = {
     "extras": (9_460, "features that few configs ask for"),
     "grads": (1_100, "from autograd to reduced shards"),
     "integration": (5_700, "DeepSpeed's names, patches for transformers, accelerate, peft, trl"),
-    "kernels": (2_390, "a form in chunks and a GPU form for each"),
+    "kernels": (2_450, "a reference and a GPU form for each"),
     "launch": (2_350, "pdsh, MPI, Slurm, torchrun; whose rank failed, and why; ranks that start again, forked"),
     "layout": (1_200, "integers: buckets, units, shards, traffic"),
     "offload": (1_890, "host memory and NVMe"),

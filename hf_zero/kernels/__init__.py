@@ -1,1 +1,1 @@
-"""One file per kernel: formulas, a form in PyTorch's operations, a way to the GPU's. Imports nothing else of ours."""
+"""One file per kernel: a plain-PyTorch reference, then the fast forms. Imports nothing else of ours."""

@@ -10,9 +10,14 @@ from torch import Tensor
 from hf_zero.kernels.vectors import chunks, scratch_like
 
 
+def sum_parts_reference(parts: Sequence[Tensor], out: Tensor) -> None:
+    """out = sum of `parts` (1-D, equal length), accumulated in at least fp32 and rounded once."""
+    fp32 = torch.promote_types(torch.float32, out.dtype)
+    out.copy_(torch.stack([part.to(fp32) for part in parts]).sum(dim=0))
+
+
 def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:
-    """out = sum of `parts` (1-D, equal length), accumulated in at least fp32 and rounded once, without an fp32 copy of
-    the whole. `out` may be one of the parts."""
+    """Same as the reference, without an fp32 copy of the whole. `out` may be one of the parts."""
     if len(parts) == 1:
         out.copy_(parts[0])
         return

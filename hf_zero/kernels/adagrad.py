@@ -29,6 +29,16 @@ class AdagradRule:
         return self.lr / (1 + (step - 1) * self.lr_decay)
 
 
+def adagrad_reference(vectors: Vectors, rule: AdagradRule, step: int, scale: Tensor | float = 1.0) -> None:
+    """The formulas above, line by line; states are (G,)."""
+    weight, (squares,) = vectors.weight, vectors.states
+    gradient = vectors.gradient.to(weight.dtype) * scale + rule.weight_decay * weight
+    squares.add_(gradient * gradient)
+    weight.sub_(rule.rate(step) * gradient / (squares.sqrt() + rule.eps))
+    if vectors.lp_param is not None:
+        vectors.lp_param.copy_(weight)
+
+
 def adagrad(
     vectors: Vectors,
     rule: AdagradRule,
@@ -37,7 +47,7 @@ def adagrad(
     skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """The formulas above, in one pass over memory; states are (G,). See `fp32_chunks` for scale, skip and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adagrad import adagrad_on_gpu
 

@@ -42,6 +42,23 @@ class AdamRule:
         return 1 - self.beta1**step, 1 - self.beta2**step
 
 
+def adam_reference(vectors: Vectors, rule: AdamRule, step: int, scale: Tensor | float = 1.0) -> None:
+    """The formulas above, line by line; states are (m, v). `step` counts from 1."""
+    weight, (moment, second_moment) = vectors.weight, vectors.states
+    gradient = vectors.gradient.to(weight.dtype) * scale
+    if not rule.decoupled:
+        gradient = gradient + rule.weight_decay * weight
+    moment.mul_(rule.beta1).add_(gradient, alpha=1 - rule.beta1)
+    second_moment.mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)
+    correction1, correction2 = rule.corrections(step)
+    update = (moment / correction1) / ((second_moment / correction2).sqrt() + rule.eps)
+    if rule.decoupled:
+        update = update + rule.weight_decay * weight
+    weight.sub_(rule.lr * update)
+    if vectors.lp_param is not None:
+        vectors.lp_param.copy_(weight)
+
+
 def adam(
     vectors: Vectors,
     rule: AdamRule,
@@ -50,8 +67,7 @@ def adam(
     skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """The formulas above, in one pass over memory; states are (m, v), `step` counts from 1. See `fp32_chunks` for
-    scale, skip and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adam import adam_on_gpu
 

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels import vectors as walking
-from hf_zero.kernels.adam import AdamRule, chunk_update, divided_inside
-from hf_zero.kernels.dynamic8 import BLOCK, Coder, blocks_of, num_blocks
+from hf_zero.kernels.adam import AdamRule, adam_reference, chunk_update, divided_inside
+from hf_zero.kernels.dynamic8 import (
+    BLOCK,
+    Coder,
+    blocks_of,
+    dequantize_reference,
+    num_blocks,
+    quantize_reference,
+)
 from hf_zero.kernels.gpu.devices import runs_on_gpu
 from hf_zero.kernels.vectors import Vectors, chunk_numel, fp32_chunks
 
@@ -41,6 +48,20 @@ class BlockVectors(Vectors):
         )
 
 
+def adam8_reference(vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float = 1.0) -> None:
+    """Both states as fp32, Adam on the part that the weights are of, and back; states are (m, v), packed."""
+    start, numel = vectors.start, vectors.weight.numel()
+    held = blocks_of(vectors.states[0]).codes.numel()
+    wide = [
+        dequantize_reference(state, held, signed=index == 0).to(vectors.weight.dtype)
+        for index, state in enumerate(vectors.states)
+    ]
+    states = tuple(state.narrow(0, start, numel) for state in wide)
+    adam_reference(Vectors(vectors.weight, vectors.gradient, states, vectors.lp_param), rule, step, scale)
+    for index, (state, packed) in enumerate(zip(wide, vectors.states, strict=True)):
+        quantize_reference(state, packed, signed=index == 0)
+
+
 def adam8(
     vectors: BlockVectors,
     rule: AdamRule,
@@ -49,7 +70,7 @@ def adam8(
     skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """The update, in one pass over memory; states are (m, v), packed. See `fp32_chunks` for scale, skip and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adam8 import adam8_on_gpu
 

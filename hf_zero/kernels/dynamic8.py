@@ -33,6 +33,7 @@ TINY = 2.0**-126  # the smallest normal fp32; from here on 1 / scale is finite
 DECADES = 7
 _BLOCKS_AT_ONCE = 1 << 10
 _WORTH_A_THREAD = 1 << 15
+_CPU = torch.device("cpu")
 
 
 class Blocks(NamedTuple):
@@ -74,7 +75,7 @@ def blocks_of(packed: Tensor) -> Blocks:
 
 
 @functools.cache
-def code_values(signed: bool) -> Tensor:
+def code_values(signed: bool, device: torch.device = _CPU) -> Tensor:
     """fp32 value by code (256)."""
     positive: list[float] = []
     for decade in range(DECADES):
@@ -82,7 +83,7 @@ def code_values(signed: bool) -> Tensor:
         low = 10.0 ** (decade - DECADES)
         positive += [low * (1 + 9 * (step + 0.5) / count) for step in range(count)]
     negative = [-value for value in reversed(positive)] if signed else []
-    return torch.tensor([0.0, *positive, 1.0, *negative], dtype=torch.float64).to(torch.float32)
+    return torch.tensor([0.0, *positive, 1.0, *negative], dtype=torch.float64).to(device, torch.float32)
 
 
 @functools.cache
@@ -93,6 +94,28 @@ def code_order(signed: bool) -> tuple[Tensor, Tensor]:
     if not signed:
         limits[0] = 0.0
     return codes.to(torch.uint8), limits
+
+
+def quantize_reference(values: Tensor, packed: Tensor, *, signed: bool) -> None:
+    """The rules above, line by line, for a vector of any length and dtype."""
+    blocks = blocks_of(packed)
+    rows = torch.zeros(blocks.codes.numel(), dtype=torch.float64)
+    rows[: values.numel()] = values
+    rows = rows.view(-1, BLOCK)
+    largest, smallest = rows.amax(dim=1), rows.amin(dim=1)
+    scales = torch.where(largest + smallest >= 0, largest, smallest) if signed else largest
+    ratios = rows / scales.unsqueeze(1)
+    ratios = ratios.masked_fill(~(scales.abs() >= TINY).unsqueeze(1), 0.0)
+    codes, limits = code_order(signed)
+    blocks.codes.copy_(codes[torch.bucketize(ratios.nan_to_num(0.0), limits)].view(-1))
+    blocks.scales.copy_(scales)
+
+
+def dequantize_reference(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
+    """fp32 values, 1-D."""
+    blocks = blocks_of(packed)
+    rows = code_values(signed)[blocks.codes.long()].view(-1, BLOCK)
+    return (rows * blocks.scales.unsqueeze(1)).view(-1)[:numel]
 
 
 # In PyTorch's operations both ways are tables: no arithmetic would take as few passes.

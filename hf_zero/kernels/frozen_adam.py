@@ -9,6 +9,7 @@ of one bit, never 0, would move the weight by s / eps: such an element keeps sti
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from hf_zero.kernels.gpu.devices import runs_on_gpu
@@ -21,6 +22,17 @@ def preconditioned(moment: Tensor, second_moment: Tensor, eps: float) -> Tensor:
     return (moment / (root + eps)).masked_fill_(root == 0, 0.0)
 
 
+def frozen_adam_reference(vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float) -> None:
+    """The formulas above; `gradient` is m, states are (v,)."""
+    weight, (second_moment,) = vectors.weight, vectors.states
+    moment = vectors.gradient.to(weight.dtype)
+    root = second_moment.sqrt()
+    direction = torch.where(root > 0, moment / (root + eps), torch.zeros_like(root)) + weight_decay * weight
+    weight.sub_(rate * direction)
+    if vectors.lp_param is not None:
+        vectors.lp_param.copy_(weight)
+
+
 def frozen_adam(
     vectors: Vectors,
     rate: Tensor | float,
@@ -29,8 +41,7 @@ def frozen_adam(
     skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """The formulas above, in one pass over memory; `gradient` is m, states are (v,). See `fp32_chunks` for skip and
-    seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.frozen_adam import frozen_adam_on_gpu
 

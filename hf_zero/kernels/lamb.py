@@ -57,10 +57,31 @@ class LambRule:
         return torch.where((weight_norm == 0) | (direction_norm == 0), torch.ones_like(ratio), ratio)
 
 
+def lamb_reference(
+    vectors: Vectors, rule: LambRule, step: int, segments: Segments, scale: Tensor | float = 1.0
+) -> None:
+    """The formulas above, tensor by tensor; states are (m, v). Only right where every tensor is whole."""
+    for start, length in segments:
+        part = vectors.part(start, length)
+        weight, (moment, second_moment) = part.weight, part.states
+        gradient = part.gradient.to(weight.dtype) * scale
+        moment.copy_(rule.beta1 * moment + (1 - rule.beta1) * gradient)
+        second_moment.copy_(rule.beta2 * second_moment + (1 - rule.beta2) * gradient * gradient)
+        root = (second_moment + rule.eps).sqrt() if rule.eps_inside_sqrt else second_moment.sqrt() + rule.eps
+        direction = moment / root + rule.weight_decay * weight
+        weight_norm, direction_norm = float(weight.double().norm()), float(direction.double().norm())
+        ratio = 1.0
+        if weight_norm > 0 and direction_norm > 0:
+            ratio = min(max(weight_norm / direction_norm, rule.min_coeff), rule.max_coeff)
+        weight.sub_(rule.rate(step) * ratio * direction)
+        if part.lp_param is not None:
+            part.lp_param.copy_(weight)
+
+
 def lamb_moments(
     vectors: Vectors, rule: LambRule, segments: Segments, scale: Tensor | float = 1.0, skip: Tensor | None = None
 ) -> Tensor:
-    """First pass: update m and v, the states. Returns [segments, 2] in fp64: squared norms of weight and direction."""
+    """First pass: update m and v. Returns [segments, 2] in fp64: squared norms of weight and direction."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.lamb import lamb_moments_on_gpu
 

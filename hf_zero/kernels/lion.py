@@ -34,6 +34,17 @@ def sign(vector: Tensor) -> Tensor:
     return vector.sign().where(vector == vector, vector)
 
 
+def lion_reference(vectors: Vectors, rule: LionRule, scale: Tensor | float = 1.0) -> None:
+    """The formulas above, line by line; states are (m,)."""
+    weight, (moment,) = vectors.weight, vectors.states
+    gradient = vectors.gradient.to(weight.dtype) * scale
+    direction = sign(rule.beta1 * moment + (1 - rule.beta1) * gradient)
+    weight.copy_(weight * (1 - rule.lr * rule.weight_decay) - rule.lr * direction)
+    moment.copy_(rule.beta2 * moment + (1 - rule.beta2) * gradient)
+    if vectors.lp_param is not None:
+        vectors.lp_param.copy_(weight)
+
+
 def lion(
     vectors: Vectors,
     rule: LionRule,
@@ -41,7 +52,7 @@ def lion(
     skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """The formulas above, in one pass over memory; states are (m,). See `fp32_chunks` for scale, skip and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.lion import lion_on_gpu
 

@@ -9,8 +9,13 @@ from hf_zero.kernels.gpu.devices import runs_on_gpu
 from hf_zero.kernels.vectors import chunks, scratch_like
 
 
+def sum_of_squares_reference(flat: Tensor) -> Tensor:
+    """0-dim fp64 tensor: the sum of `flat ** 2`."""
+    return flat.double().square().sum()
+
+
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """0-dim fp64 tensor, without an fp32 copy of the whole. Not finite when any element is not."""
+    """Same as the reference, without an fp32 copy of the whole. Not finite when any element is not."""
     if runs_on_gpu(flat):
         from hf_zero.kernels.gpu.norm import sum_of_squares_on_gpu
 

@@ -53,6 +53,23 @@ def split_message(messages: Tensor, numel: int, bits: int) -> tuple[Tensor, Tens
     return messages[:, : -(-numel * bits // 8)], messages[:, start : start + 2 * blocks].view(torch.bfloat16)
 
 
+def quantize_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """(codes as int8, scales as bf16) of a vector (1-D), one code per element."""
+    blocks = _padded(values.float()).view(-1, BLOCK)
+    largest = blocks.abs().amax(dim=1)
+    scales = (largest / LIMIT[bits]).bfloat16()
+    scales = torch.where(scales < _LEAST_SCALE, torch.zeros_like(scales), scales)
+    scales = torch.where(torch.isfinite(largest), scales, torch.full_like(scales, float("nan")))
+    steps = torch.where(scales > 0, scales.float(), torch.inf).unsqueeze(1)
+    codes = (blocks / steps).round().nan_to_num(0.0).to(torch.int8)
+    return codes.view(-1)[: values.numel()], scales
+
+
+def dequantize_reference(codes: Tensor, scales: Tensor) -> Tensor:
+    """fp32 values of what `quantize_reference` returned."""
+    return (_padded(codes.float()).view(-1, BLOCK) * scales.float().unsqueeze(1)).view(-1)[: codes.numel()]
+
+
 def write_messages(values: Tensor, messages: Tensor, bits: int, feedback: Feedback | None = None) -> None:
     """Quantise every row of `values` into its message."""
     numel = _check(messages, values, bits)

@@ -25,6 +25,20 @@ class SgdRule:
     nesterov: bool
 
 
+def sgd_reference(vectors: Vectors, rule: SgdRule, scale: Tensor | float = 1.0) -> None:
+    """The formulas above, line by line; states are (b,), or none without momentum."""
+    weight = vectors.weight
+    gradient = vectors.gradient.to(weight.dtype) * scale + rule.weight_decay * weight
+    direction = gradient
+    if rule.momentum:
+        (buffer,) = vectors.states
+        buffer.copy_(rule.momentum * buffer + gradient)
+        direction = gradient + rule.momentum * buffer if rule.nesterov else buffer
+    weight.sub_(rule.lr * direction)
+    if vectors.lp_param is not None:
+        vectors.lp_param.copy_(weight)
+
+
 def sgd(
     vectors: Vectors,
     rule: SgdRule,
@@ -32,8 +46,7 @@ def sgd(
     skip: Tensor | None = None,
     seed: int | None = None,
 ) -> None:
-    """The formulas above, in one pass over memory; states are (b,), or none without momentum. See `fp32_chunks` for
-    scale, skip and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.sgd import sgd_on_gpu
 

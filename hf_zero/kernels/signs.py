@@ -18,8 +18,22 @@ from hf_zero.kernels.vectors import chunks
 PER_BYTE = 8
 
 
+def pack_signs_reference(value: Tensor, error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
+    """Fill `packed` (uint8, numel / 8), update `error` (fp32) and return s (0-dim fp32)."""
+    _check_length(value, packed)
+    total = value.to(error.dtype) + error
+    numel = total.numel() if numel is None else numel
+    scale = (total.double().square().sum() / max(1, numel)).sqrt().to(error.dtype)
+    positive = total >= 0
+    weights = 2 ** torch.arange(PER_BYTE, device=value.device)
+    packed.copy_((positive.view(-1, PER_BYTE) * weights).sum(dim=1))
+    error.copy_(total - torch.where(positive, scale, -scale))
+    error.narrow(0, numel, error.numel() - numel).zero_()
+    return scale
+
+
 def pack_signs(value: Tensor, error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
-    """Fill `packed` (uint8, numel / 8), update `error` (fp32) and return s (0-dim fp32), without fp32 temporaries."""
+    """Same as the reference, without fp32 temporaries."""
     error.add_(value)
     return pack_signs_with_error(error, packed, numel)
 
@@ -50,20 +64,26 @@ def _pack(error: Tensor, scale: Tensor, packed: Tensor) -> None:
         part.sub_(torch.where(positive, scale, -scale))
 
 
+def unpack_signs_reference(packed: Tensor, scale: Tensor | float, out: Tensor, *, add: bool = False) -> None:
+    """out = scale * sign, or out += with `add`."""
+    _check_length(out, packed)
+    places = torch.arange(PER_BYTE, device=packed.device)
+    positive = ((packed.to(torch.int32).unsqueeze(1) >> places) & 1).bool().view(-1)
+    value = (positive.to(out.dtype) * 2 - 1) * scale
+    out.copy_(out + value if add else value)
+
+
 def unpack_signs(packed: Tensor, scale: Tensor | float, out: Tensor, *, add: bool = False) -> None:
-    """out = scale * sign, or out += with `add`, without temporaries of its length."""
+    """Same as the reference, without fp32 temporaries."""
     _check_length(out, packed)
     if runs_on_gpu(out):
         from hf_zero.kernels.gpu.signs import unpack_signs_on_gpu
 
         unpack_signs_on_gpu(packed, scale, out, add=add)
         return
-    places = torch.arange(PER_BYTE, device=packed.device)
     for start, length in chunks(out.numel(), out.device):
-        part, target = packed.narrow(0, start // PER_BYTE, length // PER_BYTE), out.narrow(0, start, length)
-        positive = ((part.to(torch.int32).unsqueeze(1) >> places) & 1).bool().view(-1)
-        value = (positive.to(out.dtype) * 2 - 1) * scale
-        target.copy_(target + value if add else value)
+        part = packed.narrow(0, start // PER_BYTE, length // PER_BYTE)
+        unpack_signs_reference(part, scale, out.narrow(0, start, length), add=add)
 
 
 def _check_length(values: Tensor, packed: Tensor) -> None:

@@ -13,7 +13,7 @@ from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction
 from hf_zero.comm.rows import FlatRows, Pending
 from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.kernels.message import message_bytes
-from tests.kernels.references import dequantize_reference, quantize_reference
+from hf_zero.kernels.quantize import dequantize_reference, quantize_reference
 from tests.support.in_process import InProcessWorld
 from tests.support.ranks import run_ranks
 

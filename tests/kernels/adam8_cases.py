@@ -6,52 +6,14 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels.adam import AdamRule
-from hf_zero.kernels.adam8 import BlockVectors, adam8
-from hf_zero.kernels.dynamic8 import BLOCK, TINY, blocks_of, code_order, code_values, packed_bytes
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.adam8 import BlockVectors, adam8, adam8_reference
+from hf_zero.kernels.dynamic8 import BLOCK, blocks_of, code_order, packed_bytes, quantize_reference
 from tests.kernels.cases import Form, Types, randn
-from tests.kernels.references import adam_reference
 
 RULES = [
     AdamRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True),
     AdamRule(lr=1e-2, beta1=0.8, beta2=0.999, eps=1e-3, weight_decay=0.1, decoupled=False),
 ]
-
-
-def quantize_reference(values: Tensor, packed: Tensor, *, signed: bool) -> None:
-    """The rules of `hf_zero.kernels.dynamic8`, line by line, for a vector of any length and dtype."""
-    blocks = blocks_of(packed)
-    rows = torch.zeros(blocks.codes.numel(), dtype=torch.float64)
-    rows[: values.numel()] = values
-    rows = rows.view(-1, BLOCK)
-    largest, smallest = rows.amax(dim=1), rows.amin(dim=1)
-    scales = torch.where(largest + smallest >= 0, largest, smallest) if signed else largest
-    ratios = rows / scales.unsqueeze(1)
-    ratios = ratios.masked_fill(~(scales.abs() >= TINY).unsqueeze(1), 0.0)
-    codes, limits = code_order(signed)
-    blocks.codes.copy_(codes[torch.bucketize(ratios.nan_to_num(0.0), limits)].view(-1))
-    blocks.scales.copy_(scales)
-
-
-def dequantize_reference(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
-    """fp32 values, 1-D."""
-    blocks = blocks_of(packed)
-    rows = code_values(signed)[blocks.codes.long()].view(-1, BLOCK)
-    return (rows * blocks.scales.unsqueeze(1)).view(-1)[:numel]
-
-
-def adam8_reference(vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float = 1.0) -> None:
-    """Both states as fp32, Adam on the part that the weights are of, and back; states are (m, v), packed."""
-    start, numel = vectors.start, vectors.weight.numel()
-    held = blocks_of(vectors.states[0]).codes.numel()
-    wide = [
-        dequantize_reference(state, held, signed=index == 0).to(vectors.weight.dtype)
-        for index, state in enumerate(vectors.states)
-    ]
-    states = tuple(state.narrow(0, start, numel) for state in wide)
-    adam_reference(Vectors(vectors.weight, vectors.gradient, states, vectors.lp_param), rule, step, scale)
-    for index, (state, packed) in enumerate(zip(wide, vectors.states, strict=True)):
-        quantize_reference(state, packed, signed=index == 0)
 
 
 def run(

@@ -13,35 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.adagrad import AdagradRule, adagrad
-from hf_zero.kernels.adam import AdamRule, adam
-from hf_zero.kernels.frozen_adam import frozen_adam
-from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
-from hf_zero.kernels.lion import LionRule, lion
+from hf_zero.kernels.adagrad import AdagradRule, adagrad, adagrad_reference
+from hf_zero.kernels.adam import AdamRule, adam, adam_reference
+from hf_zero.kernels.frozen_adam import frozen_adam, frozen_adam_reference
+from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments, lamb_reference
+from hf_zero.kernels.lion import LionRule, lion, lion_reference
 from hf_zero.kernels.message import BLOCK, message_bytes
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.kernels.quantize import (
     Feedback,
+    dequantize_reference,
+    quantize_reference,
     read_messages,
     split_message,
     sum_messages,
     write_messages,
 )
-from hf_zero.kernels.sgd import SgdRule, sgd
-from hf_zero.kernels.signs import pack_signs, unpack_signs
+from hf_zero.kernels.sgd import SgdRule, sgd, sgd_reference
+from hf_zero.kernels.signs import pack_signs, pack_signs_reference, unpack_signs, unpack_signs_reference
 from hf_zero.kernels.vectors import Vectors
-from tests.kernels.references import (
-    adagrad_reference,
-    adam_reference,
-    dequantize_reference,
-    frozen_adam_reference,
-    lamb_reference,
-    lion_reference,
-    pack_signs_reference,
-    quantize_reference,
-    sgd_reference,
-    unpack_signs_reference,
-)
 
 STEPS = 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

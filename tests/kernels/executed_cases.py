@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels.adam import AdamRule
+from hf_zero.kernels.adam8 import adam8_reference
 from hf_zero.kernels.dynamic8 import blocks_of
 from hf_zero.kernels.lamb import LambRule
-from hf_zero.kernels.quantize import Feedback, new_messages, split_message
+from hf_zero.kernels.quantize import Feedback, dequantize_reference, new_messages, quantize_reference, split_message
+from hf_zero.kernels.signs import unpack_signs_reference
 from hf_zero.kernels.vectors import Vectors
 from tests.kernels import adam8_cases
-from tests.kernels.adam8_cases import adam8_reference
 from tests.kernels.cases import (
     DTYPES,
     MIXTURES,
@@ -32,7 +33,6 @@ from tests.kernels.cases import (
     randn,
     segments_of,
 )
-from tests.kernels.references import dequantize_reference, quantize_reference, unpack_signs_reference
 
 NUMEL = 3 * 1024 + 17
 COMPILED = Form(interpreted=True)

@@ -9,29 +9,21 @@ import torch
 
 from hf_zero.kernels import vectors as vectors_module
 from hf_zero.kernels.adam import AdamRule
-from hf_zero.kernels.adam8 import BlockVectors, adam8
+from hf_zero.kernels.adam8 import BlockVectors, adam8, adam8_reference
 from hf_zero.kernels.dynamic8 import (
     BLOCK,
     blocks_of,
     code_order,
     code_values,
     dequantize,
+    dequantize_reference,
     num_blocks,
     packed_bytes,
     quantize,
+    quantize_reference,
 )
 from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL
-from tests.kernels.adam8_cases import (
-    RULES,
-    adam8_reference,
-    assert_as_quantized,
-    check,
-    dequantize_reference,
-    in_double,
-    quantize_reference,
-    run,
-    vectors_for,
-)
+from tests.kernels.adam8_cases import RULES, assert_as_quantized, check, in_double, run, vectors_for
 from tests.kernels.cases import MIXTURES, Form, Types, randn
 from tests.support.requirements import missing
 

@@ -9,15 +9,14 @@ import pytest
 import torch
 
 from hf_zero.kernels import vectors as vectors_module
-from hf_zero.kernels.accumulate import add_into, sum_parts
-from hf_zero.kernels.lion import LionRule, lion
+from hf_zero.kernels.accumulate import add_into, sum_parts, sum_parts_reference
+from hf_zero.kernels.lion import LionRule, lion, lion_reference
 from hf_zero.kernels.message import message_bytes
 from hf_zero.kernels.quantize import new_messages, read_messages, write_messages
 from hf_zero.kernels.signs import pack_signs
 from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, Vectors, chunks
 from tests.kernels import cases
 from tests.kernels.cases import DTYPES, MIXTURES, NARROW, UPDATES, Form, Types, randn
-from tests.kernels.references import lion_reference, sum_parts_reference
 
 SIZES = [1, 31, 1000, CPU_CHUNK_NUMEL, CPU_CHUNK_NUMEL + 17]
 CPU = Form()
