@@ -65,14 +65,15 @@ def launch(options: argparse.Namespace) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """One replica."""
-    size, length = SIZES[options.size], timedelta(seconds=60)
+    size, limit = SIZES[options.size], timedelta(seconds=5)  # a stopped replica holds up the others for so long
     model = build_model(size)
     torch.manual_seed(0)
     rows = torch.randint(0, size.vocabulary, (64, size.length))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=length),
+        pg=torchft.ProcessGroupGloo(timeout=limit),
+        timeout=limit,
         load_state_dict=lambda state: (
             model.load_state_dict(state["model"]),
             optimizer.load_state_dict(state["states"]),
