@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import fcntl
 import gc
 import importlib
 import importlib.util
@@ -164,6 +165,8 @@ class Restarts:
         more = {"MASTER_PORT": _free_port(), _TURN: str(self._turn)}
         with suppress(OSError):  # it has been killed; the next start makes another
             self._standby = {each.rank: self._nursery.ask(self._own(each, **more)) for each in commands}
+            for pipe in (pipe for rank in self._standby.values() for pipe in (rank.stdout, rank.stderr)):
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _MESSAGE_BYTES)  # nobody reads what they say until then
 
     @property
     def _is_ready(self) -> bool:

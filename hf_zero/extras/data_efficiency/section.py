@@ -149,7 +149,9 @@ class RandomLTD(Section):
     random_ltd_layer_num: Count | None = check(None, "Must be the number of random_ltd_layer_id.")
     random_ltd_layer_id: list[Count] | None = supported(None, "The layers, from 0.")
     model_mask_name: str | None = supported(None, "Keyword of a layer's mask; null: none.")
-    model_type: Literal["decoder", "encoder"] | None = supported(None, "decoder or encoder.")
+    model_type: Literal["decoder", "encoder"] | None = ignored(
+        None, "decoder or encoder.", why="masks are cut at the kept tokens, whatever they mask", met=True
+    )
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = supported(
         None, "Dimensions of hidden states."
     )
