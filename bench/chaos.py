@@ -102,6 +102,7 @@ class Training:
     size: str | None = None
     python: str = sys.executable
     pause_s: float = 0.0
+    stopped_s: float = 0.5
 
     def words(self, folder: Path) -> list[str]:
         if self.way == TORCHFT:
@@ -115,7 +116,7 @@ class Training:
         port = str(random.SystemRandom().randrange(10000, 32000))
         if self.way in (MEMORY, STANDBY):
             start = ["-m", "hf_zero", "launch", "--num_gpus", str(self.world), "--no_local_rank", "--master_port", port]
-            start += ["--max_restarts", "10000", "--stopped_timeout", "0.5"]
+            start += ["--max_restarts", "10000", "--stopped_timeout", str(self.stopped_s)]
             start += [*(["--standby"] if self.way == STANDBY else []), "--module", "bench.chaos_script"]
         else:
             start = ["-m", "torch.distributed.run", f"--nproc-per-node={self.world}", "--max-restarts=10000"]
@@ -334,7 +335,7 @@ def section() -> str:
         settings = run["settings"]
         free = f", of an update {settings['pause']:g} s free" if settings.get("pause") else ""
         what = f"{settings['size']} at stage {settings['stage']}, {settings['ranks']} ranks{free}; "
-        what += f"{settings['minutes']:g} min ({path.stem})"
+        what += f"a stopped rank is dead after {settings.get('stopped', 0.5):g} s; {settings['minutes']:g} min ({path.stem})"
         for way, row in run["ways"].items():
             kept = [f"{100 * row[key]:.1f}%" for key in ("updates_kept", "time_kept")]
             recovered = f"{row['recovery_median_s']:.1f} s, {row['recovery_max_s']:.1f} s"
@@ -353,6 +354,9 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of each update in which nothing computes")
+    parser.add_argument(
+        "--stopped", type=float, default=0.5, help="seconds after which a rank that is stopped counts as dead"
+    )
     parser.add_argument(
         "--way", action="append", choices=[STANDBY, MEMORY, TORCHRUN, FILES, TORCHFT], help="default: all"
     )
@@ -374,6 +378,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench-chaos-"))
     try:
         sizes: dict[str, Any] = {"world": options.ranks, "size": options.size, "pause_s": options.pause}
+        sizes["stopped_s"] = options.stopped
         undisturbed = without_faults(Training(config, _MANY, **sizes), folder, options.minutes)
         bare = attacked_for(Training(plain, _MANY, **sizes), folder / "bare", min(2.0, options.minutes))
         ways = {}
