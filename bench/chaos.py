@@ -335,7 +335,8 @@ def section() -> str:
         settings = run["settings"]
         free = f", of an update {settings['pause']:g} s free" if settings.get("pause") else ""
         what = f"{settings['size']} at stage {settings['stage']}, {settings['ranks']} ranks{free}; "
-        what += f"a stopped rank is dead after {settings.get('stopped', 0.5):g} s; {settings['minutes']:g} min ({path.stem})"
+        what += f"a stopped rank is dead after {settings.get('stopped', 0.5):g} s; {settings['minutes']:g} min "
+        what += f"({path.stem})"
         for way, row in run["ways"].items():
             kept = [f"{100 * row[key]:.1f}%" for key in ("updates_kept", "time_kept")]
             recovered = f"{row['recovery_median_s']:.1f} s, {row['recovery_max_s']:.1f} s"

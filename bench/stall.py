@@ -1,6 +1,7 @@
 """How long training stands still for a checkpoint: steps with a save among them, beside steps without.
 
     python -m bench.stall --size 110m --batch 4 --oracle-python .oracle/bin/python --name 110m
+    python -m bench.stall --write               # docs/checkpoints.md, from the newest kept result
 
 In turn, so many steps without a save, and as many of which the first is followed by one. A step's time is that of its
 forward, backward and update, and of the save where there is one; what is written beside training slows the steps after
@@ -22,15 +23,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.surroundings import ROOT, keep, machine, public, rank_environments
+from bench.surroundings import RESULTS, ROOT, keep, machine, page_with, public, rank_environments
 
 BESIDE, WAITING, DEEPSPEED, DCP = "hf_zero, async", "hf_zero", "DeepSpeed", "FSDP2, DCP's async_save"
 MARK = "RESULT "
+PAGE, COMMAND = ROOT / "docs" / "checkpoints.md", "python -m bench.stall --write"
+_MEANS = (
+    "Seconds; over: as a share of the step without saves; longest: of the steps of a block, each the median of its "
+    "rounds; all: of all steps between two saves, and what they took more."
+)
 log = logging.getLogger("bench")
 
 
@@ -121,30 +127,53 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, list[list[float]
         return dict(json.loads(lines[0].removeprefix(MARK)))
 
 
-def markdown(run: dict[str, Any]) -> str:
-    """The table of one run."""
-    settings = run["settings"]
+def _longest(blocks: Sequence[Sequence[float]]) -> float:
+    """Of the steps of a block, each the median of all rounds: what a shared machine takes for others in one round is
+    not taken for a stall."""
+    return max(statistics.median(each) for each in zip(*blocks, strict=True))
+
+
+def table(run: dict[str, Any]) -> str:
+    """Seconds of a step by way."""
     lines = [
-        f"# A save each {settings['every']} steps, model {settings['size']}, {settings['precision']}, stage "
-        f"{settings['stage']}, 2 ranks",
-        "",
-        f"`{run['command']}`, {run['date'][:16]}, {run['machine']['cores']} cores, load "
-        f"{run['machine']['load_1min']} at the end. Seconds; over: as a share of the step without saves. The step with "
-        "the save is the one that calls it; all: of all steps between two saves, and what they took more.",
-        "",
-        "| way | step without saves | its longest | median with saves | over | longest with saves | over | all, over |",
-        "|---|---|---|---|---|---|---|---|",
+        "| way | step without saves | its longest | median with saves | over | the step that saves "
+        "| longest with saves | over | all, over |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for way, found in run["ways"].items():
         without, within = ([each for block in found[key] for each in block] for key in ("without", "with"))
         plain, with_saves = statistics.median(without), statistics.median(within)
-        share = [f"{100 * (value / floor - 1):+.1f}%" for value, floor in (
-            (with_saves, plain), (max(within), max(without)), (sum(within), sum(without))
-        )]  # fmt: skip
-        figures = [f"{value:.3f}" for value in (plain, max(without), with_saves, max(within))]
-        cells = [way, *figures[:3], share[0], figures[3], share[1], share[2]]
-        lines.append(f"| {' | '.join(cells)} |")
+        saving = statistics.median(block[0] for block in found["with"])
+        longest, longest_with = _longest(found["without"]), _longest(found["with"])
+        pairs = ((with_saves, plain), (longest_with, longest), (sum(within), sum(without)))
+        over = [f"{100 * (value / floor - 1):+.1f}%" for value, floor in pairs]
+        figures = [f"{value:.3f}" for value in (plain, longest, with_saves, saving, longest_with)]
+        lines.append(f"| {' | '.join([way, *figures[:3], over[0], *figures[3:], *over[1:]])} |")
     return "\n".join([*lines, ""])
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """One run."""
+    settings, cores, load = run["settings"], run["machine"]["cores"], run["machine"]["load_1min"]
+    lines = [
+        f"# A save each {settings['every']} steps, model {settings['size']}, {settings['precision']}, stage "
+        f"{settings['stage']}, 2 ranks",
+        "",
+        f"`{run['command']}`, {run['date'][:16]}, {cores} cores, load {load} at the end. {_MEANS}",
+        "",
+        table(run),
+    ]
+    return "\n".join(lines)
+
+
+def section() -> str:
+    """The newest kept result."""
+    path = max(RESULTS.glob("*-stall-*.json"))
+    run = json.loads(path.read_text())
+    settings, cores = run["settings"], run["machine"]["cores"]
+    what = f"{settings['size']} in {settings['precision']}, stage {settings['stage']}, two ranks on {cores} cores"
+    what += f", a save in {settings['every']} steps, rounds: {settings['rounds']} ({path.stem})"
+    return f"{what}. {_MEANS}\n\n{table(run)}"
 
 
 def main() -> None:
@@ -159,11 +188,15 @@ def main() -> None:
     parser.add_argument("--disk", type=Path, help="folder on the disk to write to; default: the system's temporary one")
     parser.add_argument("--oracle-python", help="the interpreter that has real DeepSpeed; without, it is left out")
     parser.add_argument("--name", help="write bench/results/<date>-stall-<name>.md and .json")
+    parser.add_argument("--write", action="store_true", help="measure nothing: write docs/checkpoints.md's table")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.way:
         play(options)
+        return
+    if options.write:
+        PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), section(), COMMAND), encoding="utf-8")
         return
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     ways = [BESIDE, WAITING, DCP, *([DEEPSPEED] if options.oracle_python else [])]

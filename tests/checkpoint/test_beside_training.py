@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from bench.stall import PAGE, section
 from hf_zero.api.entry import initialize
 from hf_zero.api.parameter_access import safe_set_full_optimizer_state
 from hf_zero.checkpoint import CheckpointError, background, open_checkpoint, service, transaction
@@ -221,3 +222,7 @@ def test_what_goes_wrong_in_the_writer_is_an_error_here(writer: Writer, tmp_path
     with pytest.raises(OSError, match="the process that writes checkpoints has ended with status -9"):
         writer.write(full, [Order(0, [Piece("", 0, 10)])])
     os.close(full)
+
+
+def test_the_page_has_what_was_measured() -> None:
+    assert section() in PAGE.read_text(encoding="utf-8")
