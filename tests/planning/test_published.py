@@ -40,6 +40,17 @@ def test_meters_count_what_a_plan_leaves_free() -> None:
     assert allocated < published.metered(peak, "reserved", "expandable") < reserved
 
 
+def test_what_the_allocator_may_not_use_yet_counts_up_to_the_card() -> None:
+    """FSDP of 2022 asked for all units before the first was used: freed, they took the room of the allocator until the
+    device had come so far, and were given back where the card was full."""
+    peak = published.Peak(kept=8e9, passing=2e9, waiting=3e9)
+    assert published.metered(peak, "allocated") == 10e9
+    plain = published.metered(published.Peak(kept=8e9, passing=2e9), "reserved")
+    assert published.metered(peak, "reserved") == plain + 3e9
+    assert published.metered(peak, "reserved", limit=12e9) == 12e9
+    assert published.metered(peak, "reserved", limit=9e9) == 10e9, "what is in use does not go"
+
+
 def is_of_these_versions(text: str) -> bool:
     return f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}" in text
 
