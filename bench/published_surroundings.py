@@ -8,7 +8,7 @@ made here, and live as long as autograd keeps them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -40,7 +40,7 @@ def as_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(LOSS_MAPPING, {"ForCausalLM": _LOSSES[run["loss"]]}))
         if run.get("softmax") == "16 bits":  # of nn.MultiheadAttention, where transformers' eager attention has fp32
             stack.enter_context(mock.patch.object(nn.functional, "softmax", _narrow(nn.functional.softmax)))
-        if run["program"] == "autocast":
+        if run["program"] == "autocast" or run.get("autocast"):
             casts = _Autocast(torch.bfloat16)
             for holder, name in _IN_16_BITS:
                 stack.enter_context(mock.patch.object(holder, name, casts.low(getattr(holder, name))))
@@ -56,12 +56,54 @@ def _adding(run: Mapping[str, Any]) -> Callable[[nn.Module, int], nn.Module]:
         from peft import LoraConfig, get_peft_model
 
         targets, dropout = run.get("lora_targets", "all-linear"), run.get("lora_dropout", 0.0)
-        return get_peft_model(model, LoraConfig(r=rank, target_modules=targets, lora_dropout=dropout))
+        adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=targets, lora_dropout=dropout))
+        for module in adapted.modules() if run.get("lora_form") == "joint" else ():
+            if hasattr(getattr(module, "q_proj", None), "lora_A"):
+                _join(module)
+            elif hasattr(getattr(module, "query_key_value", None), "lora_A"):
+                module.query_key_value.forward = _Joint(module.query_key_value.base_layer, [module.query_key_value])
+        return adapted
 
     return add
 
 
+class _Joint:
+    """LitGPT's `LoRAQKVLinear`: one product for queries, keys and values, of which attention keeps values and all of it
+    with them. What adapters of queries and values add is put between zeros; for that, autograd keeps it."""
+
+    def __init__(self, base: Callable[[Tensor], Tensor], adapters: Sequence[Any]) -> None:
+        self._base, self._adapters = base, adapters
+
+    def __call__(self, x: Tensor) -> Tensor:
+        given, added = self._base(x), self._adapters[0].lora_dropout["default"](x)
+        added = torch.cat([each.lora_B["default"](each.lora_A["default"](added)) for each in self._adapters], dim=-1)
+        width = (x.shape[-1] + given.shape[-1]) // 2  # of queries and values
+        rows = added[..., :width].reshape(-1, width).clone()
+        zeros = given.new_zeros(rows.shape[0], given.shape[-1])
+        index = torch.empty(width, dtype=torch.long, device=x.device)
+        return given + zeros.index_copy(1, index, rows).view(given.shape)
+
+
+def _join(attention: Any) -> None:
+    """Queries, keys and values, which have a matrix each, become views of one result."""
+    parts = attention.q_proj, attention.k_proj, attention.v_proj
+    bases = [getattr(each, "base_layer", each).forward for each in parts]
+    joint = _Joint(lambda x: torch.cat([base(x) for base in bases], dim=-1), [parts[0], parts[2]])
+    widths = [getattr(each, "base_layer", each).out_features for each in parts]
+    found: list[Tensor] = []
+
+    def first(x: Tensor) -> Tensor:
+        found[:] = joint(x).split(widths, dim=-1)
+        return found.pop(0)
+
+    parts[0].forward = first
+    for each in parts[1:]:
+        each.forward = lambda _: found.pop(0)
+
+
 # Losses of other programs: what of logits is copied and kept. (transformers today: one copy in fp32, which goes.)
+
+_held: list[Tensor] = []  # by the loop that calls the model, of the newest trace
 
 
 def _copied(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
@@ -77,8 +119,15 @@ def _in_16_bits(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) ->
     return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
 
 
+def _unshifted(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
+    """minGPT and its descendants, whose labels are shifted in the data: no copy."""
+    return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+
 def _in_chunks(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    """LitGPT (`chunked_cross_entropy`): 128 positions at a time, in 16 bits."""
+    """LitGPT (`chunked_cross_entropy`): 128 positions at a time, in 16 bits. Its loop holds logits until the next ones
+    are there."""
+    _held[:] = [logits]
     pairs = zip(logits[..., :-1, :].split(128, dim=1), labels[..., 1:].split(128, dim=1))
     parts = [
         nn.functional.cross_entropy(some.reshape(-1, vocab_size), following.reshape(-1), reduction="none")
@@ -87,24 +136,20 @@ def _in_chunks(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> 
     return torch.cat(parts).mean()
 
 
-class _Kept:
+def _kept(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
     """transformers of early 2024 made logits fp32 in the model; the script (fsdp_qlora's train.py) holds the model's
     output, and they with it, until backward is over."""
-
-    def __init__(self) -> None:
-        self._logits: Tensor | None = None
-
-    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-        self._logits = logits.float()
-        shifted, following = self._logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
-        return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
+    _held[:] = [logits.float()]
+    shifted, following = _held[0][..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
 
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {
     "copied": _copied,
     "16 bits": _in_16_bits,
+    "unshifted": _unshifted,
     "chunks": _in_chunks,
-    "kept": _Kept(),
+    "kept": _kept,
 }
 
 

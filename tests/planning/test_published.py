@@ -12,8 +12,8 @@ import transformers
 from bench import published
 from bench.published import CLOSE, compared, contents, held_out, orders, page, section, within
 
-LEAST_CLOSE = 38  # of the 50 runs with one prediction that are not held out, whose peak is predicted within a tenth
-MOST_WRONG = 2  # pairs of them whose order of rates is predicted to be the other one
+LEAST_CLOSE = 60  # of the 74 runs with one prediction that are not held out, whose peak is predicted within a tenth
+MOST_WRONG = 8  # pairs of them whose order of rates is predicted to be the other one
 NUM_DRAWN = 4
 
 
@@ -38,6 +38,17 @@ def test_meters_count_what_a_plan_leaves_free() -> None:
     allocated, reserved, device = (published.metered(peak, meter) for meter in ("allocated", "reserved", "device"))
     assert allocated == 10e9 < reserved < 11e9 and device - reserved == published.CONTEXT_BYTES
     assert allocated < published.metered(peak, "reserved", "expandable") < reserved
+
+
+def test_what_the_allocator_may_not_use_yet_counts_up_to_the_card() -> None:
+    """FSDP of 2022 asked for all units before the first was used: freed, they took the room of the allocator until the
+    device had come so far, and were given back where the card was full."""
+    peak = published.Peak(kept=8e9, passing=2e9, waiting=3e9)
+    assert published.metered(peak, "allocated") == 10e9
+    plain = published.metered(published.Peak(kept=8e9, passing=2e9), "reserved")
+    assert published.metered(peak, "reserved") == plain + 3e9
+    assert published.metered(peak, "reserved", limit=12e9) == 12e9
+    assert published.metered(peak, "reserved", limit=9e9) == 10e9, "what is in use does not go"
 
 
 def is_of_these_versions(text: str) -> bool:
