@@ -1,11 +1,13 @@
-"""Parts of the alias package's modules: names that load on first use, and errors for those we lack."""
+"""Parts of the alias package: modules whose names load on first use, errors for those we lack, and its metadata."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
 
@@ -22,9 +24,18 @@ from hf_zero.integration.names.unsupported import (
     known_names,
     refusal,
 )
+from hf_zero.surface import VERSION
 
 PACKAGE = Path(__file__).resolve().parents[2]
 COPIED = {"utils.zero_to_fp32": "zero_to_fp32.py"}  # scripts that programs copy beside their checkpoints
+_METADATA = {
+    "METADATA": (
+        f"Metadata-Version: 2.1\nName: {ROOT}\nVersion: {VERSION}\n"
+        "Summary: hf_zero answering as deepspeed\nLicense: Apache-2.0\n"
+    ),
+    "INSTALLER": "hf_zero\n",
+    "top_level.txt": f"{ROOT}\n",
+}
 
 
 def lazy_names(module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -102,3 +113,17 @@ def generated_spec(name: str) -> ModuleSpec | None:
     if path not in known_modules() and path not in all_homes() and path not in SAME_MODULE:
         return None
     return ModuleSpec(name, GeneratedLoader(), origin=__file__, is_package=is_package(path))  # type: ignore[arg-type]
+
+
+class AliasDistribution(Distribution):
+    """A distribution that exists in memory only: nothing named deepspeed lies in site-packages."""
+
+    def __init__(self, folder: str) -> None:
+        """`folder`: where the alias package lies."""
+        self._root = os.path.dirname(folder)
+
+    def read_text(self, filename: str) -> str | None:
+        return _METADATA.get(str(filename))
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        return Path(self._root, path)

@@ -1,7 +1,8 @@
-"""hf_zero's patches to functions of transformers, accelerate, peft and torch: one file per upstream module.
+"""hf_zero's patches to functions of transformers, accelerate, peft, trl and torch: one file per library, and one more
+for each module that has many of them.
 
-The file is named after the module, with underscores for dots. Its `PATCHES` are applied by the import hook, right after
-the module has been loaded. A target that is gone or takes other parameters keeps upstream's code.
+`startup.PATCHED` says which file has those of a module. They are applied by the import hook, right after the module has
+been loaded. A target that is gone or takes other parameters keeps upstream's code.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_zero.errors import listen
+from hf_zero.integration.startup import PATCHED
 from hf_zero.log import log_dist
 
 MARK = "_hf_zero_original"
@@ -91,9 +93,12 @@ def _look(module: ModuleType, place: str) -> tuple[Any, str, Any]:
 class Patches:
     """The patches of one module, in the order in which they are applied."""
 
+    of: ClassVar[dict[str, Patches]] = {}
+
     def __init__(self, module: str) -> None:
         self.module = module
         self._all: list[Patch] = []
+        self.of[module] = self
 
     def __iter__(self) -> Iterator[Patch]:
         return iter(self._all)
@@ -111,8 +116,8 @@ class Patches:
 
 def patches_of(module: str) -> Patches:
     """The patches of a module that `startup.PATCHED` lists."""
-    patches: Patches = import_module(f"{__name__}.{module.replace('.', '_')}").PATCHES
-    return patches
+    import_module(f"{__name__}.{PATCHED[module]}")
+    return Patches.of[module]
 
 
 def patch(module: ModuleType) -> None:
