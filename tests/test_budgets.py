@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "hf_zero"
 WARNING, ERROR = 1.05, 1.15
 # Package -> (lines of Python, what they are for). "" is the files of hf_zero itself.
 BUDGETS = {
-    "": (1_600, "command lines, flags that were meant, what the lowest layer knows, what to use instead"),
+    "": (2_120, "command lines, what the lowest layer knows, what to use instead, learning-rate schedules"),
     "activations": (600, "inputs of checkpointed layers in host memory or in parts"),
     "api": (3_150, "initialize, the engine, what a run says, zero.Init, safe_get_*, DeepSpeed's names on both"),
     "checkpoint": (5_350, "DeepSpeed's files both ways, streamed, at any shape; background saves"),
@@ -38,7 +38,6 @@ BUDGETS = {
     "planning": (3_800, "memory and time of a run before it starts"),
     "profiling": (2_410, "times, traffic, operations, memory, monitors"),
     "report": (400, "what a machine can do"),
-    "schedules": (520, "DeepSpeed's learning-rate schedules"),
     "sequence": (1_100, "Ulysses"),
     "step": (1_600, "agree, clip, update, gather"),
     "tensor": (1_300, "matrices over ranks, by transformers' plans"),

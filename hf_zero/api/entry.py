@@ -277,7 +277,7 @@ def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any)
         is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
         return lr_scheduler(assembly.optimizer.optimizer) if is_factory else lr_scheduler
     if resolved.scheduler is not None:
-        from hf_zero.schedules.registry import build_scheduler
+        from hf_zero.schedules import build_scheduler
 
         return build_scheduler(resolved.scheduler, assembly.optimizer)
     return None

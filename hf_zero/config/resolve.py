@@ -30,9 +30,9 @@ from hf_zero.config.schema import Root
 from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.training import Aio, Amp, Bf16, DataTypes, Fp16
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
+from hf_zero.config.sources import AcceleratorView, ModelView, TrainingView, Views
 from hf_zero.config.translate import Translated, translate
 from hf_zero.config.validate import validate
-from hf_zero.config.views import AcceleratorView, ModelView, TrainingView, Views
 
 Place = TypeVar("Place", OffloadOptimizer, OffloadParam)
 _BATCH_KEYS = (TRAIN, MICRO, STEPS)

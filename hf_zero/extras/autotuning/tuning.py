@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hf_zero.config import ConfigError, Problem, examine, load_config
-from hf_zero.config.views import Views
+from hf_zero.config.sources import Views
 from hf_zero.extras.autotuning import Autotuning
 from hf_zero.extras.autotuning.experiments import Experiment, Result, run_experiment, with_config
 

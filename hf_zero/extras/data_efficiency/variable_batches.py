@@ -17,7 +17,7 @@ from hf_zero.extras.data_efficiency.analyzer import DistributedDataAnalyzer, Ind
 from hf_zero.extras.data_efficiency.packs import PackedBatches, VariableBatches, scale_lr
 from hf_zero.extras.data_efficiency.section import PackingPolicy, data_policy
 from hf_zero.log import logger
-from hf_zero.schedules.base import write_rates
+from hf_zero.schedules import write_rates
 
 Padding = Callable[[Any, int], Any]
 Place = tuple[int, int]  # epoch, pack
