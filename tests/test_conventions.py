@@ -97,7 +97,6 @@ UNTESTED = {
     "hf_zero.checkpoint.load": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.subject": _SAVED_AND_LOADED,
     "hf_zero.extras.autotuning.trial_run": "the script of a trial: tests/extras/autotuning/test_tuning.py",
-    "hf_zero.extras.compression.explain": "run by `explain`: tests/extras/compression/test_explain.py",
     "hf_zero.extras.compression.rules": _BY_CONFIG,
     "hf_zero.extras.data_efficiency.rules": _BY_CONFIG,
     "hf_zero.kernels.gpu.adagrad": _BY_NAME,
@@ -105,7 +104,6 @@ UNTESTED = {
     "hf_zero.kernels.gpu.frozen_adam": _BY_NAME,
     "hf_zero.kernels.gpu.lion": _BY_NAME,
     "hf_zero.kernels.gpu.sgd": _BY_NAME,
-    "hf_zero.params.sharded": "needs ranks: tests/end_to_end/test_stage3_*.py",
 }
 
 

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
-from hf_zero.api.engine_module import EngineSettings, ModuleView
+from hf_zero.api.engine_module import EngineSettings, ModuleView, Phases
 from hf_zero.comm import ParallelGroups, ProgramGroups
 from hf_zero.config import Resolved
 from hf_zero.config.schema.root import HfZero
-from hf_zero.device.phases import Phases
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
 from hf_zero.params.stand_ins import FirstNan
@@ -28,7 +27,7 @@ from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
     from hf_zero.api.engine_checkpoints import EngineCheckpoints
-    from hf_zero.api.parameter_offload import ParameterOffload
+    from hf_zero.api.gathered_parameters import ParameterOffload
 
 
 _UNFROZEN = (

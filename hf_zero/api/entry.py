@@ -146,7 +146,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
         describe_unsharded(model)
     offload = None
     if store is not None and plan.sharding.shards_parameters:
-        from hf_zero.api.parameter_offload import ParameterOffload
+        from hf_zero.api.gathered_parameters import ParameterOffload
 
         offload = ParameterOffload(model, cast(Any, store))
         if assembly is not None:

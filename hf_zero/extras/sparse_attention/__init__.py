@@ -122,5 +122,5 @@ EXTRA = Extra(
         OwnSection(path="sparse_attention", kind=SparseAttention, doc="Sparse attention (docs/sparse_attention.md)."),
     ),
     examine=examine,
-    features=("hf_zero.extras.sparse_attention.feature:sparse_attention_of",),
+    features=("hf_zero.extras.sparse_attention.registered:sparse_attention_of",),
 )
