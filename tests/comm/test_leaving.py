@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_zero.api.entry import initialize
 from hf_zero.comm import channels, process_group
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from hf_zero.sequence.groups import SequenceGroups
 from tests.support.ranks import run_ranks
 
@@ -38,7 +38,7 @@ def _run_to_its_end(rank: int, stage: int) -> tuple[list[str], list[str]]:
     }
     for host in ("one", f"of rank {rank}"):  # as on one machine, and as on two: then ranks negotiate by gloo
         channels._worlds.clear()
-        with mock.patch.object(meeting, "host_name", lambda host=host: host):
+        with mock.patch.object(shared_memory, "host_name", lambda host=host: host):
             engine = initialize(model=nn.Linear(3, 3), config=config)[0]
             engine.backward(engine(torch.ones(1, 3)).sum())
             engine.step()
