@@ -39,11 +39,7 @@ class GatheredParameters:
     """
 
     def __init__(
-        self,
-        params: Any,
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
+        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
         self._handles = handles_of(params) if enabled else []
         self._modifier_rank = modifier_rank

@@ -76,11 +76,7 @@ def scratch_like(device: torch.device, numel: int, times: int = 1) -> Tensor:
 
 
 def fp32_chunks(
-    vectors: Vectors,
-    scale: Tensor | float = 1.0,
-    skip: Tensor | None = None,
-    seed: int | None = None,
-    times: int = 1,
+    vectors: Vectors, scale: Tensor | float = 1.0, skip: Tensor | None = None, seed: int | None = None, times: int = 1
 ) -> Iterator[Vectors]:
     """Walk `vectors` so that casts stay in cache: the parts have one dtype, at least fp32, and a scaled gradient.
 

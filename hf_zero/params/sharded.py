@@ -116,11 +116,7 @@ class UnitBuilder:
         return [self._build_part(members, *kind[:2], persistent_in) for kind, members in alike.items()]
 
     def _build_part(
-        self,
-        parameters: Sequence[nn.Parameter],
-        dtype: torch.dtype,
-        form: type[PlainRows],
-        persistent_in: Store | None,
+        self, parameters: Sequence[nn.Parameter], dtype: torch.dtype, form: type[PlainRows], persistent_in: Store | None
     ) -> UnitPart:
         specs = [
             MemberSpec(index, parameter.numel(), self._group_of(parameter))

@@ -375,12 +375,7 @@ def _loader(
 ) -> tuple[DataLoader[Any], dict[str, Any]]:
     joined = _Joined(collate_fn)
     loader: DataLoader[Any] = DataLoader(
-        packs,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=joined,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
+        packs, batch_size=batch_size, sampler=sampler, collate_fn=joined, num_workers=num_workers, pin_memory=pin_memory
     )
     keywords = {"dataset": packs, "batch_size": batch_size, "data_sampler": sampler, "collate_fn": joined}
     return loader, {**keywords, "num_local_io_workers": num_workers, "pin_memory": pin_memory}

@@ -86,8 +86,7 @@ def elastic_batch(rule: ElasticRule, ranks: int | None = None) -> ElasticBatch:
     """
     if max(rule.micro_batches) > rule.max_batch:
         raise ElasticProblem(
-            "micro_batch_sizes",
-            f"{max(rule.micro_batches)} is more than max_train_batch_size = {rule.max_batch}",
+            "micro_batch_sizes", f"{max(rule.micro_batches)} is more than max_train_batch_size = {rule.max_batch}"
         )
     if not rule.by_nodes:
         chosen = _best(rule, rule.max_batch, rule.min_ranks, rule.max_ranks)

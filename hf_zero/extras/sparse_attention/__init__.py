@@ -15,8 +15,7 @@ from hf_zero.config.features import Examined, Extra, OwnSection
 from hf_zero.config.schema.fields import Count, Flag, Positive, Section, as_lower, supported
 
 Mode = Annotated[
-    Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"],
-    BeforeValidator(as_lower),
+    Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"], BeforeValidator(as_lower)
 ]
 
 

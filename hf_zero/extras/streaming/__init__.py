@@ -119,7 +119,5 @@ EXTRA = Extra(
     name="streaming",
     sections=(OwnSection(path=_SECTION, kind=Streaming, doc="Training that lives in host memory (docs/offload.md)."),),
     examine=examine_streaming,
-    services={
-        "streamed_updates": "hf_zero.extras.streaming.updates:streamed_updates",
-    },
+    services={"streamed_updates": "hf_zero.extras.streaming.updates:streamed_updates"},
 )

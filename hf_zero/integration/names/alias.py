@@ -2,8 +2,8 @@
 
 The latter can be imported, because others import them, and are an error on use. names.json lists DeepSpeed's modules
 with the classes, errors, functions and constants that each defines, and with what each borrows from others: by name
-(`borrowed` where a rule cannot say from whom: `with_homes`) or (`stars`) all of it. Modules that we have nothing for are
-made of it, and modules of ours take from it what they lack. No name does anything.
+(`borrowed` where a rule cannot say from whom: `with_homes`) or (`stars`) all of it. Modules that we have nothing for
+are made of it, and modules of ours take from it what they lack. No name does anything.
 """
 
 from __future__ import annotations
