@@ -34,7 +34,7 @@ from hf_zero.config.sources import (
     leaves,
     source_in,
 )
-from hf_zero.config.translate import ZERO_SPELLINGS
+from hf_zero.config.validate import ZERO_SPELLINGS
 
 SIZED_BY_MODEL = {
     "zero_optimization.reduce_bucket_size": lambda hidden: hidden * hidden,

@@ -31,8 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Negotiation, ParallelGroups, Pending
-from hf_zero.grads.bucket import BucketGradients
-from hf_zero.grads.reduced import GradientDtypes
+from hf_zero.grads.bucket import BucketGradients, GradientDtypes
 from hf_zero.layout.sharding import Sharding
 from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision

@@ -17,8 +17,7 @@ import torch
 
 from hf_zero.config import Aio
 from hf_zero.offload.nvme import swap_store
-from hf_zero.offload.nvme.requests import FileAccess
-from hf_zero.offload.nvme.swap_store import BufferPool, Drive, SwapFile, SwapStore
+from hf_zero.offload.nvme.swap_store import BufferPool, Drive, FileAccess, SwapFile, SwapStore
 from hf_zero.offload.vector import CappedStore, MemoryStore, Part, part_of
 from tests.offload.refusing_access import RefusingAccess
 
