@@ -120,7 +120,8 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     config, invalid = validate(translated.tree)
     verdicts = judge(config, (config.zero_optimization or Zero()).stage, origins.is_written)
     findings = [*invalid, *verdicts, *advice(config)]
-    remarks = [*translated.remarks, *_auto_remarks(translated.autos)]
+    unfilled = '"auto" was not filled in by anyone; taken as unset'
+    remarks = [*translated.remarks, *(Remark(path, unfilled, "auto") for path in sorted(translated.autos))]
     remarks += [finding for finding in findings if isinstance(finding, Remark)]
     problems = [*translated.problems, *changes.problems]
     problems += [finding for finding in findings if isinstance(finding, Problem)]
@@ -176,10 +177,6 @@ def _check_call(raw: object, world_size: object) -> None:
         raise ConfigError(Problem("config", raw, "must be a dict", "load files and text with load_config first"))
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise ConfigError(Problem("world_size", world_size, "must be the number of ranks", "give an int of at least 1"))
-
-
-def _auto_remarks(autos: set[str]) -> list[Remark]:
-    return [Remark(path, '"auto" was not filled in by anyone; taken as unset', "auto") for path in sorted(autos)]
 
 
 def _as_problem(remark: Remark) -> Problem:

@@ -182,15 +182,13 @@ class TrainingView:
         flags = [self.origins[name] for name in names if name in self.origins]
         if flags:
             return Source("flag", ", ".join(flags))
-        return Source("training", ", ".join(self._field(name) for name in names))
+        shown = (f"TrainingArguments.{name}" + (" (its default)" if self.is_default(name) else "") for name in names)
+        return Source("training", ", ".join(shown))
 
     def is_default(self, name: str) -> bool:
         """Whether a field has its default."""
         default = next((entry.default for entry in fields(self) if entry.name == name), None)
         return bool(getattr(self, name, ...) == default)
-
-    def _field(self, name: str) -> str:
-        return f"TrainingArguments.{name}" + (" (its default)" if self.is_default(name) else "")
 
     def warmup(self) -> int | None:
         """Updates of warm-up, at least 1; None when it is a share of an unknown total."""

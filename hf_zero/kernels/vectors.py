@@ -90,7 +90,7 @@ def fp32_chunks(
         seed: round stochastically to 16 bits, with this seed; None: to nearest.
         times: parts are so many times as long as usual on a CPU.
     """
-    if skip is not None and _is_at_hand(skip):
+    if skip is not None and skip.device.type == "cpu":
         if bool(skip):
             return
         skip = None
@@ -126,10 +126,6 @@ def fp32_chunks(
             store(part.lp_param, in_fp32[0], generator)
         if kept is not None:
             kept.put_back()
-
-
-def _is_at_hand(flag: Tensor) -> bool:
-    return flag.device.type == "cpu"
 
 
 class _Kept:

@@ -214,7 +214,8 @@ def _the_other(config: Mapping[str, Any], wanted: str, flag: str) -> Iterator[Pr
 
 def _warn_if_off(config: Mapping[str, Any], wanted: str, flag: str) -> None:
     path = f"{wanted}.enabled"
-    if _is(config, wanted, False) and not _filled(config, path):
+    is_filled = isinstance(config, ConfigDict) and path in config.filled
+    if _is(config, wanted, False) and not is_filled:
         logger.warning(
             "mixed_precision is %s (%s), but %s is false (%s): the config decides, and training is not in %s",
             flag,
@@ -233,10 +234,6 @@ def _is(config: Mapping[str, Any], section: str, expected: bool) -> bool:
         return as_flag(inside["enabled"]) is expected
     except ValueError:
         return False  # "auto", or nonsense that the resolver names
-
-
-def _filled(config: Mapping[str, Any], path: str) -> bool:
-    return isinstance(config, ConfigDict) and path in config.filled
 
 
 @PLUGIN.add(
