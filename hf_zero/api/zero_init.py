@@ -26,7 +26,7 @@ from hf_zero.params.sharded_parameter import ACTIVE, HEAP, ReadHooks, ShardedPar
 from hf_zero.precision import Precision, precision_from
 
 if TYPE_CHECKING:
-    from hf_zero.offload.nvme.swap_store import SwapStore
+    from hf_zero.offload.swap_store import SwapStore
 
 MAX_OPENED_NUMEL = 1 << 26  # in parameters that were read after they had been sharded ...
 MIN_OPENED = 8  # ... except that so many, the last ones, may be worked on together

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_zero.integration.names.alias import SAME_MODULE, all_homes, with_homes
+from hf_zero.integration.names import SAME_MODULE, all_homes, with_homes
 from tests.integration.sites import ROOT, Site
 from tests.support import deepspeed_names
 from tests.support.ranks import run_ranks

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_zero.api.gathered_parameters import ParameterOffload
-from hf_zero.integration.names.alias import refusal
+from hf_zero.integration.names import refusal
 from hf_zero.step.optimizer import ZeroOptimizer
 
 

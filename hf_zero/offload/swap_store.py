@@ -35,7 +35,7 @@ from torch import Tensor
 from hf_zero.config import Aio
 from hf_zero.device.host_memory import host_empty, round_to_page
 from hf_zero.log import logger
-from hf_zero.offload.nvme.run_folder import RunFolder
+from hf_zero.offload.run_folder import RunFolder
 from hf_zero.offload.vector import StorageError, Store, Vector
 from hf_zero.spans import SPANS
 
