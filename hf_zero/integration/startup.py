@@ -22,28 +22,30 @@ if TYPE_CHECKING:
 NAME = "deepspeed"
 ALIAS_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), NAME)
 ALIAS_FILE = os.path.join(ALIAS_FOLDER, "__init__.py")
-# Modules in which a few functions are patched, right after they have been loaded -> the file in integration/patches.
-PATCHED = {
-    "accelerate.accelerator": "accelerate_accelerator",
-    "accelerate.commands.config.config_args": "accelerate_commands",
-    "accelerate.commands.launch": "accelerate_commands",
-    "accelerate.data_loader": "accelerate",
-    "accelerate.state": "accelerate",
-    "accelerate.utils.dataclasses": "accelerate",
-    "accelerate.utils.deepspeed": "accelerate",
-    "peft.peft_model": "peft",
-    "peft.tuners.tuners_utils": "peft",
-    "peft.utils.other": "peft",
-    "torch.distributed.nn.functional": "torch",
-    "transformers.generation.utils": "transformers",
-    "transformers.integrations.deepspeed": "transformers_integrations_deepspeed",
-    "transformers.masking_utils": "transformers",
-    "transformers.modeling_utils": "transformers",
-    "transformers.quantizers.quantizer_torchao": "transformers",
-    "transformers.trainer": "transformers_trainer",
-    "transformers.trainer_utils": "transformers",
-    "trl.trainer.utils": "trl",
-}
+# Modules in which hf_zero patches a few functions, right after they have been loaded (integration/patches).
+PATCHED = frozenset(
+    (
+        "accelerate.accelerator",
+        "accelerate.commands.config.config_args",
+        "accelerate.commands.launch",
+        "accelerate.data_loader",
+        "accelerate.state",
+        "accelerate.utils.dataclasses",
+        "accelerate.utils.deepspeed",
+        "peft.peft_model",
+        "peft.tuners.tuners_utils",
+        "peft.utils.other",
+        "torch.distributed.nn.functional",
+        "transformers.generation.utils",
+        "transformers.integrations.deepspeed",
+        "transformers.masking_utils",
+        "transformers.modeling_utils",
+        "transformers.quantizers.quantizer_torchao",
+        "transformers.trainer",
+        "transformers.trainer_utils",
+        "trl.trainer.utils",
+    )
+)
 # Patched also where a real DeepSpeed answers: `accelerate launch` has --use_hf_zero there too.
 LAUNCHER = frozenset(("accelerate.commands.config.config_args", "accelerate.commands.launch"))
 

@@ -14,13 +14,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_zero.comm import Channel, Collectives, collectives_for, local_device
-from hf_zero.errors import WrongArgument
+from hf_zero.comm import Collectives
 from hf_zero.features import text_config, unwrapped
 from hf_zero.sequence.forwards import MARK, after_forward, before_forward, install_masks
-from hf_zero.sequence.groups import SequenceGroups, make_groups
 from hf_zero.sequence.layer import HEADS, POSITIONS, exchange, gather
-from hf_zero.sequence.shared import MODULES, RUNNING, Shared, check_heads, copies_of_key_heads, with_groups_of_heads
+from hf_zero.sequence.shared import (
+    MODULES,
+    RUNNING,
+    Shared,
+    check_heads,
+    copies_of_key_heads,
+    with_groups_of_heads,
+)
 
 _HANDLES = "_hf_zero_sequence_hooks"
 _EAGER = "eager_attention_forward"
@@ -175,85 +180,3 @@ def _for_whole(group: Collectives, more: dict[str, Any], heads: int) -> dict[str
         per_rank = heads // group.size
         arguments["s_aux"] = sinks.narrow(0, group.rank * per_rank, per_rank)
     return arguments
-
-
-class UlyssesSPAttentionHF:
-    """DeepSpeed's name for sequence parallelism in models of transformers."""
-
-    @classmethod
-    def register_with_transformers(
-        cls,
-        model_name_or_path: Any,
-        core_attn_implementation: str | None,
-        sequence_parallel_size: int,
-        micro_batch_size: int,
-        seq_length: int | None = None,
-        seq_length_is_variable: bool = True,
-        disable_in_eval: bool = False,
-        max_length: int | None = None,
-    ) -> SequenceGroups | None:
-        """`sequence_parallel_size` consecutive ranks share sequences. Collective; may be called again.
-
-        Args:
-            model_name_or_path: a model of transformers, also in PEFT's; or its name, and then the model that is given
-                to `deepspeed.initialize` is meant.
-            core_attn_implementation: must be the model's own, if given.
-            micro_batch_size, seq_length: not needed: batches and lengths may change from forward to forward.
-            disable_in_eval: in eval mode each rank has whole sequences.
-            max_length: older name of `seq_length`.
-
-        Returns:
-            What `deepspeed.initialize(mpu=...)` takes; None for a size of 1.
-
-        Raises:
-            ValueError: sizes that do not divide, or a model that cannot share sequences.
-        """
-        if sequence_parallel_size == 1:
-            return None
-        if not seq_length_is_variable and seq_length is None and max_length is None:
-            raise WrongArgument("seq_length_is_variable=False needs seq_length=, the length of the whole sequences")
-        length = max_length if seq_length is None else seq_length
-        if not seq_length_is_variable and length is not None and length % sequence_parallel_size:
-            raise WrongArgument(
-                f"sequence length = ranks per sequence x positions per rank does not hold: {length} != "
-                f"{sequence_parallel_size} x n"
-            )
-        model = None if isinstance(model_name_or_path, str) else model_name_or_path
-        if model is None:
-            _check_name(model_name_or_path, core_attn_implementation, sequence_parallel_size)
-        else:
-            _check_own(model, core_attn_implementation, sequence_parallel_size)
-        groups = make_groups(sequence_parallel_size)
-        groups.skips_evaluation = disable_in_eval
-        if model is not None:
-            collectives = collectives_for(local_device(), Channel.LAYERS, groups.partition)
-            attach(model, collectives, skips_evaluation=disable_in_eval)
-        return groups
-
-
-def _check_name(name: str, attention: str | None, size: int) -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(name)
-    check_config(text_config(config), size)
-    _check_known(attention)
-
-
-def _check_own(model: Any, attention: str | None, size: int) -> None:
-    base = unwrapped(model)
-    check_model(base, size)
-    own = text_config(base.config)._attn_implementation
-    _check_known(attention)
-    if attention is not None and attention != own:
-        raise WrongArgument(
-            f"the model attends by {own!r}, and core_attn_implementation is {attention!r}: load the model with "
-            f"attn_implementation={attention!r}, or leave the argument None"
-        )
-
-
-def _check_known(attention: str | None) -> None:
-    from transformers import AttentionInterface
-
-    known = ["eager", *AttentionInterface._global_mapping]
-    if attention is not None and attention not in known:
-        raise WrongArgument(f"core_attn_implementation={attention!r} is not known to transformers: {', '.join(known)}")

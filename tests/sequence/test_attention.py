@@ -15,10 +15,11 @@ import hf_zero.sequence.forwards as forwards
 import hf_zero.sequence.forwards as masks
 import hf_zero.sequence.shared as shared
 from hf_zero.comm import Channel, Collectives, LoneCollectives, collectives_for, ledger
-from hf_zero.sequence.attention import UlyssesSPAttentionHF, attach, detach, install, is_attached
+from hf_zero.sequence.attention import attach, detach, install, is_attached
 from hf_zero.sequence.batches import UlyssesSPDataLoaderAdapter, part_of
 from hf_zero.sequence.groups import SequenceGroups
 from hf_zero.sequence.layer import HEADS, POSITIONS, DistributedAttention, exchange
+from hf_zero.sequence.registration import UlyssesSPAttentionHF
 from tests.sequence.training import Rows, batches, model_of, packed, padded
 from tests.support.ranks import run_ranks
 

@@ -1,8 +1,8 @@
 """hf_zero's patches to functions of transformers, accelerate, peft, trl and torch: one file per library, and one more
-for each module that has many of them.
+for each module that has many of them, named after it with underscores for dots.
 
-`startup.PATCHED` says which file has those of a module. They are applied by the import hook, right after the module has
-been loaded. A target that is gone or takes other parameters keeps upstream's code.
+The import hook applies those of a module right after it has been loaded. A target that is gone or takes other
+parameters keeps upstream's code.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, ClassVar
 
 from hf_zero.errors import listen
-from hf_zero.integration.startup import PATCHED
 from hf_zero.log import log_dist
 
 MARK = "_hf_zero_original"
@@ -115,8 +115,10 @@ class Patches:
 
 
 def patches_of(module: str) -> Patches:
-    """The patches of a module that `startup.PATCHED` lists."""
-    import_module(f"{__name__}.{PATCHED[module]}")
+    """The patches of a module that `startup.PATCHED` lists: in the file that has most of its name."""
+    parts = module.split(".")
+    names = (f"{__name__}.{'_'.join(parts[:length])}" for length in range(len(parts), 0, -1))
+    import_module(next(filter(find_spec, names)))
     return Patches.of[module]
 
 
