@@ -79,7 +79,7 @@ class AliasFinder:
             return []  # pip lists what lies in given folders: what exists in memory only can't be frozen or uninstalled
         if not self.answers():
             return []
-        from hf_zero.integration.names import AliasDistribution
+        from hf_zero.integration.distribution import AliasDistribution
 
         return [AliasDistribution(ALIAS_FOLDER)]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_zero.kernels import vectors as walking
 from hf_zero.kernels.adam import AdamRule, adam_reference, chunk_update, divided_inside
 from hf_zero.kernels.dynamic8 import BLOCK, Coder, blocks_of, dequantize_reference, num_blocks, quantize_reference
 from hf_zero.kernels.gpu.devices import runs_on_gpu
@@ -96,7 +95,7 @@ def _in_chunks(
             count = mine[0].scales.numel()
             coders = [Coder(count, weight.device, signed=index == 0) for index in range(2)]
         # Where the flag cannot be read; `fp32_chunks` does the same for the weights.
-        may_undo = skip is not None and not walking._is_at_hand(skip)
+        may_undo = skip is not None and skip.device.type != "cpu"
         kept = [(run.codes.clone(), run.scales.clone()) for run in mine] if may_undo else []
         for coder, run in zip(coders, mine, strict=True):
             coder.decode(run)

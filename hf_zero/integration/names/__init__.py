@@ -1,4 +1,4 @@
-"""The alias package: modules whose names load on first use, its metadata, and the names that hf_zero does not have.
+"""The alias package: modules whose names load on first use, and the names that hf_zero does not have.
 
 The latter can be imported, because others import them, and are an error on use. names.json lists DeepSpeed's modules
 with the classes, errors, functions and constants that each defines, and with what each borrows from others: by name
@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from importlib.metadata import Distribution
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from hf_zero.instead import alternative
-from hf_zero.surface import VERSION
 
 Homes = dict[str, str]
 # Modules that are others of the package, or of ours, under a second name.
@@ -192,14 +189,6 @@ def _last(path: str) -> str:
 
 PACKAGE = Path(__file__).resolve().parents[2]
 COPIED = {"utils.zero_to_fp32": "zero_to_fp32.py"}  # scripts that programs copy beside their checkpoints
-_METADATA = {
-    "METADATA": (
-        f"Metadata-Version: 2.1\nName: {ROOT}\nVersion: {VERSION}\n"
-        "Summary: hf_zero answering as deepspeed\nLicense: Apache-2.0\n"
-    ),
-    "INSTALLER": "hf_zero\n",
-    "top_level.txt": f"{ROOT}\n",
-}
 
 
 def lazy_names(module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -277,17 +266,3 @@ def generated_spec(name: str) -> ModuleSpec | None:
     if path not in known_modules() and path not in all_homes() and path not in SAME_MODULE:
         return None
     return ModuleSpec(name, GeneratedLoader(), origin=__file__, is_package=is_package(path))  # type: ignore[arg-type]
-
-
-class AliasDistribution(Distribution):
-    """A distribution that exists in memory only: nothing named deepspeed lies in site-packages."""
-
-    def __init__(self, folder: str) -> None:
-        """`folder`: where the alias package lies."""
-        self._root = os.path.dirname(folder)
-
-    def read_text(self, filename: str) -> str | None:
-        return _METADATA.get(str(filename))
-
-    def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        return Path(self._root, path)
