@@ -95,7 +95,7 @@ def _in_chunks(
             count = mine[0].scales.numel()
             coders = [Coder(count, weight.device, signed=index == 0) for index in range(2)]
         # Where the flag cannot be read; `fp32_chunks` does the same for the weights.
-        may_undo = skip is not None and skip.device.type != "cpu"
+        may_undo = skip is not None and not walking._is_at_hand(skip)
         kept = [(run.codes.clone(), run.scales.clone()) for run in mine] if may_undo else []
         for coder, run in zip(coders, mine, strict=True):
             coder.decode(run)

@@ -76,7 +76,11 @@ def scratch_like(device: torch.device, numel: int, times: int = 1) -> Tensor:
 
 
 def fp32_chunks(
-    vectors: Vectors, scale: Tensor | float = 1.0, skip: Tensor | None = None, seed: int | None = None, times: int = 1
+    vectors: Vectors,
+    scale: Tensor | float = 1.0,
+    skip: Tensor | None = None,
+    seed: int | None = None,
+    times: int = 1,
 ) -> Iterator[Vectors]:
     """Walk `vectors` so that casts stay in cache: the parts have one dtype, at least fp32, and a scaled gradient.
 
@@ -90,7 +94,7 @@ def fp32_chunks(
         seed: round stochastically to 16 bits, with this seed; None: to nearest.
         times: parts are so many times as long as usual on a CPU.
     """
-    if skip is not None and skip.device.type == "cpu":
+    if skip is not None and _is_at_hand(skip):
         if bool(skip):
             return
         skip = None
@@ -126,6 +130,10 @@ def fp32_chunks(
             store(part.lp_param, in_fp32[0], generator)
         if kept is not None:
             kept.put_back()
+
+
+def _is_at_hand(flag: Tensor) -> bool:
+    return flag.device.type == "cpu"
 
 
 class _Kept:
