@@ -29,7 +29,7 @@ import hf_zero  # noqa: E402
 from bench.surroundings import keep, machine, public  # noqa: E402
 from hf_zero.config import Aio  # noqa: E402
 from hf_zero.device.host_memory import host_empty  # noqa: E402
-from hf_zero.offload.nvme.swap_store import Drive  # noqa: E402
+from hf_zero.offload.swap_store import Drive  # noqa: E402
 
 WIDTH = 4096
 log = logging.getLogger("bench")

@@ -56,8 +56,8 @@ def _before(hook: _Hook) -> _Hook:
         if issubclass(kind, Exception):
             _write(os.environ.get(_FILE, ""), error, where)
         if _is_ours(kind) and os.environ.get("LOCAL_RANK", "0") != "0":
-            rank = os.environ.get("RANK", os.environ["LOCAL_RANK"])
-            sys.stderr.write(f"rank {rank}: {kind.__name__}: {_first_line(error)} (the full error: first rank)\n")
+            rank, first_line = os.environ.get("RANK", os.environ["LOCAL_RANK"]), next(iter(str(error).splitlines()), "")
+            sys.stderr.write(f"rank {rank}: {kind.__name__}: {first_line} (the full error: first rank)\n")
             return
         hook(kind, error, where)
 
@@ -67,10 +67,6 @@ def _before(hook: _Hook) -> _Hook:
 
 def _is_ours(kind: type[BaseException]) -> bool:
     return kind.__module__.partition(".")[0] == __package__
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")
 
 
 def _write(file: str, error: BaseException, where: TracebackType | None) -> None:

@@ -106,7 +106,7 @@ class EngineTools:
             forward.
         world: the collectives of all ranks.
         engine: a weak proxy of it, to read and not to change.
-        phases: of the engine, which have observers (`hf_zero.device.phases`).
+        phases: of the engine, which have observers (`hf_zero.api.engine_module.Phases`).
     """
 
     full_gradient: Callable[[Any], Any]

@@ -13,15 +13,17 @@ import torch
 
 from hf_zero.config import ConfigError, SchedulerPolicy, resolve
 from hf_zero.integration.compat.arguments import add_tuning_arguments, get_config_from_args, get_lr_from_config
-from hf_zero.schedules.base import ScheduleMark, StepSchedule, per_group
-from hf_zero.schedules.registry import (
+from hf_zero.schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
     OneCycle,
+    ScheduleMark,
+    StepSchedule,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
     build_scheduler,
+    per_group,
 )
 from tests.config.deepspeed_answers import ask_deepspeed
 

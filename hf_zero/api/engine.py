@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
-from hf_zero.api.engine_module import EngineSettings, ModuleView
+from hf_zero.api.engine_module import EngineSettings, ModuleView, Phases
 from hf_zero.comm import ParallelGroups, ProgramGroups
 from hf_zero.config import Resolved
 from hf_zero.config.schema.root import HfZero
-from hf_zero.device.phases import Phases
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
 from hf_zero.params.stand_ins import FirstNan
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
-from hf_zero.schedules.base import ScheduleMark
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.outcome import StepOutcome
@@ -29,7 +27,7 @@ from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
     from hf_zero.api.engine_checkpoints import EngineCheckpoints
-    from hf_zero.api.parameter_offload import ParameterOffload
+    from hf_zero.api.gathered_parameters import ParameterOffload
 
 
 _UNFROZEN = (
@@ -191,18 +189,21 @@ class ZeroEngine(nn.Module):
 
     def _follow(self, outcome: StepOutcome, optimizer: ZeroOptimizer, scale: float) -> None:
         """Advance the schedule, unless the step was skipped; take that back if this turns out later."""
-        moved = None
-        if self.lr_scheduler is not None and not ScheduleMark.fits(self.lr_scheduler):
-            outcome.read()  # what cannot go back must not be moved too early
-        features = self.training_features
-        is_held = bool(features) and features.holds_schedule(self.training_progress)
-        if self.lr_scheduler is not None and not is_held and not outcome.is_known_to_skip:
-            if outcome.is_known:
-                self.lr_scheduler.step()
-            else:
-                moved = ScheduleMark(self.lr_scheduler, optimizer)
-                moved.advance()
-        number = self.global_steps
+        moved, number = None, self.global_steps
+        schedule = self.lr_scheduler
+        if schedule is not None:
+            from hf_zero.schedules import ScheduleMark
+
+            if not ScheduleMark.fits(schedule):
+                outcome.read()  # what cannot go back must not be moved too early
+            features = self.training_features
+            is_held = bool(features) and features.holds_schedule(self.training_progress)
+            if not is_held and not outcome.is_known_to_skip:
+                if outcome.is_known:
+                    schedule.step()
+                else:
+                    moved = ScheduleMark(schedule, optimizer)
+                    moved.advance()
 
         def count_skip() -> None:
             self._num_skipped += 1

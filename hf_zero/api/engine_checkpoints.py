@@ -66,14 +66,7 @@ class EngineCheckpoints:
         )
 
     def load(
-        self,
-        load_dir: str,
-        tag: str | None,
-        *,
-        strict: bool,
-        with_optimizer: bool,
-        with_run: bool,
-        with_schedule: bool,
+        self, load_dir: str, tag: str | None, *, strict: bool, with_optimizer: bool, with_run: bool, with_schedule: bool
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Collective. `with_run`: counters, loss scale, features and schedule, too."""
         self.background.wait()

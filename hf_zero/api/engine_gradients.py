@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hf_zero.api.engine_module import EngineSettings
+from hf_zero.api.engine_module import EngineSettings, Phases
 from hf_zero.comm import ledger
-from hf_zero.device.phases import Phases
 from hf_zero.errors import WrongMoment
 from hf_zero.params.stand_ins import FirstNan
 from hf_zero.step.assemble import Assembly

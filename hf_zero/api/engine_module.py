@@ -1,17 +1,23 @@
-"""The wrapped model seen through an engine: where it is, its whole weights, and what the config says of training it."""
+"""Parts of an engine: the model as seen through it, what the config says of training it, and its phases."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _profiler_enabled
 
 from hf_zero.comm import ParallelGroups
 from hf_zero.config import Resolved, ZeroPolicy
+from hf_zero.device.registry import runtime_of
 from hf_zero.log import logger
 from hf_zero.params.store import ParameterStore
+from hf_zero.spans import SPANS
 
 WHOLE_WEIGHTS_ARE_OFF = (
     "at stage 3 whole weights are gathered only if zero_optimization.stage3_gather_16bit_weights_on_model_save is "
@@ -170,3 +176,44 @@ class EngineSettings:
     def amp_enabled(self) -> bool:
         """Whether forward runs under torch.autocast because the config asks for it."""
         return self.resolved.precision.autocast is not None
+
+
+class Observer(Protocol):
+    """Looks at memory, for one, before and after a phase."""
+
+    def phase_begins(self, name: str) -> None: ...
+
+    def phase_ends(self, name: str) -> None: ...
+
+
+class Phases:
+    """Runs phases.
+
+    Attributes:
+        observers: those who are told of each.
+        explain: adds to an error of the phase named what is known about it.
+        num_done: by name, phases that have ended well.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._runtime = runtime_of(device)
+        self.observers: list[Observer] = []
+        self.explain: Callable[[str, Exception], None] | None = None
+        self.num_done: Counter[str] = Counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Run phase `name` of the engine inside."""
+        for observer in self.observers:
+            observer.phase_begins(name)
+        try:
+            is_shown = self._runtime.runs_ahead or _profiler_enabled()
+            with self._runtime.range(f"hf_zero {name}") if is_shown else nullcontext(), SPANS.span(name):
+                yield
+        except Exception as error:
+            if self.explain is not None:
+                self.explain(name, error)
+            raise
+        self.num_done[name] += 1
+        for observer in self.observers:
+            observer.phase_ends(name)

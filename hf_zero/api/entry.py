@@ -146,7 +146,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
         describe_unsharded(model)
     offload = None
     if store is not None and plan.sharding.shards_parameters:
-        from hf_zero.api.parameter_offload import ParameterOffload
+        from hf_zero.api.gathered_parameters import ParameterOffload
 
         offload = ParameterOffload(model, cast(Any, store))
         if assembly is not None:
@@ -277,7 +277,7 @@ def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any)
         is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
         return lr_scheduler(assembly.optimizer.optimizer) if is_factory else lr_scheduler
     if resolved.scheduler is not None:
-        from hf_zero.schedules.registry import build_scheduler
+        from hf_zero.schedules import build_scheduler
 
         return build_scheduler(resolved.scheduler, assembly.optimizer)
     return None

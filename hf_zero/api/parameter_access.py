@@ -20,7 +20,7 @@ from hf_zero.layout.buckets import round_up
 from hf_zero.offload.sub_group import SubGroup, wait_for_readers
 from hf_zero.params.sharded_parameter import of
 from hf_zero.step.assemble import Assembly
-from hf_zero.step.gradient_sources import Source
+from hf_zero.step.sharded_step import Source
 
 _ATTRIBUTE = "hf_zero_fragments"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from hf_zero.params.sharded_parameter import ACTIVE, HEAP, ReadHooks, ShardedPar
 from hf_zero.precision import Precision, precision_from
 
 if TYPE_CHECKING:
-    from hf_zero.offload.nvme.swap_store import SwapStore
+    from hf_zero.offload.swap_store import SwapStore
 
 MAX_OPENED_NUMEL = 1 << 26  # in parameters that were read after they had been sharded ...
 MIN_OPENED = 8  # ... except that so many, the last ones, may be worked on together
@@ -80,7 +80,10 @@ class Init(AbstractContextManager[Any]):
         init_distributed()
         self._device = torch.device("cpu") if remote_device == "cpu" else local_device()
         if remote_device not in (None, "none", "cpu", self._device.type):
-            _refuse_device(remote_device)
+            raise NotImplementedError(
+                f"zero.Init(remote_device={remote_device!r}): shards are made on the training device or in host memory "
+                "(cpu); leave the argument out"
+            )
         config = config_dict_or_path if config_dict_or_path is not None else config
         known = hosts()
         policy = None if config is None else resolve_for_init(load_config(config), sum(known.sizes), known.sizes)
@@ -252,10 +255,3 @@ def _precision(policy: InitPolicy | None, dtype: torch.dtype | None) -> Precisio
     if dtype is not None or policy is None:
         return Precision(model=dtype, communication=None, accumulation=None)
     return precision_from(policy.precision)
-
-
-def _refuse_device(remote_device: str | None) -> NoReturn:
-    raise NotImplementedError(
-        f"zero.Init(remote_device={remote_device!r}): shards are made on the training device or in host memory (cpu); "
-        "leave the argument out"
-    )

@@ -342,10 +342,7 @@ class LazyTensor:
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: Directory,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-    lazy_mode: bool = False,
+    checkpoint_dir: Directory, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
     """A state dict for `model.load_state_dict`: trainable weights in fp32, frozen ones as they were saved.
 

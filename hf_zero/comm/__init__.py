@@ -1,17 +1,20 @@
 """Groups and collectives: the only package that calls torch.distributed."""
 # ruff: noqa: F401  (what other packages import from here)
 
-from hf_zero.comm.channels import (
+from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Channel, Collectives, LoneCollectives, gather_lane, uncompiled
+from hf_zero.comm.groups import (
+    ParallelGroups,
+    ProgramGroups,
     adopt,
     background_collectives,
     collectives_for,
     hosts,
+    in_hops,
+    parallel_groups,
     set_timeout,
     torch_group,
     watching_collectives,
 )
-from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Channel, Collectives, LoneCollectives, gather_lane, uncompiled
-from hf_zero.comm.groups import ParallelGroups, ProgramGroups, in_hops, parallel_groups
 from hf_zero.comm.ledger import Call, Ledger, Tally, ledger
 from hf_zero.comm.mesh import Dimension, Hosts, Mesh, Partition, ShardSize, across, consecutive, group_of
 from hf_zero.comm.negotiation import Gathering, Negotiation

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm.collectives import Channel, Collectives
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from hf_zero.comm.cpu.host import GroupLink, HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
@@ -159,7 +159,7 @@ class KnownGroups:
         self.world: dist.ProcessGroup | None = dist.group.WORLD  # alive here, so that no other one can get its id
         gather_objects = NativeCollectives().gather_objects
         remember_ranks(gather_objects)
-        self.hosts = Hosts.named(map(str, gather_objects(meeting.host_name())))
+        self.hosts = Hosts.named(map(str, gather_objects(shared_memory.host_name())))
         self.partitions: list[Partition] = [(tuple(range(get_world_size())),)]
         # All engines of a process take turns in them. By number, and whether a rank in a reduction attends.
         self.negotiations: dict[tuple[int, bool], Negotiation] = {}
@@ -182,7 +182,7 @@ class KnownGroups:
     def _linked(self) -> tuple[SharedMemoryLink | None, frozenset[int]]:
         if self._link is None:
             timeout_s = common_timeout().total_seconds()
-            self._link = meeting.connect(get_rank(), self.hosts, NativeCollectives().gather_objects, timeout_s)
+            self._link = shared_memory.connect(get_rank(), self.hosts, NativeCollectives().gather_objects, timeout_s)
         return self._link
 
     def group_link(self, ranks: tuple[int, ...], number: int) -> GroupLink | None:

@@ -285,12 +285,7 @@ class LockstepNegotiation(Negotiation):
     num_facts = _NUM_FACTS
 
     def __init__(
-        self,
-        collectives: Collectives,
-        hosts: Collectives,
-        *,
-        host_waits: bool,
-        demand: Demand | None = None,
+        self, collectives: Collectives, hosts: Collectives, *, host_waits: bool, demand: Demand | None = None
     ) -> None:
         """
         Args:

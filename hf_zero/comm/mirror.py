@@ -115,10 +115,7 @@ def all_gather_coalesced(
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor],
-    op: Any = ReduceOp.SUM,
-    group: _torch.ProcessGroup | None = None,
-    async_op: bool = False,
+    tensors: Sequence[Tensor], op: Any = ReduceOp.SUM, group: _torch.ProcessGroup | None = None, async_op: bool = False
 ) -> list[Any]:
     """`all_reduce` for each tensor."""
     return [all_reduce(tensor, op, group=group, async_op=async_op) for tensor in tensors]

@@ -46,15 +46,13 @@ class HeldPart:
         whole = part.new_empty(self.cut.shape)
         for rank, shape in enumerate(shapes):
             theirs = flat[rank, : torch.Size(shape).numel()].view(shape)
-            for place, values in zip(self._places(whole, rank), self._pieces(theirs, rank), strict=True):
+            pieces = theirs.split([piece.numel for piece in self.cut.intervals[rank]], dim=self.cut.dim)
+            for place, values in zip(self._places(whole, rank), pieces, strict=True):
                 place.copy_(values)
         return whole
 
     def _places(self, whole: Tensor, rank: int) -> list[Tensor]:
         return [whole.narrow(self.cut.dim, piece.start, piece.numel) for piece in self.cut.intervals[rank]]
-
-    def _pieces(self, part: Tensor, rank: int) -> list[Tensor]:
-        return list(part.split([piece.numel for piece in self.cut.intervals[rank]], dim=self.cut.dim))
 
 
 @torch.no_grad()

@@ -22,5 +22,4 @@ from hf_zero.config.policies import (
 from hf_zero.config.resolve import Findings, examine, resolve, resolve_extra, resolve_for_init
 from hf_zero.config.schema.training import Aio
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
-from hf_zero.config.sources import ConfigDict, Source
-from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views
+from hf_zero.config.sources import AcceleratorView, ConfigDict, Given, ModelView, Source, TrainingView, Views

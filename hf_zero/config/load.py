@@ -13,8 +13,7 @@ from hf_zero.config.extras import section_names
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.fields import as_whole, subsection
 from hf_zero.config.sources import ConfigDict
-from hf_zero.config.translate import ZERO_SPELLINGS, translate
-from hf_zero.config.validate import drop_null_sections, validate
+from hf_zero.config.validate import ZERO_SPELLINGS, drop_null_sections, translate, validate
 
 
 def load_config(source: object) -> ConfigDict:

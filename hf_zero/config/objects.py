@@ -19,9 +19,8 @@ from hf_zero.config.resolve import Findings, examine
 from hf_zero.config.schema import Section
 from hf_zero.config.schema.training import Aio, Bf16, Checkpoint, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.zero import Zero
-from hf_zero.config.translate import translate
-from hf_zero.config.validate import validate
-from hf_zero.config.views import Views
+from hf_zero.config.sources import Views
+from hf_zero.config.validate import translate, validate
 
 _STAGE3 = "stage3_"
 S = TypeVar("S", bound=Section)

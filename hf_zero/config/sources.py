@@ -1,10 +1,14 @@
-"""Where a value came from: the place of each key in a file, and what filled in each "auto"."""
+"""Where a value came from: the place of each key in a file, and what filled in each "auto".
+
+Views are what may fill it in: small frozen forms of TrainingArguments, Accelerator and model.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from hf_zero.config.errors import key_path
@@ -148,3 +152,91 @@ def leaves(
             yield (*path, key), value
         elif id(value) not in around and len(path) < MAX_DEPTH:
             yield from leaves(value, (*path, key), around)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingView:
+    """The fields of TrainingArguments that ds.json repeats. Defaults are those of transformers."""
+
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    max_grad_norm: float = 1.0
+    learning_rate: float = 5e-5
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    fp16: bool = False
+    fp16_full_eval: bool = False
+    bf16: bool = False
+    bf16_full_eval: bool = False
+    warmup_steps: float = 0.0  # from 1 on a number of updates, below a share of all updates
+    total_steps: int | None = None  # updates of the whole run; None: not known yet
+    save_on_each_node: bool = False
+    batch_size_may_vary: bool = False  # auto_find_batch_size looks for it by itself
+    steps_only: bool = False  # the rest has been filled in and compared before; only the numbers of steps are new
+    origins: Mapping[str, str] = field(default_factory=dict)  # field -> "--learning_rate" where a flag set it
+
+    def source(self, *names: str) -> Source:
+        """Where fields come from: a flag on the command line, or the script."""
+        flags = [self.origins[name] for name in names if name in self.origins]
+        if flags:
+            return Source("flag", ", ".join(flags))
+        shown = (f"TrainingArguments.{name}" + (" (its default)" if self.is_default(name) else "") for name in names)
+        return Source("training", ", ".join(shown))
+
+    def is_default(self, name: str) -> bool:
+        """Whether a field has its default."""
+        default = next((entry.default for entry in fields(self) if entry.name == name), None)
+        return bool(getattr(self, name, ...) == default)
+
+    def warmup(self) -> int | None:
+        """Updates of warm-up, at least 1; None when it is a share of an unknown total."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        if self.warmup_steps == 0:
+            return 1
+        return None if self.total_steps is None else max(1, math.ceil(self.total_steps * self.warmup_steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A value with its source."""
+
+    value: object
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceleratorView:
+    """Values from `Accelerator.prepare` and the launcher. Empty fields: nothing was given."""
+
+    prepares: bool = False  # `prepare` has been called, so what was not given gets Accelerate's defaults
+    accumulation_steps: int | None = None
+    batch_sizes: tuple[int, ...] = ()  # per process, of the loaders that were prepared
+    take_largest_batch: bool = False  # is_train_batch_min=False
+    launched: Mapping[str, Given] = field(default_factory=dict)  # config path -> plugin field or environment variable
+    optimizer: Mapping[str, object] = field(default_factory=dict)  # arguments of DummyOptim
+    schedule: Mapping[str, object] = field(default_factory=dict)  # arguments of DummyScheduler; total per process
+    max_lr: float | None = None  # rate of the optimizer that the schedule drives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelView:
+    """A model's configuration, and the shapes of its parameters where there is a model."""
+
+    config: Mapping[str, object] | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Views:
+    """The views that a config is resolved against."""
+
+    world_size: int
+    host_sizes: tuple[int, ...] = ()  # ranks of every host, where that is known
+    training: TrainingView | None = None
+    accelerator: AcceleratorView | None = None
+    model: ModelView | None = None
+    sequence_size: int | None = None  # ranks per sequence, where stated outside the config
+    tensor_size: int | None = None  # ranks that hold parts of the same matrices, likewise

@@ -95,7 +95,7 @@ def _from_text(text: str, name: str, file: str = "") -> ConfigDict:
         document = _parsed(text.removeprefix("\ufeff"))
     except SyntaxProblem as error:
         place = error.place
-        where, line = f"{name}:{place.line}:{place.column}", _line(text, place.line)
+        where, line = f"{name}:{place.line}:{place.column}", text.split("\n")[place.line - 1].strip()
         raise ConfigError(Problem(where, line, f"{place}: {error.what}", error.fix)) from None
     value = document.value
     if not isinstance(value, dict):
@@ -119,10 +119,6 @@ def _parsed(text: str) -> Document:
         if document is None or not document.value:
             raise
         return document
-
-
-def _line(text: str, number: int) -> str:
-    return text.split("\n")[number - 1].strip()
 
 
 # JSON

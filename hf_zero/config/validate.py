@@ -1,19 +1,213 @@
-"""Check a translated tree against the schema, and word every complaint for the person who wrote the config."""
+"""Old spellings, shorthands and leftovers become the one form that the schema describes; and that is checked, with
+every complaint worded for the person who wrote the config."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from hf_zero.config.errors import Edit, Problem, Remark
-from hf_zero.config.extras import schema_for, sections_in, whole_schema
+from hf_zero.config.errors import ABSENT, Edit, Problem, Remark, key_path
+from hf_zero.config.extras import is_section, schema_for, sections_in, whole_schema
 from hf_zero.config.schema import Root, Section
 from hf_zero.config.schema.fields import Resemblance, leading_paths, resemblance, section_of, subsection
-from hf_zero.config.sources import dotted
+from hf_zero.config.sources import MAX_DEPTH, dotted
+
+_REMARK_MARKS = ("_", "//", "#", "$")
+# DeepSpeed reads these keys of zero_optimization by the names of its fields as well as by their aliases.
+_FIELD_NAMES = (
+    "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
+    "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params", "allgather_sequential",
+)  # fmt: skip
+OLD_SPELLINGS = ("cpu_offload", "cpu_offload_param", "stage3_gather_fp16_weights_on_model_save")
+# As it may be written -> the one name that everything else knows.
+ZERO_SPELLINGS = {
+    **{name: f"stage3_{name}" for name in _FIELD_NAMES},
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+}
+# Here "auto" is a value with a meaning of its own.
+_AUTO_IS_A_VALUE = ("data_types.keep_in_fp32_modules", "pipeline", "zero_optimization.zenflow")
+
+
+@dataclass(slots=True)
+class Translated:
+    """The config in its one form, with all that was found on the way."""
+
+    tree: dict[str, Any]
+    autos: set[str] = field(default_factory=set)  # paths that held a literal "auto"
+    remarks: list[Remark] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)  # path in the tree -> path as it was written
+
+
+def translate(raw: Mapping[str, Any]) -> Translated:
+    """A new tree (the one given is not changed) without autos, old names and remarks."""
+    result = Translated(tree={})
+    copied = _copy(raw, "", (), result)
+    result.tree = copied if isinstance(copied, dict) else {}
+    _drop_remarks(result)
+    _drop_dotted(result)
+    _legacy_zero(result)
+    _nested_aio(result)
+    _bfloat16(result)
+    _tensor_parallel(result)
+    if result.tree.get("amp") is False:
+        del result.tree["amp"]  # the short way to say that it is off
+    _drop_unknown(result)
+    return result
+
+
+def _copy(value: object, path: str, around: tuple[int, ...], result: Translated) -> object:
+    """`around` identifies the containers on the way down: a dict from Python may contain itself."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
+    if len(around) > MAX_DEPTH or id(value) in around:
+        rule = f"nested in itself, or more than {MAX_DEPTH} levels deep"
+        result.problems.append(Problem(path, ABSENT, rule, "flatten it"))
+        return None
+    around = (*around, id(value))
+    if isinstance(value, Mapping):
+        return dict(_copy_items(value, path, around, result))
+    return [_copy(entry, f"{path}[{index}]", around, result) for index, entry in enumerate(value)]
+
+
+def _copy_items(
+    mapping: Mapping[Any, Any], path: str, around: tuple[int, ...], result: Translated
+) -> Iterator[tuple[str, Any]]:
+    for key, value in mapping.items():
+        if not isinstance(key, str):
+            result.problems.append(Problem(path or "config", key, "keys must be text", "put the key in quotes"))
+            continue
+        where = key_path(path, key)
+        if isinstance(value, str) and value == "auto" and not _may_be_auto(where):
+            result.autos.add(where)
+            continue
+        yield key, _copy(value, where, around, result)
+
+
+def _may_be_auto(path: str) -> bool:
+    return any(path == place or path.startswith(f"{place}.") for place in _AUTO_IS_A_VALUE)
+
+
+def _drop_remarks(result: Translated) -> None:
+    for key in [key for key in result.tree if key.startswith(_REMARK_MARKS)]:
+        del result.tree[key]
+        result.remarks.append(Remark(key_path("", key), "taken as a remark"))
+
+
+def _drop_dotted(result: Translated) -> None:
+    """TRL writes literal keys like "zero_optimization.reduce_bucket_size"; DeepSpeed never reads them either."""
+    for key in [key for key in result.tree if "." in key]:
+        *parents, name = key.split(".")
+        section = section_of(whole_schema(), parents)
+        if section is None or name not in section.model_fields:
+            continue  # left in the tree, where the schema will not know it
+        del result.tree[key]
+        text = "a dotted key at the top level has no effect (a nested key of that name has)"
+        result.remarks.append(Remark(key, text, edit=Edit((key,))))
+
+
+def _legacy_zero(result: Translated) -> None:
+    zero = result.tree.get("zero_optimization")
+    gather_size = result.tree.pop("allgather_size", None)
+    if isinstance(zero, bool):
+        zero = result.tree["zero_optimization"] = {"stage": int(zero)}
+        text = f"the old form {str(bool(zero['stage'])).lower()} means stage {zero['stage']}"
+        edit = Edit(("zero_optimization",), value=dict(zero))
+        result.remarks.append(Remark("zero_optimization", text, edit=edit))
+        if gather_size is not None:
+            zero["allgather_bucket_size"] = gather_size
+    elif gather_size is not None:
+        rule = "belongs to the old form zero_optimization: true"
+        result.problems.append(
+            Problem("allgather_size", gather_size, rule, "use zero_optimization.allgather_bucket_size")
+        )
+    if isinstance(zero, dict):
+        _rename_offload(zero, "cpu_offload", "offload_optimizer", result)
+        _rename_offload(zero, "cpu_offload_param", "offload_param", result)
+        for written, new in ZERO_SPELLINGS.items():
+            if written in zero:
+                _move(zero, written, new, zero[written], result)
+
+
+def _rename_offload(zero: dict[str, Any], old: str, new: str, result: Translated) -> None:
+    wanted = zero.get(old, ABSENT)
+    if wanted is True:
+        _move(zero, old, new, {"device": "cpu"}, result)
+    elif wanted is False or wanted is None:
+        del zero[old]
+    elif wanted is not ABSENT:
+        del zero[old]
+        rule = "must be true or false (it is the old name)"
+        result.problems.append(
+            Problem(f"zero_optimization.{old}", wanted, rule, f'use {new}: {{"device": "cpu"}}, or remove it')
+        )
+
+
+def _move(zero: dict[str, Any], old: str, new: str, value: object, result: Translated) -> None:
+    written, kind = zero.pop(old), "old" if old in OLD_SPELLINGS else "other"
+    if zero.get(new) is not None:
+        rule = f"is the {kind} name of zero_optimization.{new}, which is given too"
+        result.problems.append(Problem(f"zero_optimization.{old}", written, rule, f"keep only {new}"))
+        return
+    zero[new] = value
+    result.renamed[f"zero_optimization.{new}"] = f"zero_optimization.{old}"
+    edit = Edit(("zero_optimization", old), to=("zero_optimization", new), value=value)
+    text = f"{kind} name, read as zero_optimization.{new}"
+    result.remarks.append(Remark(f"zero_optimization.{old}", text, edit=edit))
+
+
+def _nested_aio(result: Translated) -> None:
+    zero = result.tree.get("zero_optimization")
+    if not isinstance(zero, dict) or "aio" not in zero:
+        return
+    nested = zero.pop("aio")
+    if result.tree.get("aio"):
+        rule = "aio stands at the top level, where it is given too"
+        result.problems.append(Problem("zero_optimization.aio", nested, rule, "keep only the top-level aio"))
+        return
+    result.tree["aio"] = nested
+    result.renamed["aio"] = "zero_optimization.aio"
+    text, edit = "read as the top-level section aio, where it belongs", Edit(("zero_optimization", "aio"), to=("aio",))
+    result.remarks.append(Remark("zero_optimization.aio", text, edit=edit))
+
+
+def _bfloat16(result: Translated) -> None:
+    if "bfloat16" not in result.tree:
+        return
+    alias = result.tree.pop("bfloat16")
+    chosen = result.tree.get("bf16")
+    if chosen is None:
+        result.tree["bf16"] = alias
+        result.renamed["bf16"] = "bfloat16"
+    elif alias not in (None, chosen):
+        rule = "bfloat16 is another name of the section bf16, which is given too and differs"
+        result.problems.append(Problem("bfloat16", alias, rule, "keep only bf16"))
+
+
+def _tensor_parallel(result: Translated) -> None:
+    """The group of its ranks goes by two names."""
+    section = result.tree.get("tensor_parallel")
+    if isinstance(section, dict) and "tensor_parallel" in section and "tp" not in section:
+        section["tp"] = section.pop("tensor_parallel")
+        result.renamed["tensor_parallel.tp"] = "tensor_parallel.tensor_parallel"
+
+
+def _drop_unknown(result: Translated) -> None:
+    """DeepSpeed's way, for those who ask for it: what stands at the top level and means nothing is ignored."""
+    own = result.tree.get("hf_zero")
+    if not isinstance(own, dict) or str(own.get("ignore_unknown_keys")).lower() != "true":
+        return
+    for key in [key for key in result.tree if key not in Root.model_fields and not is_section(key)]:
+        del result.tree[key]
+        text = "there is no such key; ignored (hf_zero.ignore_unknown_keys)"
+        result.remarks.append(Remark(key_path("", key), text, edit=Edit((key,))))
+
 
 # Where programs leave notes of their own, which DeepSpeed passes over. Its other sections have known keys, whether it
 # reads them all or one by one: a key that none of them is was meant to do something.
@@ -48,8 +242,8 @@ def drop_null_sections(tree: dict[str, Any]) -> None:
 
 
 def _drop_null(tree: dict[str, Any], section: type[Section]) -> None:
-    for name, field in section.model_fields.items():
-        below = subsection(field)
+    for name, entry in section.model_fields.items():
+        below = subsection(entry)
         if below is not None and isinstance(tree.get(name), dict):
             _drop_null(tree[name], below)
         elif below is not None and tree.get(name, ...) is None:

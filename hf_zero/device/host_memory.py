@@ -21,18 +21,14 @@ _UNLIMITED = 1 << 60
 
 def host_available(root: Path = Path("/")) -> int:
     """Bytes of host memory that this process could still get: of the machine, of its control groups, of ulimit -d."""
-    limits = [_machine_available(root), *_group_available(root), _ulimit_available(root)]
-    return max(0, min(limits))
+    machine = _field(root / "proc/meminfo", "MemAvailable:") * 1024 or _UNLIMITED
+    return max(0, min([machine, *_group_available(root), _ulimit_available(root)]))
 
 
 def disk_available(folder: str) -> int:
     """Bytes that a drive has left."""
     room = os.statvfs(folder)
     return room.f_bavail * room.f_frsize
-
-
-def _machine_available(root: Path) -> int:
-    return _field(root / "proc/meminfo", "MemAvailable:") * 1024 or _UNLIMITED
 
 
 def _group_available(root: Path) -> Iterator[int]:

@@ -26,7 +26,7 @@ from hf_zero.config import ConfigDict, ConfigError, Findings, Problem, Views, ex
 from hf_zero.config.errors import ABSENT, Edit, Remark
 from hf_zero.config.errors import show as short
 from hf_zero.config.extras import loaded
-from hf_zero.config.offers import SIZED_BY_MODEL
+from hf_zero.config.fill import SIZED_BY_MODEL
 from hf_zero.config.schema import Verdict
 from hf_zero.config.schema.fields import all_paths, section_of, verdict_of
 from hf_zero.explain.views import (

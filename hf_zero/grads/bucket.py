@@ -13,10 +13,21 @@ What autograd leaves in the bucket's parameters within one backward, and how it 
 
 A gradient that arrives for a bucket that is TAKEN (a shared layer under reentrant checkpointing does that) stays in
 `parameter.grad` and is late.
+
+`reduced` is the owned part, summed over ranks, wherever the placement keeps it:
+
+         place_for_result              add   release_applied
+NONE -----------------------> AWAITED -----> SUMMED -------> APPLIED     (without a place that stays: NONE ---> SUMMED)
+ ^                                             |  ^             |
+ |  clear, after a step                        |  |  add: the next micro-batch
+ +---------------------------------------------+--+-------------+
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -24,14 +35,211 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives
-from hf_zero.grads.reduced import GradientDtypes, ReducedGradient
+from hf_zero.device.registry import runtime_of
 from hf_zero.kernels.accumulate import add_into, add_rows, write_rows
-from hf_zero.layout import Slot
+from hf_zero.kernels.norm import sum_of_squares
+from hf_zero.layout import Interval, Slot
+from hf_zero.offload.vector import Vector
 from hf_zero.params.store import TrainedBucket
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedWire
     from hf_zero.grads.sparse_rows import SparseRowSum
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDtypes:
+    """Dtype in which a bucket's gradients travel, and dtype in which they are added up."""
+
+    communication: torch.dtype
+    accumulation: torch.dtype
+
+    @property
+    def are_one(self) -> bool:
+        return self.communication == self.accumulation
+
+
+class ReducedState(Enum):
+    """State of the sum."""
+
+    NONE = auto()  # since the last step
+    AWAITED = auto()  # a collective writes it where it stays
+    SUMMED = auto()
+    APPLIED = auto()  # by an update beside backward: only its norm is left
+
+
+class ReducedGradient:
+    """1-D, as long as the owned interval, in the accumulation dtype; for one bucket."""
+
+    def __init__(self, trained: TrainedBucket, dtypes: GradientDtypes) -> None:
+        self._trained = trained
+        self._dtypes = dtypes
+        self._state = ReducedState.NONE
+        self._memory = runtime_of(trained.device).own
+        self._departures = trained.placement.departures
+        self._vector: Vector | None = None
+        self._num_added = self._num_counted = 0  # parts since the last step; the difference is on its way
+        self._num_squared = 0  # parts in `_squares`
+        self._squares: Tensor | None = None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anything has been summed since the last step, and is still there."""
+        return self._state is ReducedState.SUMMED
+
+    @property
+    def has_squares(self) -> bool:
+        """Whether it counts in the norm of the next step."""
+        return self._state in (ReducedState.SUMMED, ReducedState.APPLIED)
+
+    @property
+    def vector(self) -> Vector:
+        """Made at first use. Everything that was added is in it."""
+        self._settle()
+        return self._place
+
+    @property
+    def on_its_way(self) -> Vector:
+        """The same for values that are needed only later: they may still be on their way to host memory."""
+        return self.vector if self._place.tensor is None else self._place
+
+    def _settle(self) -> None:
+        if self._departures is not None:
+            self._departures.settle(self._count_in)
+
+    @property
+    def _place(self) -> Vector:
+        if self._vector is None:
+            bucket, placement = self._trained.bucket, self._trained.placement
+            name = f"gradients of bucket {bucket.index} (parameter {bucket.slots[0].parameter} and following)"
+            self._vector = placement.gradients.keep(name, self._trained.owned.numel, self._dtypes.accumulation)
+        return self._vector
+
+    def reserve(self) -> None:
+        """Take room on a drive at the start, so that one that is too small shows then."""
+        if self._trained.placement.gradients.can_fail:
+            assert self._place is not None, "made now"
+
+    @property
+    def at_hand(self) -> Tensor | None:
+        """The sum, where it need not be fetched; None without one."""
+        return self.vector.tensor if self.is_there else None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether a collective may work where the sum stays."""
+        return self._place.tensor is not None and self._place.memory == self._memory
+
+    def place_for_terms(self) -> Tensor | None:
+        """1-D: where this rank's own gradients of a bucket that it owns whole may be put, to be summed in place; None
+        where they have to be apart from the sum."""
+        if self.is_there or not (self._dtypes.are_one and self.is_on_device):
+            return None
+        return self.vector.take()
+
+    def place_for_result(self) -> Tensor:
+        """1-D, on the training device: where the sum over ranks may be written; give it to `add` then."""
+        if not self.is_there and self._dtypes.are_one and self._memory == self._trained.placement.work:
+            self.vector.fetch(reads=False)
+            self._state = ReducedState.AWAITED
+            return self.vector.take()
+        return torch.empty(self._trained.owned.numel, dtype=self._dtypes.communication, device=self._trained.device)
+
+    def add(self, part: Tensor, *, is_lent: bool = False) -> None:
+        """Count `part` in (owned interval, summed over ranks); it may be the place for the result, or the vector.
+
+        Args:
+            is_lent: others write to its memory as soon as this returns.
+        """
+        self._num_added += 1
+        if self._departures is None:
+            self._count_in(part)
+        else:
+            # The squares are counted on the device, so that the norm need not wait for the copy; and a copy on the
+            # device takes far less time than a lent buffer would be missed for.
+            is_first, place = not self.is_there, self._place
+            self._squares, self._num_squared = (sum_of_squares(part), 1) if is_first else (None, 0)
+            stays = is_first and place.tensor is not None and place.dtype == part.dtype
+            leaving = part.clone() if is_lent else part
+            self._departures.send(leaving, self._count_in, place.tensor if stays else None)
+        self._state = ReducedState.SUMMED
+
+    def send(self, take_apart: Callable[[Tensor], Sequence[tuple[Tensor, Tensor]]]) -> bool:
+        """Count in gradients of a bucket that this rank alone has, which go to host memory as they are, without a copy
+        of the bucket on the device. False: there is no place for that, and nothing is done.
+
+        Args:
+            take_apart: gives (where in the place, the gradient) of each.
+        """
+        is_free = self._departures is not None and not self.is_there and self._dtypes.are_one
+        place = self._place.tensor if is_free else None
+        if self._departures is None or place is None:
+            return False
+        pieces = take_apart(place)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._trained.device)
+        self._num_added += 1
+        self._squares, self._num_squared = sum((sum_of_squares(grad.reshape(-1)) for _, grad in pieces), nothing), 1
+        self._departures.send_pieces(pieces, self._count_in, place)
+        self._state = ReducedState.SUMMED
+        return True
+
+    def _count_in(self, part: Tensor) -> None:
+        """Add what is in the memory that sums are made in."""
+        place = self._place
+        if self._state is not ReducedState.AWAITED:
+            place.fetch(reads=self._num_counted > 0)
+        total = place.take()
+        if self._num_counted:
+            add_into(total, part)
+        elif part.data_ptr() != total.data_ptr():
+            total.copy_(part)
+        self._num_counted += 1
+        if place.tensor is None:
+            self._squares, self._num_squared = sum_of_squares(total), self._num_counted  # while they are here
+        place.release(changed=True)
+
+    def squares(self, part: Interval) -> Tensor:
+        """Sum of squares of what lies in `part` of the owned interval: 0-dim, fp64."""
+        if self._num_squared != self._num_added:
+            self._settle()
+        if (
+            self._num_squared == self._num_added
+            and self._squares is not None
+            and part.numel == self._trained.owned.numel
+        ):
+            return self._squares
+        with self.opened() as total:
+            return sum_of_squares(total[part.start : part.stop])
+
+    def opened(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
+        """The sum for the length of a `with`; with `changes` it is overwritten."""
+        if changes:
+            self._squares = None
+        return self.vector.opened(changes=changes)
+
+    def release_applied(self) -> None:
+        """The sum has been applied before its step: keep its norm alone."""
+        self._squares = self.squares(Interval(0, self._trained.owned.numel))
+        self._num_squared = self._num_added
+        self._state = ReducedState.APPLIED
+        self._place.free()
+        self._vector = None
+
+    def clear(self) -> None:
+        """Forget the sum. Its room stays in host memory, which a step would have to page in again. A device's allocator
+        has it back at once, and lends it to activations until backward has gradients again."""
+        self._settle()
+        self._state = ReducedState.NONE
+        self._num_added = self._num_counted = self._num_squared = 0
+        self._squares = None
+        if self._departures is None and not self._memory.is_host:
+            self.give_up_room()
+
+    def give_up_room(self) -> None:
+        """Free its memory, while there is no sum."""
+        if not self.is_there and self._vector is not None and self._vector.tensor is not None:
+            self._vector.free()
+            self._vector = None
 
 
 class ArrivalState(Enum):

@@ -79,7 +79,7 @@ class AliasFinder:
             return []  # pip lists what lies in given folders: what exists in memory only can't be frozen or uninstalled
         if not self.answers():
             return []
-        from hf_zero.integration.names.distribution import AliasDistribution
+        from hf_zero.integration.distribution import AliasDistribution
 
         return [AliasDistribution(ALIAS_FOLDER)]
 
@@ -226,7 +226,7 @@ def _alias_spec() -> ModuleSpec | None:
 
 
 def _submodule_spec(name: str) -> ModuleSpec:
-    from hf_zero.integration.names.alias import generated_spec, missing_module
+    from hf_zero.integration.names import generated_spec, missing_module
 
     spec = generated_spec(name)
     if spec is None:

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from hf_zero.kernels import vectors as walking
 from hf_zero.kernels.adam import AdamRule, adam_reference, chunk_update, divided_inside
-from hf_zero.kernels.dynamic8 import (
-    BLOCK,
-    Coder,
-    blocks_of,
-    dequantize_reference,
-    num_blocks,
-    quantize_reference,
-)
+from hf_zero.kernels.dynamic8 import BLOCK, Coder, blocks_of, dequantize_reference, num_blocks, quantize_reference
 from hf_zero.kernels.gpu.devices import runs_on_gpu
 from hf_zero.kernels.vectors import Vectors, chunk_numel, fp32_chunks
 

@@ -40,11 +40,7 @@ def sgd_reference(vectors: Vectors, rule: SgdRule, scale: Tensor | float = 1.0) 
 
 
 def sgd(
-    vectors: Vectors,
-    rule: SgdRule,
-    scale: Tensor | float = 1.0,
-    skip: Tensor | None = None,
-    seed: int | None = None,
+    vectors: Vectors, rule: SgdRule, scale: Tensor | float = 1.0, skip: Tensor | None = None, seed: int | None = None
 ) -> None:
     """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
     if runs_on_gpu(vectors.weight, *vectors.states):

@@ -6,13 +6,17 @@ from hf_zero.layout.buckets import (
     Bucket,
     FlatLayout,
     Interval,
+    MemberSpec,
     ParameterSpec,
     Piece,
+    RowLayout,
     Run,
+    ShardSlot,
     Slot,
     chunk_interval,
     chunk_numel,
     effective_bucket_numel,
+    lay_rows,
     plan_layout,
+    stay_gathered,
 )
-from hf_zero.layout.units import MemberSpec, RowLayout, ShardSlot, lay_rows, stay_gathered

@@ -60,11 +60,7 @@ class Sizes:
 
 
 def estimate_memory(
-    specs: Sequence[ParameterSpec],
-    zero: ZeroPolicy,
-    sharding: Sharding,
-    device: torch.device,
-    sizes: Sizes,
+    specs: Sequence[ParameterSpec], zero: ZeroPolicy, sharding: Sharding, device: torch.device, sizes: Sizes
 ) -> MemoryEstimate:
     """Masters, optimizer states, reduced gradients, buffers; and of stage 3's parameters what goes to a drive, and
     second shards of those that are trained."""

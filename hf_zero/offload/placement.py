@@ -39,7 +39,7 @@ from hf_zero.offload.vector import (
 )
 
 if TYPE_CHECKING:
-    from hf_zero.offload.nvme.swap_store import Drive, SwapStore
+    from hf_zero.offload.swap_store import Drive, SwapStore
 
 
 # Vectors that are kept in one memory and worked on in another: the host's beside a device's, in either direction.
@@ -212,7 +212,7 @@ def store_of_parameters(policy: OffloadParam | None, device: torch.device, drive
     host = MemoryStore(pinned=pinned)
     if policy.device == "cpu" or drive is None:
         return host
-    from hf_zero.offload.nvme.swap_store import BufferPool
+    from hf_zero.offload.swap_store import BufferPool
 
     pool = BufferPool(limit=policy.buffer_count, limit_numel=policy.buffer_numel, pinned=pinned)
     return CappedStore(host, policy.max_in_cpu, drive.store(drive.file("parameters"), pool))
@@ -225,7 +225,7 @@ def store_at_init(policy: OffloadParam | None, files: Aio, collectives: Collecti
     folder = policy.nvme_path
 
     def open_drive() -> SwapStore:
-        from hf_zero.offload.nvme.swap_store import BufferPool, Drive
+        from hf_zero.offload.swap_store import BufferPool, Drive
 
         drive = Drive(folder, files)
         return drive.store(drive.file("parameters"), BufferPool(limit=1))

@@ -125,12 +125,7 @@ class LambUpdater(Updater):
 
     obeys_skip = True
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        sub_groups: Sequence[SubGroup],
-        peers: Peers | None,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], peers: Peers | None) -> None:
         """`peers` is None where every rank owns whole parameters."""
         super().__init__(optimizer, sub_groups)
         self._peers = peers

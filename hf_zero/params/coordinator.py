@@ -180,7 +180,8 @@ class Backward:
                     self._report(descent.cursor)
             for unit in units:
                 self._prefetcher.gather(unit)
-                if hooked is not None and not _is_around(descent.holders.get(unit), hooked):
+                holder = descent.holders.get(unit)
+                if hooked is not None and (holder is None or id(hooked.module) not in holder.inside):
                     descent.holders[unit] = hooked
             needed = self._order.gather_plan.needed_in_backward
             self._prefetcher.prefetch(position for position in range(descent.cursor - 1, -1, -1) if position in needed)
@@ -222,10 +223,6 @@ class Backward:
         if was_under_way:
             self._prefetcher.end_pass(in_backward=True)
         return was_under_way
-
-
-def _is_around(holder: HookedModule | None, hooked: HookedModule) -> bool:
-    return holder is not None and id(hooked.module) in holder.inside
 
 
 class ParameterCoordinator:

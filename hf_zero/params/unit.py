@@ -27,7 +27,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
 from hf_zero.kernels.accumulate import read_rows
 from hf_zero.layout import RowLayout
-from hf_zero.layout.units import KeptRows, ShardSlot
+from hf_zero.layout.buckets import KeptRows, ShardSlot
 from hf_zero.offload.quantized import QuantizedVector
 from hf_zero.offload.vector import Store, Vector, part_of
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter

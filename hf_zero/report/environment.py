@@ -25,7 +25,7 @@ from hf_zero.config import Aio
 from hf_zero.device.host_memory import disk_available, host_available
 from hf_zero.device.kinds import BACKENDS, accelerator_kind
 from hf_zero.integration.startup import NAME, is_ours
-from hf_zero.offload.nvme.swap_store import BufferPool, Drive
+from hf_zero.offload.swap_store import BufferPool, Drive
 from hf_zero.offload.vector import StorageError, Vector
 from hf_zero.profiling.monitors import LIBRARIES
 from hf_zero.surface import VERSION

@@ -27,7 +27,7 @@ from hf_zero.optim import Updater
 from hf_zero.optim.stager import OffloadStager
 
 if TYPE_CHECKING:
-    from hf_zero.offload.nvme.swap_store import Drive
+    from hf_zero.offload.swap_store import Drive
 
 
 def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
@@ -98,7 +98,7 @@ class _Drives:
 
 
 def _opened(folder: str, files: Aio) -> Drive:
-    from hf_zero.offload.nvme.swap_store import Drive
+    from hf_zero.offload.swap_store import Drive
 
     return Drive(folder, files)
 
@@ -112,7 +112,7 @@ def _far_placement(zero: ZeroPolicy, policy: OffloadOptimizer, device: torch.dev
         return host_placement(device, masters, None, gradients, pinned=pinned)
     if policy.device == "cpu" or drive is None:
         return beside_placement(device, policy)
-    from hf_zero.offload.nvme.swap_store import BufferPool
+    from hf_zero.offload.swap_store import BufferPool
 
     stages = 1 + policy.reads_ahead + policy.writes_behind
     sub_groups = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)

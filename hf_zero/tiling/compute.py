@@ -136,7 +136,7 @@ def tiled(
             from what they get elsewhere in the same backward.
         may_read_others: it may read others that require a gradient even where nothing that is listed does.
     """
-    wanted = _unique(parameter for parameter in parameters if parameter.requires_grad)
+    wanted = list({id(parameter): parameter for parameter in parameters if parameter.requires_grad}.values())
     has_work = may_read_others or wanted or any(tensor.requires_grad for tensor in (*sliced, *passed))
     if not (torch.is_grad_enabled() and has_work):
         return _run(tiling, sliced, passed)
@@ -423,7 +423,3 @@ class _Unlisted:
             todo.extend(following for following, _ in node.next_functions)
         self.leaves += [leaf for leaf in reached if all(leaf is not other for other in self.leaves)]
         return reached
-
-
-def _unique(tensors: Iterator[Tensor]) -> list[Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())

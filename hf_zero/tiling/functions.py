@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.config import ConfigError, Problem, Resolved
+from hf_zero.config.features import long_sequences
 from hf_zero.features import TrainingFeature
+from hf_zero.log import logger
 from hf_zero.tiling.compute import Tiling, chunk_rows, tiled
 
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -300,3 +303,20 @@ def _rows(x: Any, width: int | None) -> tuple[int, ...]:
     length = x.shape[-2]
     tokens = math.prod(x.shape[:-1])
     return chunk_rows(length, -(-tokens // max(TILE_TOKENS, x.shape[-1]))) if length else ()
+
+
+def tiled_mlp_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    """The feature, where the config asks for it.
+
+    Raises:
+        ConfigError: the model has no dense MLP.
+    """
+    if not resolved.section(long_sequences.Tiling).tiled_mlp:
+        return None
+    try:
+        feature = TiledMLPs(model)
+    except ValueError as error:
+        raise ConfigError([Problem("hf_zero.tiled_mlp", True, str(error), "set it to false")]) from error
+    first, last = feature.names[0], feature.names[-1]
+    logger.info("hf_zero.tiled_mlp: %d MLPs, from %s to %s, and the norms", len(feature.names), first, last)
+    return feature

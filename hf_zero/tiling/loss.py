@@ -25,7 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_zero.features import Progress, TrainingFeature
+from hf_zero.config import ConfigError, Problem, Resolved
+from hf_zero.config.features import long_sequences
+from hf_zero.features import Progress, TrainingFeature, unwrapped
 from hf_zero.log import logger
 from hf_zero.tiling.compute import Tiling, autocasts, chunk_rows, tiled
 
@@ -362,3 +364,18 @@ def _loss_of(model: Any) -> Any:
             f"{type(model).__name__} computes its loss by {name}; only transformers' {_LOSS} is cut into tiles"
         )
     return loss
+
+
+def tiled_loss_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
+    """The feature, where the config asks for it.
+
+    Raises:
+        ConfigError: head or loss of the model are of another kind.
+    """
+    if not resolved.section(long_sequences.Tiling).tiled_loss:
+        return None
+    try:
+        return TiledLoss(unwrapped(model))
+    except ValueError as error:
+        fix = "set it to false; deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss takes any loss"
+        raise ConfigError([Problem("hf_zero.tiled_loss", True, str(error), fix)]) from error

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from hf_zero.api.entry import initialize
-from hf_zero.comm import channels, process_group
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm import groups as comm_groups
+from hf_zero.comm import process_group
+from hf_zero.comm.cpu import shared_memory
 from hf_zero.sequence.groups import SequenceGroups
 from tests.support.ranks import run_ranks
 
@@ -37,13 +38,13 @@ def _run_to_its_end(rank: int, stage: int) -> tuple[list[str], list[str]]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }
     for host in ("one", f"of rank {rank}"):  # as on one machine, and as on two: then ranks negotiate by gloo
-        channels._worlds.clear()
-        with mock.patch.object(meeting, "host_name", lambda host=host: host):
+        comm_groups._worlds.clear()
+        with mock.patch.object(shared_memory, "host_name", lambda host=host: host):
             engine = initialize(model=nn.Linear(3, 3), config=config)[0]
             engine.backward(engine(torch.ones(1, 3)).sum())
             engine.step()
             groups = SequenceGroups.of_size(2)
-            KEPT.extend([engine, groups, channels.background_collectives(), channels.watching_collectives()])
+            KEPT.extend([engine, groups, comm_groups.background_collectives(), comm_groups.watching_collectives()])
     before = _threads()
     process_group._leave()
     patience = time.monotonic() + 5

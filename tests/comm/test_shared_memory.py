@@ -13,7 +13,7 @@ import torch
 
 from hf_zero.comm import MAX_SEND_BUFFERS, Pending, collectives_for
 from hf_zero.comm.collectives import own_shard
-from hf_zero.comm.cpu import blocks, meeting, shared_memory
+from hf_zero.comm.cpu import blocks, shared_memory
 from hf_zero.comm.cpu.host import HostCollectives
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from tests.support.ranks import RankFailure, run_ranks
@@ -105,8 +105,8 @@ def test_a_fast_rank_waits_rather_than_take_a_third_send_buffer() -> None:
 
 def run_unreachable(rank: int, reason: str) -> str:
     patches = {
-        "another host": mock.patch.object(meeting, "host_name", lambda: f"host {rank}"),
-        "another file system": mock.patch.object(meeting, "_call", lambda rank, _: {} if rank == 0 else None),
+        "another host": mock.patch.object(shared_memory, "host_name", lambda: f"host {rank}"),
+        "another file system": mock.patch.object(shared_memory, "_call", lambda rank, _: {} if rank == 0 else None),
         "no memory files": mock.patch.object(os, "memfd_create", side_effect=OSError) if rank else nullcontext(),
     }
     with patches[reason]:
@@ -194,7 +194,7 @@ def test_a_rank_that_is_waited_for_is_named_long_before_the_timeout() -> None:
 
 
 def run_without_temporary_folder(rank: int) -> list[float]:
-    with mock.patch.object(meeting.tempfile, "TemporaryDirectory", side_effect=FileNotFoundError("no usable")):
+    with mock.patch.object(shared_memory.tempfile, "TemporaryDirectory", side_effect=FileNotFoundError("no usable")):
         collectives = collectives_for(CPU)
     assert not isinstance(collectives, HostCollectives)
     values = torch.full((2,), 1.0 + rank)

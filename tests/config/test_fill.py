@@ -21,8 +21,7 @@ from hf_zero.config import (
     load_config,
     resolve,
 )
-from hf_zero.config.fill import apply, drop_unfilled, fill, same
-from hf_zero.config.offers import hidden_size
+from hf_zero.config.fill import apply, drop_unfilled, fill, hidden_size, same
 from hf_zero.config.schema.root import HfZero
 
 DS_JSON = """{

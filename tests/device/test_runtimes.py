@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_zero.api.engine_module import Phases
 from hf_zero.device import registry
 from hf_zero.device.kinds import current_device, default_backend, kind_of_backend
-from hf_zero.device.phases import Phases
 from hf_zero.device.registry import Accelerator, AtOnce, HostCopy, host_runs_ahead, runtime_of
 from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY
 from tests.support.late import VARIABLE, Late, use, use_if_asked_for

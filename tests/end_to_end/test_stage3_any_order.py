@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from tests.end_to_end.stage3 import (
     RECIPE,
     WIDTH,
@@ -128,7 +128,7 @@ def test_large_experts_end_too() -> None:
 
 
 def run_apart(rank: int, routes: Routes) -> Seen:
-    with mock.patch.object(meeting, "host_name", lambda: f"host {rank}"):
+    with mock.patch.object(shared_memory, "host_name", lambda: f"host {rank}"):
         return run_routes(rank, routes, ALL_ZERO)
 
 

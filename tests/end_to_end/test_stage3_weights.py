@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.integrations import HfDeepSpeedConfig
 
-from hf_zero.integration.patches.trl_trainer_utils import around_hash_module
+from hf_zero.integration.patches.trl import around_hash_module
 from tests.end_to_end.stage3 import (
     arguments,
     assert_same_tensors,

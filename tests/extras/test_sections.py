@@ -13,7 +13,7 @@ from hf_zero.config.extras import whole_schema
 from hf_zero.config.schema.fields import all_paths
 from hf_zero.extras.data_efficiency.section import CurriculumMetric, DifficultyPolicy, MetricPolicy, data_policy
 from hf_zero.extras.sparse_attention import PATTERN_KEYS, SparseAttention
-from hf_zero.extras.sparse_attention.feature import pattern_of
+from hf_zero.extras.sparse_attention.registered import pattern_of
 from tests.config.test_fuzz import trees
 
 BASE = {"train_micro_batch_size_per_gpu": 1}

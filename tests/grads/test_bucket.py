@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.grads.bucket import Arrivals, BucketGradients
-from hf_zero.grads.reduced import GradientDtypes
+from hf_zero.grads.bucket import Arrivals, BucketGradients, GradientDtypes
 from hf_zero.layout import Bucket, Interval, MemberSpec, ParameterSpec, lay_rows, plan_layout
 from hf_zero.offload.placement import in_memory_placement
 from hf_zero.params.store import TrainedBucket

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Pending
+from hf_zero.comm import MAX_SEND_BUFFERS, Pending
 from hf_zero.comm.collectives import LoneCollectives, own_shard
 from hf_zero.grads.reducer import GradientReducer
-from hf_zero.grads.reductions import MAX_IN_FLIGHT
 from hf_zero.layout import Interval, ParameterSpec, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import in_memory_placement
@@ -120,7 +119,7 @@ def test_two_reductions_are_under_way_at_most() -> None:
     of = made(stage=2)
     of.reducer.begin(boundary=True)
     backward(of, [2, 1])
-    assert of.collectives.num_buffers == MAX_IN_FLIGHT == 2 and summed(of) == [None, None, None]
+    assert of.collectives.num_buffers == MAX_SEND_BUFFERS == 2 and summed(of) == [None, None, None]
     backward(of, [0])
     assert of.collectives.num_buffers == 2 and summed(of) == [24, None, None]
     of.reducer.wait()

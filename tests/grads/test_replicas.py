@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Pending
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.grads.bucket import BucketGradients
-from hf_zero.grads.reduced import GradientDtypes
+from hf_zero.grads.bucket import BucketGradients, GradientDtypes
 from hf_zero.grads.replicas import ReplicaSums
 from hf_zero.layout import ParameterSpec, plan_layout
 from hf_zero.layout.sharding import Sharding

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_zero.integration.names.unsupported import SAME_MODULE, all_homes, with_homes
+from hf_zero.integration.names import SAME_MODULE, all_homes, with_homes
 from tests.integration.sites import ROOT, Site
 from tests.support import deepspeed_names
 from tests.support.ranks import run_ranks
@@ -143,13 +143,13 @@ def test_names_are_the_objects_of_hf_zero_and_importing_them_starts_no_process(f
         sys.addaudithook(lambda event, args: noted.append(event) if event.startswith(wanted) else None)
         from deepspeed import DeepSpeedEngine, comm
         started = [event for event in noted if event != "socket.gethostname"]
-        import deepspeed, hf_zero, hf_zero.comm, hf_zero.api.engine, hf_zero.schedules.registry, torch.distributed
+        import deepspeed, hf_zero, hf_zero.comm, hf_zero.api.engine, hf_zero.schedules, torch.distributed
         from deepspeed.utils import logger
         same = [
             deepspeed.initialize is hf_zero.initialize, DeepSpeedEngine is hf_zero.api.engine.ZeroEngine,
             isinstance(DeepSpeedEngine, type), deepspeed.init_distributed is comm.init_distributed,
             comm.all_reduce is torch.distributed.all_reduce, comm.get_rank is hf_zero.comm.get_rank,
-            deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES is hf_zero.schedules.registry.VALID_LR_SCHEDULES,
+            deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES is hf_zero.schedules.VALID_LR_SCHEDULES,
             logger.name == "hf_zero", comm.is_initialized() is False,
         ]
         answer = [started, same]

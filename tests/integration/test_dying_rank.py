@@ -106,7 +106,7 @@ def run_timeouts(rank: int, folder: str) -> list[float]:
     one = trainer(Path(folder), dict(BASE), ddp_timeout=77)
     one.train()
     background = comm.background_collectives()
-    known = comm.channels._known()
+    known = comm.groups._known()
     link = known.link
     assert link is not None
     groups = [

@@ -19,8 +19,8 @@ hf_zero.install()
 
 from hf_zero.integration import startup  # noqa: E402
 from hf_zero.integration.patches import MARK, Patch, Patches, patch, patches_of  # noqa: E402
+from hf_zero.integration.patches.transformers import NOTED, around_save_pretrained  # noqa: E402
 from hf_zero.integration.patches.transformers_integrations_deepspeed import around_loading  # noqa: E402
-from hf_zero.integration.patches.transformers_modeling_utils import NOTED, around_save_pretrained  # noqa: E402
 from hf_zero.params.sharded_parameter import HANDLE  # noqa: E402
 from tests.integration.flows import heard  # noqa: E402
 from tests.integration.sites import Site  # noqa: E402
@@ -37,7 +37,7 @@ def test_upstream_has_the_shape_we_know_and_ours_is_in_force(one: Patch) -> None
 
 def test_the_import_hook_knows_the_modules() -> None:
     files = {path.stem for path in Path(inspect.getfile(Patches)).parent.glob("*.py")} - {"__init__"}
-    assert files == {module.replace(".", "_") for module in startup.PATCHED}
+    assert files == {one.around.__module__.rpartition(".")[2] for one in ALL}
     assert all(patches_of(module).module == module for module in startup.PATCHED)
 
 
@@ -108,11 +108,11 @@ def test_a_patch_that_breaks_says_so_in_one_line() -> None:
 
 
 def test_a_file_of_patches_that_cannot_be_loaded_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("hf_zero.integration.patches.transformers_integrations_deepspeed.PATCHES")
+    monkeypatch.delitem(Patches.of, "transformers.integrations.deepspeed")
     with heard() as said:
         patch(imitation())
     (line,) = said
-    assert "transformers.integrations.deepspeed is not patched (AttributeError: " in line
+    assert "transformers.integrations.deepspeed is not patched (KeyError: " in line
 
 
 def test_only_one_rank_says_that_something_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_zero.offload.nvme.requests import FileAccess
+from hf_zero.offload.swap_store import FileAccess
 
 
 class RefusingAccess(FileAccess):

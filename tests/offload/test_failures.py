@@ -7,7 +7,7 @@ import torch
 
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import OffloadParam
-from hf_zero.offload.nvme import run_folder
+from hf_zero.offload import run_folder
 from hf_zero.offload.placement import Placements, in_memory_placement, store_of_parameters
 from hf_zero.offload.vector import MemoryStore, StorageError, all_or_none, stop_if_any, sync_failures
 

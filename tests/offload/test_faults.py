@@ -13,8 +13,8 @@ import torch
 
 from hf_zero.api import parameter_access
 from hf_zero.api.entry import initialize
-from hf_zero.offload.nvme import swap_store as drives
-from hf_zero.offload.nvme.requests import FileAccess
+from hf_zero.offload import swap_store as drives
+from hf_zero.offload.swap_store import FileAccess
 from hf_zero.offload.vector import StorageError
 from tests.offload.offload_runs import ROWS, Run, engine_for, train, train_run, weights_of
 from tests.offload.refusing_access import RefusingAccess

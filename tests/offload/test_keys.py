@@ -11,10 +11,9 @@ import torch
 
 from hf_zero.config import ConfigError, resolve
 from hf_zero.device import host_memory
-from hf_zero.offload.nvme import swap_store as drives
-from hf_zero.offload.nvme.requests import Completion, FileAccess
-from hf_zero.offload.nvme.swap_store import BufferPool
+from hf_zero.offload import swap_store as drives
 from hf_zero.offload.sub_group import SubGroup
+from hf_zero.offload.swap_store import BufferPool, Completion, FileAccess
 from hf_zero.step.attach_offload import placements_for
 from tests.offload.offload_runs import Run, engine_for, train
 from tests.support.ranks import run_ranks

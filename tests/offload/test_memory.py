@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from hf_zero.offload import swap_store
 from hf_zero.offload.memory_estimate import AT_ONCE, GRADIENT_BUFFERS
-from hf_zero.offload.nvme import requests
 from tests.offload.offload_runs import Run, engine_for, train
 from tests.offload.test_offload import CPU, on_drive
 from tests.support.launch import ROOT
@@ -104,7 +104,7 @@ def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
         return write(*arguments)
 
     memory_estimate.check_memory = listening
-    requests.os.pwritev = slow
+    swap_store.os.pwritev = slow
     engine = engine_for(run, 2)
     train(engine, run, rank, 2, steps=1)  # in which the order of this model's modules is not known yet
     [drive] = engine.gradients.assembly.placements.drives

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from hf_zero.offload.nvme.run_folder import RunFolder
+from hf_zero.offload.run_folder import RunFolder
 from hf_zero.offload.vector import StorageError
 from tests.support.ranks import forking_context
 
 HOLDER = """
 import sys, time
-from hf_zero.offload.nvme.run_folder import RunFolder
+from hf_zero.offload.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
 (folder.path / "states").write_bytes(bytes(1000))
 print(folder.path.name, flush=True)

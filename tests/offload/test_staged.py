@@ -13,8 +13,8 @@ import torch
 
 from hf_zero.config import Aio
 from hf_zero.device.registry import AtOnce
-from hf_zero.offload.nvme.swap_store import BufferPool, Drive
 from hf_zero.offload.placement import StagedVector, StagingPool
+from hf_zero.offload.swap_store import BufferPool, Drive
 from hf_zero.offload.vector import InMemoryVector, Vector, part_of
 
 

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from hf_zero.config import Aio
-from hf_zero.offload.nvme import swap_store
-from hf_zero.offload.nvme.requests import FileAccess
-from hf_zero.offload.nvme.swap_store import BufferPool, Drive, SwapFile, SwapStore
+from hf_zero.offload import swap_store
+from hf_zero.offload.swap_store import BufferPool, Drive, FileAccess, SwapFile, SwapStore
 from hf_zero.offload.vector import CappedStore, MemoryStore, Part, part_of
 from tests.offload.refusing_access import RefusingAccess
 
@@ -276,7 +275,7 @@ def test_where_direct_io_is_refused_the_cache_serves(
         return plain(path, flags, mode)
 
     drive = Drive(tmp_path, Aio())
-    monkeypatch.setattr("hf_zero.offload.nvme.swap_store.os.open", refusing)
+    monkeypatch.setattr("hf_zero.offload.swap_store.os.open", refusing)
     file = drive.file("vectors")
     monkeypatch.undo()
     store = drive.store(file, BufferPool(limit=2))

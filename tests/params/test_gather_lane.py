@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hf_zero
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from tests.support.late import Late
 from tests.support.late_gathers import late_gathers
 from tests.support.ranks import run_ranks
@@ -87,7 +87,7 @@ def trained(rank: int, zero: dict[str, Any]) -> list[float]:
 
 
 def run_apart(rank: int) -> dict[str, list[float]]:
-    with mock.patch.object(meeting, "host_name", lambda: f"host {rank}"):
+    with mock.patch.object(shared_memory, "host_name", lambda: f"host {rank}"):
         return {way: trained(rank, zero) for way, zero in WAYS.items()}
 
 

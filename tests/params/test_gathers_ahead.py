@@ -26,7 +26,7 @@ import hf_zero
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_set_full_fp32_param
 from hf_zero.comm import known_groups, ledger
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from hf_zero.device.registry import host_runs_ahead
 from hf_zero.device.runtime import HOST
 from tests.support.ranks import RankFailure, run_ranks
@@ -91,7 +91,7 @@ def engine_apart(rank: int, model: nn.Module, zero: dict[str, Any], sections: di
         "zero_optimization": {"stage": 3, **limits, **zero},
         **(sections or {}),
     }
-    with mock.patch.object(meeting, "host_name", lambda: f"host {rank}"):
+    with mock.patch.object(shared_memory, "host_name", lambda: f"host {rank}"):
         return hf_zero.initialize(model=model, config=config)[0]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_zero.comm import Pending
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.layout import MemberSpec, lay_rows
-from hf_zero.layout.units import KeptRows
+from hf_zero.layout.buckets import KeptRows
 from hf_zero.offload.vector import InMemoryVector
 from hf_zero.params.unit import Renewal, kept_rows
 

@@ -13,8 +13,8 @@ from transformers.optimization import Adafactor
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, load_config
 from hf_zero.extras.autotuning import measure as measuring
-from hf_zero.extras.autotuning.experiments import Experiment, Result
 from hf_zero.extras.autotuning.measure import measure
+from hf_zero.extras.autotuning.tuning import Experiment, Result
 from hf_zero.optim.registry import states_per_element
 from hf_zero.planning.candidates import Training, training_of
 from hf_zero.planning.choose import Plan, given_estimates, optimizer_size, plan

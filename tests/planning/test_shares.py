@@ -21,8 +21,8 @@ from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
 from hf_zero.config import TrainingView, resolve
 from hf_zero.extras.autotuning import measure as measuring
-from hf_zero.extras.autotuning.experiments import Experiment, Result
 from hf_zero.extras.autotuning.measure import measure
+from hf_zero.extras.autotuning.tuning import Experiment, Result
 from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved
 from hf_zero.planning.choose import Plan
 from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory

@@ -14,7 +14,7 @@ from hf_zero.api.entry import initialize
 from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
 from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.kernels.dynamic8 import blocks_of, dequantize
-from hf_zero.offload.nvme.swap_store import SwappedVector
+from hf_zero.offload.swap_store import SwappedVector
 from hf_zero.optim.adam8 import Adam8Family, AdamW8bit
 from tests.checkpoint.test_resume import run_resumed, run_uninterrupted
 from tests.checkpoint.training import new_engine, train

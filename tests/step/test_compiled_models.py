@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from tests.support.ranks import run_ranks
 
 WIDTH = 16
@@ -56,7 +56,7 @@ def losses(rank: int, stage: int, way: str, apart: bool) -> list[float]:
             "stage3_max_live_parameters": 0,
         },
     }
-    with mock.patch.object(meeting, "host_name", lambda: f"host {rank}" if apart else "host"):
+    with mock.patch.object(shared_memory, "host_name", lambda: f"host {rank}" if apart else "host"):
         engine, *_ = hf_zero.initialize(model=model, config=config)
     if way == "engine":
         engine.compile(backend="aot_eager")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from tests.support.memory import anonymous_bytes
 from tests.support.ranks import run_ranks
 
@@ -49,7 +49,7 @@ def run_updates(rank: int, zero: dict[str, Any], folder: str, apart: bool) -> li
     }
     found = []
     host = f"host {rank}" if apart else "host"
-    with mock.patch.object(meeting, "host_name", lambda: host):
+    with mock.patch.object(shared_memory, "host_name", lambda: host):
         engine, *_ = hf_zero.initialize(model=model, config=config)
     for update in range(1, MEASURED[-1] + 1):
         for _ in range(2):

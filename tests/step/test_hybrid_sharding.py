@@ -14,7 +14,7 @@ import torch
 from hf_zero.api.entry import initialize
 from hf_zero.api.zero_init import Init, MiCS_Init
 from hf_zero.comm import Hosts, known_groups, ledger
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from hf_zero.errors import WrongArgument
 from hf_zero.params.sharded_parameter import of
 from tests.step.test_parity import NO_DECAY, ROWS, config, groups_of, split, weights_of
@@ -71,7 +71,7 @@ def expected(accumulation: int, clip: float, steps: int) -> Trace:
 
 def on_two_hosts(rank: int) -> Any:
     """Ranks 0 and 1 believe to be on one host, 2 and 3 on another."""
-    return mock.patch.object(meeting, "host_name", lambda: f"host {rank // 2}")
+    return mock.patch.object(shared_memory, "host_name", lambda: f"host {rank // 2}")
 
 
 def run_sizes(
@@ -210,7 +210,7 @@ def test_models_built_in_shards_have_those_of_their_groups() -> None:
 
 
 def run_until_one_dies(rank: int, hosts: int, folder: str) -> None:
-    with on_two_hosts(rank) if hosts == 2 else mock.patch.object(meeting, "host_name", lambda: "host"):
+    with on_two_hosts(rank) if hosts == 2 else mock.patch.object(shared_memory, "host_name", lambda: "host"):
         engine = engine_with(3, 2)
         trained(engine, rank, mlp_batches(1, ROWS))
         if rank == 3:

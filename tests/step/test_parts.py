@@ -20,9 +20,17 @@ from hf_zero.params.flat import FlatParameters
 from hf_zero.precision import Precision
 from hf_zero.step.agreement import Agreement, listed, refuse_unused
 from hf_zero.step.assemble import peers_of, spread_of
-from hf_zero.step.gradient_sources import LocalGradients, OwnedValues, ReducedGradients, held_gradients
 from hf_zero.step.outcome import NormRule, StepOutcome
-from hf_zero.step.sharded_step import LossFactors, ShardedStep, StepRules, refuse_minimum_loss_scale
+from hf_zero.step.sharded_step import (
+    LocalGradients,
+    LossFactors,
+    OwnedValues,
+    ReducedGradients,
+    ShardedStep,
+    StepRules,
+    held_gradients,
+    refuse_minimum_loss_scale,
+)
 from tests.support.groups import groups_of
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import ledger
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from hf_zero.kernels.message import message_bytes
 from hf_zero.layout.traffic import Sizes, Wiring, traffic_of
 from tests.support.in_process import InProcessWorld, engines_in
@@ -227,7 +227,7 @@ def test_errors_are_dropped_with_a_skipped_step() -> None:
 
 
 def run_on_two_hosts(rank: int, zero: dict[str, Any], accumulation: int) -> tuple[list[float], dict[str, int]]:
-    with mock.patch.object(meeting, "host_name", lambda: f"host {rank // 2}"):
+    with mock.patch.object(shared_memory, "host_name", lambda: f"host {rank // 2}"):
         config = config_for(zero, gradient_accumulation_steps=accumulation)
         engine = initialize(model=Stack(), config=config)[0]
         losses = train(engine, rank, range(3 * accumulation))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_zero.integration.names.unsupported import definers
+from hf_zero.integration.names import definers
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ROOT / "hf_zero" / "integration" / "names" / "names.json"

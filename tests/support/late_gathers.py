@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_zero.comm import Channel, known_groups
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.process_group import get_rank
 from hf_zero.comm.torch_backend import GatherStreamCollectives
@@ -51,7 +51,7 @@ def late_gathers(runtime: Late) -> Iterator[None]:
 
     with (
         use(runtime),
-        mock.patch.object(meeting, "host_name", lambda: f"host {get_rank()}"),
+        mock.patch.object(shared_memory, "host_name", lambda: f"host {get_rank()}"),
         mock.patch.object(known_groups.KnownGroups, "collectives", collectives),
         mock.patch.object(known_groups.KnownGroups, "negotiation", never_waiting),
     ):

@@ -84,8 +84,7 @@ def _moved(vectors: Any) -> tuple[int, int]:
 def _phases(passes: Passes) -> Iterator[None]:
     """Our own phases, and stand-ins for kernels that meta tensors cannot run."""
     from hf_zero.comm.collectives import Collectives
-    from hf_zero.grads.bucket import Arrivals
-    from hf_zero.grads.reduced import ReducedGradient
+    from hf_zero.grads.bucket import Arrivals, ReducedGradient
     from hf_zero.kernels import adam, norm
     from hf_zero.params.unit import UnitPart
 

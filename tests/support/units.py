@@ -27,11 +27,11 @@ from hf_zero.params.gather_plan import GatherPlan, Use
 from hf_zero.params.gathered_modules import find_gathered_modules
 from hf_zero.params.hooked_modules import ExecutionOrder, HookedModule, hook_modules
 from hf_zero.params.prefetcher import Prefetcher
+from hf_zero.params.sharded import UnitBuilder
 from hf_zero.params.sharded_parameter import ReadHooks, ShardedParameter, local_chunk
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import Trained
 from hf_zero.params.unit import GatherBuffers, Unit, UnitPart
-from hf_zero.params.unit_builder import UnitBuilder
 from hf_zero.precision import Precision
 from tests.support.groups import groups_of
 

@@ -19,9 +19,8 @@ from hf_zero.comm import ledger
 from hf_zero.config import ConfigError
 from hf_zero.tiling import functions as mlp_module
 from hf_zero.tiling import loss as loss_module
-from hf_zero.tiling.feature import tiled_loss_of
 from hf_zero.tiling.functions import dense_mlps, is_dense_mlp, norms_of_tokens
-from hf_zero.tiling.loss import DeferredLogits, loss_tile_tokens
+from hf_zero.tiling.loss import DeferredLogits, loss_tile_tokens, tiled_loss_of
 from tests.step.test_stage3_traffic_and_memory import counted
 from tests.support.architectures import ARCHITECTURES, LLAMA
 from tests.support.models import tiny_llama

@@ -243,7 +243,7 @@ class HostCollectives(ExchangeCollectives):
 
     def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor in shared memory. The buffers that are waited for are read by peers once those have sent as much:
-        see `hf_zero.grads.reductions` for why they will."""
+        see `hf_zero.grads.reducer` for why they will."""
         while len(self._sent) >= MAX_SEND_BUFFERS:
             self._link.wait_until_read(*self._sent.popleft())
         block = self._link.take(numel * dtype.itemsize, is_held=True)

@@ -97,5 +97,5 @@ def examine_tiling(config: Root) -> Examined:
 TILING = Extra(
     name="tiling",
     examine=examine_tiling,
-    features=("hf_zero.tiling.feature:tiled_mlp_of", "hf_zero.tiling.feature:tiled_loss_of"),
+    features=("hf_zero.tiling.functions:tiled_mlp_of", "hf_zero.tiling.loss:tiled_loss_of"),
 )

@@ -120,8 +120,7 @@ class HfZero(Tiling):
         4, "zero_quantized_gradients: bits of an element on its way, 4 or 8.", unit="bits", stages=(3,)
     )
     stochastic_rounding: Flag = supported(
-        False,
-        "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost.",
+        False, "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost."
     )
     shard_group: ShardGroup | None = supported(
         None,

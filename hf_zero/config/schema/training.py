@@ -164,8 +164,7 @@ class Bf16(Section):
         False, "Add gradients to their buffer at once.", why="gradients always reach their bucket from a hook", met=True
     )
     bf16_master_weights_and_grads: Flag = supported(
-        False,
-        "bf16 weights are their own masters, and updates are rounded to bf16; see hf_zero.stochastic_rounding.",
+        False, "bf16 weights are their own masters, and updates are rounded to bf16; see hf_zero.stochastic_rounding."
     )
     bf16_optimizer_states: Flag = supported(False, "With bf16 masters: optimizer states in bf16 too, else in fp32.")
 

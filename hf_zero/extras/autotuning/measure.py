@@ -19,7 +19,7 @@ from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import runtime_of
 from hf_zero.extras.autotuning import TrialPolicy
-from hf_zero.extras.autotuning.experiments import Experiment, Result, run_experiment
+from hf_zero.extras.autotuning.tuning import Experiment, Result, run_experiment
 from hf_zero.features import EngineTools, Progress, TrainingFeature
 from hf_zero.planning.choose import Estimate, Plan
 

@@ -14,5 +14,5 @@ EXTRA = Extra(
     ),
     examine=examine,
     features=("hf_zero.extras.compression.feature:compression_feature",),
-    services={"explain": "hf_zero.extras.compression.explain:compression_words"},
+    services={"explain": "hf_zero.extras.compression.feature:compression_words"},
 )

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.config import ConfigError, Problem, Resolved
+from hf_zero.config import ConfigError, Findings, Problem, Resolved
 from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.compressed_model import CompressedModel, compression_of
-from hf_zero.extras.compression.matching import listing, nearest
+from hf_zero.extras.compression.matching import listing, match_all, nearest
 from hf_zero.extras.compression.section import CompressionPolicy, LayerReduction
 from hf_zero.extras.compression.section import Distillation as DistillationSection
 from hf_zero.features import EngineTools, Progress, TrainingFeature
@@ -368,3 +368,42 @@ def compression_feature(model: nn.Module, resolved: Resolved) -> Compression | N
         return None
     compress(model, policy)
     return Compression(model, known.policy if known is not None else policy, model.__dict__.pop(_TEACHER, None))
+
+
+def compression_words(findings: Findings, model: str | None) -> tuple[list[str], list[Problem]]:
+    """What `explain` says: a line for each rule with the modules it means, and what does not fit the model.
+
+    Args:
+        model: folder, config.json or hub name of the model; None: only what to do to see more.
+    """
+    policy = findings.extras["compression"]
+    if model is None:
+        return ["compression_training: give --model to see which modules each rule means"], []
+    try:
+        built = _without_weights(model)
+        if policy.layers is not None:
+            reduce_layers(built, policy.layers)
+        modules = listing(match_all(built, policy))
+    except ConfigError as error:
+        return [], list(error.problems)
+    lines = [f"{path}: {len(names)} modules: {_few(names)}" for path, names in modules.items()]
+    if policy.layers is not None:
+        kept = ", ".join(map(str, policy.layers.teacher_layer))
+        lines.insert(0, f"compression_training.layer_reduction: {policy.layers.module_name_prefix} keeps layers {kept}")
+    return lines, []
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} ... {names[-1]}"
+
+
+def _without_weights(model: str) -> Any:
+    """The model on the meta device, of the class that its config names."""
+    import transformers
+
+    from hf_zero.explain.views import config_file
+
+    config = transformers.AutoConfig.from_pretrained(config_file(model))
+    kind = getattr(transformers, (config.architectures or ["AutoModel"])[0], transformers.AutoModel)
+    with torch.device("meta"):
+        return kind.from_config(config) if kind is transformers.AutoModel else kind(config)

@@ -17,9 +17,7 @@ EXTRA = Extra(
             path="curriculum_learning", kind=CurriculumLearning, doc="Short sequences first (docs/data_efficiency.md)."
         ),
         OwnSection(
-            path="progressive_layer_drop",
-            kind=ProgressiveLayerDrop,
-            doc="Layers left out (docs/data_efficiency.md).",
+            path="progressive_layer_drop", kind=ProgressiveLayerDrop, doc="Layers left out (docs/data_efficiency.md)."
         ),
     ),
     examine=examine,

@@ -438,12 +438,7 @@ class RankBatches(Sampler[list[int]]):
     """Micro-batches of one rank, from the update that training has come to."""
 
     def __init__(
-        self,
-        stream: SampleStream,
-        micro_size: int,
-        world: int,
-        rank: int,
-        first_step: Callable[[], int] = lambda: 0,
+        self, stream: SampleStream, micro_size: int, world: int, rank: int, first_step: Callable[[], int] = lambda: 0
     ) -> None:
         self.stream = stream
         self._micro_size, self._world, self._rank = micro_size, world, rank

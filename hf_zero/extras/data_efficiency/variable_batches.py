@@ -17,7 +17,7 @@ from hf_zero.extras.data_efficiency.analyzer import DistributedDataAnalyzer, Ind
 from hf_zero.extras.data_efficiency.packs import PackedBatches, VariableBatches, scale_lr
 from hf_zero.extras.data_efficiency.section import PackingPolicy, data_policy
 from hf_zero.log import logger
-from hf_zero.schedules.base import write_rates
+from hf_zero.schedules import write_rates
 
 Padding = Callable[[Any, int], Any]
 Place = tuple[int, int]  # epoch, pack
@@ -375,12 +375,7 @@ def _loader(
 ) -> tuple[DataLoader[Any], dict[str, Any]]:
     joined = _Joined(collate_fn)
     loader: DataLoader[Any] = DataLoader(
-        packs,
-        batch_size=batch_size,
-        sampler=sampler,
-        collate_fn=joined,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
+        packs, batch_size=batch_size, sampler=sampler, collate_fn=joined, num_workers=num_workers, pin_memory=pin_memory
     )
     keywords = {"dataset": packs, "batch_size": batch_size, "data_sampler": sampler, "collate_fn": joined}
     return loader, {**keywords, "num_local_io_workers": num_workers, "pin_memory": pin_memory}

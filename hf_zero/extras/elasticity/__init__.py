@@ -86,8 +86,7 @@ def elastic_batch(rule: ElasticRule, ranks: int | None = None) -> ElasticBatch:
     """
     if max(rule.micro_batches) > rule.max_batch:
         raise ElasticProblem(
-            "micro_batch_sizes",
-            f"{max(rule.micro_batches)} is more than max_train_batch_size = {rule.max_batch}",
+            "micro_batch_sizes", f"{max(rule.micro_batches)} is more than max_train_batch_size = {rule.max_batch}"
         )
     if not rule.by_nodes:
         chosen = _best(rule, rule.max_batch, rule.min_ranks, rule.max_ranks)
@@ -222,19 +221,14 @@ def compute_elastic_config(
     try:
         chosen = elastic_batch(rule, ranks)
     except ElasticProblem as error:
-        raise _raised(error) from None
+        kinds = {"elasticity": ElasticityIncompatibleWorldSize, "micro_batch_sizes": ValueError}
+        raise kinds.get(error.key, ElasticityError)(f"elasticity: {error}") from None
     if not world_size and not return_microbatch:
         return chosen.batch, list(chosen.counts)
     micro = chosen.micro
     if micro is None:  # no number of ranks is known: the largest that goes with any
         micro = max((m for m in rule.micro_batches if chosen.batch % m == 0), default=None)
     return chosen.batch, list(chosen.counts), micro
-
-
-def _raised(error: ElasticProblem) -> Exception:
-    message = f"elasticity: {error}"
-    kinds = {"elasticity": ElasticityIncompatibleWorldSize, "micro_batch_sizes": ValueError}
-    return kinds.get(error.key, ElasticityError)(message)
 
 
 def _rule(ds_config: object) -> ElasticRule:

@@ -146,7 +146,7 @@ def spread(model: nn.Module, group: Collectives, device: torch.device) -> None:
     Raises:
         ValueError: the model has no packed experts, or not as many as can be dealt out.
     """
-    packed = [(name, module) for name, module in model.named_modules() if _is_packed(module)]
+    packed = [(name, each) for name, each in model.named_modules() if all(hasattr(each, tells) for tells in _TELLS)]
     if not packed:
         raise ValueError(
             f"{type(model).__name__} has no packed experts of transformers (one tensor for all experts of a layer); "
@@ -164,10 +164,6 @@ def spread(model: nn.Module, group: Collectives, device: torch.device) -> None:
             unpartition(wrapper)
         _spread(module, around, group, device)
     logger.info("expert parallelism: the experts of %d layers are spread over %d ranks", len(packed), group.size)
-
-
-def _is_packed(module: nn.Module) -> bool:
-    return all(hasattr(module, name) for name in _TELLS)
 
 
 def _check(name: str, module: Any, size: int) -> None:

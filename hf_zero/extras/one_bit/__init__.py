@@ -11,8 +11,7 @@ _not_published = Only(False, "is not part of the published algorithm; DeepSpeed 
 
 
 _backend = one_of(
-    ("nccl", "mpi", "hccl", "compressed"),
-    'must be "nccl", "mpi", "hccl" or "compressed" (it changes nothing here)',
+    ("nccl", "mpi", "hccl", "compressed"), 'must be "nccl", "mpi", "hccl" or "compressed" (it changes nothing here)'
 )
 
 

@@ -15,8 +15,7 @@ from hf_zero.config.features import Examined, Extra, OwnSection
 from hf_zero.config.schema.fields import Count, Flag, Positive, Section, as_lower, supported
 
 Mode = Annotated[
-    Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"],
-    BeforeValidator(as_lower),
+    Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"], BeforeValidator(as_lower)
 ]
 
 
@@ -122,5 +121,5 @@ EXTRA = Extra(
         OwnSection(path="sparse_attention", kind=SparseAttention, doc="Sparse attention (docs/sparse_attention.md)."),
     ),
     examine=examine,
-    features=("hf_zero.extras.sparse_attention.feature:sparse_attention_of",),
+    features=("hf_zero.extras.sparse_attention.registered:sparse_attention_of",),
 )

@@ -331,11 +331,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """Neighbours alone."""
 
     def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        num_sliding_window_blocks: int = 3,
-        attention: str = "unidirectional",
+        self, num_heads: int, block: int = 16, num_sliding_window_blocks: int = 3, attention: str = "unidirectional"
     ) -> None:
         super().__init__(num_heads, block)
         _at_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)

@@ -103,7 +103,8 @@ def _problems(config: Root, section: Streaming) -> Iterator[Problem]:
     if config.fp16 is not None and config.fp16.enabled and section.masters == "split":
         rule = "an fp16 weight has other exponents than its fp32 master, so 16 more bits do not give that"
         yield Problem(f"{_SECTION}.masters", "split", rule, 'set bf16.enabled instead of fp16, or masters to "fp32"')
-    if zero.zero_hpz_partition_size > 1 or zero.mics_shard_size > 0 or _groups_in(config):
+    has_groups = config.hf_zero is not None and config.hf_zero.shard_group is not None
+    if zero.zero_hpz_partition_size > 1 or zero.mics_shard_size > 0 or has_groups:
         rule = "ranks that hold copies of shards would have to agree on every unit's update"
         fix = "remove zero_hpz_partition_size, mics_shard_size and hf_zero.shard_group"
         yield Problem(path, True, rule, fix)
@@ -111,15 +112,9 @@ def _problems(config: Root, section: Streaming) -> Iterator[Problem]:
         yield Problem(path, True, "streaming does not know of parts of matrices", "remove tensor_parallel")
 
 
-def _groups_in(config: Root) -> bool:
-    return config.hf_zero is not None and config.hf_zero.shard_group is not None
-
-
 EXTRA = Extra(
     name="streaming",
     sections=(OwnSection(path=_SECTION, kind=Streaming, doc="Training that lives in host memory (docs/offload.md)."),),
     examine=examine_streaming,
-    services={
-        "streamed_updates": "hf_zero.extras.streaming.updates:streamed_updates",
-    },
+    services={"streamed_updates": "hf_zero.extras.streaming.updates:streamed_updates"},
 )

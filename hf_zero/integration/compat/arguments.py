@@ -13,7 +13,7 @@ import torch
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.comm import this_process
 from hf_zero.config.objects import ConfigView
-from hf_zero.schedules.registry import VALID_LR_SCHEDULES
+from hf_zero.schedules import VALID_LR_SCHEDULES
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """File with environment variables that a launcher exports to remote machines."""

@@ -224,7 +224,7 @@ def _no_group(kind: str) -> NoReturn:
 
 
 def __getattr__(name: str) -> object:
-    from hf_zero.integration.names.unsupported import find
+    from hf_zero.integration.names import find
 
     try:
         return find("utils.groups", name)

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from hf_zero.api.parameter_offload import ParameterOffload
-from hf_zero.integration.names.unsupported import refusal
+from hf_zero.api.gathered_parameters import ParameterOffload
+from hf_zero.integration.names import refusal
 from hf_zero.step.optimizer import ZeroOptimizer
 
 

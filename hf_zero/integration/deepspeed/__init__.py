@@ -5,7 +5,7 @@ Its modules are made by the import hook, from the tables in hf_zero/integration/
 
 from __future__ import annotations
 
-from hf_zero.integration.names.alias import lazy_names
+from hf_zero.integration.names import lazy_names
 from hf_zero.surface import VERSION as __version__
 
 __all__ = ["__version__"]

@@ -187,7 +187,7 @@ def is_schedule(thing: Any) -> bool:
     """Whether `prepare` treats this as a learning rate schedule."""
     from torch.optim.lr_scheduler import LRScheduler
 
-    from hf_zero.schedules.registry import VALID_LR_SCHEDULES
+    from hf_zero.schedules import VALID_LR_SCHEDULES
 
     return (
         isinstance(thing, LRScheduler)

@@ -1,1 +1,268 @@
-"""Which names `deepspeed` has, where each comes from, and the modules that the import hook makes of these tables."""
+"""The alias package: modules whose names load on first use, and the names that hf_zero does not have.
+
+The latter can be imported, because others import them, and are an error on use. names.json lists DeepSpeed's modules
+with the classes, errors, functions and constants that each defines, and with what each borrows from others: by name
+(`borrowed` where a rule cannot say from whom: `with_homes`) or (`stars`) all of it. Modules that we have nothing for
+are made of it, and modules of ours take from it what they lack. No name does anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from hf_zero.instead import alternative
+
+Homes = dict[str, str]
+# Modules that are others of the package, or of ours, under a second name.
+SAME_MODULE = {
+    "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "dist": "deepspeed.comm",
+    "utils.groups": "hf_zero.integration.compat.groups",
+    "zero": "deepspeed.runtime.zero",
+}
+_BUILDERS = "ops.op_builder"  # every module below it has all builders
+
+
+@functools.cache
+def all_homes() -> Mapping[str, Homes]:
+    """Where hf_zero keeps what DeepSpeed's modules offer: module without `deepspeed.` -> name -> dotted home.
+
+    homes.json, and that of every extra that is there, have rows `"module": {"home below hf_zero": "name theirs=ours"}`.
+    A name is listed once, at the module that defines it in DeepSpeed; names.json says which modules import it from
+    there (but for utils.z3_leaf_module, which has a function of that very name).
+    """
+    here = Path(__file__)
+    homes: dict[str, Homes] = {}
+    for path in (here.with_name("homes.json"), *sorted(here.parents[2].glob("extras/*/homes.json"))):
+        for module, row in json.loads(path.read_text(encoding="utf-8")).items():
+            homes.setdefault(module, {}).update(_entries(row))
+    return homes
+
+
+def _entries(row: Mapping[str, str]) -> list[tuple[str, str]]:
+    pairs = [(home, *name.partition("=")) for home, names in row.items() for name in names.split()]
+    return [(theirs, f"hf_zero.{home}.{ours or theirs}") for home, theirs, _, ours in pairs]
+
+
+def homes_of(module: str) -> Homes:
+    """The names of ours in DeepSpeed's `module` (without `deepspeed.`)."""
+    return all_homes().get(_BUILDERS if f"{module}.".startswith(f"{_BUILDERS}.") else module, {})
+
+
+ROOT = "deepspeed"
+# Gone from DeepSpeed 0.19.8, and still imported by programs.
+REMOVED: dict[str, dict[str, Any]] = {
+    "compression.compress": {"functions": "init_compression redundancy_clean student_initialization"},
+    "compression.scheduler": {"classes": "compression_scheduler"},
+    "elasticity": {"package": True, "classes": "DSElasticAgent"},
+    "elasticity.config": {"errors": ""},
+    "elasticity.elasticity": {"functions": ""},
+    "ops.muon": {"package": True},
+    "ops.sparse_attention": {"package": True},
+    "ops.sparse_attention.sparsity_config": {"classes": ""},
+}
+# Imported by functions of these modules only; programs look for them there.
+_INSIDE_FUNCTIONS = {
+    "utils.z3_leaf_module": {
+        "borrowed": dict.fromkeys(
+            ("DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES"),
+            "runtime.zero.leaf_module_config",
+        )
+    }
+}
+FEATURES = "docs/features.md in the hf_zero repository lists what exists"
+
+
+@functools.cache
+def known_modules() -> Mapping[str, Mapping[str, Any]]:
+    """names.json: by module path without `deepspeed.`; read when a name is asked for that has no home of ours."""
+    table = with_homes(json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8")))
+    return {**table, **REMOVED, **{module: {**table[module], **more} for module, more in _INSIDE_FUNCTIONS.items()}}
+
+
+def with_homes(table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The table with the module that defines it for every borrowed name, instead of `uses`: names, separated by blanks,
+    that one module alone defines."""
+    homes = {name: modules[0] for name, modules in definers(table).items()}
+    rows = {}
+    for module, row in table.items():
+        borrowed = {name: source for source, names in row.get("borrowed", {}).items() for name in names.split()}
+        borrowed.update((name, homes[name]) for name in row.get("uses", "").split())
+        rest = {kind: value for kind, value in row.items() if kind not in ("uses", "borrowed")}
+        rows[module] = {**rest, "borrowed": dict(sorted(borrowed.items()))} if borrowed else rest
+    return rows
+
+
+def definers(table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Name -> the modules that define it."""
+    modules: dict[str, list[str]] = {}
+    for module, row in table.items():
+        for kind in ("classes", "errors", "functions"):
+            for name in row.get(kind, "").split():
+                modules.setdefault(name, []).append(module)
+        for name in row.get("values", ()):
+            modules.setdefault(name, []).append(module)
+    return modules
+
+
+def refusal(path: str) -> str:
+    """The error message for a name (`path` without `deepspeed.`)."""
+    instead = alternative(path)
+    return f"{ROOT}.{path} is not supported by hf_zero{f': {instead}' if instead else ''}. {FEATURES}."
+
+
+@functools.cache
+def known_names(module: str) -> tuple[str, ...]:
+    """Every name that DeepSpeed's module has, without submodules."""
+    row = known_modules().get(module, {})
+    own = [name for kind in ("classes", "errors", "functions") for name in row.get(kind, "").split()]
+    starred = [name for star in row.get("stars", "").split() for name in known_names(star)]
+    return (*own, *row.get("values", ()), *row.get("borrowed", ()), *starred)
+
+
+def find(module: str, name: str) -> object:
+    """The placeholder for `name` of DeepSpeed's `module`; LookupError if that has no such name."""
+    row = known_modules().get(module, {})
+    if name in row.get("values", ()):
+        value = row["values"][name]
+        return list(value) if isinstance(value, list) else value
+    path = f"{module}.{name}" if module else name
+    for kind, make in (("classes", _refused_class), ("errors", _refused_error), ("functions", _refused_function)):
+        if name in row.get(kind, "").split():
+            return make(path)
+    if name in row.get("borrowed", ()):
+        return getattr(import_module(f"{ROOT}.{row['borrowed'][name]}".rstrip(".")), name)
+    for star in row.get("stars", "").split():
+        if not name.startswith("_") and (name in homes_of(star) or name in known_names(star)):
+            return getattr(import_module(f"{ROOT}.{star}"), name)
+    raise LookupError(path)
+
+
+def children(module: str) -> list[str]:
+    """Names of the modules right below `module`."""
+    return [path.rpartition(".")[2] for path in known_modules() if path and path.rpartition(".")[0] == module]
+
+
+def is_package(module: str) -> bool:
+    return "package" in known_modules().get(module, {})
+
+
+def _refused_class(path: str) -> type:
+    """A class to name, to subclass and to ask isinstance about; making one raises NotImplementedError."""
+
+    def __new__(cls: type, *_args: object, **_kwargs: object) -> NoReturn:
+        raise NotImplementedError(refusal(path))
+
+    return type(_last(path), (), {"__new__": __new__, **_signs(path)})
+
+
+def _refused_error(path: str) -> type:
+    """An exception class for `except` clauses; nothing of ours raises it."""
+    return type(_last(path), (Exception,), _signs(path))
+
+
+def _refused_function(path: str) -> Callable[..., NoReturn]:
+    def refuse(*_args: object, **_kwargs: object) -> NoReturn:
+        raise NotImplementedError(refusal(path))
+
+    signs = _signs(path)
+    refuse.__name__ = refuse.__qualname__ = _last(path)
+    refuse.__doc__, refuse.__module__ = signs["__doc__"], signs["__module__"]
+    return refuse
+
+
+def _signs(path: str) -> dict[str, str]:
+    return {"__module__": f"{ROOT}.{path}".rpartition(".")[0], "__doc__": refusal(path)}
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+PACKAGE = Path(__file__).resolve().parents[2]
+COPIED = {"utils.zero_to_fp32": "zero_to_fp32.py"}  # scripts that programs copy beside their checkpoints
+
+
+def lazy_names(module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of an alias module.
+
+    Names with a home are ours. What DeepSpeed's module has beyond them can be imported too, and refuses to be used.
+    """
+    path = module.partition(".")[2]
+
+    def __getattr__(name: str) -> object:
+        homes = homes_of(path)
+        if name in homes:
+            home, _, attribute = homes[name].rpartition(".")
+            # Kept in the module: the second access is a plain lookup, and user code may replace it.
+            return vars(sys.modules[module]).setdefault(name, getattr(import_module(home), attribute))
+        inner = f"{path}.{name}" if path else name
+        if inner in SAME_MODULE or inner in known_modules():
+            return import_module(f"{ROOT}.{inner}")
+        try:
+            return vars(sys.modules[module]).setdefault(name, find(path, name))
+        except LookupError:
+            error = AttributeError(_missing(f"{module}.{name}"), name=name, obj=sys.modules.get(module))
+            raise error from None
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[module]), *homes_of(path), *known_names(path), *children(path)})
+
+    return __getattr__, __dir__
+
+
+def missing_module(name: str) -> ModuleNotFoundError:
+    # `name` is the home we lack. Were it the name asked for, `from deepspeed import x` would swallow this text and
+    # say "cannot import name" instead.
+    return ModuleNotFoundError(_missing(name), name=f"hf_zero.integration.{name}")
+
+
+def _missing(name: str) -> str:
+    return (
+        f"hf_zero answers as deepspeed here and has no {name!r}: {FEATURES}. "
+        "To use a real DeepSpeed instead, install it and leave HF_ZERO unset."
+    )
+
+
+class GeneratedLoader:
+    """Makes a module of the alias package: its names, taken from the tables on demand."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """None: an ordinary module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        path = module.__name__.partition(".")[2]
+        if path in SAME_MODULE:
+            sys.modules[module.__name__] = import_module(SAME_MODULE[path])
+            return
+        if path in COPIED:
+            # Not by __getattr__: inspect asks every module for its file, also in the middle of an import.
+            module.__file__ = str(PACKAGE / COPIED[path])
+        built = f"Names of DeepSpeed, from where hf_zero keeps them (homes.json): deepspeed.{path}."
+        module.__doc__ = built if _has_names_of_ours(path) else refusal(path)
+        vars(module)["__getattr__"], vars(module)["__dir__"] = lazy_names(module.__name__)
+
+    def get_code(self, name: str) -> object:
+        """The code that `python -m` runs: the module's main()."""
+        return compile(f"import sys\nfrom {name} import main\nsys.exit(main())", name, "exec")
+
+
+def _has_names_of_ours(path: str) -> bool:
+    borrowed = known_modules().get(path, {}).get("borrowed", {}) if is_package(path) else {}
+    return bool(homes_of(path)) or any(name in homes_of(module) for name, module in borrowed.items())
+
+
+def generated_spec(name: str) -> ModuleSpec | None:
+    """The spec of a module `deepspeed....`; None where neither DeepSpeed nor we have such a one."""
+    path = name.partition(".")[2]
+    if path not in known_modules() and path not in all_homes() and path not in SAME_MODULE:
+        return None
+    return ModuleSpec(name, GeneratedLoader(), origin=__file__, is_package=is_package(path))  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
-"""hf_zero's patches to functions of transformers, accelerate, peft and torch: one file per upstream module.
+"""hf_zero's patches to functions of transformers, accelerate, peft, trl and torch: one file per library, and one more
+for each module that has many of them, named after it with underscores for dots.
 
-The file is named after the module, with underscores for dots. Its `PATCHES` are applied by the import hook, right after
-the module has been loaded. A target that is gone or takes other parameters keeps upstream's code.
+The import hook applies those of a module right after it has been loaded. A target that is gone or takes other
+parameters keeps upstream's code.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_zero.errors import listen
 from hf_zero.log import log_dist
@@ -91,9 +93,12 @@ def _look(module: ModuleType, place: str) -> tuple[Any, str, Any]:
 class Patches:
     """The patches of one module, in the order in which they are applied."""
 
+    of: ClassVar[dict[str, Patches]] = {}
+
     def __init__(self, module: str) -> None:
         self.module = module
         self._all: list[Patch] = []
+        self.of[module] = self
 
     def __iter__(self) -> Iterator[Patch]:
         return iter(self._all)
@@ -110,9 +115,11 @@ class Patches:
 
 
 def patches_of(module: str) -> Patches:
-    """The patches of a module that `startup.PATCHED` lists."""
-    patches: Patches = import_module(f"{__name__}.{module.replace('.', '_')}").PATCHES
-    return patches
+    """The patches of a module that `startup.PATCHED` lists: in the file that has most of its name."""
+    parts = module.split(".")
+    names = (f"{__name__}.{'_'.join(parts[:length])}" for length in range(len(parts), 0, -1))
+    import_module(next(filter(find_spec, names)))
+    return Patches.of[module]
 
 
 def patch(module: ModuleType) -> None:

@@ -31,7 +31,7 @@ from hf_zero.integration.huggingface.engine_choice import raise_both, stand_in_m
 from hf_zero.integration.huggingface.experts import in_one_go
 from hf_zero.integration.huggingface.views import is_dummy, launch_view, sequence_size, training_view
 from hf_zero.integration.patches import MARK, Function, Patches
-from hf_zero.integration.patches.transformers_modeling_utils import NOTED, behind_parametrizations
+from hf_zero.integration.patches.transformers import NOTED, behind_parametrizations
 from hf_zero.log import logger
 
 PATCHES = Patches("transformers.integrations.deepspeed")

@@ -136,12 +136,7 @@ def lamb_moments_on_gpu(
 
 
 def lamb_apply_on_gpu(
-    vectors: Vectors,
-    rule: LambRule,
-    factors: Tensor,
-    segments: Segments,
-    skip: Tensor | None,
-    seed: int | None,
+    vectors: Vectors, rule: LambRule, factors: Tensor, segments: Segments, skip: Tensor | None, seed: int | None
 ) -> None:
     """One launch, no waiting."""
     blocks, _ = _table(tuple(segments), vectors.weight.device)

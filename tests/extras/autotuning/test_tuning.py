@@ -15,16 +15,19 @@ from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import ConfigError, resolve
 from hf_zero.extras.autotuning import Autotuning, TrialPolicy, tuning
 from hf_zero.extras.autotuning import measure as measuring
-from hf_zero.extras.autotuning.experiments import Experiment, Result, judge, with_config
 from hf_zero.extras.autotuning.measure import Trial, measure, ranked
 from hf_zero.extras.autotuning.tuning import (
+    Experiment,
+    Result,
     Search,
     best_of,
     experiment_of,
+    judge,
     micro_batches,
     read_search,
     run_search,
     stages_of,
+    with_config,
 )
 from hf_zero.features import EngineTools, Progress
 from hf_zero.planning.candidates import Training

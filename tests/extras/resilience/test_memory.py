@@ -17,7 +17,7 @@ from torch import nn
 from hf_zero.checkpoint import CheckpointError, background
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.comm import ledger
-from hf_zero.comm.cpu import meeting
+from hf_zero.comm.cpu import shared_memory
 from hf_zero.extras.resilience.memory import MemoryCheckpoints, supervisor
 from tests.checkpoint.training import new_engine, train
 from tests.support.ranks import run_each, run_ranks
@@ -53,7 +53,7 @@ def add(rank: int, update: int, folder: Path) -> None:
 def own_part(rank: int, folder: str, per_host: int) -> tuple[Path, Any]:
     """The folder of this rank's host, and what names the host."""
     host = f"host-{rank // per_host}"
-    return Path(folder) / host, mock.patch.object(meeting, "host_name", lambda: host)
+    return Path(folder) / host, mock.patch.object(shared_memory, "host_name", lambda: host)
 
 
 def run_keeps(rank: int, kind: str, folder: str, updates: int, num_kept: int) -> tuple[list[float], int]:

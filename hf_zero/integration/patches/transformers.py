@@ -1,7 +1,11 @@
-"""transformers.modeling_utils: loading and saving models that stage 3 has sharded."""
+"""transformers, but for its Trainer and its integration of DeepSpeed."""
 
 from __future__ import annotations
 
+import functools
+import os
+import re
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -12,15 +16,19 @@ from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm.parts import OF_ADAPTERS, parts_among, refuse_parts
 from hf_zero.integration.huggingface.experts import left_to_engine
 from hf_zero.integration.patches import Function, Patches
-from hf_zero.params.sharded_parameter import HANDLE
+from hf_zero.log import logger
+from hf_zero.params.sharded_parameter import HANDLE, of
 from hf_zero.params.stand_ins import ReleasedView
+from hf_zero.precision import WRAPPED_AT_STAGE_3
+from hf_zero.sequence.forwards import asked_for_documents
 
-PATCHES = Patches("transformers.modeling_utils")
+# Loading and saving models that stage 3 has sharded.
+MODELS = Patches("transformers.modeling_utils")
 NOTED = "_hf_zero_unexpected_keys"
 """Attribute of a model that is being loaded: keys of the checkpoint that have no place in it."""
 
 
-@PATCHES.add(
+@MODELS.add(
     "PreTrainedModel._adjust_missing_and_unexpected_keys(self, loading_info)",
     without="keys of a checkpoint that the model does not have are passed over in silence at stage 3",
     until="_load_state_dict_into_zero3_model reports unexpected keys itself",
@@ -31,7 +39,7 @@ def around_adjust_keys(original: Callable[..., None], self: Any, loading_info: A
     original(self, loading_info)
 
 
-@PATCHES.add(
+@MODELS.add(
     "PreTrainedModel.initialize_weights(self)",
     without="models with a parametrization (weight norm) cannot be loaded at stage 3",
     until="transformers gathers the tensors of a parametrization, or does not read weights that are loaded",
@@ -49,7 +57,7 @@ def behind_parametrizations(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for module in parametrized for parameter in module.parametrizations.parameters()]
 
 
-@PATCHES.add(
+@MODELS.add(
     "PreTrainedModel.save_pretrained(self, save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, "
     "variant, token, save_peft_format, save_original_format, distributed_checkpoint, kwargs)",
     without="save_pretrained without a state dict writes the parts of weights that one rank holds, and before "
@@ -75,14 +83,14 @@ def around_save_pretrained(
     Before 5.15, every rank wrote the weights over those of the others, and read its own released ones for that.
     """
     if is_main_process:
-        of = OF_ADAPTERS if getattr(self, "_hf_peft_config_loaded", False) else ()
-        refuse_parts(self, dict(self.named_parameters()) if state_dict is None else state_dict, of)
+        words = OF_ADAPTERS if getattr(self, "_hf_peft_config_loaded", False) else ()
+        refuse_parts(self, dict(self.named_parameters()) if state_dict is None else state_dict, words)
     sharded = any(hasattr(parameter, HANDLE) for parameter in self.parameters())
     if is_main_process or not sharded or hasattr(self, "should_save_on_this_rank"):
         original(self, save_directory, is_main_process, state_dict, *arguments, **options)
 
 
-@PATCHES.add(
+@MODELS.add(
     "revert_weight_conversion(model, state_dict)",
     without="models whose experts are packed may not be saved at stage 3",
     until="save_pretrained converts on the ranks that write, and on no others",
@@ -110,10 +118,87 @@ def around_distributing(original: Function, distributed_config: Any, *rest: Any,
 
 
 if find_spec("transformers.distributed.mixin") is not None:  # before that, an engine could not do it instead
-    PATCHES.add(
+    MODELS.add(
         "PreTrainedModel.prepare_distribute_model(distributed_config, device_map)",
         without="from_pretrained(distributed_config=DistributedConfig(ep_size=...)) beside a ds.json hangs or fails; "
         "write expert_parallel into the ds.json",
         until="from_pretrained leaves experts to the engine where there is a ds.json (transformers#45548)",
         older=("distributed_config, device_mesh, device_map",),
     )(around_distributing)
+
+
+GENERATION = Patches("transformers.generation.utils")
+
+
+@GENERATION.add(
+    "is_fsdp_managed_module(module)",
+    without="ranks whose texts end at different lengths may wait for each other in generate() at stage 3",
+    until="generate() asks the parameters, and not a config object, whether they are sharded over ranks",
+)
+def around_is_fsdp_managed_module(original: Function, module: nn.Module) -> bool:
+    """Ranks must go on together with sharded weights, however generate() was started.
+
+    It asks for the stage in transformers' own config object, which a script on initialize() may not have, or whether
+    FSDP shards the model. A rank whose text is complete then takes part in the others' gathers until all are.
+    """
+    return bool(original(module)) or any(of(parameter) is not None for parameter in module.parameters())
+
+
+MASKS = Patches("transformers.masking_utils")
+
+
+@MASKS.add(
+    "find_packed_sequence_indices(position_ids)",
+    without="packed documents attend to one another where ranks share sequences",
+    until="transformers hands the position ids on to the mask function of an attention implementation",
+)
+def around_find_packed(original: Function, position_ids: Any) -> Any:
+    """A rank's part of a row may not show where documents begin; the mask is made of the whole row."""
+    return None if asked_for_documents() else original(position_ids)
+
+
+TORCHAO = Patches("transformers.quantizers.quantizer_torchao")
+
+
+@TORCHAO.add(
+    "TorchAoHfQuantizer.validate_environment(self, args, kwargs)",
+    without="models that torchao is to quantise are refused at stage 3 only after they have been loaded",
+    until="transformers asks for stage 3 there",
+)
+def around_validate_environment(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Raises ValueError under stage 3."""
+    if sys.modules["transformers.integrations.deepspeed"].is_deepspeed_zero3_enabled():
+        raise ValueError(f"TorchAoConfig at stage 3: {WRAPPED_AT_STAGE_3}.")
+    original(self, *args, **kwargs)
+
+
+FOLDERS = Patches("transformers.trainer_utils")
+_STATE = "trainer_state.json"
+_NAME = re.compile(r"checkpoint-(\d+)")
+
+
+@FOLDERS.add(
+    "get_last_checkpoint(folder)",
+    without="a checkpoint that was being written when the job died may be taken for the newest",
+    until="get_last_checkpoint passes over folders without trainer_state.json",
+    importers=("transformers", "transformers.trainer"),
+)
+def around_get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> str | None:
+    """Passes over a checkpoint that was being written when the job died: Trainer writes trainer_state.json last, and
+    cannot resume without it."""
+    newest = original(folder)
+    if newest is None or os.path.exists(os.path.join(newest, _STATE)):
+        return newest
+    names = {int(match[1]): match[0] for match in map(_NAME.fullmatch, os.listdir(folder)) if match}
+    complete = [step for step, name in names.items() if os.path.exists(os.path.join(folder, name, _STATE))]
+    if not complete:
+        return newest  # perhaps not written by Trainer
+    chosen = os.path.join(folder, names[max(complete)])
+    _say_once(newest, chosen)
+    return chosen
+
+
+@functools.cache
+def _say_once(newest: str, chosen: str) -> None:
+    """Scripts ask for the newest checkpoint, and Trainer asks again."""
+    logger.warning("%s is incomplete (no %s: the job ended while saving); resuming from %s", newest, _STATE, chosen)

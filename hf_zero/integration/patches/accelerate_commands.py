@@ -1,4 +1,4 @@
-"""accelerate.commands.launch: --use_hf_zero, or `use_hf_zero: true`, is DeepSpeed's integration with our engine."""
+"""accelerate.commands: --use_hf_zero, or `use_hf_zero: true` in a file, is DeepSpeed's integration with our engine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hf_zero.integration.patches import Function, Patches
 from hf_zero.integration.startup import FINDER
 from hf_zero.log import logger
 
-PATCHES = Patches("accelerate.commands.launch")
-NO_FLAG = "`accelerate launch` may lack --use_hf_zero"
-NO_NEED = "accelerate lets packages add a flag of their own to its launcher"
+LAUNCH = Patches("accelerate.commands.launch")
+_NO_FLAG = "`accelerate launch` may lack --use_hf_zero"
+_NO_NEED = "accelerate lets packages add a flag of their own to its launcher"
 
-KEY = "use_hf_zero"
-GROUP = "hf_zero Arguments"
-HELP = (
+_KEY = "use_hf_zero"
+_GROUP = "hf_zero Arguments"
+_HELP = (
     "Train with hf_zero: ZeRO stages 0 to 3 without DeepSpeed. Takes all flags and config files of --use_deepspeed and "
     "wins over an installed DeepSpeed. With --cpu, ranks train on CPUs. In a config file: `use_hf_zero: true`."
 )
@@ -30,14 +30,14 @@ _DEVICES = ("none", "cpu", "nvme")
 _MAY_BE_AUTO = {"gradient_accumulation_steps": int, "gradient_clipping": float}
 
 
-@PATCHES.add("launch_command_parser(subparsers)", without=NO_FLAG, until=NO_NEED)
+@LAUNCH.add("launch_command_parser(subparsers)", without=_NO_FLAG, until=_NO_NEED)
 def around_parser(original: Callable[..., argparse.ArgumentParser], subparsers: Any = None) -> argparse.ArgumentParser:
     """The flag, its group in --help, and "auto" for what Trainer or the script may answer."""
     parser = original(subparsers)
-    group = parser.add_argument_group(GROUP, "Arguments of ZeRO training without DeepSpeed.")
-    group.add_argument(f"--{KEY}", default=False, action="store_true", help=HELP)
+    group = parser.add_argument_group(_GROUP, "Arguments of ZeRO training without DeepSpeed.")
+    group.add_argument(f"--{_KEY}", default=False, action="store_true", help=_HELP)
     launch = sys.modules[original.__module__]
-    launch.options_to_group[KEY] = launch.options_to_group["use_deepspeed"]  # whose flags --help then shows
+    launch.options_to_group[_KEY] = launch.options_to_group["use_deepspeed"]  # whose flags --help then shows
     parser.formatter_class = _showing_our_group(parser.formatter_class)
     for action in parser._actions:
         if action.dest in _MAY_BE_AUTO:
@@ -48,7 +48,7 @@ def around_parser(original: Callable[..., argparse.ArgumentParser], subparsers: 
 def _showing_our_group(formatter: Any) -> Any:
     def with_our_group(*args: Any, **kwargs: Any) -> Any:
         help_formatter = formatter(*args, **kwargs)
-        help_formatter.titles.append(GROUP)
+        help_formatter.titles.append(_GROUP)
         return help_formatter
 
     return with_our_group
@@ -62,7 +62,7 @@ def _or_auto(kind: type) -> Callable[[str], Any]:
     return value
 
 
-@PATCHES.add("_validate_launch_command(args)", without=NO_FLAG, until=NO_NEED)
+@LAUNCH.add("_validate_launch_command(args)", without=_NO_FLAG, until=_NO_NEED)
 def around_validation(original: Function, args: Any) -> Any:
     """Ours is --use_deepspeed with HF_ZERO=1; wrong values are named before ranks start, all at once."""
     if not _asked_for(args, sys.modules[original.__module__]):
@@ -72,7 +72,7 @@ def around_validation(original: Function, args: Any) -> Any:
         return validated
     os.environ["HF_ZERO"] = "1"  # for this process and all that it starts
     problems = [
-        Problem(f"--{name}", True, "this is another way to train", f"drop it, or drop --{KEY}")
+        Problem(f"--{name}", True, "this is another way to train", f"drop it, or drop --{_KEY}")
         for name in _OTHERS
         if getattr(args, name, False)
     ]
@@ -95,7 +95,7 @@ def _asked_for(args: Any, launch: Any) -> bool:
     if args.config_file is None and (args.cpu or not os.path.isfile(launch.default_config_file)):
         return False
     settings = getattr(launch.load_config_from_file(args.config_file), "deepspeed_config", None) or {}
-    return is_true(settings.get(KEY, False))
+    return _is_true(settings.get(_KEY, False))
 
 
 def _accept(args: Any, problems: list[Problem]) -> None:
@@ -147,7 +147,7 @@ def _at_least(value: object, kind: type) -> bool:
         return False
 
 
-@PATCHES.add(
+@LAUNCH.add(
     "prepare_deepspeed_cmd_env(args)",
     without="folders for NVMe offload, and training on CPUs, may not reach the ranks of `accelerate launch`",
     until="accelerate hands these settings on with DeepSpeed, too",
@@ -173,5 +173,24 @@ def _left_out(args: Any) -> Iterator[tuple[str, str]]:
         yield "OMP_NUM_THREADS", str(args.num_cpu_threads_per_process)
 
 
-def is_true(value: object) -> bool:
+def _is_true(value: object) -> bool:
     return str(value).lower() in ("true", "1", "yes")
+
+
+CONFIG_FILE = Patches("accelerate.commands.config.config_args")
+_OTHER_TYPES = ("FSDP", "MEGATRON_LM", "XLA", "TP")
+
+
+@CONFIG_FILE.add("BaseConfig.process_config(config_dict)", without=_NO_FLAG, until=_NO_NEED)
+def around_process_config(
+    original: Callable[[dict[str, Any]], dict[str, Any]], config_dict: dict[str, Any]
+) -> dict[str, Any]:
+    """Where accelerate's own settings for DeepSpeed are, the key travels with them."""
+    if _is_true(config_dict.pop(_KEY, False)):
+        kind = config_dict.get("distributed_type", "DEEPSPEED")
+        if kind in _OTHER_TYPES:
+            rule = f"{_KEY}: true is a way to train of its own"
+            raise ConfigError(Problem("distributed_type", str(kind), rule, f"write DEEPSPEED, or drop {_KEY}"))
+        config_dict["distributed_type"] = "DEEPSPEED"
+        config_dict["deepspeed_config"] = {**(config_dict.get("deepspeed_config") or {}), _KEY: True}
+    return original(config_dict)

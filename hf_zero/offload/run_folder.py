@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import FrameType
 
 from hf_zero.log import logger
 from hf_zero.offload.vector import StorageError
@@ -62,7 +61,7 @@ def _watch() -> None:
     _owner[:], _watched[:] = [os.getpid()], free
     threading.Thread(target=_listen, args=(reader,), name="hf_zero-parting", daemon=True).start()
     for number in free:
-        signal.signal(number, _handle)
+        signal.signal(number, lambda number, frame: _part(number))
 
 
 def _listen(reader: int) -> None:
@@ -70,10 +69,6 @@ def _listen(reader: int) -> None:
         for number in os.read(reader, 1):
             if number in _watched:
                 _part(number)
-
-
-def _handle(number: int, frame: FrameType | None) -> None:
-    _part(number)
 
 
 def _part(number: int) -> None:

@@ -1,0 +1,325 @@
+"""accelerate, but for Accelerator and the commands: device and back-end, ds.json, loaders, the optimizer object."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from hf_zero.config import ConfigDict, ConfigError, Other, Problem, load_config
+from hf_zero.config.batch import MICRO, STEPS, TRAIN
+from hf_zero.config.errors import ABSENT
+from hf_zero.config.load import normalise
+from hf_zero.config.schema.fields import as_flag
+from hf_zero.config.sources import is_auto, source_in
+from hf_zero.integration.huggingface.engine_choice import prepared_by, raise_both
+from hf_zero.integration.huggingface.late_numbers import knows_skip
+from hf_zero.integration.huggingface.samples import DataRanks, deal_to_groups
+from hf_zero.integration.huggingface.views import LAUNCHED, PRECISION_VARIABLE, launch_source, mixed_precision_source
+from hf_zero.integration.patches import Function, Patches
+from hf_zero.log import logger
+from hf_zero.network import name_gloo_interface
+from hf_zero.rank_environment import set_rank_environment
+from hf_zero.sequence.batches import UlyssesSPDataLoaderAdapter
+
+# Device and back-end. With our engine, ranks on CPUs are ranks, joined by gloo.
+STATE = Patches("accelerate.state")
+_USE_CPU = "ACCELERATE_USE_CPU"
+_PORT = 29500
+
+
+@STATE.add(
+    "PartialState._prepare_backend(self, cpu, sagemaker_dp, backend)",
+    without="ranks on CPUs may each believe themselves alone",
+    until="accelerate takes gloo for DeepSpeed where there is no accelerator, and reads MPI's and Slurm's variables",
+)
+def around_prepare_backend(
+    original: Function, self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+) -> Any:
+    """Where there is no accelerator, upstream finds no back-end for DeepSpeed: every rank believes itself alone.
+
+    It is also the moment before anybody asks which rank this is: what mpirun or srun have said is put into torchrun's
+    variables, and gloo's interface is set where it would choose one without a route.
+    """
+    if _engine_is_wanted():
+        set_rank_environment(os.environ, _PORT)
+    name_gloo_interface()  # Trainer does not say before that it wants DeepSpeed on CPUs
+    chosen, kind = original(self, cpu, sagemaker_dp, backend)
+    if kind == "NO" and _engine_is_wanted() and int(os.environ.get("LOCAL_RANK", -1)) >= 0:
+        return original(self, True, sagemaker_dp, backend)
+    return chosen, kind
+
+
+@STATE.add(
+    "AcceleratorState.__init__(self, mixed_precision, cpu, dynamo_plugin, deepspeed_plugin, fsdp_plugin, "
+    "torch_tp_plugin, megatron_lm_plugin, parallelism_config, _from_accelerator, kwargs)",
+    without="ranks that are told to use the CPU train with DDP, and not with ds.json",
+    until="accelerate keeps to DeepSpeed under `cpu=True`",
+)
+def around_state(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Upstream ignores DeepSpeed when the CPU is asked for, and trains with DDP."""
+    if type(self)._shared_state or not _engine_is_wanted():
+        return original(self, *args, **kwargs)
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    if not (bound.arguments.get("cpu") or _is_on(_USE_CPU)):
+        return original(self, *args, **kwargs)
+    _state_of_cpu_ranks(bound.arguments.get("kwargs", {}))
+    bound.arguments["cpu"] = False
+    use_cpu = os.environ.pop(_USE_CPU, None)
+    try:
+        original(*bound.args, **bound.kwargs)
+    finally:
+        if use_cpu is not None:
+            os.environ[_USE_CPU] = use_cpu
+
+
+def _state_of_cpu_ranks(options: dict[str, Any]) -> None:
+    """The part of the state that knows of ranks and device; `options` are those of the process group."""
+    from accelerate.state import PartialState
+
+    if not PartialState._shared_state:
+        PartialState(True, **options)
+
+
+def _engine_is_wanted() -> bool:
+    return _is_on("ACCELERATE_USE_DEEPSPEED")
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")
+
+
+# How ds.json is read, and what the script's optimizer object does.
+READING = Patches("accelerate.utils.deepspeed")
+# Fields of DeepSpeedPlugin, flags of the launcher and arguments of Accelerator and Trainer state these.
+_STATED_ELSEWHERE = {STEPS: 1, "gradient_clipping": 1.0}
+_IN_BACKWARD = "the update is made in backward(), not in the script's optimizer.step()"
+_STEP_WORKS = "DeepSpeedEngineWrapper.backward no longer steps, and the optimizer's step() and zero_grad() do"
+
+
+@READING.add(
+    "HfDeepSpeedConfig.__init__(self, config_file_or_dict)",
+    without="ds.json is read as plain JSON, and messages name no lines of it",
+    until="accelerate reads ds.json with comments, and remembers the line of every key",
+)
+def around_reading(original: Callable[..., None], self: Any, config_file_or_dict: Any) -> None:
+    """Accept comments and trailing commas, report duplicate keys, and keep the place of every key."""
+    config = load_config(config_file_or_dict)
+    normalise(config)
+    for key, number in _STATED_ELSEWHERE.items():
+        if hasattr(self, "trainer_config_process"):
+            config.setdefault(key, "auto")  # Trainer fills it at once
+        else:
+            config.assume(key, number)  # prepare() may come late, and programs compute with what they read here
+    original(self, config)
+
+
+@READING.add("DeepSpeedOptimizerWrapper.step(self)", without=_IN_BACKWARD, until=_STEP_WORKS)
+def around_step(original: Callable[..., None], self: Any) -> None:
+    """accelerate's has no effect: here the update happens where the script asks for it."""
+    prepared = prepared_by(self.optimizer)
+    if prepared is None:
+        original(self)
+    elif self.gradient_state.sync_gradients:
+        prepared.step()
+
+
+@READING.add("DeepSpeedOptimizerWrapper.zero_grad(self, set_to_none)", without=_IN_BACKWARD, until=_STEP_WORKS)
+def around_zero_grad(original: Callable[..., None], self: Any, set_to_none: Any = None) -> None:
+    """accelerate's has no effect: here it drops gradients that wait for step()."""
+    prepared = prepared_by(self.optimizer)
+    if prepared is None:
+        original(self, set_to_none)
+    elif self.gradient_state.sync_gradients:
+        prepared.zero_grad()
+
+
+@READING.add(
+    "DeepSpeedOptimizerWrapper.step_was_skipped(self)",
+    without="the host waits for the device after every update, to learn whether it was skipped",
+    until="accelerate asks only where there is a loss scale, as without an engine",
+)
+def around_step_was_skipped(original: Callable[..., bool], self: Any) -> bool:
+    """Asked after every update; where no loss scale depends on it, "no" as long as it is unknown, as without an engine,
+    where no update is skipped without a loss scale."""
+    return original(self) if knows_skip(self.optimizer) else False
+
+
+# DeepSpeedPlugin, which fills and checks ds.json from flags and variables.
+PLUGIN = Patches("accelerate.utils.dataclasses")
+_SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+
+
+@PLUGIN.add(
+    "DeepSpeedPlugin.fill_match(self, ds_key_long, mismatches, must_match, kwargs)",
+    without='messages do not say who filled an "auto"',
+    until="accelerate records the flag, variable or field that a value came from",
+)
+def around_fill_match(
+    original: Callable[..., None],
+    self: Any,
+    ds_key_long: str,
+    mismatches: Any = None,
+    must_match: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Remembers which flag, variable or field gave the value of a single "auto", or of a number that was assumed."""
+    config = self.hf_ds_config.config
+    before = self.hf_ds_config.get_value(ds_key_long)
+    if isinstance(config, ConfigDict) and config.assumes(ds_key_long):
+        value = kwargs.get(ds_key_long, "auto")
+        if not is_auto(value):
+            config[ds_key_long] = value
+            config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)
+        return
+    original(self, ds_key_long, mismatches, must_match=must_match, **kwargs)
+    after = self.hf_ds_config.get_value(ds_key_long)
+    if isinstance(config, ConfigDict) and is_auto(before) and not is_auto(after):
+        config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)
+
+
+@PLUGIN.add(
+    "DeepSpeedPlugin.set_mixed_precision(self, mixed_precision)",
+    without="a precision that contradicts ds.json is reported in accelerate's words",
+    until="accelerate's check names both places, and says when fp16 or bf16 is switched off in the file",
+)
+def around_set_mixed_precision(original: Callable[..., None], self: Any, mixed_precision: str) -> None:
+    """A flag and a file that disagree are named with their places."""
+    section = _SECTION.get(str(mixed_precision))
+    if section is not None:
+        problems = list(_the_other(self.deepspeed_config, section, mixed_precision))
+        if problems:
+            twin = copy.copy(self)
+            twin.deepspeed_config = copy.deepcopy(dict(self.deepspeed_config))
+            raise_both(problems, lambda: original(twin, mixed_precision))
+        _warn_if_off(self.deepspeed_config, section, mixed_precision)
+    original(self, mixed_precision)
+
+
+def _the_other(config: Mapping[str, Any], wanted: str, flag: str) -> Iterator[Problem]:
+    other = "bf16" if wanted == "fp16" else "fp16"
+    if _is(config, other, True):
+        path = f"{other}.enabled"
+        yield Problem(
+            path,
+            True,
+            f"`--mixed_precision` cannot be {flag} when {other} is switched on in the config",
+            f'remove one of the two, or write {path}: "auto" and {wanted}.enabled: "auto" so that the flag decides',
+            origin=str(source_in(config, path)),
+            other=Other("mixed_precision", flag, str(mixed_precision_source(os.environ))),
+        )
+
+
+def _warn_if_off(config: Mapping[str, Any], wanted: str, flag: str) -> None:
+    path = f"{wanted}.enabled"
+    is_filled = isinstance(config, ConfigDict) and path in config.filled
+    if _is(config, wanted, False) and not is_filled:
+        logger.warning(
+            "mixed_precision is %s (%s), but %s is false (%s): the config decides, and training is not in %s",
+            flag,
+            mixed_precision_source(os.environ),
+            path,
+            source_in(config, path),
+            flag,
+        )
+
+
+def _is(config: Mapping[str, Any], section: str, expected: bool) -> bool:
+    inside = config.get(section)
+    if not isinstance(inside, Mapping) or "enabled" not in inside:
+        return False
+    try:
+        return as_flag(inside["enabled"]) is expected
+    except ValueError:
+        return False  # "auto", or nonsense that the resolver names
+
+
+@PLUGIN.add(
+    "DeepSpeedPlugin.set_deepspeed_weakref(self)",
+    without="an unfinished batch equation in ds.json may stop the loading of a model",
+    until="accelerate leaves the batch sizes out of the copy of ds.json that model loading reads",
+)
+def around_set_deepspeed_weakref(original: Callable[..., None], self: Any) -> None:
+    """Model loading reads a copy of ds.json: a batch equation that cannot be checked yet must not stop it."""
+    original(self)
+    # The original writes 1 for what is still open, which contradicts a fixed train_batch_size.
+    parts = (self.deepspeed_config.get(key) for key in (MICRO, STEPS))
+    if any(part is None or is_auto(part) for part in parts):
+        self.dschf.config.pop(TRAIN, None)
+
+
+@PLUGIN.add(
+    "DeepSpeedPlugin._deepspeed_config_checks(self)",
+    without="settings given beside a config file are reported in accelerate's words",
+    until="accelerate's check names the settings that are given beside the file",
+)
+def around_config_checks(original: Callable[..., None], self: Any) -> None:
+    """accelerate refuses settings beside a config file: says which were given, and where."""
+    try:
+        original(self)
+    except ValueError as error:
+        problems = list(_doubles(self.hf_ds_config))
+        if not problems:
+            raise
+        raise ConfigError(problems, headline=str(error)) from None
+
+
+def _doubles(hf_config: Any) -> Iterator[Problem]:
+    fields = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    for path, (field, variable) in {
+        **LAUNCHED,
+        "bf16.enabled, fp16.enabled": ("mixed_precision", PRECISION_VARIABLE),
+    }.items():
+        if field not in fields:
+            continue
+        value = ", ".join(str(part) for part in map(hf_config.get_value, path.split(", ")) if part is not None)
+        yield Problem(
+            path,
+            value or ABSENT,
+            "with deepspeed_config_file, all settings belong in that file",
+            f"remove {field} from the accelerate config file; the value belongs into {path} of the DeepSpeed config",
+            origin=str(source_in(hf_config.config, path)) if value else "",
+            other=Other(field, os.environ.get(variable, "(not exported)"), "accelerate config file"),
+        )
+
+
+# Sequences and samples that ranks share: resuming in the middle of an epoch, and batches that rank 0 deals out.
+LOADERS = Patches("accelerate.data_loader")
+
+
+@LOADERS.add(
+    "skip_first_batches(dataloader, num_batches)",
+    without="resuming in the middle of an epoch feeds whole sequences to ranks that share them",
+    until="skip_first_batches asks a loader to skip by itself, or knows UlyssesSPDataLoaderAdapter",
+    importers=("accelerate", "transformers.trainer"),
+)
+def around_skip(original: Function, dataloader: Any, num_batches: int = 0) -> Any:
+    """The adapter wraps the loader that is to skip: a new one wraps the result. A loader that
+    distributes to groups of ranks continues to do so."""
+    if not isinstance(dataloader, UlyssesSPDataLoaderAdapter):
+        return deal_to_groups(original(dataloader, num_batches))
+    size = dataloader.sp_world_size
+    return dataloader.around(original(dataloader.dl, num_batches // size), skipped=num_batches % size)
+
+
+@LOADERS.add(
+    "DataLoaderDispatcher._fetch_batches(self, iterator)",
+    without="under tensor parallelism, batches that rank 0 deals out are read by other ranks of its group, too",
+    until="DataLoaderDispatcher deals to groups of ranks",
+)
+def around_fetch(original: Function, self: Any, iterator: Any) -> Any:
+    """Rank 0 reads alone, though the other ranks of its group have the same place among those that are dealt to."""
+    from accelerate.utils.operations import initialize_tensors
+
+    groups = self.state
+    if not isinstance(groups, DataRanks) or groups.process_index > 0 or groups.each.process_index == 0:
+        return original(self, iterator)
+    self.state = groups.each
+    try:
+        _, (structure, is_over) = original(self, iterator)
+    finally:
+        self.state = groups
+    # To be filled by rank 0, as those of ranks with another place are.
+    return (None if structure is None else initialize_tensors(structure)), [structure, is_over]

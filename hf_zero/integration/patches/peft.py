@@ -1,0 +1,157 @@
+"""peft: saving, merging and copying adapters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.comm.parts import OF_ADAPTERS, refuse_parts
+from hf_zero.integration.patches import Function, Patches
+from hf_zero.log import logger
+from hf_zero.params.partitioning import unpartition
+from hf_zero.params.sharded_parameter import of
+
+# Saving adapters around matrices of which ranks hold parts, and prompts whose encoder stage 3 has sharded.
+MODEL = Patches("peft.peft_model")
+
+
+@MODEL.add(
+    "PeftModel.save_pretrained(self, save_directory, safe_serialization, selected_adapters, save_embedding_layers, "
+    "is_main_process, path_initial_model_for_weight_conversion, kwargs)",
+    without="with tensor parallelism, save_pretrained without a state dict writes the parts that one rank holds, and a "
+    "Trainer that saves a prompt at stage 3 hangs",
+    until="PEFT asks the library that cut a model for its whole weights, and makes prompts from the state dict it gets",
+)
+def around_save_pretrained(
+    original: Callable[..., None],
+    self: Any,
+    save_directory: str,
+    safe_serialization: bool = True,
+    selected_adapters: list[str] | None = None,
+    save_embedding_layers: str | bool = "auto",
+    is_main_process: bool = True,
+    path_initial_model_for_weight_conversion: str | None = None,
+    **kwargs: Any,
+) -> None:
+    """Where no state dict is given, PEFT writes what this rank holds: an adapter that loads nowhere. Gathering here
+    would wait for ranks that do not call.
+
+    What it writes of a prompt is the output of its encoder, whatever state dict there is, and the encoder gathers its
+    shards: with ranks that are not here. So it runs with the weights of the state dict, and ranks that have got none
+    from `get_state_dict` do not run it.
+    """
+    values: Mapping[str, Tensor] | None = kwargs.get("state_dict")
+    if is_main_process and values is None:
+        refuse_parts(self, dict(self.named_parameters()), OF_ADAPTERS)
+    encoders = getattr(self, "prompt_encoder", None)
+    is_apart = "state_dict" in kwargs and encoders is not None and any(map(of, encoders.parameters()))
+    if is_apart and values is None:
+        return
+    with _encoding_with(encoders, values if is_apart and values is not None else {}):
+        original(
+            self,
+            save_directory,
+            safe_serialization,
+            selected_adapters,
+            save_embedding_layers,
+            is_main_process,
+            path_initial_model_for_weight_conversion,
+            **kwargs,
+        )
+
+
+@contextmanager
+def _encoding_with(encoders: Any, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Meanwhile the prompts are made with these weights, by encoders that gather nothing."""
+    kept = dict(encoders.items()) if values else {}
+    try:
+        for name, encoder in kept.items():
+            encoders[name] = _twin(encoder, values, f"prompt_encoder.{name}.")
+        yield
+    finally:
+        for name, encoder in kept.items():
+            encoders[name] = encoder
+
+
+def _twin(module: nn.Module, values: Mapping[str, Tensor], prefix: str) -> nn.Module:
+    """The module with other weights and without hooks."""
+    twin = copy.copy(module)
+    vars(twin).update({name: type(hooks)() for name, hooks in vars(module).items() if name.endswith("_hooks")})
+    twin._parameters = {name: nn.Parameter(values[prefix + name], False) for name in module._parameters}
+    twin._modules = {
+        name: None if child is None else _twin(child, values, f"{prefix}{name}.")
+        for name, child in module._modules.items()
+    }
+    return twin
+
+
+# Merging at stage 3. A layer is gathered while it is merged, and the result kept: PEFT writes into the base layer's
+# weights, which are there only between an evaluation and the next training step.
+TUNERS = Patches("peft.tuners.tuners_utils")
+_NO_MERGE = "merging adapters may not work at stage 3"
+
+
+@TUNERS.add("onload_layer(layer)", without=_NO_MERGE, until="PEFT gathers the layer itself, as it does for copies")
+@contextmanager
+def around_onload_layer(original: Callable[[Any], AbstractContextManager[Any]], layer: Any) -> Iterator[None]:
+    """Around `onload_layer`, the context in which PEFT merges and unmerges a layer. Collective at stage 3."""
+    is_tuned = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
+    with original(layer), GatheredParameters(_in_shards(layer) if is_tuned else [], modifier_rank=0):
+        yield
+
+
+def _in_shards(layer: nn.Module) -> list[nn.Parameter]:
+    """Sharded parameters not held yet: a holder (TRL, to merge for a while) decides about edits itself."""
+    handles = ((parameter, of(parameter)) for parameter in layer.parameters())
+    return [parameter for parameter, handle in handles if handle is not None and not handle.unshard_count]
+
+
+@TUNERS.add(
+    "BaseTuner.merge_and_unload(self, progressbar, safe_merge, adapter_names)",
+    without=_NO_MERGE,
+    until="nothing: a model that leaves PEFT has to know what of it stage 3 may keep unsharded",
+)
+def around_merge_and_unload(
+    original: Function,
+    self: Any,
+    progressbar: bool = False,
+    safe_merge: bool = False,
+    adapter_names: list[str] | None = None,
+) -> Any:
+    """The merged model needs no engine: as long as stage3_max_live_parameters allows, its parameters are plain ones."""
+    merged = original(self, progressbar, safe_merge, adapter_names)
+    limits = [handle.owner.max_live_numel for handle in map(of, merged.parameters()) if handle and handle.owner]
+    if not limits:
+        return merged
+    numel = sum(parameter.numel() for parameter in merged.parameters())
+    if numel <= min(limits):
+        unpartition(merged)
+    else:
+        logger.warning(
+            "merge_and_unload: the merged model has %d elements, more than stage3_max_live_parameters (%d) lets "
+            "stay whole, and is kept in shards. To save it, on every rank: `with deepspeed.zero.GatheredParameters("
+            "list(model.parameters())): model.save_pretrained(folder, is_main_process=...)`",
+            numel,
+            min(limits),
+        )
+    return merged
+
+
+# Modules that are trained whole beside adapters.
+WRAPPERS = Patches("peft.utils.other")
+
+
+@WRAPPERS.add(
+    "ModulesToSaveWrapper.update(self, adapter_name, tied_module, kwargs)",
+    without="modules_to_save may not work at stage 3",
+    until="PEFT gathers wherever a parameter has a ds_id, instead of where it has no elements",
+)
+def around_update(original: Function, self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> Any:
+    """PEFT copies the module, and gathers for it where a sharded weight says that it has no elements; ours never do."""
+    with GatheredParameters(self.original_module.parameters()):
+        return original(self, adapter_name, tied_module, **kwargs)

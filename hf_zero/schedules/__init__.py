@@ -1,1 +1,0 @@
-"""Learning-rate schedules by the names that a config uses."""
