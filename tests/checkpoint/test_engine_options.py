@@ -75,6 +75,53 @@ def test_a_tag_chooses_and_latest_can_be_left(saved: tuple[Path, ZeroEngine]) ->
         writer.save_checkpoint(str(root), tag="../escaped")
 
 
+def test_the_number_0_is_a_tag(saved: tuple[Path, ZeroEngine]) -> None:
+    """`save_checkpoint(tag=epoch)` of epoch 0 wrote global_step2 anew, and `load_checkpoint(tag=0)` loaded the latest
+    checkpoint, whichever that was, in silence."""
+    root, writer = saved
+    first: Any = 0
+    writer.save_checkpoint(str(root), tag=first, save_latest=False, client_state={"epoch": 0})
+    path, state = other_engine().load_checkpoint(str(root), tag=first)
+    assert path == str(root / "0") and state is not None and state["epoch"] == 0
+    with pytest.raises(CheckpointError, match="there is no checkpoint with the tag '0.0'"):
+        other_engine().load_checkpoint(str(root), tag=first / 1)
+    with pytest.raises(ValueError, match="a tag is the name of a folder inside save_dir"):
+        writer.save_checkpoint(str(root), tag="")
+
+
+def test_a_tag_may_be_a_symbolic_link(saved: tuple[Path, ZeroEngine]) -> None:
+    """A link `best` to a checkpoint was replaced, and then the save failed, "earlier checkpoints are untouched": a link
+    is not removed as folders are. One that points nowhere could not be replaced either."""
+    root, writer = saved
+    for name, target in (("best", "global_step2"), ("nowhere", "gone")):
+        (root / name).symlink_to(target)
+        writer.save_checkpoint(str(root), tag=name)
+        assert not (root / name).is_symlink() and (root / "latest").read_text() == name
+    engine = other_engine()
+    assert engine.load_checkpoint(str(root), "best")[0] == str(root / "best") and engine.global_steps == 4
+    assert engine.load_checkpoint(str(root), "global_step2")[0] is not None and engine.global_steps == 2
+    assert not list(root.glob(".*"))
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 2), (3, 0)])
+def test_a_client_state_that_was_loaded_is_given_to_the_next_save(first: int, second: int, tmp_path: Path) -> None:
+    """DeepSpeed's tutorial saves with the dictionary that `load_checkpoint` has returned. It says how the files of that
+    checkpoint are laid out, and stood in the new one's: at another stage, no load could read that."""
+    writer, root = new_engine(first, 1), str(tmp_path)
+    train(writer, 0, 1, range(2))
+    writer.save_checkpoint(root, client_state={"step": 2})
+    engine = new_engine(second, 1, seed=7)
+    _, state = engine.load_checkpoint(root)
+    assert state is not None
+    train(engine, 0, 1, range(2, 4))
+    engine.save_checkpoint(root, client_state={**state, "step": 4, "module": "of the program's own"})
+    before, samples = weights(engine), engine.global_samples
+    resumed = other_engine(second)
+    _, state = resumed.load_checkpoint(root)
+    assert state is not None and state["step"] == 4 and resumed.global_samples == samples
+    assert same(before, weights(resumed))
+
+
 @pytest.mark.parametrize("tag", ["latest", "latest_universal", "zero_to_fp32.py", "latest/1"])
 def test_a_tag_that_is_the_name_of_a_file_beside_checkpoints(tag: str, saved: tuple[Path, ZeroEngine]) -> None:
     """`save_checkpoint(tag="latest")` made a folder of that name, and no later save could write the file."""
