@@ -243,6 +243,22 @@ def test_what_the_file_leaves_out_is_as_trainer_alone_has_it(
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_of_a_metric_is_trainers_own(kind: str, tmp_path: Path) -> None:
+    """Beside an optimizer of ds.json the engine had this schedule, and the first update ended in "step() missing 1
+    required positional argument: 'metrics'"."""
+    options = {"max_steps": 4, "learning_rate": 0.5, "lr_scheduler_type": kind, "eval_strategy": "steps"}
+    options |= {"eval_steps": 1, "metric_for_best_model": "loss"}
+    rates = []
+    for config in (None, {**BASE, "optimizer": {"type": "AdamW"}}):
+        clean()
+        torch.manual_seed(3)
+        run = trainer(tmp_path, config, lr_scheduler_kwargs={"patience": 0}, **options)
+        run.train()
+        rates.append([line["learning_rate"] for line in run.state.log_history if "learning_rate" in line])
+    assert rates[0] == rates[1] and len(set(rates[0])) > 1
+
+
 def with_own_optimizers(folder: Path, config: Any, kind: type[torch.optim.Optimizer]) -> Trainer:
     """A Trainer that is given an optimizer with two groups, and a schedule of it."""
     run = trainer(folder, config, max_steps=3)

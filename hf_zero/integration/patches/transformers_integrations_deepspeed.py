@@ -44,6 +44,7 @@ _CHOICES = {
     ),
 }
 _TRAINING_ONLY = ("optimizer", "scheduler")
+_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # of lr_scheduler_type
 _KEPT = "_hf_zero_kept"
 _GIVEN = "_hf_zero_given_optimizers"
 
@@ -203,6 +204,8 @@ def around_optim_sched(
     optimizer, scheduler = original(trainer, hf_deepspeed_config, args, num_training_steps, model_parameters)
     if is_dummy(optimizer, "DummyOptim") and wants_groups(config):
         optimizer.params = grouped(trainer, model_parameters)
+    if is_dummy(optimizer, "DummyOptim") and "scheduler" not in config and args.lr_scheduler_type in _BY_METRIC:
+        return optimizer, None  # Trainer makes it and steps it when it evaluates: an engine knows no metric
     return optimizer, given.scheduler if scheduler is None else scheduler
 
 
