@@ -208,6 +208,23 @@ def test_training_twice(tmp_path: Path) -> None:
     assert first.global_step == second.global_step == 2 and second.training_loss < first.training_loss
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_arguments_that_change_later_are_followed(fixed: bool, tmp_path: Path) -> None:
+    """`trainer.args.learning_rate = ...` before another train() had no effect beside an optimizer section whose rate is
+    "auto", and nothing said so: the file was filled when TrainingArguments were made. What it writes itself stays."""
+    given = {"type": "AdamW", "params": {"lr": 0.2, "weight_decay": 0.3}} if fixed else ADAMW
+    options = {"learning_rate": 0.2, "weight_decay": 0.3, "lr_scheduler_type": "constant"}
+    run = trainer(tmp_path, {**BASE, "optimizer": given}, **options)
+    rates = []
+    for rate, decay in ((0.1, 0.0), (0.05, 0.4)):
+        run.args.learning_rate, run.args.weight_decay, run.args.max_grad_norm = rate, decay, rate
+        run.train()
+        rates.append([line["learning_rate"] for line in run.state.log_history if "learning_rate" in line][0])
+    decays = {group["weight_decay"] for group in run.deepspeed.optimizer.param_groups}
+    assert (rates, decays) == (([0.2, 0.2], {0.3, 0.0}) if fixed else ([0.1, 0.05], {0.4, 0.0}))
+    assert run.deepspeed.gradient_clipping() == 0.05
+
+
 def trained(folder: Path, config: Any, **options: Any) -> dict[str, torch.Tensor]:
     """The weights after three updates, by the engine or, without a config, by PyTorch alone."""
     torch.manual_seed(3)
