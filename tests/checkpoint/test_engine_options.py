@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.entry import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
+from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.params import consolidation
 from tests.checkpoint.training import new_engine, settings, train
 from tests.support.ranks import RankFailure, run_ranks
@@ -87,6 +88,34 @@ def test_the_number_0_is_a_tag(saved: tuple[Path, ZeroEngine]) -> None:
         other_engine().load_checkpoint(str(root), tag=first / 1)
     with pytest.raises(ValueError, match="a tag is the name of a folder inside save_dir"):
         writer.save_checkpoint(str(root), tag="")
+
+
+class Counting(nn.Linear):
+    """Keeps a number and a tensor of its own, and what no file holds if `odd`."""
+
+    count, odd = 0, False
+
+    def get_extra_state(self) -> Any:
+        return iter(()) if self.odd else {"count": self.count, "halves": torch.full((2,), self.count / 2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+        assert state["halves"].tolist() == [self.count / 2] * 2
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 3), (3, 2), (3, 0)])
+def test_states_of_modules_own_are_saved(first: int, second: int, tmp_path: Path) -> None:
+    """What `get_extra_state` returns is in a state dict and in DeepSpeed's files; ours left it out, in silence."""
+    model = nn.Sequential(Counting(3, 3), Counting(3, 3))
+    engine = initialize(model=model, config=settings(first, 1))[0]
+    model[0].count, model[1].odd = 7, True  # type: ignore[assignment]
+    engine.save_checkpoint(str(tmp_path), client_state={"note": 1})
+    other = nn.Sequential(Counting(3, 3), Counting(3, 3))
+    engine = initialize(model=other, config=settings(second, 1))[0]
+    _, state = engine.load_checkpoint(str(tmp_path))
+    assert (other[0].count, other[1].count) == (7, 0) and state is not None and "extra_states" not in state
+    weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert sorted(weights) == ["0.bias", "0.weight", "1.bias", "1.weight"]
 
 
 def test_a_tag_may_be_a_symbolic_link(saved: tuple[Path, ZeroEngine]) -> None:
