@@ -110,6 +110,11 @@ MODULES = {
     "sequence": _SEQUENCE,
 }
 
+LATER_GROUP = (
+    "add_param_group(): no update would reach these parameters, because buckets and shards are laid out by "
+    "initialize(). Call it (accelerator.prepare()) again, with an optimizer that has them"
+)
+
 ENGINE = {
     "all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain "
     "buffered_allreduce_fallback sparse_all_gather sparse_allreduce sparse_allreduce_bucket "

@@ -127,8 +127,8 @@ class ScheduleMark:
         self._before = self._numbers()
         self._after = self._before
 
-    def advance(self) -> None:
-        self._schedule.step()
+    def advance(self, **options: Any) -> None:
+        self._schedule.step(**options)
         self._after = self._numbers()
 
     def go_back(self) -> None:

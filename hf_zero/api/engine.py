@@ -151,8 +151,8 @@ class ZeroEngine(nn.Module):
         for parameter in self.module.parameters():
             parameter.grad = None
 
-    def step(self) -> None:
-        """Clip, update, gather, advance the schedule; does nothing between accumulation boundaries."""
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Clip, update, gather, advance the schedule (by `lr_kwargs`); does nothing between accumulation boundaries."""
         if self._saves is not None:
             self._saves.background.check()  # before anything is counted: who catches its error calls step() again
         if not self.gradients.begin_step():
@@ -177,7 +177,7 @@ class ZeroEngine(nn.Module):
         self.global_samples += self.settings.samples_per_update()
         outcome = parts.step.outcome
         assert outcome is not None
-        self._follow(outcome, optimizer, scale)
+        self._follow(outcome, optimizer, scale, lr_kwargs or {})
         if self.training_features:
             is_asked = outcome.is_known or self.training_features.wait_for_outcome
             self.training_features.after_step(self.training_progress, applied=not (is_asked and outcome.skipped))
@@ -187,7 +187,7 @@ class ZeroEngine(nn.Module):
             timer.stop(global_step=True)
             timer.start()
 
-    def _follow(self, outcome: StepOutcome, optimizer: ZeroOptimizer, scale: float) -> None:
+    def _follow(self, outcome: StepOutcome, optimizer: ZeroOptimizer, scale: float, lr_kwargs: Any) -> None:
         """Advance the schedule, unless the step was skipped; take that back if this turns out later."""
         moved, number = None, self.global_steps
         schedule = self.lr_scheduler
@@ -200,10 +200,10 @@ class ZeroEngine(nn.Module):
             is_held = bool(features) and features.holds_schedule(self.training_progress)
             if not is_held and not outcome.is_known_to_skip:
                 if outcome.is_known:
-                    schedule.step()
+                    schedule.step(**lr_kwargs)
                 else:
                     moved = ScheduleMark(schedule, optimizer)
-                    moved.advance()
+                    moved.advance(**lr_kwargs)
 
         def count_skip() -> None:
             self._num_skipped += 1
@@ -222,8 +222,7 @@ class ZeroEngine(nn.Module):
 
     def get_mom(self) -> list[Any]:
         """Momentum, or betas, of every param group."""
-        groups = self.gradients.parts("get_mom").optimizer.param_groups
-        return [group.get("betas", group.get("momentum")) for group in groups]
+        return [g.get("betas", g.get("momentum")) for g in self.gradients.parts("get_mom").optimizer.param_groups]
 
     @property
     def training_progress(self) -> Progress:
@@ -374,13 +373,8 @@ class ZeroEngine(nn.Module):
     def _report(self) -> None:
         every = self.settings.resolved.config.steps_per_print
         if every and self.global_steps % every == 0:
-            logger.info(
-                "step=%d, skipped=%d, lr=%s, mom=%s",
-                self.global_steps,
-                self._num_skipped,  # as far as the host knows: a line in the log is not worth a wait
-                self.get_lr(),
-                self.get_mom(),
-            )
+            counts = self.global_steps, self._num_skipped  # as far as known: a line in the log is not worth a wait
+            logger.info("step=%d, skipped=%d, lr=%s, mom=%s", *counts, self.get_lr(), self.get_mom())
 
 
 def _rates(optimizer: ZeroOptimizer) -> list[float | None]:
@@ -393,9 +387,5 @@ def _report_skip(optimizer: ZeroOptimizer, number: int, norm: float, scale: floa
         logger.warning("step %d skipped on all ranks: the gradient norm is %s", number, norm)
         return
     after = optimizer.loss_scale
-    logger.info(
-        "step %d skipped on all ranks: overflow at loss scale %g, %s",
-        number,
-        scale,
-        f"now {after:g}" if after != scale else "which stays",
-    )
+    then = f"now {after:g}" if after != scale else "which stays"
+    logger.info("step %d skipped on all ranks: overflow at loss scale %g, %s", number, scale, then)

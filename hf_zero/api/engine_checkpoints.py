@@ -36,9 +36,8 @@ class EngineCheckpoints:
     ) -> None:
         """Collective."""
         engine = self._engine
-        request = checkpoint.SaveRequest(
-            save_dir, tag or f"global_step{engine.global_steps}", save_latest, exclude_frozen
-        )
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # the number of an epoch, for one
+        request = checkpoint.SaveRequest(save_dir, tag, save_latest, exclude_frozen)
         with engine.phases.phase("save"):
             run = self._run_state(client_state or {})
             checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, self.background)

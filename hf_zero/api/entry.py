@@ -220,7 +220,7 @@ def _base_optimizer(resolved: Resolved, given: _Given, features: Features) -> to
     groups = _as_groups(given.model_parameters, model)
     features.adjust_groups(groups)
     if optimizer is not None:
-        return optimizer([parameter for group in groups for parameter in group["params"]])
+        return optimizer(groups if len(groups) > 1 or len(groups[0]) > 1 else groups[0]["params"])
     if resolved.optimizer is not None:
         return build_optimizer(resolved.optimizer, groups, {id(p): name for name, p in model.named_parameters()})
     return None
@@ -228,15 +228,10 @@ def _base_optimizer(resolved: Resolved, given: _Given, features: Features) -> to
 
 def _as_groups(model_parameters: Iterable[Any] | None, model: nn.Module) -> list[dict[str, Any]]:
     entries = list(model.parameters() if model_parameters is None else model_parameters)
-    if entries and isinstance(entries[0], dict):
-        groups = [dict(entry) for entry in entries]
-        for group in groups:
-            members = group["params"]
-            group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
-    else:
-        groups = [{"params": entries}]
+    groups = [dict(entry) for entry in entries] if entries and isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
+        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
+        group["params"] = [parameter for parameter in members if parameter.requires_grad]
     return [group for group in groups if group["params"]] or [{"params": []}]
 
 
@@ -274,7 +269,7 @@ def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any)
     if assembly is None:
         return None
     if lr_scheduler is not None:
-        is_factory = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
+        is_factory = isinstance(lr_scheduler, type) or (callable(lr_scheduler) and not hasattr(lr_scheduler, "step"))
         return lr_scheduler(assembly.optimizer.optimizer) if is_factory else lr_scheduler
     if resolved.scheduler is not None:
         from hf_zero.schedules import build_scheduler

@@ -18,7 +18,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
 from hf_zero.log import logger, tracked
 from hf_zero.optim import SubGroup, Updater
-from hf_zero.params.consolidation import persistent_buffers
+from hf_zero.params.consolidation import persistent_buffers, with_extra_states
 from hf_zero.params.sharded_parameter import of
 from hf_zero.params.store import ParameterStore
 
@@ -215,6 +215,10 @@ def _write_unsharded(subject: ModelSubject, plan: LoadPlan) -> None:
     own_buffers = dict(persistent_buffers(subject.module))
     for name, value in plan.buffers.items():
         own_buffers[name].copy_(value)
+    extra = plan.view.meta.get(ds.EXTRA_STATES) or {}
+    for name, inner in with_extra_states(subject.module):
+        if name in extra:
+            inner.set_extra_state(extra[name])
     frozen = subject.frozen()
     for name, parts in plan.frozen.items():
         _write_frozen(frozen[name], parts)

@@ -39,6 +39,7 @@ from hf_zero.checkpoint.extra_states import (
     summarise,
 )
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
+from hf_zero.checkpoint.files.torch_file import plain, why_unreadable
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.tensor_ranks import tensor_parts_for_file
 from hf_zero.comm import Collectives, hosts
@@ -53,9 +54,10 @@ from hf_zero.layout.reshard import (
     round_robin,
     sub_groups,
 )
+from hf_zero.log import logger
 from hf_zero.optim.stager import COUNTERS
 from hf_zero.optim.updater import WholeStates
-from hf_zero.params.consolidation import persistent_buffers, state_dict_order
+from hf_zero.params.consolidation import persistent_buffers, state_dict_order, with_extra_states
 from hf_zero.params.sharded_parameter import local_chunk, of
 
 # Moves elements between ranks so that each has what its file holds: the copies of `reshard`, carried out.
@@ -504,7 +506,7 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool, exclude_trained: bo
         parameters[name] = torch.empty(0, dtype=parameter.dtype) if is_apart else parameter.detach()
         if is_apart and not sharded and name in values:
             parameters[name] = values[name]
-    known = {**parameters, **buffers}
+    known = {**parameters, **buffers, **_extra_states(subject)}
     module = {name: known[name] for name in state_dict_order(subject.module) if name in known and name not in dropped}
     rank, world = subject.groups.shard.rank, subject.groups.shard.size
     return ModelWeights(
@@ -517,6 +519,18 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool, exclude_trained: bo
         else {name: _fragment(values[name], rank, world) if sharded else values[name] for name in frozen},
         tensor_parts=tensor_parts_for_file(subject.module),
     )
+
+
+def _extra_states(subject: ModelSubject) -> dict[str, Any]:
+    """Those that can be read back; a save does not fail for the others."""
+    states: dict[str, Any] = {}
+    for name, inner in with_extra_states(subject.module):
+        state = plain(inner.get_extra_state())
+        if (why := why_unreadable(state)) is None:
+            states[name] = state
+        elif subject.groups.world.rank == 0:
+            logger.warning("%s is not saved: %s", name, why)
+    return states
 
 
 def _file_value(subject: ModelSubject, parameter: torch.nn.Parameter) -> Tensor:

@@ -237,7 +237,9 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest) -> CheckpointVi
     if collectives.rank == 0:
         for leftover in leftovers(root):
             logger.warning("%s is left of a save that did not end; it is ignored and can be deleted", leftover)
-    tag = request.tag or together(lambda: _latest(root, subject.resolved.section(Checkpoint)), collectives)
+    tag = request.tag
+    if tag is None:
+        tag = together(lambda: _latest(root, subject.resolved.section(Checkpoint)), collectives)
     if tag is None:
         together(lambda: _refuse_to_guess(root), collectives)
     if tag is None:

@@ -305,20 +305,28 @@ def _finish(place: Destination, partial: Path, reports: Sequence[tuple[str, list
 
 
 def move_into_place(new: Path, final: Path) -> None:
-    """Give `new` its name; a folder that has it already is exchanged in one step where the system can, then removed."""
+    """Give `new` its name; a folder that has it already is exchanged in one step where the system can, then removed.
+    Of a symbolic link the link goes, and the folder that it names stays."""
     with alone_in(final.parent):
-        if not final.exists():
+        if not os.path.lexists(final):
             new.rename(final)
         elif _exchange(new, final):
             sync_folder(final.parent)
-            shutil.rmtree(new)
+            _remove(new)
         else:
             old = new.with_name(f"{new.name.removesuffix(PARTIAL)}{_REPLACED}{PARTIAL}")
             final.rename(old)
             new.rename(final)
             sync_folder(final.parent)
-            shutil.rmtree(old)
+            _remove(old)
     sync_folder(final.parent)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _exchange(first: Path, second: Path) -> bool:

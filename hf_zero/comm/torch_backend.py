@@ -18,6 +18,8 @@ from hf_zero.device.runtime import Event, Runtime
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+_AS_BYTES = ("torch.int16", "torch.uint16", "torch.uint32", "torch.uint64", "torch.float8")  # unknown to gloo and NCCL
+
 
 class NativeCollectives(Collectives):
     """Hands every flat buffer to the process group as one call."""
@@ -61,7 +63,10 @@ class NativeCollectives(Collectives):
         return FlatRows(buffer, rows, self.size, work)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(tensor, group=self._group, group_src=source)
+        sent = tensor.reshape(-1).view(torch.uint8) if str(tensor.dtype).startswith(_AS_BYTES) else tensor
+        dist.broadcast(sent, group=self._group, group_src=source)
+        if sent is not tensor:
+            tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
     def _sum_small(self, values: Tensor) -> None:
         dist.all_reduce(values, group=self._group)

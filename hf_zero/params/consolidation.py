@@ -15,6 +15,7 @@ from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.precision import is_packed
 
 MAX_GATHERED_NUMEL = 1 << 26
+EXTRA_STATE = "_extra_state"  # torch's name
 
 
 def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: bool = False) -> dict[str, Tensor]:
@@ -85,11 +86,19 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
+def with_extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules inside that keep a state of their own (`get_extra_state`), by its name in a state dict."""
+    for prefix, inner in module.named_modules():
+        if type(inner).get_extra_state is not nn.Module.get_extra_state:
+            yield (f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE), inner
+
+
 def state_dict_order(module: nn.Module) -> Iterator[str]:
-    """Names as `state_dict()` orders them: module by module, parameters before buffers."""
+    """Names as `state_dict()` orders them: module by module, parameters before buffers, then a state of its own."""
     for prefix, inner in module.named_modules(remove_duplicate=False):
         own = [name for name, value in inner._parameters.items() if value is not None]
         own += [name for name, value in inner._buffers.items() if value is not None]
+        own.append(EXTRA_STATE)
         yield from (f"{prefix}.{name}" if prefix else name for name in own)
 
 

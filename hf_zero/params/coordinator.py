@@ -15,7 +15,7 @@ take another, the ranks agree on that at the step (`reorder`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ from hf_zero.params.edits import ShardedEdits
 from hf_zero.params.hooked_modules import ExecutionOrder, HookedModule
 from hf_zero.params.prefetcher import Prefetcher
 from hf_zero.params.unit import Unit
+
+_DEEPEST = 4  # of objects in objects that a module returns
 
 
 class Forward:
@@ -51,6 +53,11 @@ class Forward:
     @property
     def is_running(self) -> bool:
         return bool(self._gathered)
+
+    @property
+    def innermost(self) -> Sequence[Unit]:
+        """What the forward that has begun last uses."""
+        return self._gathered[-1]
 
     @property
     def in_use(self) -> set[Unit]:
@@ -81,11 +88,21 @@ class Forward:
             self._prefetcher.gather(unit)
         self._gathered[-1].append(unit)
 
-    def leave(self, hooked: HookedModule) -> Sequence[Unit]:
-        """Release what no enclosing module uses and the gather plan does not keep. Returns what `hooked` has read."""
+    def leave(self, hooked: HookedModule, lent: Sequence[Unit] = ()) -> Sequence[Unit]:
+        """Release what no enclosing module uses and the gather plan does not keep. Returns what `hooked` has read.
+
+        Args:
+            lent: of which parameters, or views of them, are returned: the module around reads them from now on, and
+                where there is none, they stay as they are.
+        """
         units = self._gathered.pop()
+        if self._gathered:
+            self._gathered[-1] += lent
         for unit in units:
-            if not any(unit in others for others in self._gathered) and not self._keeps(hooked, unit):
+            is_lent = unit in lent
+            if not any(unit in others for others in self._gathered) and (is_lent or not self._keeps(hooked, unit)):
+                if is_lent:
+                    unit.leave_views()
                 unit.release()
         return units
 
@@ -210,6 +227,12 @@ class Backward:
                 del descent.holders[unit]
                 unit.release()
 
+    def lend(self, units: Sequence[Unit]) -> None:
+        """Parameters of these have been returned by a forward that runs again: keep them to the end."""
+        if self._descent is not None:
+            for unit in units:
+                self._descent.holders.pop(unit, None)
+
     def stop_holding(self) -> None:
         """What is held for the backward of a backward may be released."""
         for unit in self._held:
@@ -300,17 +323,21 @@ class ParameterCoordinator:
 
     def _leave(self, hooked: HookedModule, _module: nn.Module, _args: Any, output: Any) -> None:
         since = hooked.entered.pop()
+        tensors = _tensors(output)
         if _in_autograd():
-            self._watch_outputs(hooked, hooked.units, output, since)
+            self.backward.lend(_shown_in(tensors, hooked.units))
+            self._watch_outputs(hooked, hooked.units, tensors, since)
             return
-        units = self.forward.leave(hooked)
-        self._watch_outputs(hooked, units, output, since)
+        units = self.forward.leave(hooked, _shown_in(tensors, self.forward.innermost))
+        self._watch_outputs(hooked, units, tensors, since)
         if not self.forward.is_running:
             self.forward.end()
             if not self.forward.trains:
                 self._edits.remember_kept()
 
-    def _watch_outputs(self, hooked: HookedModule, units: Sequence[Unit], output: Any, since: int) -> None:
+    def _watch_outputs(
+        self, hooked: HookedModule, units: Sequence[Unit], tensors: Sequence[Tensor], since: int
+    ) -> None:
         """Gather again when backward reaches what was computed here, since node `since`; outputs that were only passed
         through belong to an earlier hooked module, and their turn comes when this one's is long over."""
         if not (units and torch.is_grad_enabled() and hooked.reads_in_backward):
@@ -320,7 +347,7 @@ class ParameterCoordinator:
         def reach(_gradient: Tensor) -> None:
             self.backward.reach(hooked, needed, creates_graph=torch.is_grad_enabled())
 
-        for tensor in _tensors(output):
+        for tensor in tensors:
             if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= since:
                 tensor.register_hook(reach)
 
@@ -382,11 +409,39 @@ def _in_autograd() -> bool:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The tensors of a module's output; of an object that is no container, those among its attributes."""
+    """The tensors of a module's output; of an object that is no container, those among its attributes, and where none
+    are there, those further inside."""
     tensors = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
             tensors.extend(value for value in vars(leaf).values() if isinstance(value, Tensor))
-    return tensors
+    return tensors or list(_inside(output, _DEEPEST))
+
+
+def _inside(value: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors in containers, and in attributes of objects down to this depth."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, (nn.Module, type)):
+            names = [name for kind in type(leaf).__mro__ for name in _as_tuple(vars(kind).get("__slots__", ()))]
+            slots = [getattr(leaf, name, None) for name in names if name not in ("__dict__", "__weakref__")]
+            yield from _inside([*slots, *getattr(leaf, "__dict__", {}).values()], depth - 1)
+
+
+def _as_tuple(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _shown_in(tensors: Sequence[Tensor], units: Sequence[Unit]) -> list[Unit]:
+    """Units whose gathered parameters these tensors are, or views of."""
+    if not units:
+        return []
+    addresses = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in tensors
+        if tensor.layout is torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    }
+    return [unit for unit in units if unit.is_gathered and not addresses.isdisjoint(unit.addresses())]

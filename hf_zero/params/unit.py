@@ -192,6 +192,11 @@ class UnitPart:
         if self._num_uses() > self._num_own_uses + in_plans + shown:
             self._make_room()
 
+    @property
+    def address(self) -> int:
+        """Of the whole parameters, while they are gathered."""
+        return self._full.untyped_storage().data_ptr()
+
     def _joined(self) -> Tensor:
         """The members' chunks as one new tensor, with zeros between them."""
         row = torch.zeros(self.layout.row_numel, dtype=self.dtype, device=self.members[0].shard.device)
@@ -421,6 +426,16 @@ class Unit:
             buffers.give(arrived)
         self.state, self._gathering = UnitState.RELEASED, None
         self.put_back()
+
+    def addresses(self) -> set[int]:
+        """Where the whole parameters are, while they are gathered."""
+        return {part.address for part in self.parts if part.address}
+
+    def leave_views(self) -> None:
+        """What is released next stays as it is for those who have views of it."""
+        if not (self.is_persistent or self.is_held):
+            for part in self.parts:
+                part.leave_views()
 
     def release(self) -> None:
         """Parameters go back to shards; those of a persistent unit stay, and those that are held."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -133,6 +133,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step. They are always set to None."""
         self._step.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
+        """Raise RuntimeError: what is trained is laid out when the engine is made."""
+        from hf_zero.instead import LATER_GROUP  # what no step needs
+
+        raise RuntimeError(LATER_GROUP)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the optimizer state, in torch's form."""

@@ -277,6 +277,64 @@ def test_a_scheduler_factory_gets_the_torch_optimizer() -> None:
     assert seen == [engine.basic_optimizer] and engine.lr_scheduler is scheduler
 
 
+def test_a_scheduler_class_is_a_factory() -> None:
+    """A class has a `step`, so it was taken for a schedule, and failed at the first update."""
+
+    class Halving(torch.optim.lr_scheduler.StepLR):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            super().__init__(optimizer, step_size=1, gamma=0.5)
+
+    engine, _, _, scheduler = initialize(model=AwkwardMLP(), lr_scheduler=Halving, config=config())
+    one_step(engine)
+    assert isinstance(scheduler, Halving) and engine.get_lr() == [0.005]
+
+
+def test_a_step_hands_arguments_to_the_schedule() -> None:
+    """Megatron-DeepSpeed calls `step(lr_kwargs={"increment": samples})`, and a schedule of a metric needs the metric:
+    "unexpected keyword argument"."""
+    model = AwkwardMLP()
+    base = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(base, patience=0, factor=0.5)
+    settings = config()
+    del settings["optimizer"]
+    engine = initialize(model=model, optimizer=base, lr_scheduler=schedule, config=settings)[0]
+    rates = []
+    for metric in (1.0, 2.0, 3.0):
+        (batch,) = mlp_batches(1, ROWS)
+        engine.backward(engine(**batch))
+        engine.step(lr_kwargs={"metrics": metric})
+        rates += engine.get_lr()
+    assert rates == [1.0, 0.5, 0.25]
+
+
+def test_an_optimizer_factory_gets_the_groups_that_were_given() -> None:
+    """It got their parameters in one list: every group trained at the same rate, and nothing said so."""
+    model = AwkwardMLP()
+    groups = [{"params": model.head.parameters(), "lr": 0.0}, {"params": [model.scale], "lr": 0.5}]
+    settings = config()
+    del settings["optimizer"]
+    engine = initialize(
+        model=model,
+        model_parameters=groups,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        config=settings,
+    )[0]
+    before = weights_of(engine)
+    one_step(engine)
+    assert engine.get_lr() == [0.0, 0.5]
+    assert torch.equal(before["head.weight"], weights_of(engine)["head.weight"])
+    assert not torch.equal(before["scale"], weights_of(engine)["scale"])
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_group_that_is_added_later_is_refused(stage: int) -> None:
+    """Unfreezing by `optimizer.add_param_group(...)` was accepted, and no update ever reached what was added."""
+    engine = new_engine(zero_optimization={"stage": stage})
+    with pytest.raises(RuntimeError, match="no update would reach these parameters, because buckets and shards"):
+        engine.optimizer.add_param_group({"params": list(engine.module.frozen.parameters())})
+    assert len(engine.optimizer.param_groups) == 1
+
+
 def test_an_optimizer_factory_and_training_data() -> None:
     settings = config()
     del settings["optimizer"]
@@ -385,6 +443,21 @@ def run_rank_0_wins(rank: int) -> list[float]:
 def test_rank_0s_weights_frozen_weights_and_buffers_are_everybodys() -> None:
     first, second = run_ranks(run_rank_0_wins, 2)
     assert first == second
+
+
+def run_other_buffers(rank: int) -> dict[str, list[float]]:
+    model = nn.Linear(2, 2)
+    for dtype in (torch.int16, torch.float8_e4m3fn, torch.uint16, torch.complex64):
+        model.register_buffer(str(dtype).removeprefix("torch."), torch.full((3, 2), 1.0 + rank).to(dtype).t())
+    model.register_buffer("number", torch.tensor(1 + rank, dtype=torch.int16))
+    initialize(model=model, config=config())
+    return {name: buffer.to(torch.complex64).real.flatten().tolist() for name, buffer in model.named_buffers()}
+
+
+def test_buffers_of_any_dtype_are_everybodys() -> None:
+    """A buffer in int16 or float8, which neither gloo nor NCCL sends, ended initialize(): "Invalid scalar type"."""
+    first, second = run_ranks(run_other_buffers, 2)
+    assert first == second and all(set(values) == {1.0} for values in first.values())
 
 
 def run_accumulation_dtype(rank: int, stage: int, dtype: str) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.entry import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
+from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.params import consolidation
 from tests.checkpoint.training import new_engine, settings, train
 from tests.support.ranks import RankFailure, run_ranks
@@ -73,6 +74,81 @@ def test_a_tag_chooses_and_latest_can_be_left(saved: tuple[Path, ZeroEngine]) ->
     assert state is not None and state["epoch"] == 3 and engine.global_steps == 4
     with pytest.raises(ValueError, match="a tag is the name of a folder inside save_dir"):
         writer.save_checkpoint(str(root), tag="../escaped")
+
+
+def test_the_number_0_is_a_tag(saved: tuple[Path, ZeroEngine]) -> None:
+    """`save_checkpoint(tag=epoch)` of epoch 0 wrote global_step2 anew, and `load_checkpoint(tag=0)` loaded the latest
+    checkpoint, whichever that was, in silence."""
+    root, writer = saved
+    first: Any = 0
+    writer.save_checkpoint(str(root), tag=first, save_latest=False, client_state={"epoch": 0})
+    path, state = other_engine().load_checkpoint(str(root), tag=first)
+    assert path == str(root / "0") and state is not None and state["epoch"] == 0
+    with pytest.raises(CheckpointError, match="there is no checkpoint with the tag '0.0'"):
+        other_engine().load_checkpoint(str(root), tag=first / 1)
+    with pytest.raises(ValueError, match="a tag is the name of a folder inside save_dir"):
+        writer.save_checkpoint(str(root), tag="")
+
+
+class Counting(nn.Linear):
+    """Keeps a number and a tensor of its own, and what no file holds if `odd`."""
+
+    count, odd = 0, False
+
+    def get_extra_state(self) -> Any:
+        return iter(()) if self.odd else {"count": self.count, "halves": torch.full((2,), self.count / 2)}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+        assert state["halves"].tolist() == [self.count / 2] * 2
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 3), (3, 2), (3, 0)])
+def test_states_of_modules_own_are_saved(first: int, second: int, tmp_path: Path) -> None:
+    """What `get_extra_state` returns is in a state dict and in DeepSpeed's files; ours left it out, in silence."""
+    model = nn.Sequential(Counting(3, 3), Counting(3, 3))
+    engine = initialize(model=model, config=settings(first, 1))[0]
+    model[0].count, model[1].odd = 7, True  # type: ignore[assignment]
+    engine.save_checkpoint(str(tmp_path), client_state={"note": 1})
+    other = nn.Sequential(Counting(3, 3), Counting(3, 3))
+    engine = initialize(model=other, config=settings(second, 1))[0]
+    _, state = engine.load_checkpoint(str(tmp_path))
+    assert (other[0].count, other[1].count) == (7, 0) and state is not None and "extra_states" not in state
+    weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert sorted(weights) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+
+
+def test_a_tag_may_be_a_symbolic_link(saved: tuple[Path, ZeroEngine]) -> None:
+    """A link `best` to a checkpoint was replaced, and then the save failed, "earlier checkpoints are untouched": a link
+    is not removed as folders are. One that points nowhere could not be replaced either."""
+    root, writer = saved
+    for name, target in (("best", "global_step2"), ("nowhere", "gone")):
+        (root / name).symlink_to(target)
+        writer.save_checkpoint(str(root), tag=name)
+        assert not (root / name).is_symlink() and (root / "latest").read_text() == name
+    engine = other_engine()
+    assert engine.load_checkpoint(str(root), "best")[0] == str(root / "best") and engine.global_steps == 4
+    assert engine.load_checkpoint(str(root), "global_step2")[0] is not None and engine.global_steps == 2
+    assert not list(root.glob(".*"))
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 2), (3, 0)])
+def test_a_client_state_that_was_loaded_is_given_to_the_next_save(first: int, second: int, tmp_path: Path) -> None:
+    """DeepSpeed's tutorial saves with the dictionary that `load_checkpoint` has returned. It says how the files of that
+    checkpoint are laid out, and stood in the new one's: at another stage, no load could read that."""
+    writer, root = new_engine(first, 1), str(tmp_path)
+    train(writer, 0, 1, range(2))
+    writer.save_checkpoint(root, client_state={"step": 2})
+    engine = new_engine(second, 1, seed=7)
+    _, state = engine.load_checkpoint(root)
+    assert state is not None
+    train(engine, 0, 1, range(2, 4))
+    engine.save_checkpoint(root, client_state={**state, "step": 4, "module": "of the program's own"})
+    before, samples = weights(engine), engine.global_samples
+    resumed = other_engine(second)
+    _, state = resumed.load_checkpoint(root)
+    assert state is not None and state["step"] == 4 and resumed.global_samples == samples
+    assert same(before, weights(resumed))
 
 
 @pytest.mark.parametrize("tag", ["latest", "latest_universal", "zero_to_fp32.py", "latest/1"])

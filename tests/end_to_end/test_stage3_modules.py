@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -174,6 +175,126 @@ def test_outputs_that_are_passed_through_or_come_from_inside() -> None:
     took these for the blocks' own results and released weights that it was still using."""
     trace = train(seeded(Returner), vectors(5), RECIPE, returned_loss)
     assert_same_training(run_ranks(run_returner, 2), trace)
+
+
+class Positions(nn.Module):
+    """Returns its parameter: a view of it, itself, or in an object; what reads it comes later."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.table = nn.Parameter(torch.randn(16, WIDTH))
+
+    def forward(self, length: int) -> Any:
+        return {"view": self.table[:length], "parameter": self.table, "object": Held({"rows": [self.table]})}[self.how]
+
+
+class Held:
+    """No container that a walk over outputs knows, and without a dictionary of its own."""
+
+    __slots__ = ("inside",)
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+
+
+class Positioned(nn.Module):
+    """The positions of a model inside; once more with a block that returns its output in an object."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.positions = Positions(how)
+        self.layers = nn.ModuleList(Holding() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Held:
+        positions = self.positions(len(x))
+        for layer in self.layers:
+            x = layer(x).inside["out"][0]
+        return Held((x, positions))
+
+
+class Holding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Held:
+        return Held({"out": [torch.tanh(self.second(torch.tanh(self.first(x))))]})
+
+
+class Lender(nn.Module):
+    def __init__(self, how: str, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.inner = Positioned(how)
+        self.outlet = nn.Linear(WIDTH, 2)
+
+    def run(self, x: Tensor) -> Tensor:
+        x, positions = self.inner(x).inside
+        rows = positions.inside["rows"][0] if isinstance(positions, Held) else positions
+        return x * rows[: len(x)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        x = self.run(x) if self.reentrant is None else checkpoint(self.run, x, use_reentrant=self.reentrant)
+        return self.outlet(x).square().mean()
+
+
+def run_lender(rank: int, how: str, reentrant: bool | None) -> Seen:
+    nothing_stays = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
+    model = seeded(lambda: Lender(how, reentrant))
+    return run_training(model, [parts[rank] for parts in vectors(4)], **nothing_stays)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("how", ["view", "parameter", "object"])
+def test_a_module_that_returns_its_parameter(how: str, reentrant: bool | None) -> None:
+    """`return self.table[:length]`, of position embeddings, was a view of memory that was gone when the module around
+    read it: a segmentation fault. The parameter itself was refused; DeepSpeed carries both. What a block returned in
+    objects inside of objects was not seen at all: "setStorage: ... out of bounds for storage of size 0" in backward."""
+    trace = plain(seeded(lambda: Lender(how, reentrant)), vectors(4))
+    assert_same_training(run_ranks(run_lender, 2, how, reentrant), trace)
+
+
+class Returning(nn.Module):
+    """Returns a view of a parameter to the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = Positions("view")
+        self.outlet = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.outlet(x), self.positions(len(x))
+
+
+def loss_with_positions(model: nn.Module, batch: Batch) -> Tensor:
+    out, positions = model(**batch)
+    loss: Tensor = out.square().mean() + positions.pow(3).mean()
+    return loss
+
+
+def run_returning(rank: int, **more: Any) -> Seen:
+    model = seeded(Returning)
+    engine = engine_of(model, **more)
+    (parts,) = vectors(1)
+    with torch.no_grad():
+        _, kept = engine(**parts[rank])
+    before = kept.clone()
+    losses, norms = train_engine(engine, [parts[rank] for parts in vectors(4)], loss_with_positions)
+    assert torch.equal(kept, before), "what an evaluation has returned stays as it is"
+    return losses, norms, whole(model)
+
+
+def run_returning_without_room(rank: int) -> Seen:
+    return run_returning(rank, stage3_max_live_parameters=0, stage3_prefetch_bucket_size=0)
+
+
+@pytest.mark.parametrize("run", [run_returning, run_returning_without_room])
+def test_a_view_of_a_parameter_that_the_program_gets(run: Callable[[int], Seen]) -> None:
+    """The same segmentation fault in the loss of a program, or in what it prints of an evaluation."""
+    trace = train(seeded(Returning), vectors(4), RECIPE, loss_with_positions)
+    assert_same_training(run_ranks(run, 2), trace)
 
 
 def run_several_backwards(rank: int) -> Seen:

@@ -138,6 +138,23 @@ def test_betas_and_eps_come_from_the_dummy_optimizer() -> None:
     assert (tuple(group["betas"]), group["eps"], group["lr"]) == ((0.8, 0.9), 1e-5, 0.001)
 
 
+@pytest.mark.parametrize("form", ["generators", "filters", "one parameter"])
+def test_the_groups_of_a_dummy_optimizer_may_be_generators(form: str) -> None:
+    """Looking for a model that is prepared again emptied the generators, and "no trainable parameter" was left; with a
+    list in one of the groups, the others were not trained, and nothing said so."""
+    acc = accelerator(one_step(optimizer=ADAMW))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False))
+    rest, last = list(model[0].parameters()), model[1].weight
+    second: Any = {"generators": (each for each in [last]), "filters": filter(torch.is_tensor, [last])}.get(form, last)
+    optimizer = DummyOptim([{"params": rest}, {"params": second, "weight_decay": 0.5}], lr=0.02)
+    before = last.detach().clone()
+    engine, wrapped, _ = acc.prepare(model, optimizer, loader())
+    assert [group["weight_decay"] for group in wrapped.param_groups] == [0, 0.5]
+    acc.backward(engine(torch.ones(2, 8)).sum())
+    wrapped.step()
+    assert not torch.equal(last, before)
+
+
 def test_batch_sizes_come_from_loaders_prepared_before() -> None:
     acc = accelerator(one_step(), gradient_accumulation_steps=1)
     acc.prepare(loader(4))

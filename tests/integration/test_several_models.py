@@ -243,6 +243,15 @@ def test_a_loss_of_no_model_is_refused() -> None:
         one.backward(torch.ones(1, requires_grad=True).sum())
 
 
+def test_a_model_that_was_prepared_without_its_optimizer_is_not_trained() -> None:
+    """backward() spoke of a loss that belonged to none of 0 models, because of reentrant checkpointing."""
+    one, (first, _) = accelerator(ds(2)), two()
+    (engine,), loss = (one.prepare(first),), torch.ones(1, requires_grad=True).sum()
+    assert engine.optimizer is None
+    with pytest.raises(RuntimeError, match="no model has been prepared together with its optimizer"):
+        one.backward(loss)
+
+
 def test_an_optimizer_of_two_models_is_refused() -> None:
     first, second = two()
     both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)

@@ -208,6 +208,23 @@ def test_training_twice(tmp_path: Path) -> None:
     assert first.global_step == second.global_step == 2 and second.training_loss < first.training_loss
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_arguments_that_change_later_are_followed(fixed: bool, tmp_path: Path) -> None:
+    """`trainer.args.learning_rate = ...` before another train() had no effect beside an optimizer section whose rate is
+    "auto", and nothing said so: the file was filled when TrainingArguments were made. What it writes itself stays."""
+    given = {"type": "AdamW", "params": {"lr": 0.2, "weight_decay": 0.3}} if fixed else ADAMW
+    options = {"learning_rate": 0.2, "weight_decay": 0.3, "lr_scheduler_type": "constant"}
+    run = trainer(tmp_path, {**BASE, "optimizer": given}, **options)
+    rates = []
+    for rate, decay in ((0.1, 0.0), (0.05, 0.4)):
+        run.args.learning_rate, run.args.weight_decay, run.args.max_grad_norm = rate, decay, rate
+        run.train()
+        rates.append([line["learning_rate"] for line in run.state.log_history if "learning_rate" in line][0])
+    decays = {group["weight_decay"] for group in run.deepspeed.optimizer.param_groups}
+    assert (rates, decays) == (([0.2, 0.2], {0.3, 0.0}) if fixed else ([0.1, 0.05], {0.4, 0.0}))
+    assert run.deepspeed.gradient_clipping() == 0.05
+
+
 def trained(folder: Path, config: Any, **options: Any) -> dict[str, torch.Tensor]:
     """The weights after three updates, by the engine or, without a config, by PyTorch alone."""
     torch.manual_seed(3)
@@ -241,6 +258,22 @@ def test_what_the_file_leaves_out_is_as_trainer_alone_has_it(
     ours = trained(tmp_path, {"zero_optimization": {"stage": 2}, **sections}, **options)
     for name, value in alone.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_of_a_metric_is_trainers_own(kind: str, tmp_path: Path) -> None:
+    """Beside an optimizer of ds.json the engine had this schedule, and the first update ended in "step() missing 1
+    required positional argument: 'metrics'"."""
+    options = {"max_steps": 4, "learning_rate": 0.5, "lr_scheduler_type": kind, "eval_strategy": "steps"}
+    options |= {"eval_steps": 1, "metric_for_best_model": "loss"}
+    rates = []
+    for config in (None, {**BASE, "optimizer": {"type": "AdamW"}}):
+        clean()
+        torch.manual_seed(3)
+        run = trainer(tmp_path, config, lr_scheduler_kwargs={"patience": 0}, **options)
+        run.train()
+        rates.append([line["learning_rate"] for line in run.state.log_history if "learning_rate" in line])
+    assert rates[0] == rates[1] and len(set(rates[0])) > 1
 
 
 def with_own_optimizers(folder: Path, config: Any, kind: type[torch.optim.Optimizer]) -> Trainer:

@@ -32,6 +32,8 @@ DATA_SAMPLER = "data_sampler"
 RANDOM_LTD = "random_ltd"
 TRAINING_FEATURES = "training_features"
 """Ours: states of the features that have no key of their own in DeepSpeed's file."""
+EXTRA_STATES = "extra_states"
+"""Of a view, not of files: states of modules' own, which files have among the weights."""
 SKIPPED_STEPS = "skipped_steps"
 GLOBAL_STEPS = "global_steps"
 GLOBAL_SAMPLES = "global_samples"
@@ -56,6 +58,7 @@ NOT_CLIENT_STATE = frozenset(
         DATA_SAMPLER,
         RANDOM_LTD,
         TRAINING_FEATURES,
+        EXTRA_STATES,
         "hf_zero",
     }
 )

@@ -18,6 +18,7 @@ from hf_zero.checkpoint.view import Pieces
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
 from hf_zero.optim.stager import COUNTERS
+from hf_zero.params.consolidation import EXTRA_STATE
 
 _FIX = "the file is damaged, or not of this kind of checkpoint; restore it from a copy or load another checkpoint"
 
@@ -151,6 +152,8 @@ def module_part(models: Sequence[Mapping[str, Any]], paths: Sequence[Path], trai
     module = need_mapping(model, ds.MODULE, path)
     buffer_names = set(model.get(ds.BUFFER_NAMES) or ())
     buffers = {name: value for name, value in module.items() if name in buffer_names and isinstance(value, Tensor)}
+    extra = {name: value for name, value in module.items() if name.rpartition(".")[2] == EXTRA_STATE}
+    module = {name: value for name, value in module.items() if name not in extra}
     aliases = _aliases(models, module, buffer_names)
     frozen = _fragments(models, paths)
     if not frozen:
@@ -166,7 +169,8 @@ def module_part(models: Sequence[Mapping[str, Any]], paths: Sequence[Path], trai
         }
     owners = {*trainable, *frozen}
     aliases = {alias: owner for alias, owner in aliases.items() if owner in owners and alias not in owners}
-    return ModulePart(frozen, buffers, aliases, {key: value for key, value in model.items() if key != ds.MODULE})
+    meta = {key: value for key, value in model.items() if key != ds.MODULE}
+    return ModulePart(frozen, buffers, aliases, {**meta, ds.EXTRA_STATES: extra})
 
 
 def _aliases(models: Sequence[Mapping[str, Any]], module: Mapping[str, Any], buffers: set[str]) -> dict[str, str]:

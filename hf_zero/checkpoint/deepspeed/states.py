@@ -136,7 +136,9 @@ def model_states(
         ds.DS_VERSION: ds.FORMAT_VERSION,
         ds.UNIVERSAL_INFO: {ds.UNIVERSAL_VERSION_KEY: ds.UNIVERSAL_VERSION},
     }
-    return {**states, **plain(dict(run.client_state)), **({ds.HF_ZERO: extras} if extras else {})}
+    # What `load_checkpoint` has returned of an earlier checkpoint may be given again: it describes other files.
+    client_state = {key: value for key, value in run.client_state.items() if key not in states}
+    return {**states, **plain(client_state), **({ds.HF_ZERO: extras} if extras else {})}
 
 
 def _features(states: Mapping[str, Any]) -> dict[str, Any]:

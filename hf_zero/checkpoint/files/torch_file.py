@@ -225,6 +225,15 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-igno
         return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), str(tensor.device)
 
 
+def why_unreadable(value: object) -> str | None:
+    """Why a file with it could not be written, or read back; None: it can."""
+    try:
+        _pickle(value, "the file")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def plain(value: Any) -> Any:
     """`value` with dict, list, str and number subclasses (config classes, numpy scalars) turned into builtins."""
     if value is None or isinstance(value, (bool, torch.Size, Tensor, torch.dtype, OrderedDict)):

@@ -159,6 +159,11 @@ class EngineChoice:
     def _engine_of(self, loss: Tensor) -> PreparedEngine:
         if len(self.trained) == 1:
             return self.trained[0]
+        if not self.trained:
+            raise RuntimeError(
+                "accelerator.backward(loss): no model has been prepared together with its optimizer, so none is "
+                "trained: give both in one call, model, optimizer = accelerator.prepare(model, optimizer)"
+            )
         leaves = {id(leaf) for leaf in _leaves(loss)}
         for prepared in self.trained:
             if not leaves.isdisjoint(map(id, prepared.engine.module.parameters())):

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_zero.api.engine import ZeroEngine
@@ -253,12 +253,21 @@ def _owner(optimizer: Any, models: Sequence[nn.Module]) -> int:
 def parameters_of(optimizer: Any) -> Iterable[Any]:
     if isinstance(optimizer, Optimizer):
         return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    optimizer.params = list(optimizer.params)  # it may be a generator, which the engine still has to read
+    optimizer.params = [_lasting(entry) for entry in optimizer.params]
     return [
         parameter
         for entry in optimizer.params
         for parameter in (entry["params"] if isinstance(entry, dict) else [entry])
     ]
+
+
+def _lasting(entry: Any) -> Any:
+    """A parameter, or a group with a list in it: what it has may be a generator, which the engine still has to read,
+    or one parameter."""
+    if not isinstance(entry, dict):
+        return entry
+    members = entry["params"]
+    return {**entry, "params": [members] if isinstance(members, Tensor) else list(members)}
 
 
 def _forward_only(accelerator: Any, model: nn.Module) -> Any:

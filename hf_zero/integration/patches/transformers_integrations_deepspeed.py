@@ -21,10 +21,10 @@ from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.inputs import model_view
 from hf_zero.checkpoint.transaction import check_output_folder
 from hf_zero.comm import collectives_for, local_device, set_timeout, this_process
-from hf_zero.config import ConfigError, Problem, Views, examine
+from hf_zero.config import ConfigDict, ConfigError, Problem, Views, examine
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.extras import schema_for
-from hf_zero.config.fill import apply, drop_unfilled, fill
+from hf_zero.config.fill import Changes, apply, drop_unfilled, fill, offers
 from hf_zero.config.load import normalise
 from hf_zero.device.host_memory import trim
 from hf_zero.integration.huggingface.engine_choice import raise_both, stand_in_model, stepped_aside
@@ -44,6 +44,12 @@ _CHOICES = {
     ),
 }
 _TRAINING_ONLY = ("optimizer", "scheduler")
+_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # of lr_scheduler_type
+_FOLLOWS = (
+    "gradient_clipping",
+    "scheduler.params.warmup_max_lr",
+    *(f"optimizer.params.{name}" for name in ("lr", "betas", "eps", "weight_decay")),
+)
 _KEPT = "_hf_zero_kept"
 _GIVEN = "_hf_zero_given_optimizers"
 
@@ -160,6 +166,7 @@ def around_finalize(original: Callable[..., None], self: Any, args: Any, model: 
     evaluates_only = num_training_steps == 0
     try:
         training = training_view(args, total_steps=num_training_steps or None)
+        _follow(self.config, Views(world_size=args.world_size, training=training))
         views = Views(
             world_size=args.world_size,
             training=dataclasses.replace(training, steps_only=True),
@@ -178,6 +185,17 @@ def around_finalize(original: Callable[..., None], self: Any, args: Any, model: 
     # A later train() knows the number of steps; until then the schedule keeps its autos.
     drop_unfilled(self.config, keep="scheduler.params" if evaluates_only else "")
     normalise(self.config)
+
+
+def _follow(config: dict[str, Any], views: Views) -> None:
+    """Write what was filled in from TrainingArguments once more: a script may have changed them since it made them."""
+    before = config.filled if isinstance(config, ConfigDict) else {}
+    changes = Changes()
+    for path, offer in offers(config, views).items():
+        if path in _FOLLOWS and path in before and before[path].kind in ("training", "flag"):
+            changes.values[tuple(path.split("."))] = offer.value
+            changes.sources[path] = offer.source
+    apply(config, changes)
 
 
 @PATCHES.add(
@@ -203,6 +221,8 @@ def around_optim_sched(
     optimizer, scheduler = original(trainer, hf_deepspeed_config, args, num_training_steps, model_parameters)
     if is_dummy(optimizer, "DummyOptim") and wants_groups(config):
         optimizer.params = grouped(trainer, model_parameters)
+    if is_dummy(optimizer, "DummyOptim") and "scheduler" not in config and args.lr_scheduler_type in _BY_METRIC:
+        return optimizer, None  # Trainer makes it and steps it when it evaluates: an engine knows no metric
     return optimizer, given.scheduler if scheduler is None else scheduler
 
 
