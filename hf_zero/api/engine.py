@@ -134,7 +134,7 @@ class ZeroEngine(nn.Module):
         or their `zero_grad` to drop them.
 
         Args:
-            loss: 0-dim tensor.
+            loss: 0-dim tensor; a TypeError is raised for what is none.
             scale_wrt_gas: divide the loss by gradient_accumulation_steps; False when the caller has done so.
 
         Returns:

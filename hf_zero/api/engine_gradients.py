@@ -154,6 +154,9 @@ class EngineGradients:
 
     def backward(self, loss: Tensor, *, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
         """`ZeroEngine.backward`."""
+        if not isinstance(loss, Tensor):
+            rule = "of what a model returns, pass the loss (outputs.loss), and not its value as a number (loss.item())"
+            raise TypeError(f"backward(loss): a tensor of one element is needed, got {type(loss).__name__}; {rule}")
         parts, accumulation_steps = self.parts("backward"), self._settings.accumulation_steps
         self._first_nan.look(loss, f"backward {self.micro_batches.all + 1}")
         if self.watch is not None:

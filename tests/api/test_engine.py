@@ -73,6 +73,15 @@ def test_the_loss_is_divided_by_the_engine_unless_the_caller_has_done_so() -> No
     assert norms[0] == norms[1]
 
 
+@pytest.mark.parametrize("loss", [0.5, {"loss": torch.ones(())}])
+def test_a_loss_that_is_no_tensor_is_refused(loss: Any) -> None:
+    """`engine.backward(outputs)` and `engine.backward(loss.item())` were an AttributeError from deep inside."""
+    engine = new_engine()
+    with pytest.raises(TypeError, match=rf"backward\(loss\).* got {type(loss).__name__}; .* pass the loss"):
+        engine.backward(loss)
+    assert math.isfinite(one_step(engine))
+
+
 def test_two_backwards_before_one_step_add_up() -> None:
     """A second backward in one step used to end in "gradient computed twice".
 
