@@ -128,8 +128,8 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, list[list[float]
 
 
 def _longest(blocks: Sequence[Sequence[float]]) -> float:
-    """Of the steps of a block, each the median of all rounds: what a shared machine takes for others in one round is
-    not taken for a stall."""
+    """Of the steps of a block, each the median of all rounds: one that a shared machine slows in one round is not taken
+    for a stall of all; the worst of all stands beside it."""
     return max(statistics.median(each) for each in zip(*blocks, strict=True))
 
 
@@ -137,8 +137,8 @@ def table(run: dict[str, Any]) -> str:
     """Seconds of a step by way."""
     lines = [
         "| way | step without saves | its longest | median with saves | over | the step that saves "
-        "| longest with saves | over | all, over |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| longest with saves | over | all, over | worst of all, without and with |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for way, found in run["ways"].items():
         without, within = ([each for block in found[key] for each in block] for key in ("without", "with"))
@@ -148,7 +148,8 @@ def table(run: dict[str, Any]) -> str:
         pairs = ((with_saves, plain), (longest_with, longest), (sum(within), sum(without)))
         over = [f"{100 * (value / floor - 1):+.1f}%" for value, floor in pairs]
         figures = [f"{value:.3f}" for value in (plain, longest, with_saves, saving, longest_with)]
-        lines.append(f"| {' | '.join([way, *figures[:3], over[0], *figures[3:], *over[1:]])} |")
+        worst = f"{max(without):.3f}, {max(within):.3f}"
+        lines.append(f"| {' | '.join([way, *figures[:3], over[0], *figures[3:], *over[1:], worst])} |")
     return "\n".join([*lines, ""])
 
 
