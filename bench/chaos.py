@@ -108,6 +108,7 @@ class Training:
         if self.way == TORCHFT:
             script = ["-m", "bench.chaos_torchft", str(folder / "lines"), str(self.updates)]
             script += ["--size", str(self.size), "--replicas", str(self.world), "--pause", str(self.pause_s)]
+            script += ["--stopped", str(self.stopped_s)]
             return [self.python, *script]
         config = self.config
         if self.way == FILES:
@@ -335,8 +336,8 @@ def section() -> str:
         settings = run["settings"]
         free = f", of an update {settings['pause']:g} s free" if settings.get("pause") else ""
         what = f"{settings['size']} at stage {settings['stage']}, {settings['ranks']} ranks{free}; "
-        what += f"a stopped rank is dead after {settings.get('stopped', 0.5):g} s; {settings['minutes']:g} min "
-        what += f"({path.stem})"
+        what += f"a fault each {settings['every']:g} s for {settings['minutes']:g} min, a stopped rank is dead after "
+        what += f"{settings.get('stopped', 0.5):g} s ({path.stem})"
         for way, row in run["ways"].items():
             kept = [f"{100 * row[key]:.1f}%" for key in ("updates_kept", "time_kept")]
             recovered = f"{row['recovery_median_s']:.1f} s, {row['recovery_max_s']:.1f} s"

@@ -28,7 +28,6 @@ from torchft.coordination import LighthouseServer
 
 from bench.models import SIZES, build_model
 
-_STOPPED_S = 0.5  # as hf-zero launch is told in the same comparison
 _CLIPPED_AT = 1.0  # TrainingArguments' max_grad_norm
 
 
@@ -47,7 +46,7 @@ def launch(options: argparse.Namespace) -> None:
                 if replica is not None and code is None:
                     is_stopped = psutil.Process(replica.pid).status() == psutil.STATUS_STOPPED
                     since = stopped.setdefault(number, time.monotonic()) if is_stopped else stopped.pop(number, None)
-                    if since is not None and time.monotonic() - since > _STOPPED_S:
+                    if since is not None and time.monotonic() - since > options.stopped:
                         replica.kill()
                 elif code == 0:
                     del running[number]
@@ -130,6 +129,7 @@ def main() -> None:
     parser.add_argument("--size", choices=sorted(SIZES), required=True)
     parser.add_argument("--replicas", type=int, required=True)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds of each update in which nothing computes")
+    parser.add_argument("--stopped", type=float, default=0.5, help="seconds until a stopped replica counts as dead")
     parser.add_argument("--replica", type=int)
     parser.add_argument("--lighthouse")
     options = parser.parse_args()
