@@ -10,10 +10,11 @@ import torch
 import transformers
 
 from bench import published
-from bench.published import CLOSE, compared, contents, held_out, orders, page, section, within
+from bench.published import CLOSE, compared, contents, held_out, orders, page, section, set_of, within
 
-LEAST_CLOSE = 60  # of the 74 runs with one prediction that are not held out, whose peak is predicted within a tenth
-MOST_WRONG = 8  # pairs of them whose order of rates is predicted to be the other one
+# By set, of the runs that are not held out.
+LEAST_CLOSE = {1: 13, 2: 26, 3: 22}  # of 21, 29 and 24 whose peak has one prediction: within a tenth
+MOST_WRONG = {1: 1, 2: 0, 3: 7}  # pairs whose order of rates is predicted to be the other one
 NUM_DRAWN = 4
 
 
@@ -79,9 +80,10 @@ def test_some_rows_of_the_page_are_what_is_predicted(monkeypatch: pytest.MonkeyP
 @pytest.mark.timeout(1200)
 def test_the_page_has_what_is_predicted() -> None:
     found = list(compared())
-    rows = [each for each in found if not each.is_held_out]
-    assert within(rows)[0] >= LEAST_CLOSE
-    assert sum(verdict == "wrong" for _, _, verdict in orders(rows)) <= MOST_WRONG
+    for number, least in LEAST_CLOSE.items():
+        rows = [each for each in found if not each.is_held_out and set_of(each.run) == number]
+        assert within(rows)[0] >= least
+        assert sum(verdict == "wrong" for _, _, verdict in orders(rows)) <= MOST_WRONG[number]
     text = published.PAGE.read_text(encoding="utf-8")
     if is_of_these_versions(text):
         assert page(text, section(found)) == text, "python -m bench.published --write"
