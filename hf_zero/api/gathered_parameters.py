@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from hf_zero.params.consolidation import unsharded_values
+from hf_zero.params.consolidation import unsharded_values, with_extra_states
 from hf_zero.params.partitioning import TOGETHER_NUMEL, reshard, unshard
 from hf_zero.params.sharded_parameter import ShardedParameter, of
 from hf_zero.precision import is_packed
@@ -199,7 +199,8 @@ def load_module_state_dict(
         return
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= set(dict(module.named_buffers(remove_duplicate=False)))
-    missing, unexpected = sorted(known - set(weights)), sorted(set(weights) - known)
+    extra = dict(with_extra_states(module))
+    missing, unexpected = sorted(known - set(weights)), sorted(set(weights) - known - set(extra))
     needed = [name for name in missing if name not in _unsaved(module)]
     if strict and (needed or unexpected):
         raise RuntimeError(
@@ -212,6 +213,9 @@ def load_module_state_dict(
                 value = weights.get(f"{prefix}.{name}" if prefix else name)
                 if value is not None:
                     target.copy_(value)
+    for name, inner in extra.items():
+        if name in weights:
+            inner.set_extra_state(weights[name])
 
 
 def _unsaved(module: torch.nn.Module) -> set[str]:

@@ -116,6 +116,9 @@ def test_states_of_modules_own_are_saved(first: int, second: int, tmp_path: Path
     assert (other[0].count, other[1].count) == (7, 0) and state is not None and "extra_states" not in state
     weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert sorted(weights) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    module = {**engine.module_state_dict(), "0._extra_state": {"count": 4, "halves": torch.full((2,), 2.0)}}
+    engine.load_module_state_dict({"module": module})  # was refused, as a file's part of that name would have been
+    assert other[0].count == 4
 
 
 def test_a_tag_may_be_a_symbolic_link(saved: tuple[Path, ZeroEngine]) -> None:
