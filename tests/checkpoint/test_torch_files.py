@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import random
 import zipfile
 import zlib
@@ -84,6 +87,55 @@ def test_tensors_that_arrive_later_make_the_same_file(tmp_path: Path, monkeypatc
     written = write_torch_file_as_it_comes(tmp_path / "later" / "x.pt", arriving)
     data = (tmp_path / "later" / "x.pt").read_bytes()
     assert data == (tmp_path / "x.pt").read_bytes() and written.crc32 == zlib.crc32(data)
+
+
+@pytest.mark.parametrize("refuses", ["nothing", "open", "pwrite"])
+def test_large_records_are_written_past_the_cache_where_that_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    """Two saves beside training took forty steps, and each waited for the one before: to copy 1.8 GB into the cache and
+    to write it from there cost over two seconds of two processors that training kept busy."""
+    direct = [0]
+    original_open, original_pwrite = os.open, os.pwrite
+
+    def is_direct(flags: int) -> bool:
+        return bool(flags & os.O_DIRECT)
+
+    def opens(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if refuses == "open" and is_direct(flags):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return original_open(path, flags, *rest, **more)
+
+    def pwrites(file: int, block: Any, offset: int) -> int:
+        if is_direct(fcntl.fcntl(file, fcntl.F_GETFL)):
+            if refuses == "pwrite":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            direct[0] += len(block)
+        return original_pwrite(file, block, offset)
+
+    monkeypatch.setattr(os, "open", opens)
+    monkeypatch.setattr(os, "pwrite", pwrites)
+    monkeypatch.setattr(stream, "_SPAN_BYTES", 4 << 20)
+    tensors = {str(numel): torch.arange(float(numel)) for numel in (3_000_001, 1_048_576, 65_537, 5)}
+    tensors["parts"] = torch.arange(400_000.0)
+    parts = Streamed(torch.float32, (400_000,), tuple(tensors["parts"].split(1_001)))
+    written = write_torch_file(tmp_path / "x.pt", {**tensors, "parts": parts})
+    data = (tmp_path / "x.pt").read_bytes()
+    assert (written.num_bytes, written.crc32) == (len(data), zlib.crc32(data))
+    for key, value in torch.load(tmp_path / "x.pt").items():
+        assert torch.equal(value, tensors[key]), key
+    if refuses == "nothing" and _knows_direct_writes(tmp_path):
+        assert direct[0] > 0.95 * len(data)
+    else:
+        assert direct[0] == 0
+
+
+def _knows_direct_writes(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
 
 
 def test_the_pickle_names_deepspeeds_modules_never_ours(tmp_path: Path) -> None:

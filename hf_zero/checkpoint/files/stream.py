@@ -14,14 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.files import crc
-from hf_zero.checkpoint.files.writer import BLOCK_BYTES, start_flushing, write_at
+from hf_zero.checkpoint.files.writer import BLOCK_BYTES, Output, write_at
 from hf_zero.staging import staging_file
 
 CHUNK_BYTES = BLOCK_BYTES  # what one thread holds while it casts
@@ -179,30 +178,20 @@ def write_records(file: int, records: Sequence[Record], progress: Callable[[int]
 
     `progress` is called with every number of bytes written, from any thread.
     """
-    turn = Lock()
+    with Output(file) as output:
 
-    def write(record: Record) -> int:
-        checksum, offset = 0, record.offset
-        for block in _blocks(record.content):
-            checksum = crc.checksum(block, checksum)
-            # Threads share the casts and checksums; of two writes to one file, the kernel lets one spin.
-            with turn:
-                write_at(file, block, offset)
-                start_flushing(file, offset, len(block))
-            offset += len(block)
-            if progress is not None:
-                progress(len(block))
-        return checksum
+        def write(record: Record) -> int:
+            return output.write(record.offset, _blocks(record.content), record.num_bytes, progress)
 
-    if sum(record.num_bytes for record in records) < CHUNK_BYTES:
-        return [write(record) for record in records]
-    spans = [(number, span) for number, record in enumerate(records) for span in _spans(record)]
-    totals = [0] * len(records)
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hf_zero_write") as pool:
-        checksums = pool.map(write, [span for _, span in spans])
-        for (number, span), checksum in zip(spans, checksums, strict=True):
-            totals[number] = crc.combine(totals[number], checksum, span.num_bytes)
-    return totals
+        if sum(record.num_bytes for record in records) < CHUNK_BYTES:
+            return [write(record) for record in records]
+        spans = [(number, span) for number, record in enumerate(records) for span in _spans(record)]
+        totals = [0] * len(records)
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hf_zero_write") as pool:
+            checksums = pool.map(write, [span for _, span in spans])
+            for (number, span), checksum in zip(spans, checksums, strict=True):
+                totals[number] = crc.combine(totals[number], checksum, span.num_bytes)
+        return totals
 
 
 def _spans(record: Record) -> Iterator[Record]:

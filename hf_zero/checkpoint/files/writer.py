@@ -7,19 +7,24 @@ has the lowest priority, imports no torch, and ends when its standard input does
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import mmap
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from threading import Lock
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from hf_zero.checkpoint.files import crc
 
 BLOCK_BYTES = 4 << 20
+_PAGE_BYTES = 4096  # a multiple of what drives ask of direct writes
+_DIRECT_BYTES = 256 << 10
 _LEAST_NICE = 19
 
 
@@ -88,6 +93,87 @@ def name_of(descriptor: int) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
+class Output:
+    """An open file to which large records are written directly (O_DIRECT), where the file system supports that.
+
+    Copying them into the page cache, and writing them back from there, takes several times as much processor time,
+    which training needs. Threads may share one.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._direct: int | None = None
+        self._may_be_direct = hasattr(os, "O_DIRECT")
+        self._buffers: list[mmap.mmap] = []  # that no thread uses
+        # Threads share the casts and checksums; of two writes to one file, the kernel lets one spin.
+        self._turn = Lock()
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def write(
+        self, offset: int, blocks: Iterable[memoryview], num_bytes: int, progress: Callable[[int], None] | None = None
+    ) -> int:
+        """Write `blocks`, `num_bytes` in all, one after the other from `offset` on; returns their CRC-32."""
+        checksum = 0
+        joined = blocks if num_bytes < _DIRECT_BYTES else self._in_pages(blocks, offset % _PAGE_BYTES)
+        for block in joined:
+            checksum = crc.checksum(block, checksum)
+            with self._turn:
+                self._write_block(block, offset)
+            offset += len(block)
+            if progress is not None:
+                progress(len(block))
+        return checksum
+
+    def _in_pages(self, blocks: Iterable[memoryview], first: int) -> Iterator[memoryview]:
+        """The same bytes in parts of a buffer that lie in its pages as they will in the file's: from byte `first` of
+        a page on."""
+        buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, BLOCK_BYTES)
+        window, filled = memoryview(buffer), first
+        for block in blocks:
+            while block:
+                taken = block[: BLOCK_BYTES - filled]
+                window[filled : filled + len(taken)] = taken
+                block, filled = block[len(taken) :], filled + len(taken)
+                if filled == BLOCK_BYTES:
+                    yield window[first:]
+                    first = filled = 0
+        if filled > first:
+            yield window[first:filled]
+        self._buffers.append(buffer)
+
+    def _write_block(self, block: memoryview, offset: int) -> None:
+        start = -offset % _PAGE_BYTES
+        stop = max(start, len(block) - (offset + len(block)) % _PAGE_BYTES)
+        if stop - start < _DIRECT_BYTES or not self._write_directly(block[start:stop], offset + start):
+            write_at(self._file, block, offset)
+            start_flushing(self._file, offset, len(block))
+            return
+        write_at(self._file, block[:start], offset)
+        write_at(self._file, block[stop:], offset + stop)
+
+    def _write_directly(self, pages: memoryview, offset: int) -> bool:
+        """False: it cannot be done here."""
+        if not self._may_be_direct:
+            return False
+        try:
+            if self._direct is None:
+                self._direct = os.open(name_of(self._file), os.O_WRONLY | os.O_DIRECT)
+            write_at(self._direct, pages, offset)
+        except OSError as error:
+            if self._direct is not None and error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self._may_be_direct = False
+        return self._may_be_direct
+
+
 def write_at(file: int, block: memoryview | bytes, offset: int) -> None:
     """Write all of `block`, in as many system calls as that takes."""
     rest = memoryview(block)
@@ -135,16 +221,11 @@ def main() -> None:
 def _carry_out(path: str, orders: Sequence[Sequence[Any]], memories: dict[str, mmap.mmap]) -> list[int]:
     file = os.open(path, os.O_WRONLY)
     try:
-        checksums = []
-        for offset, pieces in orders:
-            checksum = 0
-            for block in _blocks(pieces, memories):
-                checksum = crc.checksum(block, checksum)
-                write_at(file, block, offset)
-                start_flushing(file, offset, len(block))
-                offset += len(block)
-            checksums.append(checksum)
-        return checksums
+        with Output(file) as output:
+            return [
+                output.write(offset, _blocks(pieces, memories), sum(num_bytes for _, _, num_bytes in pieces))
+                for offset, pieces in orders
+            ]
     finally:
         os.close(file)
 
