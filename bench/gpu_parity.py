@@ -7,8 +7,8 @@
 A Llama-shaped model, clipping to a norm that every step exceeds, two micro-batches per update. The reference keeps fp32
 masters by itself and updates them with torch.optim. Of each engine: the largest relative difference of a loss, and
 whether all losses and all weights are those of stage 0 in the same precision to the bit. Then a checkpoint that is
-written at stage 3 with offload goes on at stage 2, its states on the host too, and its consolidated weights are
-compared. (The host's update and the device's differ in last bits.)
+written at stage 3 with offload goes on at stage 2, its states on the host too (the host's update and the device's
+differ in last bits), and one that is written beside training resumes; their consolidated weights are compared.
 """
 
 from __future__ import annotations
@@ -170,17 +170,23 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def resumed(task: Task, folder: Path) -> dict[str, Any]:
-    """A checkpoint of stage 3 with offload goes on at stage 2, and is consolidated."""
+def resumptions() -> Iterator[tuple[str, Config, Config, Config]]:
+    """(name, zero_optimization that saves, the one that resumes, other sections of the first)."""
+    offloaded = {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+    yield "resumed", offloaded, {"stage": 2, "offload_optimizer": CPU}, {}
+    yield "saved beside training", {"stage": 2}, {"stage": 2}, {"hf_zero": {"checkpoint": {"async": True}}}
+
+
+def resumed(task: Task, folder: Path, saves: Config, resumes: Config, other: Config) -> dict[str, Any]:
+    """What a checkpoint continues with, beside the engine that went on when it had saved it; then consolidated."""
     from hf_zero import zero_to_fp32
 
-    offloaded = ds_config("bf16", {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, {})
-    engine = initialize(model=task.model(), config=offloaded)[0]
+    engine = initialize(model=task.model(), config=ds_config("bf16", saves, other))[0]
     task.train(engine, range(UPDATES))
     engine.save_checkpoint(str(folder))
     further = task.train(engine, range(UPDATES, UPDATES + 2))
     engine.destroy()
-    engine = initialize(model=task.model(), config=ds_config("bf16", {"stage": 2, "offload_optimizer": CPU}, {}))[0]
+    engine = initialize(model=task.model(), config=ds_config("bf16", resumes, {}))[0]
     engine.load_checkpoint(str(folder))
     weights = weights_of(engine)
     again = task.train(engine, range(UPDATES, UPDATES + 2))
@@ -223,11 +229,13 @@ def run(task: Task) -> list[dict[str, Any]]:
             said = {key: value for key, value in row.items() if key not in ("case", "precision", "losses")}
             sys.stdout.write(f"{precision} {name:58} {losses[-1]:.6f} {said}\n")
             sys.stdout.flush()
-        try:
-            rows.append({"case": "resumed", **resumed(task, Path(folder, "checkpoint"))})
-        except Exception as error:
-            rows.append({"case": "resumed", "failed": str(error), "trace": traceback.format_exc(limit=-8)})
-        sys.stdout.write(f"{rows[-1]}\n")
+        for number, (name, saves, resumes, other) in enumerate(resumptions()):
+            try:
+                row = {"case": name, **resumed(task, Path(folder, f"checkpoint{number}"), saves, resumes, other)}
+            except Exception as error:
+                row = {"case": name, "failed": str(error), "trace": traceback.format_exc(limit=-8)}
+            rows.append(row)
+            sys.stdout.write(f"{row}\n")
     return rows
 
 

@@ -82,11 +82,11 @@ def test_parity_is_told_and_so_is_what_is_not_the_same(monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu_parity, "cases", lambda folder: [*chosen, ("stage 4", "fp32", {"stage": 4}, {})])
     monkeypatch.setattr(gpu_parity, "TOLERANCES", {"fp32": 2e-5})
     monkeypatch.setattr(gpu_parity, "UPDATES", 2)
-    *rows, failed, resumed = gpu_parity.run(gpu_parity.Task(torch.device("cpu"), 64, 2, 32))
+    *rows, failed, resumed, beside = gpu_parity.run(gpu_parity.Task(torch.device("cpu"), 64, 2, 32))
     assert len(rows) == len(some) and "ConfigError" in failed["failed"]
     assert all(row["within"] for row in rows if "difference" in row) and "difference" not in rows[-1]
     assert all(row["same_losses"] and row["same_weights"] for row in rows)
-    assert resumed["equal"] and resumed["consolidated"]
+    assert resumed["equal"] and resumed["consolidated"] and beside["equal"] and beside["consolidated"]
 
 
 def test_runs_of_transformers_models_are_measured_and_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,6 @@ from hf_zero.config import Resolved
 from hf_zero.config.schema.root import HfZero
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
-from hf_zero.params.stand_ins import FirstNan
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
 from hf_zero.step.assemble import Assembly
@@ -81,7 +80,7 @@ class ZeroEngine(nn.Module):
         super().__init__()
         resolved, assembly = parts.resolved, parts.assembly
         self._names = parts.names
-        self._first_nan = FirstNan(parts.store, parts.device)
+        self._first_nan = None if parts.store is None else parts.store.first_nan
         self.phases = Phases(parts.device)
         self.settings = EngineSettings(resolved, parts.groups.data.size, parts.groups.ranks_per_sample)
         self.module_view = ModuleView(parts.module, parts.store, parts.device, resolved.zero, parts.groups)
@@ -123,7 +122,9 @@ class ZeroEngine(nn.Module):
             output = self.module(*inputs, **kwargs)
             if features:
                 output = features.after_forward(self.training_progress, inputs, kwargs, output)
-        if not torch.is_grad_enabled():  # else `backward` gets the loss, maybe with more in it
+        if (
+            self._first_nan is not None and not torch.is_grad_enabled()
+        ):  # else `backward` gets the loss, maybe with more in it
             self._first_nan.look(getattr(output, "loss", output), f"evaluation after step {self.global_steps}")
         return output
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from hf_zero.api.engine_module import EngineSettings, Phases
 from hf_zero.comm import ledger
 from hf_zero.errors import WrongMoment
-from hf_zero.params.stand_ins import FirstNan
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
     from hf_zero.api.nonfinite import NonfiniteWatch
     from hf_zero.api.offload_states import OffloadStates
+    from hf_zero.params.stand_ins import FirstNan
 
 
 class Numbered(Protocol):
@@ -123,7 +123,7 @@ class EngineGradients:
     """
 
     def __init__(
-        self, assembly: Assembly | None, settings: EngineSettings, first_nan: FirstNan, phases: Phases, rank: int
+        self, assembly: Assembly | None, settings: EngineSettings, first_nan: FirstNan | None, phases: Phases, rank: int
     ) -> None:
         self.assembly = assembly
         self.micro_batches = MicroBatches()
@@ -158,7 +158,8 @@ class EngineGradients:
             rule = "of what a model returns, pass the loss (outputs.loss), and not its value as a number (loss.item())"
             raise TypeError(f"backward(loss): a tensor of one element is needed, got {type(loss).__name__}; {rule}")
         parts, accumulation_steps = self.parts("backward"), self._settings.accumulation_steps
-        self._first_nan.look(loss, f"backward {self.micro_batches.all + 1}")
+        if self._first_nan is not None:
+            self._first_nan.look(loss, f"backward {self.micro_batches.all + 1}")
         if self.watch is not None:
             self.watch.note(loss)
         if scale_wrt_gas and accumulation_steps > 1:

@@ -35,7 +35,7 @@ from hf_zero.errors import WrongArgument, listen
 from hf_zero.features import ASKED, DIMENSIONS, DIMENSIONS_OF_FEATURES, EngineTools, Features, TrainingFeature, asked_of
 from hf_zero.log import log_dist, logger
 from hf_zero.optim import build_optimizer
-from hf_zero.params.sharded_parameter import of, suspended
+from hf_zero.params.store import of, suspended
 from hf_zero.precision import can_be_cut, precision_from
 from hf_zero.step.assemble import (
     Assembly,

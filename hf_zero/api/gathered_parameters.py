@@ -17,7 +17,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from hf_zero.params.consolidation import unsharded_values, with_extra_states
 from hf_zero.params.partitioning import TOGETHER_NUMEL, reshard, unshard
-from hf_zero.params.sharded_parameter import ShardedParameter, of
+from hf_zero.params.sharded_parameter import ShardedParameter
+from hf_zero.params.store import of
 from hf_zero.precision import is_packed
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from hf_zero.comm import ParallelGroups
 from hf_zero.layout import Piece
 from hf_zero.layout.buckets import round_up
 from hf_zero.offload.sub_group import SubGroup, wait_for_readers
-from hf_zero.params.sharded_parameter import of
+from hf_zero.params.store import of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.sharded_step import Source
 

@@ -22,7 +22,8 @@ from hf_zero.errors import WrongArgument
 from hf_zero.offload.placement import store_at_init
 from hf_zero.offload.vector import InMemoryVector, stop_if_any
 from hf_zero.params.partitioning import reshard, shard_parameter, unshard
-from hf_zero.params.sharded_parameter import ACTIVE, HEAP, ReadHooks, ShardedParameter, of
+from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter
+from hf_zero.params.store import ACTIVE, of
 from hf_zero.precision import Precision, precision_from
 
 if TYPE_CHECKING:

@@ -30,6 +30,8 @@ from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
 from hf_zero.checkpoint.files.writer import Piece
 from hf_zero.comm import Collectives, hosts
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Event
 from hf_zero.errors import CheckpointError
 from hf_zero.log import logger
 from hf_zero.offload.sub_group import READERS
@@ -58,7 +60,8 @@ class Snapshot:
         self.copied = threading.Event()
         self._arena = arena
         self._known: dict[object, Any] = {}
-        self._later: list[tuple[Tensor, Tensor, int]] = []  # target, source, version
+        self._later: list[tuple[Tensor, Tensor, int]] = []  # source, target, version
+        self._written: dict[torch.device, Event] = {}  # after which the sources there are what they are now
         self._steady = _written_by_updates(updater) if updater is not None else frozenset()
 
     @property
@@ -123,9 +126,10 @@ class Snapshot:
         """
         try:
             with torch.no_grad():
-                if self._later:  # one call: between many, a thread would need the interpreter's lock
-                    torch._foreach_copy_([entry[0] for entry in self._later], [entry[1] for entry in self._later])
-            if any(source._version != version for _, source, version in self._later):
+                for device, after in self._written.items():
+                    pairs = [(source, target) for source, target, _ in self._later if source.device == device]
+                    runtime_of(device).copy_beside(pairs, after)
+            if any(source._version != version for source, _, version in self._later):
                 raise CheckpointError(
                     "this checkpoint",
                     "was not written: the program has changed optimizer states while they were being saved",
@@ -156,7 +160,9 @@ class Snapshot:
         """A 1-D tensor's place; its values are there now, or will be when `copy` has ended."""
         target, storage = self._arena.place(source.numel(), dtype), source.untyped_storage().data_ptr()
         if storage in self._steady and not source.is_inference():
-            self._later.append((target, source.detach(), source._version))
+            self._later.append((source.detach(), target, source._version))
+            if source.device not in self._written:
+                self._written[source.device] = runtime_of(source.device).record()
         elif (source.data_ptr(), source.numel()) in self._constant and not source.is_inference():
             self._arena.update(target, source)
         else:
@@ -169,8 +175,8 @@ def _is_one_value(part: Tensor) -> bool:
 
 
 def _written_by_updates(updater: Updater) -> frozenset[int]:
-    """Addresses of host memory that nothing but an update writes: masters that are not the weights themselves, and
-    optimizer states."""
+    """Addresses of memory that nothing but an update writes: masters that are not the weights themselves, and optimizer
+    states."""
     if not updater.stager.always_at_hand:
         return frozenset()
     addresses, state = set(), updater.optimizer.state
@@ -180,7 +186,7 @@ def _written_by_updates(updater: Updater) -> frozenset[int]:
         states = (value for tensor in sub_group.tensors for value in state.get(tensor.parameter, {}).values())
         kept = () if stored is None else (vector.tensor for vector in stored.vectors.values())
         for value in (*masters, *states, *kept):
-            if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() > 1:
+            if isinstance(value, Tensor) and value.numel() > 1:
                 addresses.add(value.untyped_storage().data_ptr())
     return frozenset(addresses)
 

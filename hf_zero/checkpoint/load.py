@@ -19,8 +19,7 @@ from hf_zero.layout import chunk_interval
 from hf_zero.log import logger, tracked
 from hf_zero.optim import SubGroup, Updater
 from hf_zero.params.consolidation import persistent_buffers, with_extra_states
-from hf_zero.params.sharded_parameter import of
-from hf_zero.params.store import ParameterStore
+from hf_zero.params.store import ParameterStore, of
 
 Parts = Callable[[int, int], Iterator[Tensor]]
 _MANY = 5

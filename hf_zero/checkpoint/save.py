@@ -58,7 +58,8 @@ from hf_zero.log import logger
 from hf_zero.optim.stager import COUNTERS
 from hf_zero.optim.updater import WholeStates
 from hf_zero.params.consolidation import persistent_buffers, state_dict_order, with_extra_states
-from hf_zero.params.sharded_parameter import local_chunk, of
+from hf_zero.params.sharded_parameter import local_chunk
+from hf_zero.params.store import of
 
 # Moves elements between ranks so that each has what its file holds: the copies of `reshard`, carried out.
 

@@ -31,7 +31,7 @@ from hf_zero.config.schema.training import Checkpoint
 from hf_zero.device.host_memory import host_available
 from hf_zero.errors import CheckpointError, WrongArgument
 from hf_zero.log import logger
-from hf_zero.params.sharded_parameter import of
+from hf_zero.params.store import of
 
 Directory = str | os.PathLike[str]
 _TAKEN = (ds.LATEST, ds.LATEST_UNIVERSAL, "zero_to_fp32.py")

@@ -11,7 +11,7 @@ has an answer on some of them only (free memory, locking pages), the device's ow
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,8 @@ from hf_zero.device.host_memory import host_available
 from hf_zero.device.kinds import accelerator_kind, current_device
 from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY, Clock, Event, Lane, Memory, Runtime
 from hf_zero.spans import SPANS
+
+_BESIDE_BYTES = 32 << 20
 
 
 class StreamEvent(Event):
@@ -104,6 +106,31 @@ class Accelerator(Runtime):
             watcher.transfer(lane.value, source.numel() * source.element_size(), begin, timed(stream))
         return StreamEvent(stream.record_event())
 
+    def copy_beside(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> None:
+        # Through two buffers of locked pages: locking all targets would take seconds, and into other memory a copy
+        # neither runs at the speed of the link nor beside anything.
+        stream = torch.Stream(device=self.device)
+        if isinstance(after, StreamEvent):
+            stream.wait_event(after.recorded)
+        is_pinned = torch.accelerator.is_available()
+        buffers = [torch.empty(_BESIDE_BYTES, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
+        arriving: deque[tuple[Any, Tensor, Tensor]] = deque()
+
+        def complete_first() -> None:
+            event, buffer, target = arriving.popleft()
+            event.synchronize()
+            target.copy_(buffer)
+
+        for number, (source, target) in enumerate(_parts(pairs)):
+            if len(arriving) == len(buffers):
+                complete_first()
+            buffer = buffers[number % 2][: source.numel() * source.element_size()].view(source.dtype)
+            with _current(stream):
+                buffer.copy_(source, non_blocking=True)
+            arriving.append((stream.record_event(), buffer, target))
+        while arriving:
+            complete_first()
+
     @contextmanager
     def gather_lane(self, after: Event | None = None) -> Iterator[None]:
         stream = self._stream(Lane.GATHER)
@@ -167,6 +194,13 @@ class Accelerator(Runtime):
 
     def set_random_state(self, state: Tensor) -> None:
         self._module.set_rng_state(state, self.device)
+
+
+def _parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same, in parts of at most _BESIDE_BYTES."""
+    for source, target in pairs:
+        limit = _BESIDE_BYTES // source.element_size()
+        yield from zip(source.split(limit), target.split(limit), strict=True)
 
 
 @contextmanager

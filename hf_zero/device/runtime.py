@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -107,6 +107,17 @@ class Runtime(ABC):
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
         """Begin to copy `buffer`, as everything asked of the compute stream so far leaves it, to `home` in host
         memory."""
+
+    def copy_beside(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> None:
+        """Copy each first tensor, 1-D, to the second, in host memory; returns when that is done.
+
+        For a thread beside the one that trains, which leaves the first ones as they are until then.
+
+        Args:
+            after: recorded when the first ones had been asked for.
+        """
+        # One call: between several, the thread would need the interpreter's lock.
+        torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
 
     # Gathers
 

@@ -11,7 +11,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from hf_zero.comm import Collectives
 from hf_zero.comm.parts import whole_value
 from hf_zero.params.partitioning import all_gather_values
-from hf_zero.params.sharded_parameter import ShardedParameter, of
+from hf_zero.params.sharded_parameter import ShardedParameter
+from hf_zero.params.store import of
 from hf_zero.precision import is_packed
 
 MAX_GATHERED_NUMEL = 1 << 26

@@ -14,16 +14,15 @@ from hf_zero.kernels.accumulate import read_rows
 from hf_zero.layout import chunk_numel
 from hf_zero.offload.vector import sync_failures
 from hf_zero.params.sharded_parameter import (
-    HANDLE,
     HEAP,
     ShardedParameter,
     ZeroParamStatus,
     ZeroParamType,
     described_shard,
     local_chunk,
-    of,
 )
 from hf_zero.params.stand_ins import READ_FIX, refusal
+from hf_zero.params.store import HANDLE, of
 
 # Sharded parameters, unsharded for a while: gathered into tensors of their own, held, and resharded.
 

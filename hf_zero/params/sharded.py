@@ -23,9 +23,9 @@ from hf_zero.params.gathered_modules import GatheredModule, assign_units, find_g
 from hf_zero.params.hooked_modules import ExecutionOrder, hook_modules, mark_leaves
 from hf_zero.params.partitioning import shard_anew, shard_parameter
 from hf_zero.params.prefetcher import Prefetcher
-from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter, of
-from hf_zero.params.stand_ins import StandIns
-from hf_zero.params.store import ParameterStore, Trained, TrainedBucket
+from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter
+from hf_zero.params.stand_ins import FirstNan, StandIns
+from hf_zero.params.store import ParameterStore, Trained, TrainedBucket, of
 from hf_zero.params.unit import GatherBuffers, Unit, UnitPart, UnitState
 from hf_zero.precision import Precision, can_be_cut, is_packed
 
@@ -268,8 +268,9 @@ class ShardedParameters(ParameterStore):
         self._pass_by: Callable[[int], None] = lambda _num_buckets: None
         released = [(unit, member) for unit in self.units if not unit.is_persistent for member in unit.members]
         self._unit_of = {id(member.parameter): unit for unit, member in released}
-        self.stand_ins = StandIns([member for _, member in released])
-        self.edits = ShardedEdits(self.units, builder.masters, self.stand_ins, groups.world, self.device)
+        stand_ins = StandIns([member for _, member in released])
+        self.first_nan = FirstNan(stand_ins, self.device) if released else None
+        self.edits = ShardedEdits(self.units, builder.masters, stand_ins, groups.world, self.device)
         self._order = ExecutionOrder(hook_modules(gathered_modules, self._unit_of), _plan_by(policy))
         self._reads = ReadHooks(self._on_read)
         prefetcher = Prefetcher(self.units, self._order, placements, groups.gather)

@@ -24,8 +24,8 @@ from hf_zero.device.runtime import Memory
 from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import InMemoryVector, Vector, absent
 from hf_zero.params.stand_ins import REPLACE_FIX, released_class, signature, signature_of, signed_nan
+from hf_zero.params.store import of
 
-HANDLE = "hf_zero_shard"  # name of the attribute
 HEAP = HostHeap()
 _numbers = itertools.count()  # of parameters, told apart by their NaN
 
@@ -239,12 +239,6 @@ class ShardedParameter:
                 self.owner.edits.write_master(self, written)
 
 
-def of(parameter: Tensor) -> ShardedParameter | None:
-    """The handle of `parameter`; None when it is not sharded."""
-    handle = getattr(parameter, HANDLE, None)
-    return handle if handle is not None and handle.parameter is parameter else None
-
-
 def local_chunk(unsharded: Tensor, rank: int, world: int) -> Tensor:
     """`rank`'s chunk of a tensor that is cut into ceil(numel / world) elements each; zero-padded, a new 1-D tensor."""
     own = chunk_interval(unsharded.numel(), rank, world)
@@ -318,20 +312,3 @@ class ReadHooks:
             if module is not None and isinstance(module._parameters, ReadHookedParameters):
                 module.__dict__["_parameters"] = dict(module._parameters)
         self._watched = []
-
-
-# What shards modules as they are built, of each open context of `zero.Init`; the outermost alone is at work.
-ACTIVE: list[Any] = []
-
-
-@contextmanager
-def suspended() -> Iterator[None]:
-    """Inside, modules are not sharded as they are built; used by `initialize`."""
-    sharders = ACTIVE[:1]
-    for sharder in sharders:
-        sharder.pause()
-    try:
-        yield
-    finally:
-        for sharder in sharders:
-            sharder.resume()

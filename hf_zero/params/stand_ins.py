@@ -21,7 +21,6 @@ from hf_zero.log import logger
 
 if TYPE_CHECKING:
     from hf_zero.params.sharded_parameter import ShardedParameter
-    from hf_zero.params.store import ParameterStore
 
 
 # The class of a parameter and its views while this rank holds only a shard: it describes them and refuses reads.
@@ -347,8 +346,8 @@ class StandIns:
 class FirstNan:
     """Reports the first NaN among the losses of one engine, with the parameter that it comes from."""
 
-    def __init__(self, store: ParameterStore | None, device: torch.device) -> None:
-        self._stand_ins = store.stand_ins if store is not None and store.stand_ins.handles else None
+    def __init__(self, stand_ins: StandIns, device: torch.device) -> None:
+        self._stand_ins: StandIns | None = stand_ins  # until one is reported
         # A loss that the device has not computed yet is read two losses later, without a wait.
         self._delay = 2 if host_runs_ahead(device) else 0
         self._losses: deque[tuple[str, HostCopy]] = deque()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,33 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.layout import Bucket, FlatLayout, Interval, ParameterSpec
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import SubGroup, wait_for_readers
-from hf_zero.params.stand_ins import StandIns
+
+if TYPE_CHECKING:
+    from hf_zero.params.sharded_parameter import ShardedParameter
+    from hf_zero.params.stand_ins import FirstNan
+
+HANDLE = "hf_zero_shard"  # name of the attribute of a parameter that stage 3 shards
+# What shards modules as they are built, of each open context of `zero.Init`; the outermost alone is at work.
+ACTIVE: list[Any] = []
+
+
+def of(parameter: Tensor) -> ShardedParameter | None:
+    """The handle of `parameter`; None when it is not sharded."""
+    handle = getattr(parameter, HANDLE, None)
+    return handle if handle is not None and handle.parameter is parameter else None
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inside, modules are not sharded as they are built; used by `initialize`."""
+    sharders = ACTIVE[:1]
+    for sharder in sharders:
+        sharder.pause()
+    try:
+        yield
+    finally:
+        for sharder in sharders:
+            sharder.resume()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +134,12 @@ class ParameterStore(ABC):
         sub_group_numel: most elements of a bucket that are updated as one; None: whatever it has.
         negotiation: what has to go on while a rank waits for reductions, if anything.
         edits: what ranks have to agree on of what users write.
-        stand_ins: of the parameters that have no values between their uses.
+        first_nan: looks at losses, where parameters have no values between their uses.
     """
 
     negotiation: Negotiation | None = None
     edits = Edits()
-    stand_ins = StandIns(())
+    first_nan: FirstNan | None = None
 
     def __init__(
         self,

@@ -16,7 +16,8 @@ from hf_zero.api import parameter_access
 from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters, register_external_parameter
 from hf_zero.api.zero_init import Init
-from hf_zero.params.sharded_parameter import ZeroParamStatus, of
+from hf_zero.params.sharded_parameter import ZeroParamStatus
+from hf_zero.params.store import of
 from tests.support.models import stack, tiny_llama, token_rows
 from tests.support.ranks import run_ranks
 
@@ -151,7 +152,7 @@ def run_count_marks(rank: int) -> tuple[list[str], int, float]:
         nn.init.zeros_(engine.module.first.bias)
     with Kernels() as kernels:
         num_lost = store.edits.num_lost()
-    return kernels.names, len(store.stand_ins.handles), float(num_lost)
+    return kernels.names, len(store.edits._stand_ins.handles), float(num_lost)
 
 
 def test_looking_for_lost_edits_takes_a_few_kernels_however_many_parameters() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from hf_zero.api import zero_init
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.zero_init import MIN_OPENED, Init
-from hf_zero.params.sharded_parameter import of
+from hf_zero.params.store import of
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 30

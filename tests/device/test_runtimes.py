@@ -127,12 +127,12 @@ class Event:
 class FakeAccelerator:
     """torch.accelerator's streams; the current one is `compute`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         self.log: list[str] = []
         self.current = Stream("compute", self.log)
-        self._names = iter(("in", "out"))
+        self._names = iter(names)
 
-    def make_stream(self, device: Any, priority: int) -> Stream:
+    def make_stream(self, device: Any, priority: int = 0) -> Stream:
         return Stream("gather" if priority else next(self._names), self.log)
 
     def current_stream(self, device: Any = None) -> Stream:
@@ -144,8 +144,9 @@ class FakeAccelerator:
 
 
 @contextmanager
-def fake_accelerator() -> Iterator[tuple[Accelerator, list[str]]]:
-    fake = FakeAccelerator()
+def fake_accelerator(*names: str) -> Iterator[tuple[Accelerator, list[str]]]:
+    """`names`: of its streams, in the order in which they are made."""
+    fake = FakeAccelerator(*(names or ("in", "out")))
     with (
         mock.patch.object(torch, "Stream", fake.make_stream),
         mock.patch.object(torch.accelerator, "current_stream", fake.current_stream),
@@ -183,6 +184,19 @@ def test_copies_wait_for_the_compute_stream_where_nothing_else_is_said() -> None
         for _ in range(2):
             runtime.host_wait(left)
     assert log == ["host: waits for out"] and runtime.num_host_waits == 1, "what has passed is not waited for"
+
+
+def test_a_thread_beside_training_copies_through_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third part waits until the first has left its buffer; a dtype of the target's own is cast on the host."""
+    monkeypatch.setattr(registry, "_BESIDE_BYTES", 16)
+    moments, master = torch.arange(10.0), torch.arange(3, dtype=torch.bfloat16)
+    pairs = [(moments, torch.zeros(10)), (master, torch.zeros(3))]
+    with fake_accelerator("beside") as (runtime, log):
+        updated = runtime.record()
+        runtime.copy_beside(pairs, updated)
+    assert all(torch.equal(target, source.float()) for source, target in pairs)
+    begin, wait = ["on beside", "on compute", "beside: record"], ["host: waits for beside"]
+    assert log == ["compute: record", "beside: waits for compute", *begin, *begin, *(wait + begin) * 2, *wait * 2]
 
 
 def test_gathers_wait_for_what_they_depend_on_and_not_for_compute() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.api.entry import initialize
-from hf_zero.params.sharded_parameter import of
+from hf_zero.params.store import of
 from tests.support.ranks import run_ranks
 
 WIDTH, STEPS = 16, 3

@@ -12,8 +12,8 @@ from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import ledger, parallel_groups
 from hf_zero.params import partitioning
 from hf_zero.params.partitioning import shard_parameter
-from hf_zero.params.sharded_parameter import of
 from hf_zero.params.stand_ins import ReleasedParameter
+from hf_zero.params.store import of
 from tests.support.ranks import run_ranks
 
 SHAPES = [(3,), (7, 5), (4, 3), (1,), (10,), (11, 2)]

@@ -7,7 +7,6 @@ Reads that Python sees raise since then (`test_outside_forward.py`); these are a
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,8 +129,7 @@ def test_where_the_host_runs_ahead_a_loss_is_looked_at_two_later() -> None:
     """Looking at once would make the host wait for the device."""
 
     handle = released("layer")
-    store = SimpleNamespace(stand_ins=StandIns([handle]))
-    watch = FirstNan(store, torch.device("cuda"))  # type: ignore[arg-type]
+    watch = FirstNan(StandIns([handle]), torch.device("cuda"))
     found: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logger, "warning", lambda text, *parts: found.append(text % parts))

@@ -16,7 +16,7 @@ from hf_zero.api.zero_init import Init, MiCS_Init
 from hf_zero.comm import Hosts, known_groups, ledger
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.errors import WrongArgument
-from hf_zero.params.sharded_parameter import of
+from hf_zero.params.store import of
 from tests.step.test_parity import NO_DECAY, ROWS, config, groups_of, split, weights_of
 from tests.support.in_process import InProcessWorld, engines_in
 from tests.support.models import AwkwardMLP, Batch, mlp_batches

@@ -25,8 +25,9 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -175,6 +176,16 @@ class Late(AtOnce):
         # torch keeps both: the compute stream is in order, and page-locked memory is not given away before its copy
         self._kept += [(event, source), (event, here)]
         return here, event
+
+    def copy_beside(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> None:
+        """In the thread that asks: nobody else may write to the sources, nor read the targets, until it returns."""
+        before = [source.clone() for source, _ in pairs]
+        for _, target in pairs:
+            _poison(target)
+        time.sleep(0.05)
+        if not all(torch.equal(_bytes(source), _bytes(copy)) for (source, _), copy in zip(pairs, before)):
+            raise LateError("the source of a copy beside training has changed before it was done")
+        super().copy_beside(pairs, after)
 
     def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
         clock = self._clocks[Lane.GATHER]

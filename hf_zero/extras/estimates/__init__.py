@@ -24,7 +24,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from hf_zero.params.sharded_parameter import of
+from hf_zero.params.store import of
 
 _GIB = 2**30
 _PURPOSE = "Estimated memory needed for params, optim states and gradients for a:"

@@ -14,7 +14,7 @@ from hf_zero.comm.parts import OF_ADAPTERS, refuse_parts
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.log import logger
 from hf_zero.params.partitioning import unpartition
-from hf_zero.params.sharded_parameter import of
+from hf_zero.params.store import of
 
 # Saving adapters around matrices of which ranks hold parts, and prompts whose encoder stage 3 has sharded.
 MODEL = Patches("peft.peft_model")

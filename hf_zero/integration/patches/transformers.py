@@ -17,8 +17,8 @@ from hf_zero.comm.parts import OF_ADAPTERS, parts_among, refuse_parts
 from hf_zero.integration.huggingface.experts import left_to_engine
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.log import logger
-from hf_zero.params.sharded_parameter import HANDLE, of
 from hf_zero.params.stand_ins import ReleasedView
+from hf_zero.params.store import HANDLE, of
 from hf_zero.precision import WRAPPED_AT_STAGE_3
 from hf_zero.sequence.forwards import asked_for_documents
 
