@@ -37,9 +37,9 @@ _UNFROZEN = (
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """Parts that `initialize` builds before the engine. No assembly means: no optimizer, forward only.
+    """Parts that `initialize` builds before the engine. Without an assembly there is no optimizer, only forward.
 
-    The store is the assembly's, or at stage 3 without an optimizer one of its own. `names` are those of DeepSpeed that
+    The store is the assembly's, or at stage 3 without an optimizer a separate one. `names` are DeepSpeed's names that
     the engine does not use itself.
     """
 
@@ -64,16 +64,16 @@ class ZeroEngine(nn.Module):
         engine.step()                    # acts once per gradient_accumulation_steps
 
     The wrapped model is `engine.module`; its attributes can be read through the engine. Counters: `global_steps`
-    (updates, skipped ones included), `skipped_steps`, `micro_steps`, `global_samples`. What else DeepSpeed's engine
-    answers is a layer over this class, `hf_zero.api.engine_surface`, which `initialize` hands in.
+    (updates, including skipped ones), `skipped_steps`, `micro_steps`, `global_samples`. DeepSpeed's other engine names
+    are a layer over this class, `hf_zero.api.engine_surface`, which `initialize` passes in.
 
     Attributes:
-        groups: who shares what with whom.
-        parallelism: what programs have of the dimensions of the mesh beside those of the states.
-        settings: the config, and the batch sizes.
-        module_view: where the model is, and its whole weights.
-        gradients: from a loss to reduced gradients, and when a step is due.
-        phases: forward, backward, step and save, for those who look at them.
+        groups: the process groups of the mesh.
+        parallelism: the program's mesh dimensions besides those of the states.
+        settings: the config and the batch sizes.
+        module_view: device moves and whole weights of the model.
+        gradients: computes reduced gradients from a loss, and knows when a step is due.
+        phases: runs forward, backward, step and save, with observers.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -90,7 +90,7 @@ class ZeroEngine(nn.Module):
         self.device = parts.device
         self.groups = parts.groups
         self.parallelism: tuple[ProgramGroups, ...] = ()
-        # Without anything to train, stage 3 has its hooks' handle in this place, as in DeepSpeed.
+        # Without a trained parameter, stage 3 stores its hooks' handle here, as in DeepSpeed.
         self.optimizer: Any = assembly.optimizer if assembly else parts.parameter_offload
         if assembly is not None:
             assembly.optimizer.engine = weakref.proxy(self)
@@ -99,8 +99,8 @@ class ZeroEngine(nn.Module):
         self.training_dataloader: Any = None  # set by `initialize(training_data=...)`
         self.global_steps = self.global_samples = self._num_skipped = 0
         self.training_features = parts.features
-        self.rates_of_last_update: list[float | None] = []  # of every param group; the schedule has moved on since
-        self.input_shape: torch.Size | None = None  # of the last `input_ids`: an out-of-memory error reckons with it
+        self.rates_of_last_update: list[float | None] = []  # per param group, before the schedule advanced
+        self.input_shape: torch.Size | None = None  # of the last `input_ids`, for out-of-memory errors
         self._saves: EngineCheckpoints | None = None
         self._frozen = {name: each for name, each in self.module.named_parameters() if not each.requires_grad}
         self.is_destroyed = False
@@ -110,7 +110,7 @@ class ZeroEngine(nn.Module):
     # Training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped model; its output is returned untouched."""
+        """Run the wrapped model and return its output unchanged."""
         self.gradients.note_forward()
         self.input_shape = getattr(kwargs.get("input_ids"), "shape", None)
         features = self.training_features
@@ -122,24 +122,23 @@ class ZeroEngine(nn.Module):
             output = self.module(*inputs, **kwargs)
             if features:
                 output = features.after_forward(self.training_progress, inputs, kwargs, output)
-        if (
-            self._first_nan is not None and not torch.is_grad_enabled()
-        ):  # else `backward` gets the loss, maybe with more in it
+        # With gradients, `backward` checks the final loss.
+        if self._first_nan is not None and not torch.is_grad_enabled():
             self._first_nan.look(getattr(output, "loss", output), f"evaluation after step {self.global_steps}")
         return output
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute gradients of `loss` and reduce them over ranks as the stage demands.
+        """Compute gradients of `loss` and reduce them over ranks as the stage requires.
 
         Other engines whose parameters the loss depends on get their gradients, too: call their `step` to apply them,
         or their `zero_grad` to drop them.
 
         Args:
-            loss: 0-dim tensor; a TypeError is raised for what is none.
-            scale_wrt_gas: divide the loss by gradient_accumulation_steps; False when the caller has done so.
+            loss: 0-dim tensor; anything else raises TypeError.
+            scale_wrt_gas: divide the loss by gradient_accumulation_steps; pass False if the caller has done so.
 
         Returns:
-            The loss, divided if it was, without the loss scale.
+            The loss, divided by the accumulation steps if requested, without the loss scale.
         """
         loss = self.gradients.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         if self.training_features:
@@ -155,7 +154,7 @@ class ZeroEngine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Clip, update, gather, advance the schedule (by `lr_kwargs`); does nothing between accumulation boundaries."""
         if self._saves is not None:
-            self._saves.background.check()  # before anything is counted: who catches its error calls step() again
+            self._saves.background.check()  # before counters change: a caller may catch the error and call step() again
         if not self.gradients.begin_step():
             return
         if unfrozen := [name for name, each in self._frozen.items() if each.requires_grad]:
@@ -171,7 +170,7 @@ class ZeroEngine(nn.Module):
         with self.phases.phase("step"):
             optimizer.step()
             if self._broadcasts_buffers:
-                from hf_zero.params.consolidation import broadcast_buffers  # what few configs ask for
+                from hf_zero.params.consolidation import broadcast_buffers  # few configs need it
 
                 broadcast_buffers(self.module, self.groups.same_weights)
         self.global_steps += 1
@@ -189,14 +188,14 @@ class ZeroEngine(nn.Module):
             timer.start()
 
     def _follow(self, outcome: StepOutcome, optimizer: ZeroOptimizer, scale: float, lr_kwargs: Any) -> None:
-        """Advance the schedule, unless the step was skipped; take that back if this turns out later."""
+        """Advance the schedule unless the step was skipped; roll it back if a skip is discovered later."""
         moved, number = None, self.global_steps
         schedule = self.lr_scheduler
         if schedule is not None:
             from hf_zero.schedules import ScheduleMark
 
             if not ScheduleMark.fits(schedule):
-                outcome.read()  # what cannot go back must not be moved too early
+                outcome.read()  # a schedule that cannot be rolled back must wait
             features = self.training_features
             is_held = bool(features) and features.holds_schedule(self.training_progress)
             if not is_held and not outcome.is_known_to_skip:
@@ -211,14 +210,14 @@ class ZeroEngine(nn.Module):
             if moved is not None:
                 moved.go_back()
             _report_skip(optimizer, number, outcome.computed_norm, scale)
-            if self.gradients.watch is not None and optimizer.rules.loss_scale is None:  # there, it looks for its scale
+            if self.gradients.watch is not None and optimizer.rules.loss_scale is None:  # fp16 skips are expected
                 self.gradients.watch.look(number)
 
         if outcome.is_known_to_skip or not outcome.is_known:
             outcome.when_skipped(count_skip)
 
     def get_lr(self) -> list[float | None]:
-        """Learning rate of every param group; None where the optimizer computes its own (Adafactor's relative)."""
+        """Learning rate of every param group; None if the optimizer computes it (Adafactor's relative step)."""
         return _rates(self.gradients.parts("get_lr").optimizer)
 
     def get_mom(self) -> list[Any]:
@@ -227,15 +226,15 @@ class ZeroEngine(nn.Module):
 
     @property
     def training_progress(self) -> Progress:
-        """Where training stands, for its features."""
+        """Training progress, for training features."""
         accumulation_steps = self.settings.accumulation_steps
-        is_training = self.module.training  # which a program may have said to the model itself
+        is_training = self.module.training  # a program may have set the mode on the model itself
         micro_step = self.gradients.micro_batches.in_update
         return Progress(self.global_steps, micro_step, accumulation_steps, is_training, self.groups.data.rank)
 
     @property
     def skipped_steps(self) -> int:
-        """Updates so far that changed nothing because a gradient was not finite; waits for the last one's outcome."""
+        """Number of updates skipped because of non-finite gradients; waits for the last step's outcome."""
         self.gradients.settle()
         return self._num_skipped
 
@@ -245,7 +244,7 @@ class ZeroEngine(nn.Module):
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches that a `step` has followed."""
+        """Number of micro-batches that were followed by a `step`."""
         return self.gradients.micro_batches.stepped
 
     @micro_steps.setter
@@ -272,7 +271,7 @@ class ZeroEngine(nn.Module):
         self.module.compile(**options)
 
     def __getattr__(self, name: str) -> Any:
-        """Names of DeepSpeed, which the engine itself does not use, then those of the wrapped model."""
+        """Look up DeepSpeed's names, which the engine itself does not use, then attributes of the wrapped model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -313,16 +312,16 @@ class ZeroEngine(nn.Module):
     ) -> bool:
         """Write a checkpoint of everything that training needs, in DeepSpeed's format. Collective.
 
-        Without an optimizer it holds the model alone, in its own dtype.
+        Without an optimizer it only holds the model, in its own dtype.
 
         Args:
             tag: folder inside `save_dir`; default global_step{N}.
-            client_state: plain values that `load_checkpoint` gives back.
-            save_latest: let `latest` name this checkpoint, so that it is the one loaded by default.
+            client_state: plain values that `load_checkpoint` returns.
+            save_latest: write the tag to `latest`, so that this checkpoint is loaded by default.
 
         Raises:
-            CheckpointError: on every rank, when any could not write; earlier checkpoints are untouched.
-            WrongArgument: for a folder without a name.
+            CheckpointError: on every rank, if any rank could not write; earlier checkpoints are unchanged.
+            WrongArgument: if the folder has no name.
         """
         self._checkpoints().save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         return True
@@ -337,19 +336,19 @@ class ZeroEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint of any stage and number of ranks, ours or DeepSpeed's. Collective.
+        """Load a checkpoint of any stage and world size, written by hf_zero or DeepSpeed. Collective.
 
         Args:
-            tag: default: the checkpoint that `latest` names.
-            load_module_strict: refuse a checkpoint that lacks weights of the model or has others.
-            load_optimizer_states: False takes the weights (from the fp32 masters) and lets the optimizer start anew.
-            load_module_only: weights alone: no optimizer, schedule, counters.
+            tag: folder of the checkpoint; default: the one that `latest` names.
+            load_module_strict: raise an error if the checkpoint lacks weights of the model or has others.
+            load_optimizer_states: False loads weights (from the fp32 masters) but no optimizer states.
+            load_module_only: load weights only: no optimizer, schedule or counters.
 
         Returns:
-            (folder, client state), or (None, None) with a warning where there is no checkpoint.
+            (folder, client state), or (None, None) with a warning if there is no checkpoint.
 
         Raises:
-            CheckpointError: when a file is missing, damaged or does not fit; nothing has changed then.
+            CheckpointError: if a file is missing, damaged or does not fit; nothing has changed.
         """
         if custom_load_fn is not None:
             raise NotImplementedError("load_checkpoint(custom_load_fn=...): weights are matched by name; leave it out")
@@ -364,7 +363,7 @@ class ZeroEngine(nn.Module):
         )
 
     def _checkpoints(self) -> EngineCheckpoints:
-        """Saves and loads; neither made nor imported before first use."""
+        """Saving and loading; created and imported on first use."""
         if self._saves is None:
             from hf_zero.api.engine_checkpoints import EngineCheckpoints
 
@@ -374,7 +373,7 @@ class ZeroEngine(nn.Module):
     def _report(self) -> None:
         every = self.settings.resolved.config.steps_per_print
         if every and self.global_steps % every == 0:
-            counts = self.global_steps, self._num_skipped  # as far as known: a line in the log is not worth a wait
+            counts = self.global_steps, self._num_skipped  # as known so far, to avoid a wait for a log line
             logger.info("step=%d, skipped=%d, lr=%s, mom=%s", *counts, self.get_lr(), self.get_mom())
 
 

@@ -1,4 +1,4 @@
-"""An engine's checkpoints: what is asked of `hf_zero.checkpoint.service`, and where training goes on from."""
+"""An engine's checkpoints: calls `hf_zero.checkpoint.service` and restores training progress."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hf_zero.checkpoint.view import CheckpointView
 
 
 class EngineCheckpoints:
-    """Saves and loads for one engine; `ZeroEngine` says what the arguments mean.
+    """Saves and loads checkpoints of one engine; see `ZeroEngine` for the arguments.
 
     Attributes:
-        background: the save that goes on beside training.
+        background: asynchronous saves.
     """
 
     def __init__(self, engine: Any, arena: Arena | None = None) -> None:
@@ -36,16 +36,16 @@ class EngineCheckpoints:
     ) -> None:
         """Collective."""
         engine = self._engine
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # the number of an epoch, for one
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)  # a tag may be an epoch number
         request = checkpoint.SaveRequest(save_dir, tag, save_latest, exclude_frozen)
         with engine.phases.phase("save"):
             run = self._run_state(client_state or {})
             checkpoint.save_checkpoint(self._subject("save_checkpoint"), run, request, self.background)
 
     def keep(self, folder: Path, *, add: Callable[[], object], kept: Callable[[Sequence[str]], object]) -> None:
-        """In host memory; see `service.keep_checkpoint`. Collective."""
+        """Keep a checkpoint in host memory; see `service.keep_checkpoint`. Collective."""
         subject = self._subject("save_checkpoint")
-        assert isinstance(subject, Subject), "what has no optimizer is not trained"
+        assert isinstance(subject, Subject), "only engines with an optimizer train"
         with self._engine.phases.phase("save"):
             checkpoint.keep_checkpoint(subject, self._run_state({}), folder, self.background, add=add, kept=kept)
 
@@ -67,7 +67,7 @@ class EngineCheckpoints:
     def load(
         self, load_dir: str, tag: str | None, *, strict: bool, with_optimizer: bool, with_run: bool, with_schedule: bool
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Collective. `with_run`: counters, loss scale, features and schedule, too."""
+        """Load. Collective. `with_run`: also restore counters, loss scale, features and schedule."""
         self.background.wait()
         request = checkpoint.LoadRequest(load_dir, tag, strict, with_optimizer)
         view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request)

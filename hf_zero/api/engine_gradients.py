@@ -1,9 +1,9 @@
-"""From a loss to reduced gradients: backward of one engine, and of several whose models one loss depends on.
+"""Computes reduced gradients from a loss: backward of one engine, or of several whose models the loss depends on.
 
-A generator's loss flows through the discriminator: autograd computes gradients of both models, as plain PyTorch does,
-and `step` and `zero_grad` of each engine decide which of them are applied. While one engine runs its backward, the
-others hold back: what autograd leaves in their parameters is reduced afterwards, engine by engine, so that the order of
-reductions does not depend on how autograd walks through a graph of two models.
+A generator's loss flows through the discriminator. As in plain PyTorch, autograd computes gradients of both models, and
+`step` and `zero_grad` of each engine decide which of them are applied. While one engine runs its backward, the others
+hold back: their gradients are reduced afterwards, engine by engine, so that the order of reductions does not depend on
+how autograd traverses a graph of two models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Numbered(Protocol):
-    """`number` is the same on all ranks, and later engines have larger ones."""
+    """`number` is the same on all ranks and increases from engine to engine."""
 
     number: int
 
@@ -42,11 +42,11 @@ _Engine = TypeVar("_Engine", bound=Numbered)
 class EnginesAtWork(Generic[_Engine]):
     """The engines of this process that a backward may reach, the same on all ranks.
 
-    An engine is at work from a forward that records gradients until its next step or zero_grad. Ranks exchange what
-    each of them has got, so they must name the same engines; but Python frees an unused engine when
-    the garbage collector runs, at a different moment on every rank. With several ranks those at work are
-    therefore held here. Abandoned ones are freed when the next engine is made, at the same point of the
-    program on every rank.
+    An engine is active from a forward that records gradients until its next step or zero_grad. Ranks exchange which
+    engines have gradients, so they must name the same engines. But Python frees an unused engine when the garbage
+    collector runs, at a different time on every rank. With several ranks this object therefore references active
+    engines. Abandoned engines are freed when the next engine is created, at the same point of the program on every
+    rank.
     """
 
     def __init__(self) -> None:
@@ -54,22 +54,22 @@ class EnginesAtWork(Generic[_Engine]):
         self._held: dict[int, _Engine] = {}
 
     def begin(self, engine: _Engine, *, has_peers: bool) -> None:
-        """A loss may depend on `engine` now. `has_peers`: other ranks will be told about it."""
+        """Mark `engine` as active. `has_peers`: whether other ranks exist."""
         self._alive[engine.number] = engine
         if has_peers:
             self._held[engine.number] = engine
 
     def end(self, engine: _Engine) -> None:
-        """Its gradients have been applied or dropped."""
+        """Mark `engine` as inactive, because its gradients have been applied or dropped."""
         self._alive.pop(engine.number, None)
         self._held.pop(engine.number, None)
 
     def others(self, engine: _Engine) -> Sequence[_Engine]:
-        """All but `engine`, in the order in which they were made."""
+        """All active engines except `engine`, in order of creation."""
         return [other for number, other in sorted(self._alive.items()) if number != engine.number]
 
     def drop_abandoned(self) -> None:
-        """Free those that only this object references."""
+        """Free engines that only this object references."""
         if self._held:
             self._held.clear()
             gc.collect()
@@ -85,14 +85,14 @@ class MicroBatches:
     """Counts the micro-batches of an engine.
 
     Attributes:
-        stepped: those that a `step` has followed. Where the caller says what a boundary is, `step` may come after the
-            last micro-batch of an update alone (Accelerate): every backward pass before it counts then.
+        stepped: micro-batches followed by a `step`. If the caller sets boundaries, `step` may only follow the last
+            micro-batch of an update (Accelerate); then every backward pass before it counts.
         since_step: backward passes since the last `step`.
     """
 
     stepped: int = 0
     since_step: int = 0
-    _before_step: int = 0  # in the update under way, up to the last `step`
+    _before_step: int = 0  # in the current update, up to the last `step`
 
     @property
     def all(self) -> int:
@@ -100,26 +100,26 @@ class MicroBatches:
 
     @property
     def in_update(self) -> int:
-        """Backward passes since the last update: they number its micro-batches, whenever `step` is called."""
+        """Number of backward passes since the last update, which numbers micro-batches whenever `step` is called."""
         return self._before_step + self.since_step
 
     def step(self, *, is_update: bool, counts_backwards: bool) -> None:
-        num_backwards = max(1, self.since_step)  # a plain `loss.backward()` has not been seen
+        num_backwards = max(1, self.since_step)  # a plain `loss.backward()` is not counted
         self.stepped += num_backwards if counts_backwards else 1
         self._before_step = 0 if is_update else self._before_step + num_backwards
         self.since_step = 0
 
 
 class EngineGradients:
-    """The gradients part of an engine: what it does with a loss. Names are DeepSpeed's and torch's.
+    """The gradients part of an engine. Names are DeepSpeed's and torch's.
 
     Attributes:
-        assembly: what is trained; None: nothing is, or the engine has been destroyed.
-        micro_batches: how many there have been.
-        offloaded: the states that have been sent to host memory for a while; made when a program first does so.
-        syncs: whether a boundary may be reached: not inside `no_sync`.
-        number: of the engine among those of this process; the same on all ranks.
-        watch: where there are several ranks, names the one whose gradients are not finite.
+        assembly: the trained parts; None without an optimizer or after `destroy`.
+        micro_batches: counts of micro-batches.
+        offloaded: states temporarily moved to host memory; created on first use.
+        syncs: whether gradients may be reduced; False inside `no_sync`.
+        number: number of the engine in this process; the same on all ranks.
+        watch: with several ranks, names the rank with non-finite gradients.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class EngineGradients:
             self.watch = NonfiniteWatch(assembly.store, rank, settings.accumulation_steps)
 
     def parts(self, caller: str) -> Assembly:
-        """The assembly, for a method of the engine that trains."""
+        """Return the assembly for a training method, or raise an error if there is none."""
         if self.assembly is None:
             raise RuntimeError(
                 f"engine.{caller}() needs an optimizer: give initialize() an optimizer, or an `optimizer` section in "
@@ -155,7 +155,7 @@ class EngineGradients:
     def backward(self, loss: Tensor, *, retain_graph: bool, scale_wrt_gas: bool) -> Tensor:
         """`ZeroEngine.backward`."""
         if not isinstance(loss, Tensor):
-            rule = "of what a model returns, pass the loss (outputs.loss), and not its value as a number (loss.item())"
+            rule = "of the model's output, pass the loss (outputs.loss), and not its value as a number (loss.item())"
             raise TypeError(f"backward(loss): a tensor of one element is needed, got {type(loss).__name__}; {rule}")
         parts, accumulation_steps = self.parts("backward"), self._settings.accumulation_steps
         if self._first_nan is not None:
@@ -175,20 +175,20 @@ class EngineGradients:
         return loss
 
     def take_reached(self) -> Sequence[ZeroOptimizer]:
-        """The other engines that the last backward reached; returned once, so that nothing keeps them alive."""
+        """Return the other engines that the last backward reached, once, so that no reference keeps them alive."""
         reached, self._reached = self._reached, ()
         return [engine.assembly.optimizer for engine in reached if engine.assembly is not None]
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss for the caller's own `backward()`; with a loss scale, use this or `backward`."""
+        """Scale the loss for the caller's own `loss.backward()`; with a loss scale, use this or `backward`."""
         factor = self.parts("scale").step.factors.next
         self._expect(factor)
         self.micro_batches.since_step += 1
-        # In fp32, because a scale of 65536 is more than fp16 holds.
+        # In fp32, because a scale of 65536 overflows fp16.
         return loss if factor == 1.0 else loss.float() * factor
 
     def begin_step(self) -> bool:
-        """Whether a step is due. Counts the micro-batch."""
+        """Count the micro-batch and return whether a step is due."""
         factors = self.parts("step").step.factors
         self.bring_back()
         if not self.syncs:
@@ -210,17 +210,17 @@ class EngineGradients:
         return True
 
     def bring_back(self) -> None:
-        """Bring states that were sent away back to where training needs them."""
+        """Move offloaded states back."""
         if self.offloaded is not None and self.offloaded.away:
             self.offloaded.bring_back()
 
     def settle(self) -> None:
-        """Wait for the outcome of the last step, where the host has run ahead."""
+        """Read the outcome of the last step, if the host has run ahead."""
         if self.assembly is not None:
             self.assembly.step.settle()
 
     def end(self) -> None:
-        """End training; what was trained stays as it is."""
+        """End training. The trained weights stay as they are."""
         self.bring_back()
         self.settle()
         AT_WORK.end(self)
@@ -234,7 +234,7 @@ class EngineGradients:
         self.parts("backward").step.expect(factor)
 
     def _begin(self, *, is_own: bool = True) -> None:
-        """`is_own`: the loss is of this engine; what another's brings may be dropped."""
+        """Start a backward. `is_own`: whether the loss is this engine's; gradients of another's may be dropped."""
         parts = self.parts("backward")
         self.bring_back()
         parts.placements.release_buffers()
@@ -247,12 +247,12 @@ class EngineGradients:
     # Several engines
 
     def note_forward(self) -> None:
-        """A forward has run; where gradients are recorded, a loss may depend on it until the next step."""
+        """Record a forward. If it recorded gradients, a loss may depend on it until the next step."""
         if self.assembly is not None and torch.is_grad_enabled():
             AT_WORK.begin(self, has_peers=self._has_peers)
 
     def _run(self, loss: Tensor, others: Sequence[EngineGradients], *, retain_graph: bool) -> list[bool]:
-        """Whether gradients have arrived for each of the others."""
+        """Run backward and return for each of the other engines whether gradients have arrived."""
         reducers = [engine.parts("backward").reducer for engine in others]
         held = [reducer.hold_back() for reducer in reducers]
         try:
@@ -262,7 +262,7 @@ class EngineGradients:
         return arrived
 
     def _reduce_others(self, others: Sequence[EngineGradients], arrived: Sequence[bool]) -> Sequence[EngineGradients]:
-        """Reduce what other engines have got on any rank; returns these. Collective where one reduces at all now."""
+        """Reduce other engines' gradients if any rank has some; returns these engines. Collective if one reduces."""
         step = self.parts("backward").step
         if any(engine._reduces_now for engine in others):
             arrived = step.true_anywhere(arrived)
@@ -290,7 +290,7 @@ class EngineGradients:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without reducing (stages 0 and 1); stage 2 reduces every micro-batch all the same."""
+        """Accumulate without reducing (stages 0 and 1); stages 2 and 3 still reduce every micro-batch."""
         previous, self.syncs = self.syncs, False
         try:
             yield
@@ -298,11 +298,11 @@ class EngineGradients:
             self.syncs = previous
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next backward is the last of its step; from then on nothing is counted."""
+        """Set whether the next backward is the last of its step; micro-batches are no longer counted."""
         self._explicit_boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the backward under way, or the next one, is followed by an update."""
+        """Whether an update follows the current or next backward."""
         if self._explicit_boundary is not None:
             return self._explicit_boundary
         return (self.micro_batches.stepped + 1) % self._settings.accumulation_steps == 0

@@ -1,4 +1,4 @@
-"""Parts of an engine: the model as seen through it, what the config says of training it, and its phases."""
+"""Parts of an engine: its view of the model, its settings, and its phases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ModuleView:
     """An engine's view of the model it wraps. Names are DeepSpeed's and torch's.
 
     Attributes:
-        store: where the weights are; None where the model is as it came, or again its owner's (after `destroy`).
+        store: stores the weights; None if the model is unchanged, or after `destroy`.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class ModuleView:
         self._zero = zero
 
     def to(self, *args: Any, **kwargs: Any) -> None:
-        """As torch's method where that is possible; a no-op for the current device and dtype.
+        """Like torch's method where possible; a no-op for the current device and dtype.
 
         Raises:
-            RuntimeError: for what would move or cast weights that live in flat buffers.
+            RuntimeError: if weights in flat buffers would be moved or cast.
         """
         if self.store is None:
             self._module.to(*args, **kwargs)
@@ -62,21 +62,21 @@ class ModuleView:
         moves = device is not None and (device.type, device.index or 0) != here
         if moves or (dtype is not None and current != {dtype}):
             raise RuntimeError(
-                f"engine.to({device or ''}{' ' if device and dtype else ''}{dtype or ''}) would cut the weights off "
+                f"engine.to({device or ''}{' ' if device and dtype else ''}{dtype or ''}) would separate the weights "
                 "from the optimizer that trains them. Set bf16 in the config, choose the device before initialize(), "
                 "or call engine.destroy() first when training is over."
             )
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether saving the model writes whole weights where no rank has them: at stage 3 if the config says so, and
-        always where ranks hold parts of matrices; elsewhere every rank has them anyway."""
+        """Whether saving the model gathers whole weights that no rank has: at stage 3 if the config says so, and always
+        with tensor parallelism. Otherwise every rank has whole weights anyway."""
         if self._zero.stage == 3:
             return self._zero.keys.stage3_gather_16bit_weights_on_model_save
         return self._is_cut
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The model's state dict with whole weights, on every rank. Collective at stage 3, and among ranks that hold
-        parts of matrices."""
+        """Return the model's state dict with whole weights on every rank. Collective at stage 3 and with tensor
+        parallelism."""
         if self._zero.stage < 3 and not self._is_cut:
             frozen = {name for name, p in self._module.named_parameters() if not p.requires_grad}
             dropped = frozen if exclude_frozen_parameters else set()
@@ -84,25 +84,25 @@ class ModuleView:
         return self._consolidated(keeps=True, exclude_frozen=exclude_frozen_parameters)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """As `consolidated`: who calls it by this name asked stage3_gather_16bit_weights_on_model_save (accelerate)
-        or wants the weights whatever it says (Trainer with adapters, OpenRLHF)."""
+        """Same as `consolidated`. Callers of this name check stage3_gather_16bit_weights_on_model_save (accelerate) or
+        need the weights regardless of it (Trainer with adapters, OpenRLHF)."""
         return self.consolidated(exclude_frozen_parameters)
 
     def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Whole weights in host memory of rank 0; None on the others. Collective."""
+        """Return whole weights in host memory on rank 0, None on the others. Collective."""
         keeps = self._world.rank == 0
         weights = self._consolidated(keeps=keeps, exclude_frozen=exclude_frozen_parameters)
         return weights if keeps else None
 
     def _consolidated(self, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
-        from hf_zero.params.consolidation import consolidated_state_dict  # what no step needs
+        from hf_zero.params.consolidation import consolidated_state_dict  # no step needs it
 
         return consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen)
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole weights in the model's dtype as one torch file; False when gathering is off. Collective."""
+        """Write whole weights in the model's dtype as one torch file; False if gathering is off. Collective."""
         if self._zero.stage == 3 and not self.zero_gather_16bit_weights_on_model_save():
             logger.warning("save_16bit_model wrote nothing: %s", WHOLE_WEIGHTS_ARE_OFF)
             return False
@@ -115,22 +115,22 @@ class ModuleView:
     save_fp16_model = save_16bit_model
 
 
-# What an engine has been told: its config as resolved, and the batch sizes, which a script may change.
+# Settings: the resolved config, and the batch sizes, which a script may change.
 
 
 class EngineSettings:
     """The settings part of an engine. Names are DeepSpeed's.
 
     Attributes:
-        resolved: the config; a script's changes do not show in it.
+        resolved: the config, without later changes by a script.
         accumulation_steps: micro-batches per update.
     """
 
     def __init__(self, resolved: Resolved, num_ranks: int, ranks_per_sample: int = 1) -> None:
         """
         Args:
-            num_ranks: those that see other data.
-            ranks_per_sample: those that see the same samples, whole.
+            num_ranks: ranks that see different data.
+            ranks_per_sample: ranks that see the same whole samples.
         """
         self.resolved = resolved
         self._num_ranks = num_ranks
@@ -139,11 +139,11 @@ class EngineSettings:
         self._micro_batch_size = resolved.batch.micro_batch_size
 
     def train_batch_size(self) -> int:
-        """As in the config: a sample that several ranks see whole counts once for each."""
+        """The config's batch size: a sample that several ranks see whole counts once for each."""
         return self.samples_per_update() * self._ranks_per_sample
 
     def samples_per_update(self) -> int:
-        """Distinct samples per update."""
+        """Number of distinct samples per update."""
         return self._micro_batch_size * self.accumulation_steps * self._num_ranks
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -157,7 +157,7 @@ class EngineSettings:
         return self.train_batch_size(), self._micro_batch_size, self.accumulation_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Reach `train_batch_size` samples per update by changing the number of accumulation steps."""
+        """Change the number of accumulation steps so that an update has `train_batch_size` samples."""
         ranks = self._num_ranks * self._ranks_per_sample
         per_micro_step = self._micro_batch_size * ranks
         if train_batch_size <= 0 or train_batch_size % per_micro_step:
@@ -168,18 +168,18 @@ class EngineSettings:
         self.accumulation_steps = train_batch_size // per_micro_step
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples per forward; the train batch size changes with it."""
+        """Change the samples per forward, and the train batch size with it."""
         if micro_batch_size <= 0:
             raise ValueError(f"micro batch size must be positive, got {micro_batch_size}")
         self._micro_batch_size = micro_batch_size
 
     def amp_enabled(self) -> bool:
-        """Whether forward runs under torch.autocast because the config asks for it."""
+        """Whether the config makes forward run under torch.autocast."""
         return self.resolved.precision.autocast is not None
 
 
 class Observer(Protocol):
-    """Looks at memory, for one, before and after a phase."""
+    """Called before and after a phase, for example to measure memory."""
 
     def phase_begins(self, name: str) -> None: ...
 
@@ -190,9 +190,9 @@ class Phases:
     """Runs phases.
 
     Attributes:
-        observers: those who are told of each.
-        explain: adds to an error of the phase named what is known about it.
-        num_done: by name, phases that have ended well.
+        observers: called before and after each phase.
+        explain: adds an explanation to an error in the named phase.
+        num_done: number of completed phases, by name.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -203,7 +203,7 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Run phase `name` of the engine inside."""
+        """Context in which phase `name` of the engine runs."""
         for observer in self.observers:
             observer.phase_begins(name)
         try:

@@ -1,6 +1,6 @@
-"""DeepSpeed's further names on an engine: questions about its config, ranks and files, and small conveniences.
+"""DeepSpeed's additional engine names: queries about config, ranks and files, and small conveniences.
 
-A layer over `ZeroEngine` that only `initialize` knows: the engine trains without it (tests/api/test_without_names.py).
+A layer over `ZeroEngine` that only `initialize` uses: the engine trains without it (tests/api/test_without_names.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_zero.surface import Surface
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Methods that give the value of a key: name -> path in the config object.
+# Methods that return the value of a key: name -> path in the config object.
 _KEYS = {
     **{
         name: name
@@ -55,7 +55,7 @@ _KEYS = {
     "initial_dynamic_scale": "float16_config.initial_dynamic_scale",
     "is_sanity_checks_enabled": "zero_config.enable_sanity_checks",
 }
-# Keys of zero_optimization: the methods have `zero_` in front, where the key has that, `stage3_`, `use_` or nothing.
+# Keys of zero_optimization. The methods' prefix is `zero_`, where the key has that, `stage3_`, `use_` or nothing.
 _ZERO_KEYS = (
     "allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients elastic_checkpoint "
     "ignore_unused_parameters legacy_stage1 load_from_fp32_weights log_trace_cache_warnings offload_optimizer "
@@ -65,14 +65,14 @@ _ZERO_KEYS = (
     "stage3_param_persistence_threshold stage3_prefetch_bucket_size sub_group_size use_multi_rank_bucket_allreduce "
     "zero_hpz_partition_size zero_quantized_gradients zero_quantized_nontrainable_weights zero_quantized_weights"
 ).split()
-# Switches of what is not supported; the config refuses to turn them on.
+# Switches of unsupported features, which the config rejects.
 _NEVER = (
     "is_deepcompile_active is_deepcompile_enabled optimizer_legacy_fusion super_offload checkpoint_writer_enabled"
 ).split()
 
 
 def config_of(engine: Any) -> ConfigView:
-    """The engine's config as DeepSpeed's object, `engine._config`; made once."""
+    """The engine's config as DeepSpeed's object, `engine._config`; created once."""
     if "_config" not in engine.__dict__:
         engine.__dict__["_config"] = ConfigView.of(engine.settings.resolved, engine.dp_world_size)
     view: ConfigView = engine.__dict__["_config"]
@@ -91,7 +91,7 @@ def _key(path: str) -> Callable[[Any], Any]:
 
 
 def _never(engine: Any) -> bool:
-    """False: this is not supported, and the config refuses to turn it on."""
+    """False: the feature is not supported, and the config rejects it."""
     return False
 
 
@@ -99,7 +99,7 @@ def _never(engine: Any) -> bool:
 
 
 def _get_ckpt_name(engine: Any, checkpoints_path: str, tag: str, mp_placeholder: str | None = None) -> str:
-    """Path of the file with the model's weights that this rank reads."""
+    """Path of the model file that this rank reads."""
     from hf_zero.checkpoint.deepspeed.keys import model_file
 
     name = model_file(engine.groups.shard.rank, engine.zero_optimization_stage(), engine.groups.model_rank)
@@ -107,7 +107,7 @@ def _get_ckpt_name(engine: Any, checkpoints_path: str, tag: str, mp_placeholder:
 
 
 def _get_zero_ckpt_name(engine: Any, checkpoints_path: str, tag: str) -> str:
-    """Path of this rank's file with optimizer states."""
+    """Path of this rank's optimizer file."""
     from hf_zero.checkpoint.deepspeed.keys import optimizer_file
 
     rank, part = engine.groups.shard.rank, engine.groups.model_rank
@@ -119,7 +119,7 @@ def _get_zero_ckpt_name(engine: Any, checkpoints_path: str, tag: str) -> str:
 
 
 def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> Any:
-    """Whole weights on rank 0, None elsewhere, at every stage. Collective."""
+    """Return whole weights on rank 0 and None elsewhere, at every stage. Collective."""
     if engine.zero_optimization_stage() == 3:
         return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
     if engine.groups.holds_parts:
@@ -128,7 +128,7 @@ def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool 
 
 
 def _empty_partition_cache(engine: Any) -> None:
-    """At stage 3 every rank goes back to its shards, except of parameters that always stay gathered. Collective."""
+    """Release all gathered parameters at stage 3, except persistent ones. Collective."""
     store = engine.module_view.store
     if store is not None:
         store.prepare_update()
@@ -138,7 +138,7 @@ def _empty_partition_cache(engine: Any) -> None:
 
 
 def _coalesce_grad_reduction(engine: Any) -> AbstractContextManager[None]:
-    """Several backward calls may follow each other as they are: buckets are reduced once per micro-batch anyway."""
+    """Do nothing: buckets are reduced once per micro-batch anyway, so several backward calls need no context."""
     return nullcontext()
 
 
@@ -167,7 +167,7 @@ def _trained(engine: Any) -> ZeroOptimizer | None:
 
 
 def _get_global_grad_norm(engine: Any) -> float | None:
-    """Global L2 norm before clipping of the last step; None before the first. Waits for the device."""
+    """Global L2 norm of the last step before clipping; None before the first. Waits for the device."""
     optimizer = _trained(engine)
     return optimizer.grad_norm if optimizer is not None else None
 
@@ -181,15 +181,15 @@ def _was_step_applied(engine: Any) -> bool:
 def _offload_states(
     engine: Any, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
 ) -> None:
-    """Send to host memory what forward does not need, to make room for generation; the next step brings it back.
+    """Move states that forward does not need to host memory, for example before generation; the next step reloads them.
 
     Args:
-        include: members of `OffloadStateTypeEnum`; default: all but the weights of the model.
+        include: members of `OffloadStateTypeEnum`; default: all except the model's weights.
         non_blocking: accepted; the copies are complete when this returns.
     """
     if str(getattr(device, "value", device)) != "cpu":
         raise ValueError(f"offload_states(device={device!r}): only host memory (cpu) serves")
-    from hf_zero.api.offload_states import OffloadStates  # what few programs call
+    from hf_zero.api.offload_states import OffloadStates  # few programs need it
 
     parts = engine.gradients.parts("offload_states")
     if engine.gradients.offloaded is None:
@@ -198,7 +198,7 @@ def _offload_states(
 
 
 def _reload_states(engine: Any, non_blocking: bool = False) -> None:
-    """Bring back what `offload_states` has sent away; nothing if there is nothing."""
+    """Move the states of `offload_states` back, if there are any."""
     engine.gradients.bring_back()
 
 
@@ -208,14 +208,14 @@ def _get_type(engine: Any) -> list[Any]:
 
 
 def _get_wall_clock_timers(engine: Any) -> dict[str, float]:
-    """Milliseconds of the last update; empty without wall_clock_breakdown. Waits for the device."""
+    """Times of the last update in milliseconds; empty without wall_clock_breakdown. Waits for the device."""
     watching = engine.training_features.named("profiling")
     last = watching.last_breakdown() if watching is not None else None
     return dict(last.timers) if last is not None else {}
 
 
 def _throughput_timer(engine: Any) -> Any:
-    """Counts from here on: the engine starts and stops it around its updates. `initialize` makes none by itself."""
+    """Created on first use. The engine starts and stops it around its updates from then on."""
     from hf_zero.profiling.timers import ThroughputTimer
 
     options = type("Enabled", (), {"enabled": True, "synchronized": False})()
@@ -242,10 +242,10 @@ def deepspeed_io(
     collate_fn: Any = None,
     num_local_io_workers: int | None = None,
 ) -> Any:
-    """DeepSpeed's method: a DataLoader over this rank's part of `dataset`, or over what `data_sampler` yields.
+    """DeepSpeed's method: a DataLoader over this rank's part of `dataset`, or over the samples of `data_sampler`.
 
     Args:
-        batch_size: default, the micro-batch; without a size and a sampler, the loader is `training_loader`'s.
+        batch_size: default: the micro-batch; without a size and a sampler, the result is that of `training_loader`.
         route: "train" shuffles.
     """
     size = batch_size or engine.settings.train_micro_batch_size_per_gpu()
@@ -285,7 +285,7 @@ def _sampled_curriculum(engine: Any, caller: str) -> Any:
 
 
 def _set_custom_curriculum(engine: Any, schedule_func_dict: Any) -> None:
-    """Functions from an update's number to a difficulty, by metric (seqlen: of the section curriculum_learning)."""
+    """Set functions from update number to difficulty, by metric (seqlen: of the section curriculum_learning)."""
     lengths = engine.training_features.named("curriculum_learning")
     if lengths is not None and "seqlen" in schedule_func_dict:
         lengths.set_custom_get_difficulty(schedule_func_dict["seqlen"])
@@ -294,7 +294,7 @@ def _set_custom_curriculum(engine: Any, schedule_func_dict: Any) -> None:
 
 
 def _set_post_process(engine: Any, post_process_func: Any) -> None:
-    """A function of (batch, {"current_difficulties": {metric: difficulty}}) that makes the batch to train on."""
+    """Set a function of (batch, {"current_difficulties": {metric: difficulty}}) that returns the training batch."""
     _sampled_curriculum(engine, "set_data_post_process_func").post_process = post_process_func
 
 
@@ -358,7 +358,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "data_sampling_enabled": lambda engine: _has(engine, "data_sampler"),
     "random_ltd_config": lambda engine: _section(engine, "data_routing").get("random_ltd") or {},
     "random_ltd_enabled": lambda engine: _has(engine, "random_ltd"),
-    "random_ltd_initialize": lambda engine: None,  # its layers are found when the engine is made
+    "random_ltd_initialize": lambda engine: None,  # its layers are found when the engine is created
     "set_custom_curriculum_learning_schedule": _set_custom_curriculum,
     "set_data_post_process_func": _set_post_process,
     "_consolidated_16bit_state_dict": _consolidated_16bit_state_dict,

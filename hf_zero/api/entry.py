@@ -1,4 +1,4 @@
-"""`initialize`: from a model and a config to an engine."""
+"""`initialize`: creates an engine from a model and a config."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[ZeroEngine, Any, Any, Any]:
-    """Wrap `model` in an engine that trains it as the config says. Collective: call it on every rank.
+    """Wrap `model` in an engine that trains it by the config. Collective: call it on every rank.
 
     Args:
-        args: a namespace with `deepspeed_config`, when no config is given otherwise.
+        args: a namespace with `deepspeed_config`, if no config is given otherwise.
         model: the model, on any device.
-        optimizer: a torch optimizer, or a callable that makes one from parameters; beats the config's section.
-        model_parameters: parameters or param groups to train; default: all of the model that require gradients.
-        training_data: a dataset to make a DataLoader for.
-        lr_scheduler: a scheduler, or a callable that makes one from the torch optimizer; beats the config's section.
-        mpu: who shares sequences: what `UlyssesSPAttentionHF.register_with_transformers` returns, or a program's own
-            with `get_sequence_parallel_group`; or who holds parts of matrices, with `get_tensor_model_parallel_group`
-            or `get_model_parallel_group`.
-        mesh_param: the same as (data ranks, ranks per sequence), or as a DeviceMesh with a dimension "sp".
+        optimizer: a torch optimizer, or a callable that creates one from parameters; overrides the config's section.
+        model_parameters: parameters or param groups to train; default: all of the model's that require gradients.
+        training_data: a dataset for the returned DataLoader.
+        lr_scheduler: a scheduler, or a callable that creates one from the torch optimizer; overrides the config.
+        mpu: process groups of sequence parallelism (the result of `UlyssesSPAttentionHF.register_with_transformers`, or
+            an object with `get_sequence_parallel_group`), or of tensor parallelism (`get_tensor_model_parallel_group`
+            or `get_model_parallel_group`).
+        mesh_param: sequence parallelism as (data ranks, ranks per sequence) or as a DeviceMesh with a dimension "sp".
         config: dict, path, JSON text or base64 JSON. `config_params` is its older name.
 
     Returns:
@@ -105,7 +105,7 @@ def initialize(
     parallelism.prepare(model, groups)
     AT_WORK.drop_abandoned()
     with suspended():
-        features = features_of(model, resolved)  # they may add parameters, which the optimizer then gets
+        features = features_of(model, resolved)  # before the optimizer, because they may add parameters
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, groups, features)
         forward_only = functools.partial(_forward_only, resolved, groups)
         seen = weakref.proxy(engine)
@@ -171,21 +171,21 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
 
 
 def engine_names() -> Surface:
-    """DeepSpeed's names on an engine, none of which a plain training loop needs."""
+    """DeepSpeed's names on an engine, which a plain training loop does not need."""
     from hf_zero.api.engine_surface import SURFACE
 
     return SURFACE
 
 
 def optimizer_names() -> Surface:
-    """The same on its optimizer."""
+    """DeepSpeed's names on an engine's optimizer."""
     from hf_zero.api.optimizer_surface import SURFACE
 
     return SURFACE
 
 
 def _forward_only(resolved: Resolved, groups: ParallelGroups, model: nn.Module) -> ZeroEngine:
-    """An engine that only runs `model`, in the dtype and at the stage of the one that trains."""
+    """Create an engine that only runs `model`, in the dtype and at the stage of a training engine."""
     zero = dataclasses.replace(resolved.zero, offload_optimizer=None)
     alone = dataclasses.replace(resolved, zero=zero, optimizer=None, scheduler=None)
     return _build(_Given(model, None, None, None), alone, groups, Features())
@@ -209,7 +209,7 @@ def _warn(resolved: Resolved) -> None:
         logger.setLevel(resolved.config.log_level.upper())
     if resolved.warnings:
         shown = "".join(f"\n  - {warning}" for warning in resolved.warnings)
-        log_dist(f"the config asks for what does not happen (python -m hf_zero explain):{shown}", level=WARNING)
+        log_dist(f"some settings have no effect (python -m hf_zero explain):{shown}", level=WARNING)
 
 
 def _base_optimizer(resolved: Resolved, given: _Given, features: Features) -> torch.optim.Optimizer | None:
@@ -249,7 +249,7 @@ def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> P
 
 
 def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: Plan, device: torch.device) -> None:
-    """Device, dtype and equal values for everything that no store takes care of."""
+    """Set the device and dtype, and synchronise the values, of all tensors that no store manages."""
     if plan.sharding.shards_parameters:
         place_unsharded(model, device)
         managed = {id(p) for p in model.parameters() if can_be_cut(p)}
@@ -278,15 +278,15 @@ def _scheduler(resolved: Resolved, assembly: Assembly | None, lr_scheduler: Any)
     return None
 
 
-# Asked for by a program, too (`deepspeed.comm.configure`).
+# A program may also enable it (`deepspeed.comm.configure`).
 _PROFILING = "hf_zero.profiling.feature:profiling_of"
 
 
 def features_of(model: nn.Module, resolved: Resolved) -> Features:
-    """The features that are switched on. Each may change the model: what it adds is there before the optimizer.
+    """Create the enabled features. Each may change the model, before the optimizer is created.
 
     Raises:
-        ConfigError: a feature does not fit the model.
+        ConfigError: if a feature does not fit the model.
     """
     of_model = (target for name in sorted(asked_of(model)) for target in extra_named(name).features)
     targets = dict.fromkeys((*of_model, *resolved.features))
@@ -300,11 +300,11 @@ def features_of(model: nn.Module, resolved: Resolved) -> Features:
 class Parallelism:
     """The dimensions of an engine's mesh beside those of its states: who asks for them, and what becomes of the model.
 
-    Its groups are kept by registered dimension; None: the engine's ranks are not along it.
+    Groups are stored by registered dimension; None: the engine does not use the dimension.
     """
 
     def __init__(self, model: nn.Module, mpu: Any, mesh_param: Any) -> None:
-        """Take what a program says. Collective."""
+        """Read the program's groups. Collective."""
         kinds: list[type[ProgramGroups]] = [loaded(where) for where in DIMENSIONS]
         self._asked: dict[type[ProgramGroups], ProgramGroups | None] = {
             kind: kind.given(model, mpu, mesh_param) for kind in kinds
@@ -312,7 +312,7 @@ class Parallelism:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """As `resolve` takes them: int or None."""
+        """Sizes of the dimensions, as `resolve` takes them: int or None."""
         sizes = [(kind.resolved_size, None if groups is None else groups.size) for kind, groups in self._asked.items()]
         return {name: size for name, size in sizes if name is not None}
 
@@ -321,10 +321,10 @@ class Parallelism:
         return [groups for groups in self._asked.values() if groups is not None]
 
     def groups(self, resolved: Resolved) -> ParallelGroups:
-        """With what the config alone says. Collective.
+        """All groups, including those that only the config asks for. Collective.
 
         Raises:
-            ConfigError: the dimensions are not those of one mesh.
+            ConfigError: if the dimensions do not form a mesh.
         """
         for name, where in DIMENSIONS_OF_FEATURES.items():
             if name in resolved.extras:
@@ -343,18 +343,18 @@ class Parallelism:
         return in_hops(parallel, zero.hops, device) if zero.stage < 3 else parallel
 
     def prepare(self, model: nn.Module, groups: ParallelGroups) -> None:
-        """Make `model` what its ranks hold and see. Collective.
+        """Change `model` into the part that this rank holds and runs. Collective.
 
         Raises:
-            ValueError: ranks hold parts of it that this config says nothing about.
+            ValueError: if ranks hold parts of it that the config does not mention.
         """
         parts = (part for parameter in model.parameters() if (part := held_part(parameter)) is not None)
         if groups.of_parts is None and any(part.is_mixed for part in parts):
-            raise ValueError("the experts of this model have been spread over ranks by an engine; build the model anew")
+            raise ValueError("an engine has already distributed this model's experts over ranks; create a new model")
         for kind, asked in self._asked.items():
             kind.prepare(model, groups, asked)
 
     def belong_to(self, engine: Any, groups: ParallelGroups) -> None:
-        """Answer programs' queries from these as long as `engine` lives. Collective."""
+        """Provide these groups to programs as long as `engine` lives. Collective."""
         for dimension in self.used:
             dimension.belong_to(engine, self.used, groups.mesh)

@@ -1,6 +1,6 @@
-"""Whole values of sharded parameters, for a while: for generation, surgery, reading and loading.
+"""Temporary access to whole values of sharded parameters: for generation, editing, reading and loading.
 
-Also the hints that DeepSpeed's users give stage 3: hooks off and on again, parameters that other modules read.
+Also stage 3 functions of DeepSpeed's API: removing and restoring hooks, parameters that other modules read.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class GatheredParameters:
-    """Context in which `params` have their full values on every rank. Collective: enter and leave it on all ranks.
+    """Context in which `params` have their whole values on every rank. Collective: enter and leave it on all ranks.
 
         with GatheredParameters(model.lm_head.weight, modifier_rank=0):
             if rank == 0:
                 model.lm_head.weight.data.normal_()
 
     Args:
-        params: a parameter, a list or any iterable; None and parameters that are not sharded are passed over.
-        modifier_rank: whose edits are kept at the end, by all ranks, masters included; None: edits are dropped.
-        fwd_module: accepted as in DeepSpeed; which module reads a parameter is seen when it does.
+        params: a parameter, a list or any iterable; None and parameters that are not sharded are ignored.
+        modifier_rank: all ranks keep this rank's edits at the end, also in the masters; None: edits are dropped.
+        fwd_module: accepted for compatibility; reads by other modules are detected automatically.
         enabled: False makes the context do nothing.
     """
 
@@ -51,17 +51,17 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an exception ranks may have gone different ways: no collective any more, edits are dropped.
+        # After an exception ranks may have diverged: run no collective, and drop the edits.
         reshard(self._handles, self._modifier_rank if kind is None else None)
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
-    """`model` (an engine gives its own) with whole weights on every rank; edits are dropped at the end. Collective.
+    """Context that yields `model` (or an engine's) with whole weights on every rank; edits are dropped. Collective.
 
-    Nests, does nothing below stage 3, and training goes on afterwards as if it had not been entered. Needs memory for
-    the whole model; `generate` on the sharded model gathers as it goes, and keeps what stage3_max_live_parameters
-    allows.
+    Can be nested, does nothing below stage 3, and does not affect training afterwards. Needs memory for the whole
+    model; `generate` on the sharded model instead gathers units as they are used, and keeps as many as
+    stage3_max_live_parameters allows.
     """
     inner = getattr(model, "module", model)
     with GatheredParameters(inner.parameters()):
@@ -76,28 +76,28 @@ def unwrap_model_for_generation(engine: Any) -> Iterator[Any]:
 
 
 def handles_of(params: Any) -> list[ShardedParameter]:
-    """The sharded ones among `params`, each once, in the order in which they were sharded (the same on all ranks)."""
+    """The sharded parameters of `params`, each once, in the order of sharding (the same on all ranks)."""
     candidates: Iterable[Any] = [params] if isinstance(params, Tensor) else (params or ())
     handles = {id(handle): handle for item in candidates if isinstance(item, Tensor) and (handle := of(item))}
     return sorted(handles.values(), key=lambda handle: handle.parameter.ds_id)  # type: ignore[attr-defined]
 
 
-# Weights for an engine that generates: whole, by the model's own names, never all of them at once.
+# Weights for an inference engine: whole, by the model's own names, never all at once.
 
 
 def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights of `model` (an engine gives its own), one after the other: what an inference engine is given.
+    """Yield the whole weights of `model` (or an engine's) one after the other, for example for an inference engine.
 
-    Names are those of the Hugging Face model. Adapters of PEFT are merged into what is given, layer by layer, and so
-    the whole model is never in memory: beside the shards, one parameter is (or small ones, 4 MB in fp32), and its sum
-    with its adapter. Values are not to be written to, and are right until the next one is asked for. Collective: every
-    rank goes through to the end. Tied weights come under each of their names.
+    Names are those of the Hugging Face model. PEFT adapters are merged into the yielded weights, layer by layer. The
+    whole model is never in memory: besides the shards there is only one parameter (or small ones, 4 MB in fp32) and its
+    sum with the adapter. Values are read-only and valid until the next iteration. Collective: every rank must iterate
+    to the end. Tied weights are yielded under each of their names.
 
         for name, values in hf_zero.gathered_weights(trainer.model_wrapped):
             inference_model.load_weights([(name, values)])
 
     Raises:
-        ValueError: for adapters whose weights are no sum of two: DoRA and its kin, and those of quantised weights.
+        ValueError: for adapters that are not added to a weight (such as DoRA), or on quantised weights.
     """
     inner = getattr(model, "module", model)
     names, adapted = _names_without_adapters(inner), _adapters(inner)
@@ -109,11 +109,11 @@ def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                     values = values + layer.get_delta_weight(adapter).to(values)
         for name in names.get(id(parameter), ()):
             yield name, values
-        del values  # before the next ones are gathered
+        del values  # before the next parameters are gathered
 
 
 def _adapters(model: nn.Module) -> dict[int, list[Any]]:
-    """Layers of PEFT's around each parameter, by its id."""
+    """PEFT layers around each parameter, by the parameter's id."""
     adapters: dict[int, list[Any]] = {}
     for name, layer in model.named_modules():
         if not hasattr(layer, "get_base_layer") or getattr(layer, "merged", False) or layer.disable_adapters:
@@ -130,7 +130,7 @@ def _adapters(model: nn.Module) -> dict[int, list[Any]]:
 
 
 def _names_without_adapters(model: nn.Module) -> dict[int, list[str]]:
-    """By the parameter's id; without those that only PEFT has."""
+    """Names by parameter id, without parameters that only PEFT has."""
     prefix = getattr(model, "prefix", None)  # "lora_" and so on
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -142,22 +142,22 @@ def _names_without_adapters(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-# Whole weights into a model that an engine has, parameter by parameter, whether sharded or not.
+# Loading whole weights into an engine's model, parameter by parameter, sharded or not.
 
 
 @torch.no_grad()
 def load_whole(
     module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> _IncompatibleKeys:
-    """As torch's method, with nothing gathered: of each tensor a rank takes its shard, and masters follow.
+    """Like torch's method, without gathering: each rank takes its shard of each tensor, and masters are updated.
 
     Args:
-        state_dict: the same values on all ranks; tensors may be memory-mapped, each is looked at once.
-        assign: without effect; parameters stay the objects that the engine knows.
+        state_dict: the same values on all ranks; tensors may be memory-mapped, and each is read once.
+        assign: no effect; parameters stay the same objects.
 
     Raises:
-        RuntimeError: for tensors of other shapes, and with `strict` for names that are missing or too many; nothing
-            has been written then.
+        RuntimeError: for tensors of other shapes and, with `strict`, for missing or unexpected names. Nothing has been
+            written.
     """
     places: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     places |= {name: place for name, place in module.state_dict().items() if name not in places}
@@ -190,9 +190,9 @@ def load_module_state_dict(
     custom_load_fn: Callable[..., Any] | None = None,
     fetch_z3_params: bool = False,
 ) -> None:
-    """Put `checkpoint["module"]` (whole weights, the same on all ranks) into the model; masters follow. Collective.
+    """Load `checkpoint["module"]` (whole weights, the same on all ranks) into model and masters. Collective.
 
-    At stage 3 parameters are gathered module by module, whatever `fetch_z3_params` says.
+    At stage 3 parameters are gathered module by module, regardless of `fetch_z3_params`.
     """
     weights, module = checkpoint["module"], engine.module
     if custom_load_fn is not None:
@@ -220,7 +220,7 @@ def load_module_state_dict(
 
 
 def _unsaved(module: torch.nn.Module) -> set[str]:
-    """Buffers that no state dict holds."""
+    """Names of non-persistent buffers."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, inner in module.named_modules(remove_duplicate=False)
@@ -232,13 +232,13 @@ _REGISTERED = "_external_params"  # DeepSpeed's name
 
 
 class ParameterOffload:
-    """`engine.optimizer.parameter_offload`, or `engine.optimizer` itself where nothing is trained.
+    """`engine.optimizer.parameter_offload`, or `engine.optimizer` itself without an optimizer.
 
     Attributes:
         module: the root module.
-        forward_hooks, backward_hooks: removable handles; removing them takes all hooks off, until
-            `_register_deepspeed_module` puts them back.
-        param_coordinator: knows whether a recorded gather order is valid; ours is fixed, so there is nothing to forget.
+        forward_hooks, backward_hooks: removable handles; removing one removes all hooks until
+            `_register_deepspeed_module` restores them.
+        param_coordinator: invalidates a recorded gather order in DeepSpeed; ours is fixed, so it does nothing.
     """
 
     def __init__(self, module: nn.Module, store: ShardedParameters) -> None:
@@ -250,7 +250,7 @@ class ParameterOffload:
         module.ds_external_parameters = lambda: external_parameters(module)  # type: ignore[assignment]
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Put the hooks back on `module`, which is the root."""
+        """Restore the hooks on `module`, which must be the root."""
         self._store.attach()
         self.forward_hooks = [_Hooks(self._store)]
 
@@ -276,10 +276,10 @@ class _FixedOrder:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Register that `module` reads `parameter` of another module.
 
-    A read is noticed and gathers the parameter by itself, so this only records what `ds_external_parameters` tells.
+    Reading a parameter gathers it automatically, so this only records what `ds_external_parameters` returns.
 
     Raises:
-        RuntimeError: when `parameter` is no nn.Parameter.
+        RuntimeError: if `parameter` is not an nn.Parameter.
     """
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter takes an nn.Parameter, got {type(parameter).__name__}")
@@ -287,10 +287,10 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Take back what `register_external_parameter` recorded.
+    """Undo `register_external_parameter`.
 
     Raises:
-        RuntimeError: when it had recorded nothing.
+        RuntimeError: if the parameter was not registered.
     """
     if vars(module).get(_REGISTERED, {}).pop(id(parameter), None) is None:
         raise RuntimeError("the parameter was not registered with this module")

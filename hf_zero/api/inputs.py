@@ -1,4 +1,4 @@
-"""Preparation of `initialize`'s arguments: the resolver's view of a model, a loader for a dataset."""
+"""Prepares arguments of `initialize`: the resolver's view of a model, and a loader for a dataset."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils.data.distributed import DistributedSampler
 from hf_zero.config import ModelView
 from hf_zero.features import Draw
 
-# Names that a transformers configuration may answer to although its dict has another one (attribute_map).
+# Attributes that a transformers config may provide under another name than its dict (attribute_map).
 _ALIASES = ("hidden_size", "hidden_sizes", "text_config")
 
 
 def model_view(model: nn.Module | None) -> ModelView | None:
-    """Configuration and shapes of any module; any configuration that can become a dict will do."""
+    """Config and shapes of any module; the config may be anything that converts to a dict."""
     if model is None:
         return None
     shapes = tuple(tuple(parameter.shape) for parameter in model.parameters())
@@ -25,12 +25,12 @@ def model_view(model: nn.Module | None) -> ModelView | None:
 
 
 def config_mapping(config: Any) -> Mapping[str, object] | None:
-    """A model's configuration as a dict, with its aliases; None if it cannot become one."""
+    """A model's config as a dict, with its aliases; None if it cannot be converted."""
     if isinstance(config, Mapping):
         return config
     to_dict = getattr(config, "to_dict", None)
     if not callable(to_dict):
-        plain = getattr(config, "__dict__", None)  # a namespace or dataclass of a hand-written model
+        plain = getattr(config, "__dict__", None)  # a namespace or dataclass of a custom model
         return dict(plain) if plain else None
     values = dict(to_dict())
     for name in _ALIASES:
@@ -56,11 +56,11 @@ class TrainingLoader(DataLoader[Any]):
 
 
 def training_loader(engine: Any, dataset: Any, collate_fn: Any = None) -> DataLoader[Any]:
-    """Batches of this rank's part of `dataset` in the sizes and the order that the engine's config asks for.
+    """A DataLoader over this rank's part of `dataset`, with the batch size and order of the engine's config.
 
-    Without a curriculum it is shuffled anew when the caller sets `loader.sampler.set_epoch`; an IterableDataset is
-    taken as it is and has to yield each rank its own samples. Ranks that share sequences get their
-    parts of the same ones.
+    Without a curriculum, call `loader.sampler.set_epoch` to shuffle differently in each epoch. An IterableDataset is
+    used unchanged and must yield different samples on each rank. Ranks that share sequences get their parts of the
+    same samples.
     """
     size, drop_last = engine.settings.train_micro_batch_size_per_gpu(), engine.settings.resolved.batch.drop_last
     ranks = engine.groups.data

@@ -1,4 +1,4 @@
-"""Which rank, and which parameter, values come from that are not finite."""
+"""Names the rank and the parameter that non-finite values come from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WATCHED_UPDATES = 3
 
 
 class NonfiniteWatch:
-    """Says on which rank, and at which parameter, values arise that are not finite. Reduced gradients do not tell: they
-    are sums. It looks only once an update has been skipped for its norm; before that, it costs nothing."""
+    """Logs the rank and the parameter where non-finite values arise, which reduced gradients, being sums, do not show.
+    It only checks after an update was skipped because of its norm, and costs nothing before."""
 
     def __init__(self, store: ParameterStore, rank: int, micro_batches: int) -> None:
         self._parameters = store.parameters
@@ -25,10 +25,10 @@ class NonfiniteWatch:
         self._rank, self._micro_batches = rank, micro_batches
         self._losses: deque[Tensor] = deque(maxlen=micro_batches)
         self._hooks: list[RemovableHandle] = []
-        self._num_left = 0  # backward passes to look at
+        self._num_left = 0  # backward passes still to check
 
     def note(self, loss: Tensor) -> None:
-        """A backward begins."""
+        """Record the loss of a backward."""
         self._losses.append(loss.detach())
         if self._hooks:
             self._num_left -= 1
@@ -36,7 +36,7 @@ class NonfiniteWatch:
                 self._stop()
 
     def look(self, update: int) -> None:
-        """This update was skipped: look at the last losses of this rank, and at its next gradients."""
+        """Check this rank's last losses and next gradients, because update `update` was skipped."""
         bad = [loss for loss in self._losses if not bool(torch.isfinite(loss).all())]
         if bad:
             logger.warning("rank %d: its own loss is %s, of update %d or after it", self._rank, bad[0].item(), update)

@@ -1,6 +1,6 @@
-"""Frees the device of what only training needs, for a while (generation between updates), and brings it back.
+"""Moves states that only training needs from the device to host memory and back, for example during generation.
 
-A tensor keeps its object and all its views; only its storage is emptied and refilled.
+Tensor objects and their views stay valid; only their storages are emptied and refilled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_zero.step.optimizer import ZeroOptimizer
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """States that can be sent away; names and values are DeepSpeed's."""
+    """States that can be offloaded; names and values are DeepSpeed's."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -27,7 +27,7 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where things can be; names and values are DeepSpeed's."""
+    """Devices for offloading; names and values are DeepSpeed's."""
 
     none = "none"
     cpu = "cpu"
@@ -38,14 +38,14 @@ _ALL = tuple(kind for kind in OffloadStateTypeEnum if kind is not OffloadStateTy
 
 
 class OffloadStates:
-    """Sends states of one engine to host memory and back. Does nothing for what is in host memory anyway.
+    """Moves states of one engine to host memory and back. States that are already in host memory stay.
 
     Attributes:
-        away: emptied tensors, with the copies that hold their bytes.
+        away: emptied tensors with the copies of their data.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, reducer: GradientReducer, *, home: str = "cpu") -> None:
-        """`home`: what is on a device of this type stays where it is."""
+        """`home`: tensors on a device of this type stay."""
         self._optimizer = optimizer
         self._reducer = reducer
         self._home = home
@@ -53,7 +53,7 @@ class OffloadStates:
 
     @torch.no_grad()
     def send(self, include: Collection[str | OffloadStateTypeEnum] | None = None, *, pinned: bool = True) -> int:
-        """Empty the storages of these states; None means all there are. Returns the bytes that the device has got back.
+        """Empty the storages of these states (None: all). Returns the number of bytes freed on the device.
 
         Raises:
             ValueError: for the weights of the model.
@@ -79,7 +79,7 @@ class OffloadStates:
 
     @torch.no_grad()
     def bring_back(self) -> None:
-        """Refill every storage that was emptied."""
+        """Refill all emptied storages."""
         for whole, copy in self.away:
             whole.untyped_storage().resize_(copy.numel())
             whole.copy_(copy)

@@ -1,4 +1,4 @@
-"""DeepSpeed's further names on an engine's optimizer, whatever its stage: views of what it holds, and shortcuts."""
+"""DeepSpeed's additional optimizer names at every stage: views of its tensors, and shortcuts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hf_zero.surface import Surface
 
 
 def _masters(optimizer: Any) -> list[Tensor]:
-    """This rank's fp32 masters, 1-D; what offload keeps elsewhere shows NaN in its place."""
+    """This rank's fp32 masters, 1-D; offloaded masters show NaN."""
     return [shard.master for shard in optimizer.sub_groups]
 
 
 def _weights(optimizer: Any) -> list[Tensor]:
-    """This rank's part of the model's weights, 1-D, beside the masters; they are one where nothing is rounded."""
+    """This rank's part of the model's weights, 1-D; the same tensors as the masters if nothing is rounded."""
     return [shard.master if shard.lp_param is None else shard.lp_param for shard in optimizer.sub_groups]
 
 
@@ -35,7 +35,7 @@ def _parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:
 
 
 def _gradients(optimizer: Any) -> dict[int, list[Tensor]]:
-    """Param group -> this rank's reduced gradients (1-D, sums over ranks), between backward and step, where at hand."""
+    """Param group -> this rank's available reduced gradients (1-D, sums over ranks) between backward and step."""
     optimizer.fragments.finish_reductions()
     gradients: dict[int, list[Tensor]] = {index: [] for index in range(len(optimizer.param_groups))}
     for shard in optimizer.sub_groups:
@@ -54,7 +54,7 @@ def _offloads(optimizer: Any) -> bool:
 
 
 def _get_lr(optimizer: Any) -> float | None:
-    """Learning rate of the first param group; None where the optimizer computes its own."""
+    """Learning rate of the first param group; None if the optimizer computes it."""
     rate = optimizer.param_groups[0]["lr"]
     return None if rate is None else float(rate)
 
@@ -65,11 +65,11 @@ def _set_lr(optimizer: Any, lr: float) -> None:
 
 
 def _override_loss_scale(optimizer: Any, loss_scale: float) -> None:
-    """Let the next backward use this scale; one that follows overflows goes on from it."""
+    """Set the loss scale of the next backward; a dynamic scale continues from it."""
     optimizer.loss_scale = loss_scale
 
 
-# One parameter; all of these are collective, as the functions they call
+# Access to one parameter. All of these are collective, like the functions they call
 
 
 def _full_values(optimizer: Any, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
@@ -87,7 +87,7 @@ def _set_full_values(optimizer: Any, value: Tensor, param: nn.Parameter, optim_s
 
 
 def _local_values(optimizer: Any, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor | None:
-    """This rank's chunk of the same; stage 3 only."""
+    """This rank's chunk of the fp32 weight, or optimizer state; stage 3 only."""
     if optim_state_key is None:
         return parameter_access.safe_get_local_fp32_param(param)
     return parameter_access.safe_get_local_optimizer_state(param, optim_state_key)
@@ -100,7 +100,7 @@ def _set_local_values(optimizer: Any, value: Tensor, param: nn.Parameter, optim_
         parameter_access.safe_set_local_optimizer_state(param, value, optim_state_key)
 
 
-# Away and back
+# Offloading states
 
 
 def _offload_states(
@@ -116,7 +116,7 @@ def _reload_states(optimizer: Any, non_blocking: bool = False) -> None:
 
 
 def _refresh_masters(optimizer: Any) -> None:
-    """Update masters from edited weights, as a step does first anyway."""
+    """Update masters from edited weights, as a step does anyway."""
     optimizer.engine.gradients.settle()
     optimizer.store.sync_masters()
 

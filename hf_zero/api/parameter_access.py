@@ -1,6 +1,6 @@
-"""Full and local views of one parameter's fp32 weight, gradient and optimizer state, at any stage.
+"""Full and local access to one parameter's fp32 weight, gradient and optimizer state, at any stage.
 
-The functions' names are DeepSpeed's. Those with `full` in their name are collective; shapes are the parameter's.
+Function names are DeepSpeed's. Functions with `full` in their name are collective; shapes are the parameter's.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class _Part:
 
 
 class Fragments:
-    """Finds the parts of every trained parameter; hangs on the parameters.
+    """Finds this rank's parts of every trained parameter. Stored as an attribute of the parameters.
 
     Attributes:
-        values: what this rank owns of them.
+        values: access to what this rank owns.
     """
 
     def __init__(self, assembly: Assembly, groups: ParallelGroups) -> None:
@@ -52,13 +52,13 @@ class Fragments:
         self._owns_all = not assembly.optimizer.sharding.shards_optimizer
 
     def read(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
-        """The whole of what `source` gives for the shards of `parameter`; None where no rank has it. Collective.
+        """Read the whole of `source` for `parameter`; None if no rank has it. Collective.
 
         Raises:
-            StorageError: on all ranks, when one could not read its part from a drive.
+            StorageError: on all ranks, if one could not read its part from a drive.
         """
         numel, groups = parameter.numel(), self._groups.of(parameter)
-        # One more element counts the ranks that have it, and a sum takes a multiple of the number of ranks.
+        # One more element counts the ranks that have values, and a sum needs a multiple of the world size.
         padded = round_up(numel + 1, groups.access.size)
         flat = torch.zeros(padded, dtype=torch.float32, device=self._assembly.store.device)
         for part in self._parts_of(parameter):
@@ -72,16 +72,16 @@ class Fragments:
         return flat[:numel].view(parameter.shape).clone() if flat[numel] > 0 else None
 
     def write(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
-        """Put this rank's part of `values` (the parameter's shape) where `target` says."""
+        """Write this rank's part of `values` (of the parameter's shape) to `target`."""
         if values.shape != parameter.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for a parameter of {tuple(parameter.shape)}")
         self._write(parameter, values, target, [part.piece.in_parameter for part in self._parts_of(parameter)])
 
     def read_local(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
-        """This rank's chunk at stage 3, without padding: a view where it is at hand, else a copy.
+        """This rank's chunk at stage 3, without padding: a view if it is in memory, else a copy.
 
         Raises:
-            StorageError: when it could not be read from a drive.
+            StorageError: if it could not be read from a drive.
         """
         parts = self._parts_of(parameter)
         chunks = []
@@ -116,7 +116,7 @@ class Fragments:
         return self._assembly.step.factors.of_gradients
 
     def sync_masters(self) -> None:
-        """Apply edits of weights to masters before masters are read or written."""
+        """Apply edits of weights to the masters, before these are read or written."""
         self._assembly.store.sync_masters()
 
     def finish_reductions(self) -> None:
@@ -129,7 +129,7 @@ class Fragments:
         return any(slot.parameter == index for slots in reduced for slot in slots)
 
     def unreduced(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's own gradient while it is kept whole (stages 0 and 1 between micro-batches): a view, 1-D."""
+        """This rank's whole gradient before reduction (stages 0 and 1 between micro-batches): a view, 1-D."""
         index = self._index[id(parameter)]
         for bucket in self._assembly.reducer.buckets:
             if bucket.local is None or bucket.bucket.by_rows or index not in bucket.arrivals.used:
@@ -141,7 +141,7 @@ class Fragments:
 
     @property
     def unreduced_factor(self) -> float:
-        """Factor from such a gradient to the gradient of this rank's loss."""
+        """Factor from an unreduced gradient to the gradient of this rank's loss."""
         optimizer = self._assembly.optimizer
         return self.gradient_factor * (optimizer.sharding.num_ranks if optimizer.rules.gradients.average else 1)
 
@@ -155,7 +155,7 @@ def _inside(values: Tensor, part: _Part) -> Tensor:
 
 
 def attach_fragments(assembly: Assembly, groups: ParallelGroups) -> None:
-    """Attach to the parameters of `assembly` what the functions below need."""
+    """Attach `Fragments`, which the functions below need, to the parameters of `assembly`."""
     fragments = Fragments(assembly, groups)
     for parameter in assembly.store.parameters:
         setattr(parameter, _ATTRIBUTE, weakref.ref(fragments))
@@ -168,7 +168,7 @@ def _fragments_of(parameter: nn.Parameter) -> Fragments | None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The master weight, fp32; None for a parameter that no engine trains."""
+    """Return the master weight in fp32; None for a parameter that no engine trains."""
     fragments = _fragments_of(param)
     if fragments is None:
         return None
@@ -177,10 +177,10 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient reduced since the last step (mean over ranks, before clipping), fp32; None when there is none.
+    """Return the gradient since the last step (mean over ranks, before clipping) in fp32; None if there is none.
 
-    Where gradients are still being accumulated without a reduction (stages 0 and 1 before the boundary, and inside
-    `no_sync`) it is this rank's own.
+    While gradients accumulate without a reduction (stages 0 and 1 before the boundary, and inside `no_sync`) the result
+    is this rank's own gradient.
     """
     fragments = _fragments_of(param)
     if fragments is None:
@@ -194,13 +194,13 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """One optimizer state ("exp_avg", ...); None before the first step and for unknown keys."""
+    """Return one optimizer state ("exp_avg", ...); None before the first step and for unknown keys."""
     fragments = _fragments_of(param)
     return fragments.read(param, fragments.values.state(optim_state_key)) if fragments else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite master and model weight; `value` is the same on all ranks."""
+    """Overwrite master and model weight; `value` must be the same on all ranks."""
     fragments = _managed(param)
     fragments.sync_masters()
     fragments.write(param, value, fragments.values.master)
@@ -211,7 +211,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite the gradient between backward and step (in the units of `safe_get_full_grad`).
 
     Raises:
-        RuntimeError: when there is none.
+        RuntimeError: if there is no gradient.
     """
     fragments = _managed(param)
     fragments.finish_reductions()
@@ -235,7 +235,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Any]
 ) -> None:
-    """Replace each full gradient by what `update_func(gradient, parameter)` returns (or leaves in place, for None)."""
+    """Replace each full gradient by the result of `update_func(gradient, parameter)`; None means an in-place change."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -244,7 +244,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's chunk of the master weight; stage 3 only."""
+    """Return this rank's chunk of the master weight; stage 3 only."""
     fragments = _sharded(param)
     fragments.sync_masters()
     return fragments.read_local(param, fragments.values.master)

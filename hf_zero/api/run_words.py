@@ -1,4 +1,4 @@
-"""A run's log lines: a block when an engine is made, and one line when it has trained."""
+"""A run's log lines: a block when an engine is created, and one line after training."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ NOT_GATHERED = (
     "save_model() and save_16bit_model() write no model file, as stage3_gather_16bit_weights_on_model_save is false: "
     "set it to true, or make one of a checkpoint with python -m hf_zero zero_to_fp32"
 )
-_WRITTEN = ("file", "text", "dict", "default", "derived")  # sources of values that were not filled in
+_WRITTEN = ("file", "text", "dict", "default", "derived")  # sources other than filled "auto" values
 
 Sizes = Counter[tuple[str, str]]
-"""(what, where) -> bytes of one rank; where is "device", "host" or "disk"."""
+"""(kind, place) -> bytes of one rank; place is "device", "host" or "disk"."""
 
 
 def start(engine: ZeroEngine) -> None:
-    """Log what this engine is."""
+    """Log a description of the engine."""
     version = sys.modules[__name__.partition(".")[0]].__version__
     log_dist("\n  ".join([f"{announcement()}, by hf_zero {version}", *_lines(engine)]))
 
 
 def end(engine: ZeroEngine) -> None:
-    """Training is over: log how it went, now."""
+    """Log the summary of training now."""
     _RUNS[engine].tell()
 
 
 class Run:
-    """Follows an engine: logs how its updates went, at the latest when it is freed; explains out-of-memory errors."""
+    """Logs a summary of an engine's updates, at the latest when it is freed; explains out-of-memory errors."""
 
     def __init__(self, engine: ZeroEngine) -> None:
         self._begin, self._told, self._phases = time.perf_counter(), 0, engine.phases
@@ -57,7 +57,7 @@ class Run:
         weakref.finalize(engine, self.tell)
 
     def tell(self) -> None:
-        """One line, if there are updates since the last one."""
+        """Log one line, if there were updates since the last one."""
         updates = self._phases.num_done["step"]
         if updates == self._told:
             return
@@ -75,14 +75,14 @@ _RUNS: weakref.WeakKeyDictionary[ZeroEngine, Run] = weakref.WeakKeyDictionary()
 
 def _explain(engine: Any, phase: str, error: Exception) -> None:
     if isinstance(error, (RuntimeError, MemoryError)):
-        from hf_zero.profiling.out_of_memory import explain  # what a run that goes well does not need
+        from hf_zero.profiling.out_of_memory import explain  # only needed on failure
 
         explain(engine, phase, error)
 
 
 def expected_sizes(engine: ZeroEngine) -> Sizes:
-    """Memory per rank beside activations: by the rules of `hf_zero.planning.memory`, from the layout that is there.
-    Of what passes, the most."""
+    """Memory per rank without activations, by the rules of `hf_zero.planning.memory` applied to the existing layout.
+    Temporary buffers count at their peak."""
     assembly, sizes = engine.gradients.assembly, Sizes()
     zero, precision = engine.settings.resolved.zero, precision_from(engine.settings.resolved.precision)
     units: Any = getattr(engine.module_view.store, "units", ())
@@ -97,7 +97,7 @@ def expected_sizes(engine: ZeroEngine) -> Sizes:
         sizes[WEIGHTS, place] += sum(part.stored.num_bytes for part in unit.parts)
         sizes[WEIGHTS, "device"] += num_bytes if unit.is_persistent else 0
     kept = zero.keys.stage3_max_live_parameters + zero.keys.stage3_prefetch_bucket_size
-    sizes[PASSING, "device"] = min(whole, 2 * longest + kept * itemsize)  # the unit at work, the next, and others
+    sizes[PASSING, "device"] = min(whole, 2 * longest + kept * itemsize)  # the unit in use, the next, and kept ones
     if assembly is None:
         return +sizes
     optimizer, sharding = assembly.optimizer.optimizer, assembly.optimizer.sharding

@@ -1,4 +1,4 @@
-"""zero.Init: modules are sharded as they are made, one after the other, so that no rank ever holds the model."""
+"""zero.Init: shards modules one by one as they are created, so that no rank ever holds the whole model."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from hf_zero.precision import Precision, precision_from
 if TYPE_CHECKING:
     from hf_zero.offload.swap_store import SwapStore
 
-MAX_OPENED_NUMEL = 1 << 26  # in parameters that were read after they had been sharded ...
-MIN_OPENED = 8  # ... except that so many, the last ones, may be worked on together
+MAX_OPENED_NUMEL = 1 << 26  # elements of parameters gathered by a read after they were sharded ...
+MIN_OPENED = 8  # ... but the last ones, up to this number, always stay gathered
 _IGNORED = ("data_parallel_group", "mpu", "zero_param_parallel_group", "sequence_data_parallel_group")
 
 
@@ -40,19 +40,19 @@ class Init(AbstractContextManager[Any]):
         with deepspeed.zero.Init(config_dict_or_path="ds.json"):
             model = LlamaForCausalLM(config)
 
-    A module is sharded as soon as it becomes part of another one, so at most one module's parameters are whole at a
-    time. Rank 0's values win. Code that then still reads a parameter (an init function, `self.head.weight = ...`) finds
-    it gathered until the next module comes, or many others have been read after it; what was written to it is kept.
+    A module is sharded as soon as it is assigned to another module, so at most one module's parameters are whole at a
+    time. Rank 0's values are used. Code that reads a sharded parameter (an init function, `self.head.weight = ...`)
+    gathers it until the next module is created, or until many others have been read; writes to it are kept.
 
     Args:
-        module: convert this module at once, instead of what is built inside the context.
+        module: shard this module at once, instead of modules built inside the context.
         remote_device: "cpu" keeps the shards in host memory until initialize(); None means the training device.
         config_dict_or_path: ds.json in any form; decides the dtype. `config` is its older name.
-        dtype: of the parameters; default: what the config says.
+        dtype: of the parameters; default: the config's.
         enabled: False makes the context do nothing.
         data_parallel_group, mpu, zero_param_parallel_group, sequence_data_parallel_group: must be None;
-            but an mpu of sequence parallelism is fine.
-        The other arguments of DeepSpeed are accepted and change nothing.
+            an mpu of sequence parallelism is allowed.
+        DeepSpeed's other arguments are accepted and have no effect.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Init(AbstractContextManager[Any]):
     ) -> None:
         given = {"data_parallel_group": data_parallel_group, "mpu": mpu, **others}
         if hasattr(mpu, "get_sequence_data_parallel_group"):
-            given["mpu"] = None  # of ranks that share sequences, which hold shards like all others
+            given["mpu"] = None  # of sequence parallelism, whose ranks hold shards like all others
         for name in _IGNORED:
             if given.get(name) is not None:
                 raise NotImplementedError(f"zero.Init({name}=...): parameters are sharded over all ranks; leave it out")
@@ -98,12 +98,12 @@ class Init(AbstractContextManager[Any]):
             self._init_rules.close()
 
     def _check(self, policy: InitPolicy | None) -> None:
-        """Raise for an invalid config of this context; None is allowed."""
+        """Raise an error if this context's config is invalid; None is allowed."""
 
     def __enter__(self) -> Init:
         if self._enabled:
             ACTIVE.append(self._init_rules)
-            if len(ACTIVE) == 1:  # nested contexts are one
+            if len(ACTIVE) == 1:  # nested contexts act as one
                 self._init_rules.begin()
             self._before = ACTIVE[0].unattached()
         return self
@@ -129,11 +129,11 @@ class Init(AbstractContextManager[Any]):
 
 
 class MiCS_Init(Init):  # noqa: N801  (DeepSpeed's name)
-    """`Init` over the shard groups of `zero_optimization.mics_shard_size` (DeepSpeed up to 0.19.6). `Init` does the
-    same where its config has that key, or `hf_zero.shard_group`.
+    """`Init` over the shard groups of `zero_optimization.mics_shard_size` (DeepSpeed up to 0.19.6). `Init` itself does
+    the same if its config has that key or `hf_zero.shard_group`.
 
     Raises:
-        WrongArgument: without a config, or for one that has neither key.
+        WrongArgument: without a config, or if it has neither key.
     """
 
     def _check(self, policy: InitPolicy | None) -> None:
@@ -145,12 +145,12 @@ class MiCS_Init(Init):  # noqa: N801  (DeepSpeed's name)
 
 
 class _InitRules:
-    """Shards modules while they are put together."""
+    """Shards modules while a model is built."""
 
     def __init__(
         self, groups: ParallelGroups, precision: Precision, device: torch.device, store: SwapStore | None
     ) -> None:
-        """`store`: where shards are kept from the start; None: in the memory of `device`."""
+        """`store`: storage of the shards from the start; None: the memory of `device`."""
         self._groups = groups
         self._precision = precision
         self._device = device
@@ -182,11 +182,11 @@ class _InitRules:
         self._reads.unwatch()
 
     def unattached(self) -> frozenset[int]:
-        """Ids of the modules that are not part of another one yet."""
+        """Ids of modules that are not part of another module yet."""
         return frozenset(self._unattached)
 
     def shard_since(self, before: frozenset[int]) -> None:
-        """Shard what was built since: the end of a nested context is when its code expects that."""
+        """Shard modules built since `before`, as code expects at the end of a nested context."""
         for number in [number for number in self._unattached if number not in before]:
             module = self._unattached[number]()
             if module is not None:
@@ -201,7 +201,7 @@ class _InitRules:
         self._paused = False
 
     def shard_tree(self, module: nn.Module) -> None:
-        """Shard what is still whole in `module` and below."""
+        """Shard parameters of `module` and its submodules that are still whole."""
         self.close()
         for inner in module.modules():
             fresh = [p for p in inner.parameters(recurse=False) if of(p) is None and _can_be_sharded(p)]
@@ -211,7 +211,7 @@ class _InitRules:
                 self._reads.watch(inner)
 
     def close(self) -> None:
-        """Parameters opened by a read go back to shards, with rank 0's values."""
+        """Reshard parameters that were gathered by a read, with rank 0's values."""
         if self._opened:
             opened, self._opened = self._opened, []
             reshard(opened, modifier_rank=0)
@@ -231,7 +231,7 @@ class _InitRules:
             return
         unshard([handle])
         self._opened.append(handle)
-        # A function that initialises a whole model reads all of it, and no module comes any more.
+        # A function that initialises a whole model reads all parameters, and no new module follows.
         while len(self._opened) > MIN_OPENED and sum(opened.numel for opened in self._opened) > MAX_OPENED_NUMEL:
             reshard([self._opened.pop(0)], modifier_rank=0)
 

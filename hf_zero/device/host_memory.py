@@ -1,4 +1,4 @@
-"""Host memory: how much there is (and on disks), pages that devices copy from, and what is freed given back."""
+"""Host memory: available bytes (also on disks), page-locked allocation, and returning freed memory to the system."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _UNLIMITED = 1 << 60
 
 
 def host_available(root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process could still get: of the machine, of its control groups, of ulimit -d."""
+    """Bytes of host memory still available to this process: by the machine, its cgroups, and ulimit -d."""
     machine = _field(root / "proc/meminfo", "MemAvailable:") * 1024 or _UNLIMITED
     return max(0, min([machine, *_group_available(root), _ulimit_available(root)]))
 
 
 def disk_available(folder: str) -> int:
-    """Bytes that a drive has left."""
+    """Free bytes on a drive."""
     room = os.statvfs(folder)
     return room.f_bavail * room.f_frsize
 
 
 def _group_available(root: Path) -> Iterator[int]:
-    """Limits of the group and its parents; page cache counts as available."""
+    """Yield the bytes available in the cgroup and its parents; page cache counts as available."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -71,21 +71,21 @@ def _number(path: Path) -> int | None:
     return int(words[0]) if words and words[0].isdigit() else None
 
 
-_TRIM_BYTES = 8 << 20  # often enough that little is kept, seldom enough to cost nothing
+_TRIM_BYTES = 8 << 20  # often enough to keep the heap small, rarely enough to cost nothing
 
 
 class HostHeap:
-    """Counts what is freed, and trims the heap now and then.
+    """Counts freed bytes, and trims the heap from time to time.
 
-    glibc takes tensors below 32 MB from one heap, where small ones that stay (shards) lie between large ones that go
-    (whole parameters). The holes are too small for the next large one, so memory would grow to twice what is in use.
+    glibc allocates tensors below 32 MB from one heap, where small long-lived tensors (shards) lie between temporary
+    large ones. The holes are too small for the next large tensor, so memory would grow to twice what is in use.
     """
 
     def __init__(self) -> None:
         self._freed = 0
 
     def freed(self, num_bytes: int) -> None:
-        """Note that tensors of this size have gone, or are about to."""
+        """Record that tensors of this size are freed."""
         self._freed += num_bytes
         if self._freed >= _TRIM_BYTES:
             self._freed = 0
@@ -93,17 +93,17 @@ class HostHeap:
 
 
 def trim() -> None:
-    """Give back everything that is free, also between things that are not."""
+    """Return all free memory to the system, also between blocks in use."""
     _malloc_trim()(0)
 
 
 @cache
 def _malloc_trim() -> Callable[[int], object]:
-    """glibc's; other C libraries have none."""
+    """Return glibc's malloc_trim; other C libraries have none."""
     try:
         malloc_trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
         return malloc_trim
-    except (AttributeError, OSError, TypeError):  # TypeError: Windows, which cannot open "this program"
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows, which cannot open the program itself
         return lambda _kept: None
 
 
@@ -111,11 +111,11 @@ PAGE = 4096
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
-    """1-D, uninitialised memory of its own pages: page-aligned, zero, and given back to the system when it is freed.
+    """Return 1-D, zeroed memory on separate pages: page-aligned, and returned to the system when it is freed.
 
     Args:
-        pinned: page-locked, where a GPU is there to profit from it. Exactly so many bytes are: PyTorch's own pinned
-            memory is rounded up to a power of two.
+        pinned: page-lock the memory, if there is a GPU. The size is exact, whereas PyTorch rounds pinned memory up to a
+            power of two.
     """
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     pages = _Pages(-1, max(round_to_page(numel * dtype.itemsize), PAGE), flags=private)
@@ -126,7 +126,7 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tenso
 
 
 class _Pages(mmap.mmap):
-    """Pages of the system. They are unlocked before they go."""
+    """Pages of the system, which are unlocked before they are unmapped."""
 
     pinned_at: int | None = None
 
@@ -148,7 +148,7 @@ def _pin(raw: Tensor) -> bool:
 
 @cache
 def _warn_unpinned(code: int) -> None:
-    """Once per process and reason."""
+    """Warn once per process and reason."""
     logger.warning(
         "host memory could not be page-locked (CUDA error %d): transfers to the GPU are slower. Raise the limit of "
         "locked memory (ulimit -l), or set pin_memory to false to do without.",

@@ -1,4 +1,4 @@
-"""Which kind of accelerator this machine has, and through which library its kind talks to others."""
+"""The kind of accelerator that this machine has, and its communication library."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl", "hpu": "hccl", "cpu": "gloo"}
-"""Kind of device (torch's name of it; ROCm's is that of CUDA) -> the library of its collectives."""
+"""Device type (torch's name; ROCm's is "cuda") -> the library of its collectives."""
 
 
 def accelerator_kind() -> str | None:
-    """Torch's name of the accelerator that is there and can take part in a process group; None: only the CPU."""
+    """Torch's name of the available accelerator that supports process groups; None: only the CPU."""
     if not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()
@@ -19,40 +19,40 @@ def accelerator_kind() -> str | None:
 
 
 def default_backend() -> str:
-    """torch.distributed's name for the libraries that suit this machine."""
+    """torch.distributed's backend string for this machine."""
     kind = accelerator_kind()
     return "gloo" if kind is None else f"cpu:gloo,{kind}:{BACKENDS[kind]}"
 
 
 def kind_of_backend(backend: str) -> str | None:
-    """The accelerator that is there, if process groups of this backend (or several) can use it."""
+    """The available accelerator, if process groups of this backend (or list of backends) can use it."""
     kind = accelerator_kind()
     return kind if kind is not None and BACKENDS[kind] in backend else None
 
 
 def current_device(kind: str | None = None) -> torch.device:
-    """The default device: the current one of the accelerator, or the CPU."""
+    """The default device: the accelerator's current one, or the CPU."""
     kind = kind or accelerator_kind()
     return torch.device("cpu") if kind is None else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def set_current_device(index: int) -> None:
     """Make this device of the accelerator the current one."""
-    # torch 2.6 has the older of the two names only.
+    # torch 2.6 only has the older of the two names.
     choose = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
     choose(index)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundAccelerator:
-    """One device, as its library names it."""
+    """One accelerator, as its library describes it."""
 
     name: str
     num_bytes: int
 
 
 def found_accelerators() -> tuple[FoundAccelerator, ...]:
-    """This machine's accelerators, by index. Nothing is allocated on them."""
+    """This machine's accelerators by index, without allocating memory on them."""
     kind = accelerator_kind()
     if kind is None:
         return ()

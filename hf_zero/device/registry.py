@@ -1,11 +1,11 @@
-"""Which runtime a device has: one per device and process; and numbers read through it that a device has computed.
+"""The runtime of each device, one per device and process, and reading numbers that a device has computed.
 
-`AtOnce` is the runtime of a device that does everything before a call returns: the CPU, and the meta device in
+`AtOnce` is the runtime of a device that completes everything before a call returns: the CPU, and the meta device in
 simulations.
 
-`Accelerator` has a stream for gathers and one per direction of transfer, and events between them. Everything goes
-through `torch.accelerator` and the generic streams and events, which CUDA, ROCm, XPU and NPU share; where a question
-has an answer on some of them only (free memory, locking pages), the device's own module is asked.
+`Accelerator` has a stream for gathers and one per direction of transfer, and events between them. It uses
+`torch.accelerator` and the generic streams and events, which CUDA, ROCm, XPU and NPU share. Queries that only some of
+them support (free memory, page-locking) use the device's own module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BESIDE_BYTES = 32 << 20
 
 
 class StreamEvent(Event):
-    """torch's event, recorded on the stream of some lane."""
+    """A torch event, recorded on the stream of a lane."""
 
     __slots__ = ("recorded",)
 
@@ -37,19 +37,19 @@ class StreamEvent(Event):
 
 
 def timed(stream: Any) -> StreamEvent:
-    """A mark on `stream`."""
+    """Record a timed event on `stream`."""
     return StreamEvent(stream.record_event(torch.Event(stream.device, enable_timing=True)))
 
 
 class StreamClock(Clock):
-    """Marks are events with times."""
+    """A clock whose marks are timed events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     @cached_property
     def _watching(self) -> Any:
-        """A stream on which nothing is done: it waits for what others do, so that the moment can be marked."""
+        """An otherwise idle stream that waits for other streams, so that the time can be marked."""
         return torch.Stream(device=self._device)
 
     def mark(self) -> Event:
@@ -72,7 +72,7 @@ class StreamClock(Clock):
 
 
 class Accelerator(Runtime):
-    """Compute is whatever stream is current where a call comes from; autograd runs backward on that of forward."""
+    """An accelerator. Compute is the caller's current stream; autograd runs backward on the stream of forward."""
 
     runs_ahead = True
 
@@ -83,7 +83,7 @@ class Accelerator(Runtime):
 
     def _stream(self, lane: Lane) -> Any:
         if lane not in self._streams:
-            # Gathers go before compute where both could start: they are what compute waits for.
+            # Gathers have priority over compute, which waits for them.
             self._streams[lane] = torch.Stream(device=self.device, priority=-1 if lane is Lane.GATHER else 0)
         return self._streams[lane]
 
@@ -157,8 +157,8 @@ class Accelerator(Runtime):
         return not isinstance(event, StreamEvent) or bool(event.recorded.query())
 
     def keep_until(self, event: Event, tensor: Tensor) -> None:
-        # A reference, and not `record_stream`: memory comes back as soon as the host looks again, in an order that does
-        # not depend on how fast the device is.
+        # Keep a reference instead of `record_stream`: memory is freed when the host checks next, in an order that does
+        # not depend on the speed of the device.
         self._drop_passed()
         if isinstance(event, StreamEvent):
             self._kept.append((event, tensor))
@@ -171,7 +171,7 @@ class Accelerator(Runtime):
         torch.accelerator.synchronize(self.device)
 
     def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
-        # Small, and asked for at every step: on the compute stream, where it comes before what follows.
+        # A small copy at every step: on the compute stream it precedes everything that follows.
         here = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         here.copy_(values, non_blocking=True)
         return here, self.record()
@@ -205,7 +205,7 @@ def _parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Ten
 
 @contextmanager
 def _current(stream: Any) -> Iterator[None]:
-    """`stream` is the device's current one. (torch.Stream is a context manager from torch 2.7 on.)"""
+    """Context in which `stream` is current. (torch.Stream is a context manager since torch 2.7.)"""
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -224,7 +224,7 @@ class AtOnce(Runtime):
     def __init__(self, device: torch.device = HOST) -> None:
         is_host = device.type == HOST.type
         super().__init__(device, HOST_MEMORY if is_host else Memory(device, is_host=False))
-        self.runs_ahead = not is_host  # nothing on the meta device can be read at all
+        self.runs_ahead = not is_host  # values on the meta device can never be read
 
     def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
         self._copy_now("in", home, buffer)
@@ -276,7 +276,7 @@ _runtimes: dict[torch.device, Runtime] = {}
 
 
 def runtime_of(device: torch.device) -> Runtime:
-    """The runtime for copies and events of an engine on `device`."""
+    """Return the runtime for copies and events of an engine on `device`."""
     known = _runtimes.get(device)
     if known is not None:
         return known
@@ -288,17 +288,17 @@ def runtime_of(device: torch.device) -> Runtime:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock that marks moments on `device`."""
+    """Return the clock of `device`."""
     return StreamClock(device) if isinstance(runtime_of(device), Accelerator) else Clock()
 
 
 def host_runs_ahead(device: torch.device) -> bool:
-    """Whether work on `device` is only queued when a call returns, so that reading a number makes the host wait."""
+    """Whether calls only queue work on `device`, so that reading a number makes the host wait."""
     return runtime_of(device).runs_ahead
 
 
 class HostCopy:
-    """A small tensor on its way to the host."""
+    """A small tensor in flight to the host."""
 
     def __init__(self, values: Tensor) -> None:
         self._runtime = runtime_of(values.device)
@@ -310,19 +310,19 @@ class HostCopy:
         return self._runtime.has_passed(self._arrived)
 
     def read(self) -> list[float]:
-        """The numbers; waits until they have arrived."""
+        """Wait for the numbers and return them."""
         self._runtime.host_wait(self._arrived)
         return self._values.tolist()
 
 
 def reserved(device: torch.device) -> tuple[int, int]:
-    """Bytes that PyTorch has taken, its cache included: now, and at most since `forget_peaks`."""
+    """Bytes that PyTorch has reserved, including its cache: now, and the peak since `forget_peaks`."""
     module = _module(device)
     return (0, 0) if module is None else (module.memory_reserved(device), module.max_memory_reserved(device))
 
 
 def forget_peaks(device: torch.device) -> None:
-    """The most of anything is counted from here on."""
+    """Reset all peaks."""
     module = _module(device)
     if module is not None:
         module.reset_peak_memory_stats(device)

@@ -6,20 +6,20 @@
     in                 [unit 1]  [unit 2]        [weights]                    host memory -> device
     out                              [gradients]                              device -> host memory
 
-Each row is a *lane*: what is asked of it is done in order, beside the others. (Reductions need no lane of ours: a
-process group has a stream of its own, on which it takes up a buffer when compute has filled it.) A copy returns an
-event at once; a stream (`wait`) or the host (`host_wait`) waits for that before it uses the result. The rules by which
-nothing is read too early or overwritten too late:
+Each row is a *lane*: its work runs in order, concurrently with other lanes. (Reductions need no lane here: a process
+group has its own stream, which waits until compute has filled a buffer.) A copy returns an event at once; a stream
+(`wait`) or the host (`host_wait`) waits for the event before it uses the result. These rules prevent reading too early
+and overwriting too soon:
 
-- a copy in begins after `after`, which is when its buffer has been read for the last time; without it, after
-  everything that has been asked of the compute stream
-- a copy out begins after everything that has been asked of the compute stream: its source has just been computed
-- a gather begins when its row has been written and its buffer has been read for the last time; the compute stream waits
+- a copy in starts after `after`, when its buffer has been read for the last time; without `after`, after everything
+  queued on the compute stream
+- a copy out starts after everything queued on the compute stream, because its source has just been computed
+- a gather starts when its row has been written and its buffer has been read for the last time; the compute stream waits
   for the gather before it reads the buffer
-- the source of a copy stays as it is, and stays allocated (`keep_until`), until the copy's event has passed
+- the source of a copy stays unchanged and allocated (`keep_until`) until the copy's event has passed
 
-Three implementations: the accelerator's own and the CPU's, where everything is done at once (both in `registry.py`),
-and one for tests that does everything as late as it may (`tests/support/late.py`).
+There are three implementations: the accelerator's and the CPU's, which completes everything at once (both in
+`registry.py`), and one for tests that does everything as late as possible (`tests/support/late.py`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Memory:
     """A place for tensors.
 
     Attributes:
-        device: what tensors there say of themselves.
-        is_host: whether it is the host's; the late device's own memory lies on the CPU, too, and is another one.
+        device: the `device` of tensors there.
+        is_host: whether it is host memory; the late device's own memory is also on the CPU, but is not host memory.
     """
 
     device: torch.device
@@ -54,7 +54,7 @@ HOST_MEMORY = Memory(HOST)
 
 
 class Lane(Enum):
-    """A stream of work beside the others."""
+    """A stream of work that runs concurrently with the others."""
 
     COMPUTE = "compute"
     GATHER = "gather"
@@ -63,7 +63,7 @@ class Lane(Enum):
 
 
 class Event:
-    """Something that has been asked of a lane, and will have been done at some time."""
+    """A point in the work of a lane, which passes when the work before it is done."""
 
     __slots__ = ()
 
@@ -75,10 +75,10 @@ class Runtime(ABC):
     """One device, as an engine sees it.
 
     Attributes:
-        device: where it computes.
-        own: the memory it computes in; the host's for a CPU.
-        runs_ahead: whether work is only queued when a call returns, so that reading a number makes the host wait.
-        num_host_waits: how often the host has stood still for something that had not been done yet.
+        device: the device.
+        own: its memory; host memory for a CPU.
+        runs_ahead: whether calls only queue work, so that reading a number makes the host wait.
+        num_host_waits: how often the host has waited for unfinished work.
     """
 
     runs_ahead = False
@@ -90,23 +90,22 @@ class Runtime(ABC):
 
     @property
     def has_own_memory(self) -> bool:
-        """Whether host memory is another place."""
+        """Whether its memory differs from host memory."""
         return self.own != HOST_MEMORY
 
     # Copies
 
     @abstractmethod
     def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
-        """Begin to copy `home` in host memory to `buffer` (same shape) in the device's.
+        """Start copying `home` in host memory to `buffer` (same shape) in device memory.
 
         Args:
-            after: when the buffer may be written to; None: after everything asked of the compute stream so far.
+            after: when the buffer may be written; None: after everything queued on the compute stream so far.
         """
 
     @abstractmethod
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
-        """Begin to copy `buffer`, as everything asked of the compute stream so far leaves it, to `home` in host
-        memory."""
+        """Start copying `buffer` to `home` in host memory, after everything queued on the compute stream so far."""
 
     def copy_beside(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> None:
         """Copy each first tensor, 1-D, to the second, in host memory; returns when that is done.
@@ -123,30 +122,29 @@ class Runtime(ABC):
 
     @abstractmethod
     def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
-        """Run what is inside on the lane of gathers: kernels and collectives, and `record` and `wait`
-        speak of this lane.
+        """Context that runs kernels and collectives on the gather lane; `record` and `wait` refer to this lane.
 
         Args:
-            after: what it has to wait for first; None: everything asked of the lane that is left for it.
+            after: event to wait for first; None: everything queued on the lane that is current now.
         """
 
     # Events
 
     @abstractmethod
     def record(self, *read: Tensor) -> Event:
-        """The event after which everything asked of the compute stream so far is done.
+        """Return the event that passes when everything queued on the compute stream so far is done.
 
         Args:
-            read: buffers that will be copied into after the event. Only the late device looks at them.
+            read: buffers that will be overwritten after the event. Only the late device uses them.
         """
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let the compute stream wait for `event`. The host does not wait."""
+        """Make the compute stream wait for `event`. The host does not wait."""
 
     @abstractmethod
     def host_wait(self, event: Event) -> None:
-        """Return when `event` has passed."""
+        """Make the host wait until `event` has passed."""
 
     @abstractmethod
     def has_passed(self, event: Event) -> bool:
@@ -154,31 +152,31 @@ class Runtime(ABC):
 
     @abstractmethod
     def keep_until(self, event: Event, tensor: Tensor) -> None:
-        """Keep the memory of `tensor` from being given to others before `event`."""
+        """Keep the memory of `tensor` from being reused before `event`."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Return when everything asked of any lane is done."""
+        """Wait until everything queued on any lane is done."""
 
     def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
-        """A few numbers on their way to host memory: where they will be, and when."""
+        """Start copying a few numbers to host memory. Returns the target and the event."""
         return values, DONE
 
     # Figures
 
     @abstractmethod
     def available(self) -> int:
-        """Free bytes of the device's memory, PyTorch's cache included."""
+        """Free bytes of device memory, including PyTorch's cache."""
 
     def allocated(self) -> tuple[int, int]:
-        """Bytes of the device's memory that tensors take: now, and at most so far."""
+        """Bytes of device memory used by tensors: now, and at the peak."""
         return 0, 0
 
     # The rest
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """Show what runs inside under `name` in a profile."""
+        """Context that appears under `name` in a profile."""
         with torch.profiler.record_function(name):
             yield
 
@@ -188,11 +186,11 @@ class Runtime(ABC):
 
     @abstractmethod
     def set_random_state(self, state: Tensor) -> None:
-        """Take back what `random_state` gave."""
+        """Restore a state of `random_state`."""
 
 
 class HostMark(Event):
-    """A moment of the host's clock, in nanoseconds."""
+    """A time of the host's clock, in nanoseconds."""
 
     __slots__ = ("at_ns",)
 
@@ -201,21 +199,21 @@ class HostMark(Event):
 
 
 class Clock:
-    """The host's clock, for a device that has done everything when a call returns."""
+    """The host's clock, for a device that completes everything before a call returns."""
 
     def mark(self) -> Event:
-        """The moment at which everything asked of the compute stream so far is done."""
+        """Mark the time at which everything queued on the compute stream so far is done."""
         return HostMark(time.perf_counter_ns())
 
     def mark_after(self, wait: Callable[[], None]) -> Event | None:
-        """The moment at which something beside the compute stream is done. `wait` lets the current stream wait for it.
+        """Mark the time at which work outside the compute stream is done. `wait` makes the current stream wait for it.
 
-        None where only the host could tell, by waiting.
+        Returns None if only the host could tell, by waiting.
         """
         return None
 
     def elapsed_ns(self, begin: Event, end: Event) -> int:
-        """From one mark to another; both have passed."""
+        """Nanoseconds between two marks that have passed."""
         assert isinstance(begin, HostMark) and isinstance(end, HostMark), "marks of another clock"
         return end.at_ns - begin.at_ns
 
@@ -223,4 +221,4 @@ class Clock:
         return True
 
     def synchronize(self) -> None:
-        """Return when every mark has passed."""
+        """Wait until every mark has passed."""

@@ -1,1 +1,1 @@
-"""Gradients on their way from autograd to the optimizer."""
+"""Gradients between autograd and the optimizer: buckets, reduction, accumulation."""

@@ -1,20 +1,20 @@
-"""The gradients of one bucket on their way from autograd to the optimizer: what arrives, what is kept, what is summed.
+"""The gradients of one bucket between autograd and the optimizer: arrived, kept locally, and reduced.
 
-    parameter.grad ----> arrivals ----> send buffer ----> reduced        sums over ranks, of the owned part
+    parameter.grad ----> arrivals ----> send buffer ----> reduced        owned part, summed over ranks
                             |               ^
-                            +---> local ----+                            of this rank alone, whole
+                            +---> local ----+                            whole bucket, this rank only
 
-What autograd leaves in the bucket's parameters within one backward, and how it is taken from there:
+Arrivals track the gradients that autograd leaves in the bucket's parameters during one backward:
 
               arrive             take
-    OPEN ------------> COMPLETE -------> TAKEN      (take, pass by: OPEN ---> TAKEN, what is missing is zero)
+    OPEN ------------> COMPLETE -------> TAKEN      (take, pass by: OPEN ---> TAKEN, missing gradients are zero)
      ^                                     |
      +-------------------------------------+ open
 
-A gradient that arrives for a bucket that is TAKEN (a shared layer under reentrant checkpointing does that) stays in
-`parameter.grad` and is late.
+A gradient that arrives after its bucket was TAKEN (for example from a shared layer under reentrant checkpointing) stays
+in `parameter.grad` and is late.
 
-`reduced` is the owned part, summed over ranks, wherever the placement keeps it:
+`reduced` is the owned part, summed over ranks, in the storage of the placement:
 
          place_for_result              add   release_applied
 NONE -----------------------> AWAITED -----> SUMMED -------> APPLIED     (without a place that stays: NONE ---> SUMMED)
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GradientDtypes:
-    """Dtype in which a bucket's gradients travel, and dtype in which they are added up."""
+    """Communication and accumulation dtype of a bucket's gradients."""
 
     communication: torch.dtype
     accumulation: torch.dtype
@@ -60,16 +60,16 @@ class GradientDtypes:
 
 
 class ReducedState(Enum):
-    """State of the sum."""
+    """State of a reduced gradient."""
 
-    NONE = auto()  # since the last step
-    AWAITED = auto()  # a collective writes it where it stays
+    NONE = auto()  # nothing reduced since the last step
+    AWAITED = auto()  # a collective is writing the sum in place
     SUMMED = auto()
-    APPLIED = auto()  # by an update beside backward: only its norm is left
+    APPLIED = auto()  # by an update during backward: only its norm is left
 
 
 class ReducedGradient:
-    """1-D, as long as the owned interval, in the accumulation dtype; for one bucket."""
+    """One bucket's reduced gradient: 1-D, with the length of the owned interval, in the accumulation dtype."""
 
     def __init__(self, trained: TrainedBucket, dtypes: GradientDtypes) -> None:
         self._trained = trained
@@ -78,29 +78,29 @@ class ReducedGradient:
         self._memory = runtime_of(trained.device).own
         self._departures = trained.placement.departures
         self._vector: Vector | None = None
-        self._num_added = self._num_counted = 0  # parts since the last step; the difference is on its way
-        self._num_squared = 0  # parts in `_squares`
+        self._num_added = self._num_counted = 0  # parts since the last step; the difference is in flight
+        self._num_squared = 0  # parts that `_squares` includes
         self._squares: Tensor | None = None
 
     @property
     def is_there(self) -> bool:
-        """Whether anything has been summed since the last step, and is still there."""
+        """Whether a sum exists that has not been applied."""
         return self._state is ReducedState.SUMMED
 
     @property
     def has_squares(self) -> bool:
-        """Whether it counts in the norm of the next step."""
+        """Whether the gradient counts in the norm of the next step."""
         return self._state in (ReducedState.SUMMED, ReducedState.APPLIED)
 
     @property
     def vector(self) -> Vector:
-        """Made at first use. Everything that was added is in it."""
+        """The sum of everything added; created on first use."""
         self._settle()
         return self._place
 
     @property
     def on_its_way(self) -> Vector:
-        """The same for values that are needed only later: they may still be on their way to host memory."""
+        """`vector` without waiting: the values may still be in flight to host memory."""
         return self.vector if self._place.tensor is None else self._place
 
     def _settle(self) -> None:
@@ -116,29 +116,29 @@ class ReducedGradient:
         return self._vector
 
     def reserve(self) -> None:
-        """Take room on a drive at the start, so that one that is too small shows then."""
+        """Reserve space on a drive at the start, to detect a drive that is too small."""
         if self._trained.placement.gradients.can_fail:
-            assert self._place is not None, "made now"
+            assert self._place is not None, "created by this access"
 
     @property
     def at_hand(self) -> Tensor | None:
-        """The sum, where it need not be fetched; None without one."""
+        """The sum if it is available without a fetch, else None."""
         return self.vector.tensor if self.is_there else None
 
     @property
     def is_on_device(self) -> bool:
-        """Whether a collective may work where the sum stays."""
+        """Whether a collective can write to the sum's storage."""
         return self._place.tensor is not None and self._place.memory == self._memory
 
     def place_for_terms(self) -> Tensor | None:
-        """1-D: where this rank's own gradients of a bucket that it owns whole may be put, to be summed in place; None
-        where they have to be apart from the sum."""
+        """Storage (1-D) for this rank's own gradients of a bucket that it owns whole, to be reduced in place; None if
+        these must be separate from the sum."""
         if self.is_there or not (self._dtypes.are_one and self.is_on_device):
             return None
         return self.vector.take()
 
     def place_for_result(self) -> Tensor:
-        """1-D, on the training device: where the sum over ranks may be written; give it to `add` then."""
+        """Storage (1-D, on the training device) for a sum over ranks, which is then passed to `add`."""
         if not self.is_there and self._dtypes.are_one and self._memory == self._trained.placement.work:
             self.vector.fetch(reads=False)
             self._state = ReducedState.AWAITED
@@ -146,17 +146,17 @@ class ReducedGradient:
         return torch.empty(self._trained.owned.numel, dtype=self._dtypes.communication, device=self._trained.device)
 
     def add(self, part: Tensor, *, is_lent: bool = False) -> None:
-        """Count `part` in (owned interval, summed over ranks); it may be the place for the result, or the vector.
+        """Add `part` (owned interval, summed over ranks); it may be `place_for_result` or the vector itself.
 
         Args:
-            is_lent: others write to its memory as soon as this returns.
+            is_lent: the memory of `part` may be overwritten as soon as this returns.
         """
         self._num_added += 1
         if self._departures is None:
             self._count_in(part)
         else:
-            # The squares are counted on the device, so that the norm need not wait for the copy; and a copy on the
-            # device takes far less time than a lent buffer would be missed for.
+            # Squares are computed on the device, so that the norm need not wait for the copy to host memory. A lent
+            # buffer is cloned, because that takes far less time than keeping it until the copy ends.
             is_first, place = not self.is_there, self._place
             self._squares, self._num_squared = (sum_of_squares(part), 1) if is_first else (None, 0)
             stays = is_first and place.tensor is not None and place.dtype == part.dtype
@@ -165,26 +165,26 @@ class ReducedGradient:
         self._state = ReducedState.SUMMED
 
     def send(self, take_apart: Callable[[Tensor], Sequence[tuple[Tensor, Tensor]]]) -> bool:
-        """Count in gradients of a bucket that this rank alone has, which go to host memory as they are, without a copy
-        of the bucket on the device. False: there is no place for that, and nothing is done.
+        """Copy the gradients of a single rank's bucket to host memory one by one, without a copy of the bucket on the
+        device. Does nothing and returns False if that is not possible.
 
         Args:
-            take_apart: gives (where in the place, the gradient) of each.
+            take_apart: returns (view of the target, gradient) for each gradient.
         """
         is_free = self._departures is not None and not self.is_there and self._dtypes.are_one
         place = self._place.tensor if is_free else None
         if self._departures is None or place is None:
             return False
         pieces = take_apart(place)
-        nothing = torch.zeros((), dtype=torch.float64, device=self._trained.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self._trained.device)
         self._num_added += 1
-        self._squares, self._num_squared = sum((sum_of_squares(grad.reshape(-1)) for _, grad in pieces), nothing), 1
+        self._squares, self._num_squared = sum((sum_of_squares(grad.reshape(-1)) for _, grad in pieces), zero), 1
         self._departures.send_pieces(pieces, self._count_in, place)
         self._state = ReducedState.SUMMED
         return True
 
     def _count_in(self, part: Tensor) -> None:
-        """Add what is in the memory that sums are made in."""
+        """Add `part`, which is in the memory where sums are computed."""
         place = self._place
         if self._state is not ReducedState.AWAITED:
             place.fetch(reads=self._num_counted > 0)
@@ -195,11 +195,11 @@ class ReducedGradient:
             total.copy_(part)
         self._num_counted += 1
         if place.tensor is None:
-            self._squares, self._num_squared = sum_of_squares(total), self._num_counted  # while they are here
+            self._squares, self._num_squared = sum_of_squares(total), self._num_counted  # while it is in memory
         place.release(changed=True)
 
     def squares(self, part: Interval) -> Tensor:
-        """Sum of squares of what lies in `part` of the owned interval: 0-dim, fp64."""
+        """Sum of squares over `part` of the owned interval: 0-dim, fp64."""
         if self._num_squared != self._num_added:
             self._settle()
         if (
@@ -212,13 +212,13 @@ class ReducedGradient:
             return sum_of_squares(total[part.start : part.stop])
 
     def opened(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
-        """The sum for the length of a `with`; with `changes` it is overwritten."""
+        """Context that provides the sum; with `changes` it may be overwritten."""
         if changes:
             self._squares = None
         return self.vector.opened(changes=changes)
 
     def release_applied(self) -> None:
-        """The sum has been applied before its step: keep its norm alone."""
+        """Free the sum, which was applied before its step, and keep only its norm."""
         self._squares = self.squares(Interval(0, self._trained.owned.numel))
         self._num_squared = self._num_added
         self._state = ReducedState.APPLIED
@@ -226,8 +226,8 @@ class ReducedGradient:
         self._vector = None
 
     def clear(self) -> None:
-        """Forget the sum. Its room stays in host memory, which a step would have to page in again. A device's allocator
-        has it back at once, and lends it to activations until backward has gradients again."""
+        """Drop the sum. Host memory stays allocated, because every step would page it in again. Device memory returns
+        to the allocator, so that activations can use it until the next gradients."""
         self._settle()
         self._state = ReducedState.NONE
         self._num_added = self._num_counted = self._num_squared = 0
@@ -236,7 +236,7 @@ class ReducedGradient:
             self.give_up_room()
 
     def give_up_room(self) -> None:
-        """Free its memory, while there is no sum."""
+        """Free the memory if there is no sum."""
         if not self.is_there and self._vector is not None and self._vector.tensor is not None:
             self._vector.free()
             self._vector = None
@@ -251,10 +251,10 @@ class ArrivalState(Enum):
 
 
 class Arrivals:
-    """Gradients of one bucket that are still where autograd puts them.
+    """Gradients of one bucket that are still in `parameter.grad`.
 
     Attributes:
-        used: parameters (by index) whose gradients have been taken since the last step.
+        used: indices of parameters whose gradients have been taken since the last step.
     """
 
     def __init__(self, trained: TrainedBucket) -> None:
@@ -275,16 +275,16 @@ class Arrivals:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has arrived since the bucket was opened."""
+        """Whether no gradient has arrived since the bucket was opened."""
         return not self._arrived
 
     def open(self) -> None:
-        """A backward is about to start."""
+        """Prepare for a new backward."""
         self._state = ArrivalState.OPEN
         self._arrived.clear()
 
     def arrive(self, parameter: int) -> int | None:
-        """How many gradients are still missing; None: they have been taken, and this one is late."""
+        """Record a gradient. Returns how many are still missing; None if the bucket was taken and this one is late."""
         if self._state is ArrivalState.TAKEN:
             return None
         self._arrived.add(parameter)
@@ -294,9 +294,9 @@ class Arrivals:
         return missing
 
     def take(self, target: Tensor, *, add: bool) -> None:
-        """Move all gradients that are there into `target` (the whole bucket) and free them; the rest becomes zero.
+        """Move all arrived gradients into `target` (the whole bucket) and free them; the rest becomes zero.
 
-        With `add`, `target` already holds gradients and keeps them.
+        With `add`, they are added to the gradients in `target`.
         """
         sources = self._taken()
         if self._bucket.by_rows:
@@ -305,15 +305,15 @@ class Arrivals:
             self._write_flat(target, sources, add=add)
 
     def take_apart(self, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The same for somebody who copies: (where in `target`, the gradient) of all that are there. The rest of
-        `target`, the whole of a bucket that one rank owns, becomes zero."""
+        """Like `take`, but leaves copying to the caller: returns (view of `target`, gradient) for arrived gradients.
+        The rest of `target`, a whole bucket owned by this rank, becomes zero."""
         sources = self._taken()
         places = [target.narrow(0, slot.offset, slot.numel).view(grad.shape) for slot, grad in sources]
         self._zero_rest(target, sources)
         return [(place, grad) for place, (_, grad) in zip(places, sources)]
 
     def _taken(self) -> list[tuple[Slot, Tensor]]:
-        """All gradients that are there, which autograd's parameters have no more."""
+        """Remove all arrived gradients from their parameters and return them."""
         sources = []
         for slot, parameter in zip(self._bucket.slots, self._trained.parameters, strict=True):
             grad, parameter.grad = parameter.grad, None
@@ -369,9 +369,9 @@ class BucketGradients:
     ) -> None:
         """
         Args:
-            wire: how its gradients are reduced, with what earlier messages have left out; None: as they are.
-            sparse_rows: how they are summed where every rank needs all of them; None: dense.
-            collectives: of the ranks that they are summed over; None: those of all other buckets.
+            wire: quantized reduction with its error feedback; None: gradients are reduced unquantized.
+            sparse_rows: reduction by rows, if every rank needs all gradients; None: dense.
+            collectives: of the ranks that gradients are summed over; None: those of all other buckets.
         """
         self.trained = trained
         self.bucket = trained.bucket
@@ -386,32 +386,32 @@ class BucketGradients:
         self._needs_whole = False  # local gradients had to be stored since the last step
 
     def keep_local(self) -> None:
-        """Take this backward's gradients into `local`, for a reduction at a later micro-batch."""
+        """Move this backward's gradients into `local`, to be reduced after a later micro-batch."""
         is_first = self.local is None
         if self.local is None:
             self.local, self._needs_whole = self._new_local(), True
         self.arrivals.take(self.local, add=not is_first)
 
     def send(self) -> bool:
-        """Of a bucket of a rank that is alone: send what has arrived to host memory, parameter by parameter; False
-        where it has to be in one piece first."""
+        """Copy a single rank's gradients to host memory, parameter by parameter. Returns False if the bucket must be
+        assembled first."""
         return self.local is None and self.bucket.by_rows and self.reduced.send(self.arrivals.take_apart)
 
     def _new_local(self) -> Tensor:
-        """Storage for the whole bucket; the reduced one where that is whole, on the device and still free."""
+        """Storage for the whole bucket; that of `reduced` if it is whole, on the device and unused."""
         if self.owns_all and not self.reduced.is_there and self.reduced.is_on_device:
             return self.reduced.vector.take()
         return torch.empty(self.bucket.numel, dtype=self.dtypes.accumulation, device=self.trained.device)
 
     def give_up_room(self) -> None:
-        """Free the room for reduced gradients while there are none."""
+        """Free the memory of `reduced` if it is empty."""
         if self.local is None:
             self.reduced.give_up_room()
 
     def clear(self) -> None:
-        """Forget everything gathered since the last step.
+        """Drop all gradients since the last step.
 
-        In host memory the reduced buffer stays, unless whole local gradients stand beside it in the next step.
+        In host memory `reduced` stays allocated, unless the next step also needs whole local gradients.
         """
         self.reduced.clear()
         if self._needs_whole and not self.owns_all:

@@ -1,21 +1,21 @@
-"""Turns gradients into reduced shards while backward is still running.
+"""Reduces gradients into shards while backward is running.
 
     backward      e f | c d | a b            gradients arrive, later layers first
-    bucket 0          take, reduce ....      one copy into a buffer, then the collective runs beside backward
+    bucket 0          take, reduce ....      one copy into a buffer, then the collective overlaps with backward
     bucket 1                take, reduce ....
     bucket 2                      take, reduce ....
 
-All ranks launch buckets in one fixed order, whatever order their own gradients arrive in: a bucket that is complete
-early waits for its predecessors, and what is still missing when backward ends counts as zero.
+All ranks launch buckets in one fixed order, whatever order their gradients arrive in. A bucket that is complete
+early waits for its predecessors, and gradients still missing when backward ends count as zero.
 
-    launch     take ----> send buffer ----> collective, beside backward
-    complete                                            ----> wait, add to `reduced`, give the buffer back
+    launch     take ----> send buffer ----> collective, overlapped with backward
+    complete                                            ----> wait, add to `reduced`, return the buffer
 
-Sharded stages copy into one of two send buffers, so at no time does a second copy of all gradients exist.
+Sharded stages copy into one of two send buffers, so there is never a second copy of all gradients.
 
 A rank that launches bucket 2 waits until the others have read its bucket 0, which they do when they launch bucket 2
-themselves, or wait for anything. What they need of this rank until then it sends them while it waits: see
-`hf_zero.comm.negotiation` for why no wait depends on itself.
+themselves or wait for anything. While it waits, it sends the others what they need. `hf_zero.comm.negotiation` explains
+why this cannot deadlock.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Flight:
-    """A reduction under way: its number among all of this rank's, where its result appears (None: it is counted in
-    already), and the send buffer that is given back afterwards, if any."""
+    """A reduction in flight: its number among this rank's reductions, the tensor for its result (None: already added),
+    and the send buffer to return afterwards, if any."""
 
     number: int
     bucket: BucketGradients
@@ -56,10 +56,10 @@ class _Flight:
 
 
 class Reductions:
-    """Reductions under way, at most two at a time, the oldest completed first.
+    """Reductions in flight, at most two at a time; the oldest completes first.
 
     Attributes:
-        when_summed: called with each bucket whose reduction has been counted in.
+        when_summed: called with each bucket whose reduction has been added to `reduced`.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Reductions:
     ) -> None:
         """
         Args:
-            negotiation: what has to go on while this rank waits.
-            replicas: has to know of everything that is added; None: there are no copies.
-            scatter: every rank gets its part of the sum alone.
-            overlap: whether another one may be launched while one is under way.
+            negotiation: serves other ranks while this rank waits.
+            replicas: informed of everything that is added; None: there are no replicas.
+            scatter: every rank only gets its own part of the sum.
+            overlap: whether a reduction may be launched while another is in flight.
         """
         self._collectives = collectives
         self._negotiation = negotiation
@@ -93,14 +93,14 @@ class Reductions:
             negotiation.meanwhile(self.complete_ready)
 
     def launch(self, bucket: BucketGradients, num_backward: int) -> None:
-        """Start to reduce what has arrived for `bucket` in backward pass number `num_backward`. Collective."""
+        """Start reducing the arrived gradients of `bucket` in backward pass `num_backward`. Collective."""
         with SPANS.span("reduce", f"bucket {bucket.bucket.index}"):
             self._launch(bucket, num_backward)
 
     def _launch(self, bucket: BucketGradients, num_backward: int) -> None:
         is_alone = self._scatters and (bucket.collectives or self._collectives).size == 1 and bucket.local is None
         if is_alone and self._collectives.size == 1 and self._replicas is None:
-            self._complete_until(0)  # which waits for nobody: the one before is counted in, or its update's turn comes
+            self._complete_until(0)  # without waiting: the previous bucket has been added, or its update comes next
             if bucket.send():
                 self._flights.append(_Flight(self._count_launch(), bucket, Pending(), None, None))
                 return
@@ -121,30 +121,30 @@ class Reductions:
             result = buffer
             pending = (bucket.sparse_rows or bucket.collectives or self._collectives).all_reduce(buffer)
         if self._flights:
-            self._advance(self._flights[-1])  # it has had the time of one bucket's backward
+            self._advance(self._flights[-1])  # it has had one bucket's backward to complete
         self._flights.append(_Flight(number, bucket, pending, result, sent))
 
     def complete_ready(self) -> None:
-        """Count in what has arrived, so that the others get their buffers back."""
+        """Add completed reductions, so that other ranks get their buffers back."""
         while not self._is_completing and self._flights and self._flights[0].pending.is_ready():
             self._complete_first()
 
     def wait(self) -> None:
-        """Return when everything that was launched is counted in."""
+        """Wait until all launched reductions have been added."""
         self._complete_until(0)
 
     def _wire_of(self, bucket: BucketGradients) -> Collectives | QuantizedWire:
         return bucket.wire or bucket.collectives or self._collectives
 
     def _count_launch(self) -> int:
-        """The number of the reduction that starts now."""
+        """Return the number of the reduction that starts now."""
         if self._negotiation is None:
             return 0
         self._negotiation.launched += 1
         return self._negotiation.launched - 1
 
     def _collect(self, bucket: BucketGradients) -> tuple[Tensor, Tensor | None]:
-        """The bucket's gradients in one buffer of the communication dtype, and the send buffer it is in, if any."""
+        """The bucket's gradients in one buffer of the communication dtype, and the send buffer used, if any."""
         if bucket.local is not None:
             bucket.arrivals.take(bucket.local, add=True)
             if bucket.dtypes.are_one:
@@ -160,13 +160,13 @@ class Reductions:
         return buffer, sent
 
     def _take_buffer(self, bucket: BucketGradients) -> tuple[Tensor, Tensor]:
-        """The bucket's part of a send buffer, and that buffer."""
+        """The bucket's part of a send buffer, and the whole buffer."""
         dtype = bucket.dtypes.communication
         buffer = self._wire_of(bucket).take_send_buffer(self._longest[dtype], dtype, bucket.trained.device)
         return buffer.narrow(0, 0, bucket.bucket.numel), buffer
 
     def _complete_until(self, num_left: int) -> None:
-        """Count the oldest reductions in, until `num_left` are under way."""
+        """Complete the oldest reductions until `num_left` are in flight."""
         while len(self._flights) > num_left:
             if self._flights[0].pending.has_more_rounds:
                 self._advance(self._flights[0])
@@ -174,8 +174,8 @@ class Reductions:
             self._complete_first()
 
     def _advance(self, flight: _Flight) -> None:
-        """Take the next step of a reduction that has several. A round that others have to take part in counts as a
-        reduction of its own: it has not been started everywhere when the first one has."""
+        """Start the next round of a multi-round reduction. A round that other ranks take part in counts as a separate
+        reduction, because it may not have started everywhere when the first one has."""
         is_counted = flight.pending.has_more_rounds
         was_completing, self._is_completing = self._is_completing, True
         try:
@@ -192,7 +192,7 @@ class Reductions:
             self._negotiation.wait_for(flight.pending, flight.number)
 
     def _complete_first(self) -> None:
-        self._is_completing = True  # while it waits, others may be looked after, but not the same reduction
+        self._is_completing = True  # a wait may serve others, but must not complete the same reduction again
         try:
             flight = self._flights.popleft()
             with SPANS.span("reduce", f"bucket {flight.bucket.bucket.index}"):
@@ -215,7 +215,7 @@ class Reductions:
 
 
 def _longest(buckets: Sequence[BucketGradients]) -> dict[torch.dtype, int]:
-    """Elements of the largest bucket that travels in each dtype."""
+    """Number of elements of the largest bucket, by communication dtype."""
     longest: dict[torch.dtype, int] = {}
     for bucket in buckets:
         dtype = bucket.dtypes.communication
@@ -231,20 +231,20 @@ TOO_LATE = (
 
 
 class _Arrival(functools.partial[None]):
-    """What a parameter calls when it has got its gradient."""
+    """The post-accumulate hook of a parameter."""
 
 
 class Mode(Enum):
-    """Treatment of gradients that arrive."""
+    """What happens to gradients that arrive."""
 
-    REDUCE = auto()  # each bucket is launched when its turn has come
-    KEEP_LOCAL = auto()  # for a reduction at a later micro-batch, or for an optimizer that wants them so
-    HOLD_BACK = auto()  # they belong to another engine's backward, and stay where autograd leaves them
+    REDUCE = auto()  # launch each bucket in its turn
+    KEEP_LOCAL = auto()  # keep for a reduction after a later micro-batch, or for an optimizer of local gradients
+    HOLD_BACK = auto()  # leave in `parameter.grad`: another engine's backward is running
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """State of a reducer when it was told to hold back."""
+    """State of a reducer before `hold_back`."""
 
     mode: Mode
     late: set[int]
@@ -255,8 +255,8 @@ class GradientReducer:
 
     Attributes:
         buckets: in the order of the layout.
-        late: parameters (by index) whose gradients came after their bucket was taken.
-        is_replaced: the model has another engine since then.
+        late: indices of parameters whose gradients arrived after their bucket was taken.
+        is_replaced: whether the model has been given to another engine.
     """
 
     def __init__(
@@ -273,10 +273,10 @@ class GradientReducer:
     ) -> None:
         """
         Args:
-            sparse: parameters, by id, of whose gradients most rows are zero; where every rank needs all sums.
-            quantized: how gradients of units travel that are gathered around their use; None: as they are.
-            wants_local: while it says so (the same on all ranks), nothing is reduced: gradients stay in `bucket.local`;
-                None: it never does.
+            sparse: ids of parameters whose gradients have mostly zero rows, if every rank needs all sums.
+            quantized: how gradients of gathered units are quantized for reduction; None: they are not.
+            wants_local: while it returns True (the same on all ranks), gradients stay unreduced in `bucket.local`;
+                None: never.
         """
         self.buckets = tuple(
             BucketGradients(
@@ -296,7 +296,7 @@ class GradientReducer:
         self._asks_for_local = wants_local
         self._replicas: ReplicaSums | None = None
         if groups.replicate.size > 1:
-            from hf_zero.grads.replicas import ReplicaSums  # for copies of the states alone
+            from hf_zero.grads.replicas import ReplicaSums  # only for replicated states
 
             self._replicas = ReplicaSums(self.buckets, groups.replicate, is_first=groups.replica == 0)
         self._reductions = Reductions(
@@ -310,32 +310,32 @@ class GradientReducer:
         self._order: list[int] = list(range(len(self.buckets)))
         self._mode = Mode.REDUCE
         self._is_at_boundary = True
-        self._may_apply = False  # beside backward, whatever is complete
-        self._applies = False  # in the present backward
-        self._num_launched = 0  # in this backward
+        self._may_apply = False  # whether updates may run during backward
+        self._applies = False  # whether they do in the present backward
+        self._num_launched = 0  # buckets in this backward
         self._num_backward = 0
         store.report_progress(self.pass_by)
         self._hooks = []
         for index, parameter in enumerate(store.parameters):
             hooks = parameter._post_accumulate_grad_hooks or {}
             for number in [number for number, hook in hooks.items() if isinstance(hook, _Arrival)]:
-                hooks.pop(number).func.__self__.is_replaced = True  # two engines would share gradients out
+                hooks.pop(number).func.__self__.is_replaced = True  # two engines would split the gradients
             self._hooks.append(parameter.register_post_accumulate_grad_hook(_Arrival(self._arrived, index)))
 
     def apply_by(self, apply: Callable[[BucketGradients], None]) -> None:
-        """Call `apply` with each bucket whose sum is complete, while the last backward before a step goes on."""
+        """Call `apply` with each bucket whose sum is complete, during the last backward before a step."""
         self._may_apply = True
         self._reductions.when_summed = lambda bucket: apply(bucket) if self._applies else None
 
     def begin(self, *, boundary: bool, may_apply: bool = True) -> None:
-        """A backward is about to start; `boundary` says that a step follows it.
+        """Prepare for a backward; with `boundary` a step follows it.
 
         Args:
-            may_apply: gradients that this backward completes will not be dropped.
+            may_apply: whether gradients of this backward are certain to be applied.
         """
         if self.is_replaced:
             raise RuntimeError("the model was given to initialize() again: train it with the engine that this returned")
-        self.wait()  # every bucket must know what it holds; these have had the whole forward to arrive
+        self.wait()  # buckets need their previous sums, which have had the whole forward to complete
         if self._applies:
             raise RuntimeError(TOO_LATE)
         self._applies = boundary and may_apply and self._may_apply
@@ -351,26 +351,26 @@ class GradientReducer:
             bucket.arrivals.open()
 
     def hold_back(self) -> Held:
-        """Another engine's backward is about to start, and may reach parameters of this one."""
+        """Leave gradients in `parameter.grad` while another engine's backward may reach this engine's parameters."""
         held = Held(self._mode, self.late)
         self._mode, self.late = Mode.HOLD_BACK, set()
         return held
 
     def stop_holding(self, held: Held) -> bool:
-        """Be again as before `hold_back`; whether gradients have arrived since. `begin` and `finish` take them in."""
+        """Undo `hold_back`. Returns whether gradients have arrived since, which `begin` and `finish` take."""
         has_arrived = bool(self.late)
         self._mode = held.mode
         self.late |= held.late
         return has_arrived
 
     def pass_by(self, num_buckets: int) -> None:
-        """Backward is done with the first `num_buckets` buckets: what is missing there (experts not used) is zero."""
+        """Backward has passed the first `num_buckets` buckets: gradients missing there (unused experts) are zero."""
         if self._mode is Mode.REDUCE:
             self._launch_up_to(num_buckets)
         self._reductions.complete_ready()
 
     def finish(self) -> None:
-        """The backward has ended: deal with every bucket that was not complete. Does not wait for reductions."""
+        """End a backward: launch the remaining, incomplete buckets, without waiting for reductions."""
         if self._mode is Mode.REDUCE:
             self._launch_up_to(len(self.buckets))
             self.late = {index for index in self.late if self._parameters[index].grad is not None}
@@ -383,32 +383,32 @@ class GradientReducer:
         self.late.clear()
 
     def complete(self) -> None:
-        """Bring everything that has arrived since the last step into `reduced`, and wait for it.
+        """Reduce everything that has arrived since the last step into `reduced`, and wait for it.
 
-        Where gradients are kept local, into `bucket.local`.
+        If gradients are kept local, move them to `bucket.local`.
         """
         if self._mode is Mode.KEEP_LOCAL and not self._wants_local():
-            self.begin(boundary=True)  # a step without a boundary backward before it: reduce what was kept local
+            self.begin(boundary=True)  # a step without a preceding boundary backward: reduce local gradients
         self._is_at_boundary = True
         self.finish()
         self.wait()
 
     def wait(self) -> None:
-        """Return when every launched reduction has reached its `reduced`; after a boundary, summed over all copies of
-        the shards. Collective then, where there are copies."""
+        """Wait until every launched reduction is in `reduced`. After a boundary, also sum gradients over replicas of
+        the shards, which is collective."""
         self._reductions.wait()
         if self._is_at_boundary and self._replicas is not None:
             self._replicas.sum()
 
     def reduce_late(self) -> None:
-        """Reduce what came after its bucket was taken. Collective: all ranks call it when any rank is late."""
+        """Reduce late gradients. Collective: all ranks call it if any rank has late gradients."""
         self.begin(boundary=True)
         self.late.clear()
         self.finish()
         self.wait()
 
     def clear(self) -> None:
-        """Drop all gradients and start over (after a step, or because the user asked for it)."""
+        """Drop all gradients (after a step, or on the user's request)."""
         self._reductions.wait()
         if self._replicas is not None:
             self._replicas.clear()
@@ -424,8 +424,8 @@ class GradientReducer:
         return self._asks_for_local is not None and self._asks_for_local()
 
     def settle_errors(self, *, is_skipped: bool, factor: float) -> None:
-        """What messages have left out belongs to gradients that were not applied, or of which those to come are
-        `factor` times as large."""
+        """Reset the error feedback if the gradients were skipped, or scale it by `factor` if the next gradients are
+        scaled by it."""
         for wire in (bucket.wire for bucket in self.buckets if bucket.wire is not None):
             if is_skipped:
                 wire.forget()
@@ -433,11 +433,11 @@ class GradientReducer:
                 wire.rescale(factor)
 
     def reorder(self, order: Sequence[int]) -> None:
-        """Launch buckets in this order from the next backward on; the same on all ranks."""
+        """Launch buckets in this order, the same on all ranks, from the next backward on."""
         self._order = list(order)
 
     def give_up_room(self) -> None:
-        """Free what holds no gradients."""
+        """Free buffers that hold no gradients."""
         self.wait()
         for bucket in self.buckets:
             bucket.give_up_room()
@@ -453,7 +453,7 @@ class GradientReducer:
         if missing is None:
             self.late.add(index)
             return
-        self.late.discard(index)  # a leftover of the last backward is part of this gradient now
+        self.late.discard(index)  # a late gradient of the last backward is now part of this one
         if missing + 1 == len(bucket.bucket.slots):
             self._reductions.complete_ready()
         if missing:
@@ -490,16 +490,16 @@ def _dtypes(bucket: TrainedBucket, precision: Precision) -> GradientDtypes:
 
 
 def _by_rows(bucket: TrainedBucket, sparse: Collection[int], collectives: Collectives) -> SparseRowSum | None:
-    from hf_zero.grads.sparse_rows import sparse_row_sum  # few models have such parameters
+    from hf_zero.grads.sparse_rows import sparse_row_sum  # few models need it
 
     return sparse_row_sum(bucket, sparse, collectives)
 
 
 def parameters_of_embeddings(module: nn.Module, *, all_of_them: bool) -> set[int]:
-    """Weights, by id, that nothing but embeddings of `module` use. A tied head makes every row differ from zero.
+    """Ids of weights that only embeddings of `module` use. A tied head makes every row nonzero.
 
     Args:
-        all_of_them: or only those made with `sparse=True`.
+        all_of_them: include embeddings created without `sparse=True`.
     """
     looked_up: set[int] = set()
     used_otherwise: set[int] = set()

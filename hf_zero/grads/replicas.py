@@ -1,9 +1,9 @@
-"""Reduced gradients summed over the ranks that hold copies of the same shard (HSDP, MiCS).
+"""Sums reduced gradients over the ranks that hold replicas of the same shard (HSDP, MiCS).
 
-    backward        reduce-scatter within the shard group, micro-batch by micro-batch: sums of this copy's ranks
-    at the boundary all-reduce of the shard across the copies, once: sums of all ranks
+    backward        reduce-scatter within the shard group, micro-batch by micro-batch: sums of this replica's ranks
+    at the boundary all-reduce of the shard across the replicas, once: sums of all ranks
 
-What is summed here twice (gradients that come after a sum) counts once: all copies but the first begin again at zero.
+If gradients arrive after a sum, all replicas except the first restart at zero, so that the sum counts once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_IN_FLIGHT = 2
 
 @dataclass(slots=True)
 class _Flight:
-    """A sum under way: what it is made in, and where it goes."""
+    """A sum in flight: its buffer and its target."""
 
     pending: Pending
     buffer: Tensor
@@ -37,14 +37,14 @@ class ReplicaSums:
     """Sums of one engine's buckets over one group."""
 
     def __init__(self, buckets: Sequence[BucketGradients], collectives: Collectives, *, is_first: bool) -> None:
-        """`is_first`: this rank belongs to the first copy."""
+        """`is_first`: whether this rank belongs to the first replica."""
         self._buckets = buckets
         self._collectives = collectives
         self._is_first = is_first
-        self._summed: set[int] = set()  # buckets whose `reduced` has the sum of all copies
+        self._summed: set[int] = set()  # buckets whose `reduced` is summed over all replicas
 
     def about_to_add(self, bucket: BucketGradients) -> None:
-        """More is coming for `bucket`."""
+        """Prepare `bucket` for more gradients."""
         if bucket.bucket.index in self._summed:
             self._summed.remove(bucket.bucket.index)
             if not self._is_first:
@@ -53,7 +53,7 @@ class ReplicaSums:
 
     @torch.no_grad()
     def sum(self) -> None:
-        """Sum what has been reduced since the last time. Collective; returns when it is there."""
+        """Sum everything reduced since the last call, and wait for it. Collective."""
         flights: deque[_Flight] = deque()
         for bucket in self._buckets:
             if bucket.reduced.is_there and bucket.bucket.index not in self._summed:
@@ -66,7 +66,7 @@ class ReplicaSums:
             _finish(flights.popleft())
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self._summed.clear()
 
     def _start(self, bucket: BucketGradients) -> _Flight:

@@ -1,9 +1,9 @@
-"""Gradients of embeddings summed over ranks by their rows: a batch looks few rows up, and the others are zero.
+"""Reduces gradients of embeddings by rows: a batch uses few rows, and all others are zero.
 
-count      how many rows each rank has              one small sum, which every rank waits for
-choose     dense, where the longest rank's rows from all ranks would be more bytes than an all-reduce
-gather     indices and values of those rows         one all-gather, beside what is left of backward
-add        rank by rank, in the order of ranks: all ranks get the same bits
+count      the number of rows of each rank         one small sum, which every rank waits for
+choose     dense, if all ranks sending as many rows as the largest takes more bytes than an all-reduce
+gather     indices and values of those rows         one all-gather, overlapped with the rest of backward
+add        rank by rank, in rank order: all ranks get bitwise identical results
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class _Table:
 
 
 class SparseRowSum:
-    """Sums one bucket, its tables by rows."""
+    """Sums one bucket, with its embedding tables by rows."""
 
     def __init__(self, tables: Sequence[_Table], collectives: Collectives) -> None:
         self._tables = tuple(sorted(tables, key=lambda table: table.start))
         self._collectives = collectives
 
     def all_reduce(self, flat: Tensor) -> Pending:
-        """Sum `flat` (the bucket, 1-D) over all ranks, in place. Collective; waits for the number of rows alone."""
+        """Sum `flat` (the bucket, 1-D) over all ranks in place. Collective; only waits for the row counts."""
         rows = [torch.any(table.of(flat), dim=1).nonzero().view(-1) for table in self._tables]
         counts = self._counts([len(of_one) for of_one in rows], flat.device)
         parts: list[Pending] = []
@@ -60,7 +60,7 @@ class SparseRowSum:
         return _All([*parts, *self._dense(flat, dense_from, flat.numel())])
 
     def _counts(self, here: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Rows of every rank, by table."""
+        """Number of rows of every rank, by table."""
         counts = torch.zeros(len(here), self._collectives.size, dtype=torch.float64)
         counts[:, self._collectives.rank] = torch.tensor(here, dtype=torch.float64)
         counts = counts.to(device)
@@ -68,12 +68,12 @@ class SparseRowSum:
         return [[int(count) for count in of_one] for of_one in counts.tolist()]
 
     def _saves_bytes(self, table: _Table, most: int, itemsize: int) -> bool:
-        """An all-reduce of B bytes makes each of n ranks send 2 B (n - 1) / n, an all-gather of rows (n - 1) rows."""
+        """An all-reduce of B bytes makes each of n ranks send 2 B (n - 1) / n; an all-gather of rows, (n - 1) rows."""
         dense = table.shape[0] * table.shape[1] * itemsize
         return self._collectives.size * _message_bytes(most, table.shape[1], itemsize) < 2 * dense
 
     def _dense(self, flat: Tensor, start: int, stop: int) -> list[Pending]:
-        """What lies between tables; in pieces of a multiple of the ranks, as flat buffers are."""
+        """Reduce the elements between tables, in pieces of a multiple of the world size, like flat buffers."""
         if start == stop:
             return []
         part, numel = flat[start:stop], round_up(stop - start, self._collectives.size)
@@ -85,7 +85,7 @@ class SparseRowSum:
 
 
 def sparse_row_sum(trained: TrainedBucket, sparse: Collection[int], collectives: Collectives) -> SparseRowSum | None:
-    """For a bucket with parameters of `sparse` (ids) in it; None without, or where there is no other rank."""
+    """The row sum of a bucket with parameters in `sparse` (ids); None if it has none, or for a single rank."""
     if collectives.size == 1:
         return None
     tables = [
@@ -97,7 +97,7 @@ def sparse_row_sum(trained: TrainedBucket, sparse: Collection[int], collectives:
 
 
 class _GatheredRows(Pending):
-    """Rows of one table, on their way from all ranks."""
+    """Rows of one table, in flight from all ranks."""
 
     def __init__(self, table: Tensor, here: Tensor, counts: Sequence[int], collectives: Collectives) -> None:
         self._table = table
@@ -123,7 +123,7 @@ class _GatheredRows(Pending):
         self._rows.wait()
         parts = [self._split(self._rows.row(rank), count) for rank, count in enumerate(self._counts)]
         rows = torch.unique(torch.cat([indices for indices, _ in parts]))
-        # 16 bits are added in fp32 and rounded once, as dense reductions do it.
+        # 16-bit values are added in fp32 and rounded once, as in dense reductions.
         dtype = torch.promote_types(self._table.dtype, torch.float32)
         total = torch.zeros(len(rows), self._table.shape[1], dtype=dtype, device=self._table.device)
         for indices, values in parts:
@@ -133,7 +133,7 @@ class _GatheredRows(Pending):
 
 
 class _Padded(Pending):
-    """A sum in a copy that is longer."""
+    """A sum in a padded copy."""
 
     def __init__(self, pending: Pending, padded: Tensor, part: Tensor) -> None:
         self._pending = pending
@@ -149,7 +149,7 @@ class _Padded(Pending):
 
 
 class _All(Pending):
-    """Several at once."""
+    """Several pending operations as one."""
 
     def __init__(self, parts: Sequence[Pending]) -> None:
         self._parts = parts
@@ -163,7 +163,7 @@ class _All(Pending):
 
 
 def _index_bytes(count: int) -> int:
-    """A multiple of the largest element, so that values begin where their dtype may."""
+    """Bytes of the indices, rounded up so that values are aligned for any dtype."""
     return round_up(count * _INDEX.itemsize, torch.float64.itemsize)
 
 

@@ -1,5 +1,5 @@
-"""Pure integers: which parameter lies where on the flat line, and which rank owns which interval."""
-# ruff: noqa: F401  (what other packages import from here)
+"""Integer arithmetic: the place of each parameter in flat buffers, and the interval that each rank owns."""
+# ruff: noqa: F401  (re-exported for other packages)
 
 from hf_zero.layout.buckets import (
     ALIGN_NUMEL,

@@ -1,24 +1,24 @@
-"""Lays parameters on flat buckets and cuts every bucket into one equal shard per rank.
+"""Lays out parameters in flat buckets and splits every bucket into one equal shard per rank.
 
     parameters in registration order        a  b  c  d  e  f
-    walked backwards, as gradients arrive   |e f| |c d| |a b|      three buckets, launched left to right
-    one bucket, world of two                [e e e . f f f f f . . .]
+    in reverse, as gradients arrive         |e f| |c d| |a b|      three buckets, launched left to right
+    one bucket, world size two              [e e e . f f f f f . . .]
                                             [ shard 0  |  shard 1   ]     "." is padding, always zero
 
-Such a bucket holds parameters of one optimizer group, one dtype and one group of ranks only, so a shard has one set of
-hyper-parameters and one element size. Inside a bucket every parameter starts at a multiple of `ALIGN_NUMEL` elements:
-64 bytes for 16-bit types, which keeps matrix kernels on their aligned paths although the weights are views.
+Such a bucket only holds parameters of one optimizer group, one dtype and one group of ranks, so a shard has one set of
+hyperparameters and one element size. Inside a bucket every parameter starts at a multiple of `ALIGN_NUMEL` elements:
+64 bytes for 16-bit types, so that matrix kernels use their aligned paths although the weights are views.
 
-Stage 3 lays the parameters of a unit on equal shards, each parameter cut alone.
+Stage 3 lays out the parameters of a unit in equal shards, splitting each parameter separately.
 
-    three parameters, world of two     a: 5 elements    b: 4    f: 3 (frozen)
+    three parameters, world size two   a: 5 elements    b: 4    f: 3 (frozen)
     gathered unit, one row per rank    [ a0 a1 a2 | b0 b1 | f0 f1 ]      shard of rank 0
                                        [ a3 a4  . | b2 b3 | f2  . ]      shard of rank 1      "." is padding, always 0
                                          `---- trained ----\'
 
-Every parameter is cut into ceil(numel / world) elements per rank, as DeepSpeed does, so a rank's checkpoint holds what
-the rank holds. One collective gathers the whole unit; gradients use the trained part of the rows only, which comes
-first and is ordered by optimizer group.
+Every parameter is split into ceil(numel / world) elements per rank, as in DeepSpeed, so that a rank's checkpoint holds
+exactly the rank's shards. One collective gathers the whole unit; gradients only use the trained part of the rows, which
+comes first and is ordered by optimizer group.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGN_NUMEL = 32
-MAX_BUCKET_NUMEL = 1 << 25  # 64 MiB of 16-bit gradients: networks are at full speed long before this
-MIN_BUCKET_NUMEL = 1 << 20  # smaller collectives cost more in latency than they win in overlap
+MAX_BUCKET_NUMEL = 1 << 25  # 64 MiB of 16-bit gradients: networks reach full speed with much less
+MIN_BUCKET_NUMEL = 1 << 20  # smaller collectives cost more in latency than they gain in overlap
 BUCKETS_PER_MODEL = 8  # enough to overlap reduction with backward, and a pool of two is a quarter of the gradients
-# Vectorised kernels treat the last few elements of a vector apart. Cuts at multiples of this many make no new ends.
+# Vectorised kernels treat the last few elements of a vector differently. Cuts at multiples of this avoid new ends.
 CUT_NUMEL = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Elements `start <= i < stop` of a flat line."""
+    """Elements `start <= i < stop` of a flat vector."""
 
     start: int
     stop: int
@@ -50,7 +50,7 @@ class Interval:
         return self.stop - self.start
 
     def intersect(self, other: Interval) -> Interval | None:
-        """The common part, or None when the two share no element."""
+        """The intersection, or None if it is empty."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Interval(start, stop) if start < stop else None
 
@@ -62,10 +62,10 @@ def round_up(numel: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One trainable parameter as the layout sees it: no tensor, only counts.
+    """Sizes of one trainable parameter for the layout.
 
     Attributes:
-        world: ranks that hold shards of it, where those are others than of the rest; 0: as many as of the rest.
+        world: number of ranks that shard it, if this differs from the other parameters; 0: the same.
     """
 
     name: str
@@ -77,7 +77,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one parameter lies in its bucket, or in every row of it. `parameter` indexes the layout's specs."""
+    """The place of one parameter in its bucket, or in every row of it. `parameter` indexes the layout's specs."""
 
     parameter: int
     offset: int
@@ -90,7 +90,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """From element `start` of a shard up to the next run's, everything belongs to optimizer group `group`."""
+    """Elements of a shard from `start` up to the next run, which belong to optimizer group `group`."""
 
     group: int
     start: int
@@ -98,7 +98,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one parameter that one rank owns: `numel` elements from `in_parameter`, lying at `in_shard`."""
+    """A rank's part of one parameter: `numel` elements from `in_parameter`, at `in_shard` of the shard."""
 
     parameter: int
     in_shard: int
@@ -108,10 +108,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A flat buffer of `numel` elements (padding included) that is reduced and gathered as one.
+    """A flat buffer of `numel` elements (including padding) that is reduced and gathered in one collective.
 
-    Its parameters lie one after the other (`by_rows` false), or, at stage 3, each of them is cut into `world` equal
-    chunks of which one lies in every row; a row is a rank's shard (see `hf_zero.layout.buckets`).
+    Its parameters are contiguous (`by_rows` false) or, at stage 3, each is split into `world` equal chunks, one in
+    every row; a row is a rank's shard (see `hf_zero.layout.buckets`).
     """
 
     index: int
@@ -127,7 +127,7 @@ class Bucket:
         return self.numel // self.world
 
     def chunk(self, slot: Slot) -> int:
-        """Elements of the parameter that lie in one row, the last row's padding included."""
+        """Elements of the parameter per row, including the last row's padding."""
         return chunk_numel(slot.numel, self.world if self.by_rows else 1)
 
     @property
@@ -141,7 +141,7 @@ class Bucket:
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def pieces(self, owned: Interval) -> tuple[Piece, ...]:
-        """Which parts of which parameters lie in `owned`, in order. In a bucket of rows `owned` is one row."""
+        """The parts of parameters in `owned`, in order. In a bucket of rows `owned` is one row."""
         if self.by_rows:
             return self._pieces_of_row(owned.start // self.shard_numel)
         parts = []
@@ -163,7 +163,7 @@ class Bucket:
         return tuple(chunks)
 
     def gaps(self) -> tuple[Interval, ...]:
-        """The padding between parameters: intervals of the buffer, or of every row, that belong to none."""
+        """The padding between parameters: intervals of the buffer, or of every row, that belong to no parameter."""
         between, cursor = [], 0
         for slot in self.slots:
             if cursor < slot.offset:
@@ -177,7 +177,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Every trainable parameter in exactly one bucket; `buckets` are in the order in which they are launched."""
+    """Assigns every trainable parameter to exactly one bucket; `buckets` are in launch order."""
 
     specs: tuple[ParameterSpec, ...]
     buckets: tuple[Bucket, ...]
@@ -193,31 +193,31 @@ class FlatLayout:
 
 
 def chunk_numel(numel: int, world: int) -> int:
-    """Elements of one rank's part of a parameter that is sharded alone; the last rank's may be partly padding."""
+    """Elements per rank of a parameter that is sharded separately; the last rank's may include padding."""
     return -(-numel // world)
 
 
 def chunk_interval(numel: int, rank: int, world: int) -> Interval:
-    """Which elements of such a parameter are `rank`'s; padding is left out."""
+    """The elements of such a parameter that belong to `rank`, without padding."""
     chunk = chunk_numel(numel, world)
     return Interval(min(rank * chunk, numel), min((rank + 1) * chunk, numel))
 
 
 def effective_bucket_numel(total_numel: int, limit: int) -> int:
-    """How many elements to put in one bucket when the configuration allows `limit` of `total_numel`.
+    """The number of elements per bucket, if the config allows `limit` of `total_numel`.
 
-    The limit is a ceiling, not a wish: the DeepSpeed default of 5e8 would put most models into a single bucket, which
-    can only be reduced after backward has ended.
+    The limit is a maximum: DeepSpeed's default of 5e8 would put most models into a single bucket, which can only be
+    reduced after backward has ended.
     """
     preferred = max(MIN_BUCKET_NUMEL, -(-total_numel // BUCKETS_PER_MODEL))
     return max(1, min(limit, preferred, MAX_BUCKET_NUMEL))
 
 
 def plan_layout(specs: Sequence[ParameterSpec], *, world: int, bucket_numel: int) -> FlatLayout:
-    """Cut `specs` (registration order) into buckets of at most `bucket_numel` elements; a larger parameter goes alone.
+    """Split `specs` (registration order) into buckets of at most `bucket_numel` elements, or one larger parameter.
 
     Raises:
-        ValueError: for a world below one, a bucket size below one, or a parameter without elements.
+        ValueError: for a world size or bucket size below one, or an empty parameter.
     """
     if world < 1 or bucket_numel < 1:
         raise ValueError(f"a layout needs world >= 1 and bucket_numel >= 1, got {world} and {bucket_numel}")
@@ -225,7 +225,7 @@ def plan_layout(specs: Sequence[ParameterSpec], *, world: int, bucket_numel: int
         if spec.numel < 1:
             raise ValueError(f"parameter {spec.name!r} has {spec.numel} elements; the layout takes only non-empty ones")
     members = _group_backwards(specs, bucket_numel)
-    # A bucket is complete when its earliest parameter's gradient arrives: later registration means earlier arrival.
+    # A bucket is complete when its first registered parameter's gradient arrives, because these arrive in reverse.
     members.sort(key=min, reverse=True)
     buckets = [_lay_out(index, sorted(chosen), specs, world) for index, chosen in enumerate(members)]
     return FlatLayout(specs=tuple(specs), buckets=tuple(buckets), world=world)
@@ -265,10 +265,10 @@ def _lay_out(index: int, chosen: list[int], specs: Sequence[ParameterSpec], worl
 
 
 def cut_sub_groups(bucket: Bucket, owned: Interval, limit: int | None) -> tuple[tuple[int, Interval], ...]:
-    """(optimizer group, elements of `owned`) of every sub-group, in order; they cover `owned`.
+    """(optimizer group, elements of `owned`) of every sub-group, in order; together they cover `owned`.
 
     Args:
-        limit: none has more elements than this, rounded up to a multiple of `CUT_NUMEL`; None: one for each run.
+        limit: maximum number of elements, rounded up to a multiple of `CUT_NUMEL`; None: one sub-group per run.
     """
     parts = []
     for number, run in enumerate(bucket.runs):
@@ -280,7 +280,7 @@ def cut_sub_groups(bucket: Bucket, owned: Interval, limit: int | None) -> tuple[
 
 
 def pieces_of_sub_group(bucket: Bucket, owned: Interval, part: Interval) -> tuple[Piece, ...]:
-    """Which parts of which parameters lie in elements `part` of `owned`; `in_shard` counts from where `part` begins."""
+    """The parts of parameters in elements `part` of `owned`; `in_shard` is relative to the start of `part`."""
     inside = []
     for piece in bucket.pieces(owned):
         common = Interval(piece.in_shard, piece.in_shard + piece.numel).intersect(part)
@@ -290,12 +290,12 @@ def pieces_of_sub_group(bucket: Bucket, owned: Interval, part: Interval) -> tupl
     return tuple(inside)
 
 
-CHUNK_ALIGN_NUMEL = 8  # 16 bytes of a 16-bit type: wide copies stay wide, and the padding stays small at any world size
+CHUNK_ALIGN_NUMEL = 8  # 16 bytes of a 16-bit type: allows wide copies with little padding at any world size
 
 
 @dataclass(frozen=True, slots=True)
 class MemberSpec:
-    """One parameter of a unit: `group` is its optimizer group, None when it is not trained."""
+    """One parameter of a unit: `group` is its optimizer group, None if it is not trained."""
 
     index: int
     numel: int
@@ -304,7 +304,7 @@ class MemberSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShardSlot:
-    """Where one parameter lies: `chunk` elements at `offset` of every row, and whole at `full_offset` when gathered."""
+    """The place of one parameter: `chunk` elements at `offset` of every row; at `full_offset` when gathered."""
 
     member: int
     numel: int
@@ -315,15 +315,15 @@ class ShardSlot:
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Which rows of a unit a rank keeps: its own, and with hpZ those of the ranks with its place in the other groups.
+    """The rows of a unit that a rank keeps: its own and, with hpZ, those of ranks at its place in the other groups.
 
-        world of 6, groups of 2     rows 0 1 | 2 3 | 4 5     rank 3 keeps rows 1, 3 and 5; its own is number 1 of these
+        world size 6, groups of 2   rows 0 1 | 2 3 | 4 5     rank 3 keeps rows 1, 3 and 5; its own is number 1 of these
 
     Attributes:
-        group: ranks of a group, which keep all rows between them.
-        place: this rank's in its group.
-        own: which of the kept rows is its own.
-        count: rows that it keeps, and groups.
+        group: number of ranks per group, which keep all rows between them.
+        place: this rank's number in its group.
+        own: index of its own row among the kept rows.
+        count: number of kept rows, which is the number of groups.
     """
 
     group: int
@@ -332,7 +332,7 @@ class KeptRows:
     count: int = 1
 
     def row(self, kept: int) -> int:
-        """Number of a kept row among all rows of the unit."""
+        """The index of a kept row among all rows of the unit."""
         return kept * self.group + self.place
 
 
@@ -342,8 +342,8 @@ class RowLayout:
 
     Attributes:
         row_numel: elements of one rank's shard.
-        trained_numel: how many of them, from the start, belong to trained parameters.
-        full_numel: elements of the storage that holds all parameters whole.
+        trained_numel: number of leading elements that belong to trained parameters.
+        full_numel: elements of the storage for whole parameters.
         runs: optimizer groups inside the trained part.
     """
 
@@ -373,7 +373,7 @@ class RowLayout:
 
 
 def lay_rows(members: Sequence[MemberSpec], *, world: int, dtype: str, full_align: int) -> RowLayout:
-    """Shard `members`: trained ones first, by group, each cut into `world` chunks.
+    """Shard `members`: trained ones first, by group, each split into `world` chunks.
 
     Args:
         full_align: whole parameters start at multiples of this many elements.
@@ -403,12 +403,12 @@ def lay_rows(members: Sequence[MemberSpec], *, world: int, dtype: str, full_alig
 
 
 def stay_gathered(numels: Sequence[int], always: Sequence[bool], *, largest: int, budget: int) -> list[bool]:
-    """Which parameters stay gathered: those that must (`always`), and the small ones as long as they are few.
+    """Which parameters stay gathered: those that must (`always`), and small ones within the budget.
 
     Args:
         numels: elements of each parameter, in registration order.
-        largest: elements of the largest small one (stage3_param_persistence_threshold).
-        budget: elements of all that stay (stage3_model_persistence_threshold).
+        largest: maximum elements of a small parameter (stage3_param_persistence_threshold).
+        budget: maximum elements of all persistent parameters (stage3_model_persistence_threshold).
     """
     decisions = []
     for numel, must in zip(numels, always, strict=True):

@@ -1,4 +1,4 @@
-"""A parameter in parts along one of its dimensions: which of its elements each rank of a tensor group has."""
+"""A parameter split along one dimension: the elements of each rank of a tensor group."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hf_zero.layout.buckets import Interval
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter is cut. Parts need not be equal, and may lie in several pieces.
+    """How a parameter is split. Parts may be unequal, and may consist of several pieces.
 
         q, k and v in one matrix, 2 ranks          q q k k v v
-            of rank 0                              q   k   v
+            rank 0 has                             q   k   v
 
     Attributes:
         shape: of the whole parameter.
-        dim: the dimension that is cut.
-        intervals: of every rank: what it holds along `dim`, in ascending order.
+        dim: the dimension that is split.
+        intervals: for every rank its intervals along `dim`, in ascending order.
     """
 
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Cut:
         pieces = sorted((piece.start, piece.stop) for mine in self.intervals for piece in mine if piece.numel)
         ends = [0, *(stop for _, stop in pieces)]
         if not 0 <= self.dim < len(self.shape) or [start for start, _ in pieces] != ends[:-1]:
-            raise ValueError(f"pieces {pieces} do not lie one behind the other in dimension {self.dim} of {self.shape}")
+            raise ValueError(f"pieces {pieces} are not contiguous in dimension {self.dim} of {self.shape}")
         if ends[-1] != self.shape[self.dim]:
             raise ValueError(f"pieces {pieces} do not fill dimension {self.dim} of {self.shape}")
 
@@ -39,7 +39,7 @@ class Cut:
         return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
 
     def in_whole(self, rank: int, start: int, stop: int) -> Iterator[Interval]:
-        """Where the elements [start, stop) of a rank's part lie in the whole, in order."""
+        """Yield the intervals of the whole that hold elements [start, stop) of a rank's part, in order."""
         inner, offset, table = self._inner, 0, []
         for piece in self.intervals[rank]:
             table.append((offset, offset + piece.numel * inner, 0, piece.start * inner))
@@ -48,7 +48,7 @@ class Cut:
             yield run
 
     def in_parts(self, start: int, stop: int) -> Iterator[tuple[int, Interval]]:
-        """Whose part has the elements [start, stop) of the whole, and where, in the order of the whole."""
+        """Yield (rank, interval in its part) for the elements [start, stop) of the whole, in the order of the whole."""
         inner, table, rows = self._inner, [], []
         for rank, pieces in enumerate(self.intervals):
             offset = 0
@@ -66,12 +66,12 @@ class Cut:
 def _runs(
     table: Sequence[tuple[int, int, int, int]], row: int, target_rows: Sequence[int], start: int, stop: int
 ) -> Iterator[tuple[int, Interval]]:
-    """Runs of the elements [start, stop) of one form in another.
+    """Map runs of the elements [start, stop) from one form to another.
 
     Args:
-        table: of a row of the first form, ascending: begin and end of a run, which target has it, and where in a row.
+        table: for a row of the first form, ascending: start and stop of a run, its target, and its place in a row.
         row: elements of a row of the first form.
-        target_rows: the same of each target.
+        target_rows: elements of a row of each target.
     """
     while start < stop:
         number, inside = divmod(start, row)

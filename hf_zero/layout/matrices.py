@@ -1,11 +1,11 @@
-"""Where an interval of a flattened (batch, rows, columns) tensor touches which rows and columns: integers only.
+"""Maps an interval of a flattened (batch, rows, columns) tensor to rows and columns, in integers.
 
     3 x 4 matrix, elements [2, 11)         .  .  h  h      h  head: the end of a row
                                            b  b  b  b      b  body: whole rows
-                                           t  t  t  .      t  tail: the beginning of a row
+                                           t  t  t  .      t  tail: the start of a row
 
-Ranks own such intervals, which begin and end in the middle of rows. Cut into at most five blocks (head, rows, whole
-matrices, rows, tail), each is a small dense tensor whose row and column sums can be taken at once.
+Ranks own such intervals, which may start and end in the middle of rows. An interval is split into at most five blocks
+(head, rows, whole matrices, rows, tail). Each is a dense tensor whose row and column sums can be computed at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MatrixShape:
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> MatrixShape | None:
-        """All dimensions but the last two count as the batch; None for vectors and scalars."""
+        """Treat all dimensions except the last two as the batch; None for vectors and scalars."""
         return None if len(shape) < 2 else cls(math.prod(shape[:-2]), shape[-2], shape[-1])
 
     @property
@@ -38,11 +38,11 @@ class Block:
     """A dense part of an interval.
 
     Attributes:
-        start: its first element, counted from the beginning of the interval.
+        start: its first element, relative to the interval.
         batch: its first matrix.
-        row: its first row, counted through all matrices.
-        column: its first column; not 0 only in a single row.
-        shape: (matrices, rows of each, columns). More than one row: rows are whole; more than one matrix: they are too.
+        row: its first row, counted over all matrices.
+        column: its first column; nonzero only for a single row.
+        shape: (matrices, rows of each, columns). If there are several rows (matrices), these are whole.
     """
 
     start: int
@@ -61,7 +61,7 @@ class Block:
 
 
 def blocks(matrix: MatrixShape, start: int, stop: int) -> Iterator[Block]:
-    """Cut elements [start, stop) into blocks, in order."""
+    """Split elements [start, stop) into blocks, in order."""
     cursor = start
     while cursor < stop:
         left, (row, column) = stop - cursor, divmod(cursor, matrix.columns)
@@ -79,10 +79,10 @@ def blocks(matrix: MatrixShape, start: int, stop: int) -> Iterator[Block]:
 
 @dataclass(frozen=True, slots=True)
 class MatrixSlice:
-    """Elements [start, stop) of a flattened batch of matrices, not empty.
+    """A non-empty slice [start, stop) of a flattened batch of matrices.
 
     Attributes:
-        first_row, num_rows: the rows it touches, counted through all matrices.
+        first_row, num_rows: the rows it touches, counted over all matrices.
         first_batch, num_batches: the matrices it touches.
     """
 
@@ -107,13 +107,13 @@ class MatrixSlice:
         return -(-self.stop // self.matrix.matrix_numel) - self.first_batch
 
     def begun(self, length: int) -> tuple[int, int]:
-        """(first, end) of those runs of `length` elements whose first element lies in the slice.
+        """(first, end) of the runs of `length` elements whose first element is in the slice.
 
-        Of all slices of a tensor exactly one has it, so each run has one owner.
+        Exactly one slice of a tensor has it, so each run has one owner.
         """
         return -(-self.start // length), -(-self.stop // length)
 
 
 def runs_cut(cuts: Sequence[int], length: int) -> tuple[int, ...]:
-    """Those runs of `length` elements (rows, matrices) that any of `cuts` falls inside, in order."""
+    """The runs of `length` elements (rows, matrices) that contain any of `cuts` inside, in order."""
     return tuple(sorted({cut // length for cut in cuts if cut % length}))

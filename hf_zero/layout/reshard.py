@@ -1,14 +1,14 @@
-"""From one way of spreading parameters over ranks to another: interval intersection, and nothing else.
+"""Converts one distribution of parameters over ranks into another, by interval intersection only.
 
     source   rank 0: [a a a a b]   rank 1: [b b b c c]
     target   rank 0: [a a b b .]   rank 1: [a a b b c c]
     copies   a[0:2] 0->0   a[2:4] 0->1   b[0:1] 0->0   b[1:2] 1->0   b[2:4] 1->1   c 1->1
 
-One primitive for resuming with another number of ranks or another stage, for DeepSpeed's files, and for consolidation.
+This one primitive serves resuming at another world size or stage, reading DeepSpeed's files, and consolidation.
 
-DeepSpeed's files cut parameters into ranks in two ways. Stages 1 and 2: one flat line per optimizer group, padded to a
-multiple of 2 x world, cut into world equal parts. Stage 3: every parameter by itself, ceil(numel / world) elements per
-rank, laid out in sub-groups. `extents_in_memory` says where the same lies in memory.
+DeepSpeed's files split parameters over ranks in two ways. Stages 1 and 2: one flat vector per optimizer group, padded
+to a multiple of 2 x world, split into world equal parts. Stage 3: every parameter separately, ceil(numel / world)
+elements per rank, laid out in sub-groups. `extents_in_memory` gives the places of the same elements in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hf_zero.layout.buckets import (
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """`numel` elements of `parameter` from `start`, lying at `offset` in buffer number `buffer` of `rank`."""
+    """`numel` elements of `parameter` from `start`, stored at `offset` in buffer number `buffer` of `rank`."""
 
     parameter: int
     start: int
@@ -63,12 +63,12 @@ class Copy:
 
 
 def reshard(source: Iterable[Extent], target: Iterable[Extent]) -> list[Copy]:
-    """The copies that fill `target` from `source`, in the order of `target`.
+    """Return the copies that fill `target` from `source`, in the order of `target`.
 
-    Where several ranks hold the same elements, those of the target's own rank are taken, then those of the lowest rank.
+    If several ranks hold the same elements, the target's own rank is preferred, then the lowest rank.
 
     Raises:
-        ValueError: when the target needs an element that no rank holds.
+        ValueError: if the target needs an element that no rank holds.
     """
     everywhere = _Index()
     own: dict[int, _Index] = defaultdict(_Index)
@@ -90,7 +90,7 @@ def _fill(wanted: Extent, own: _Index, everywhere: _Index) -> Iterator[Copy]:
             source = everywhere.covering(wanted.parameter, cursor)
             limit = min(limit, own.next_start(wanted.parameter, cursor))
         if source is None:
-            raise ValueError(f"parameter {wanted.parameter}: element {cursor} lies on no rank of the source")
+            raise ValueError(f"parameter {wanted.parameter}: no rank of the source has element {cursor}")
         numel = min(source.stop, limit) - cursor
         yield Copy(
             source_rank=source.rank,
@@ -105,7 +105,7 @@ def _fill(wanted: Extent, own: _Index, everywhere: _Index) -> Iterator[Copy]:
 
 
 class _Index:
-    """Runs by parameter and start; of several with one start, the first one added counts."""
+    """Runs by parameter and start; of several runs with the same start, the first one added is used."""
 
     def __init__(self) -> None:
         self._starts: dict[int, list[int]] = defaultdict(list)
@@ -116,7 +116,7 @@ class _Index:
             return
         starts, extents = self._starts[extent.parameter], self._extents[extent.parameter]
         if starts and extent.start < extents[-1].stop:
-            assert extent.stop <= extents[-1].stop, "extents overlap only where they hold the same elements"
+            assert extent.stop <= extents[-1].stop, "extents may only overlap if they hold the same elements"
             return
         starts.append(extent.start)
         extents.append(extent)
@@ -136,22 +136,22 @@ class _Index:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A parameter of an optimizer group, by its index in the model's list of trainable ones."""
+    """A parameter of an optimizer group, by its index in the model's list of trainable parameters."""
 
     parameter: int
     numel: int
 
 
 def round_robin(members: Sequence[Member], world: int) -> tuple[Member, ...]:
-    """The order that DeepSpeed's `round_robin_gradients` gives a group."""
+    """The order of a group under DeepSpeed's `round_robin_gradients`."""
     return tuple(member for first in range(world) for member in members[first::world])
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPartition:
-    """Stages 1 and 2: one group's line. `members` are in the order in which they lie on it.
+    """Stages 1 and 2: one group's flat vector. `members` are in the order of their places.
 
-    `gaps[i]` zero elements follow member i (alignment); the padding at the end of the line comes on top.
+    `gaps[i]` zero elements follow member i (alignment); padding at the end comes on top.
     """
 
     members: tuple[Member, ...]
@@ -159,7 +159,7 @@ class GroupPartition:
     gaps: tuple[int, ...] = ()
 
     def offsets(self) -> tuple[int, ...]:
-        """Where each member starts on the line."""
+        """The start of each member."""
         offsets, cursor = [], 0
         for index, member in enumerate(self.members):
             offsets.append(cursor)
@@ -196,7 +196,7 @@ class GroupPartition:
 
 @dataclass(frozen=True, slots=True)
 class SubGroupPartition:
-    """Stage 3: parameters whose shards lie one after the other in one flat tensor."""
+    """Stage 3: parameters whose shards are contiguous in one flat tensor."""
 
     members: tuple[Member, ...]
     world: int
@@ -217,7 +217,7 @@ class SubGroupPartition:
 
 
 def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGroupPartition, ...]:
-    """Cut one group: a sub-group ends where its local elements reach `limit`; a group within the limit stays whole."""
+    """Split one group: a sub-group ends when its local elements reach `limit`; a group within it stays whole."""
     closed: list[SubGroupPartition] = []
     chosen: list[Member] = []
     local_numel = 0
@@ -235,12 +235,12 @@ def sub_groups(members: Sequence[Member], world: int, limit: int) -> tuple[SubGr
 def extents_in_memory(
     layout: FlatLayout, rank: int, *, sharded: bool, sub_group_numel: int | None = None, place: int = 0
 ) -> Iterator[Extent]:
-    """Extents that `rank` updates. Buffers are numbered as the master shards: the sub-groups of all buckets.
+    """Extents that `rank` updates. Buffers are numbered like master shards: the sub-groups of all buckets.
 
     Args:
-        sharded: whether every rank owns its part of each bucket; otherwise it owns all of it.
-        sub_group_numel: the limit that sub-groups were cut by; None: one per optimizer group in a bucket.
-        place: of the rank among those that hold shards of buckets with fewer shards than the rest.
+        sharded: whether every rank only owns its part of each bucket.
+        sub_group_numel: the size limit of sub-groups; None: one per optimizer group in a bucket.
+        place: the rank's number among the ranks that shard buckets with fewer shards than the rest.
     """
     buffer = 0
     for bucket in layout.buckets:

@@ -9,7 +9,7 @@ from hf_zero.layout import Bucket, Interval
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Which of the three states a rank holds only in part.
+    """Which of the three kinds of states are sharded.
 
     | stage | optimizer state | gradients between micro-batches | reduction of a bucket          | after the step |
     |-------|-----------------|---------------------------------|--------------------------------|----------------|
@@ -18,15 +18,15 @@ class Sharding:
     | 2     | shard           | shard                           | reduce-scatter in every backward | all-gather   |
     | 3     | shard           | shard                           | reduce-scatter in every backward | nothing      |
 
-    At stage 3 parameters are shards too, gathered around their use.
+    At stage 3 parameters are also sharded, and gathered around their use.
 
     Attributes:
-        rank: which shard this rank holds.
+        rank: index of this rank's shard.
         world: number of shards.
-        alone: shards also where one rank has all of them: they are kept somewhere else.
-        replica: which copy of the shards this rank has a part of.
-        num_replicas: copies of the shards.
-        kept_rows: rows of stage 3's units that a rank keeps: more than its own with hpZ.
+        alone: shard even if one rank has all shards, because they are offloaded.
+        replica: index of the replica that this rank belongs to.
+        num_replicas: number of replicas of the shards.
+        kept_rows: the rows of stage 3's units that a rank keeps: with hpZ more than its own.
     """
 
     stage: int
@@ -39,7 +39,7 @@ class Sharding:
 
     @property
     def num_ranks(self) -> int:
-        """All data-parallel ones."""
+        """Number of data-parallel ranks."""
         return self.world * self.num_replicas
 
     @property
@@ -59,6 +59,6 @@ class Sharding:
         return self.stage >= 3 and self._takes_apart
 
     def owned(self, bucket: Bucket, rank: int | None = None) -> Interval:
-        """The part of `bucket` this rank updates; `rank`: its place among those that hold shards of it, where that is
-        another."""
+        """The part of `bucket` that this rank updates; `rank`: its number among the ranks that shard the bucket, if
+        that differs."""
         return bucket.shard(self.rank if rank is None else rank) if self.shards_optimizer else Interval(0, bucket.numel)

@@ -1,7 +1,7 @@
-"""Traffic of one rank per update, within its host and to others: formulas, without a model. Integers only, no torch.
+"""Formulas for the traffic of one rank per update, within its host and across hosts. Integers only, no torch.
 
     gather, reduce-scatter, exchange     payload P over n ranks: each receives P * (n - 1) / n, 1/n from every other
-    all-reduce                           both, one after the other
+    all-reduce                           reduce-scatter, then gather
     a message instead of values          `hf_zero.kernels.message.message_bytes` of a rank's row
 
     per update, k micro-batches                 forward     backward    gradients                       after the step
@@ -13,12 +13,12 @@
     + zero_quantized_gradients                                          k exchanges in a host, k across
     shards in groups of s (MiCS, HSDP)          in s        in s        in s; shards all-reduced once   in s
     hops 2, below stage 3, g ranks on a host                            in g, and 1/g across            1/g across, in g
-    parts of matrices, of sequences             activations: `exchanges_of`, from what a model sends
-    experts over ranks                          4 rows for each expert of a token (6: layers checkpointed), 1/ranks stay
+    tensor and sequence parallelism             activations: `exchanges_of`, from the model's messages
+    expert parallelism                          4 rows for each expert of a token (6: layers checkpointed), 1/ranks stay
 
-Planning (`explain`, estimates of memory and time) calls `traffic_of`; `Transfer.payload` is what the ledger
-(`hf_zero.comm.ledger`) counts for the same call, padding of rows apart. docs/hybrid_and_zeropp.md has the formulas
-beside counted bytes.
+Planning (`explain`, estimates of memory and time) calls `traffic_of`. `Transfer.payload` equals the ledger's count
+(`hf_zero.comm.ledger`) for the same call, except padding of rows. docs/hybrid_and_zeropp.md has the formulas and
+measured bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from hf_zero.kernels.message import message_bytes
 
-WEIGHT_BITS = 8  # of a quantised gather
+WEIGHT_BITS = 8  # per element of a quantised gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +36,12 @@ class Sizes:
     """Sizes of a model, in elements and bytes.
 
     Attributes:
-        gathered: parameters that stage 3 gathers around their use; at other stages all trained ones.
-        trained: how many of them have gradients.
-        persistent: trained parameters besides that stay gathered at stage 3.
-        kept: of `gathered`, what stays from forward to backward, and is not gathered again.
-        weight_bytes: of an element that is gathered.
-        gradient_bytes: of an element that is reduced.
+        gathered: parameters that stage 3 gathers around their use; at other stages all trained parameters.
+        trained: number of these with gradients.
+        persistent: other trained parameters, which stay gathered at stage 3.
+        kept: the part of `gathered` that stays gathered from forward to backward.
+        weight_bytes: bytes of a gathered element.
+        gradient_bytes: bytes of a reduced element.
     """
 
     gathered: int
@@ -54,15 +54,15 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """Which ranks exchange what.
+    """The groups of ranks and the encoding of their messages.
 
     Attributes:
-        per_host: ranks of a host, which are consecutive.
-        shard: ranks that share one copy of the state; None: all.
-        second_shard: ranks of hpZ's group, which gather among themselves; 1: all of `shard` do.
-        quantized_weights, gradient_bits: as in ds.json; None: gradients travel as they are.
-        accumulation: micro-batches of an update.
-        hops: below stage 3, of reductions and gathers over several hosts.
+        per_host: number of ranks per host, which are consecutive.
+        shard: number of ranks that shard one copy of the states; None: all.
+        second_shard: number of ranks of hpZ's group, which gather among themselves; 1: off.
+        quantized_weights, gradient_bits: as in ds.json; None: gradients are not quantized.
+        accumulation: micro-batches per update.
+        hops: below stage 3, the hops of reductions and gathers over several hosts.
     """
 
     ranks: int
@@ -90,7 +90,7 @@ class Transfer:
 
     Attributes:
         phase, operation: as the ledger books them.
-        group: ranks that take part.
+        group: number of participating ranks.
         payload: bytes of the whole buffers, as the ledger counts them.
         within, across: bytes that a rank receives (and sends) from ranks of its host, and of others.
     """
@@ -104,17 +104,17 @@ class Transfer:
 
 
 def traffic_of(sizes: Sizes, wiring: Wiring) -> list[Transfer]:
-    """Everything of any size that moves in one update."""
+    """All significant transfers of one update."""
     return [each for each in _transfers(sizes, wiring) if each.payload and each.group > 1]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Activations, or their gradients, among ranks that hold parts of the same matrices or sequences.
+    """Activations or their gradients, sent between tensor- or sequence-parallel ranks.
 
     Attributes:
         phase, operation: as the ledger books them.
-        payload: bytes of the whole buffers, in a micro-batch.
+        payload: bytes of the whole buffers per micro-batch.
     """
 
     phase: str
@@ -133,7 +133,7 @@ def exchanges_of(messages: Iterable[Message], *, group: int, per_host: int, accu
 
 
 def with_same_weights(ranks: int, per_host: int, model_size: int) -> tuple[int, int]:
-    """(ranks that hold the same parts of the weights, those of them on one host): `model_size` neighbours hold all."""
+    """(ranks with the same parts of the weights, of these on one host); `model_size` consecutive ranks hold all."""
     return ranks // model_size, max(1, per_host // model_size)
 
 
@@ -184,7 +184,7 @@ def _transfers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
 
 
 def _in_hops(phase: str, operation: str, payload: int, group: int, wiring: Wiring) -> Iterator[Transfer]:
-    """Within hosts the whole payload, across its part for one rank of a host."""
+    """The whole payload within hosts, and one rank's part of it across hosts."""
     local = min(wiring.per_host, group)
     if wiring.hops == 1 or wiring.stage == 3 or local in (1, group):
         yield _collective(phase, operation, payload, group, 1, wiring)
@@ -200,7 +200,7 @@ def _gathers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
     group = second if 1 < second < shard else shard
     yield _gather("forward", sizes, sizes.gathered, group, wiring)
     yield _gather("backward", sizes, sizes.gathered - sizes.kept, group, wiring)
-    if group < shard:  # updated rows go to the ranks that keep them, too
+    if group < shard:  # updated rows are also sent to the ranks that keep them
         updated = sizes.trained * sizes.weight_bytes // group
         yield _collective("step", "all_gather", updated, shard // group, group, wiring)
 
@@ -214,7 +214,7 @@ def _gather(phase: str, sizes: Sizes, numel: int, group: int, wiring: Wiring) ->
 
 
 def _persistent(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
-    """They travel as they are."""
+    """Transfers of persistent parameters, which are not quantized."""
     gradients = sizes.persistent * sizes.gradient_bytes
     shard = wiring.shard_ranks
     yield _collective("backward", "reduce_scatter", gradients * wiring.accumulation, shard, 1, wiring)
@@ -223,14 +223,14 @@ def _persistent(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
 
 
 def _replicas(gradients: int, wiring: Wiring) -> Iterator[Transfer]:
-    """Shards are summed over the copies of the state, once per update."""
+    """Sums of shards over the replicas, once per update."""
     shard = wiring.shard_ranks
     if shard < wiring.ranks:
         yield _collective("step", "all_reduce", gradients // shard, wiring.ranks // shard, shard, wiring)
 
 
 def _quantized_reduction(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
-    """In one hop where the shard group lies in one host, or has one rank on each; else in two."""
+    """One hop if the shard group is on one host or has one rank per host; else two hops."""
     assert wiring.gradient_bits is not None
     shard, local, k = wiring.shard_ranks, min(wiring.per_host, wiring.shard_ranks), wiring.accumulation
     row = message_bytes(-(-sizes.trained // shard), wiring.gradient_bits)
@@ -243,7 +243,7 @@ def _quantized_reduction(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
 
 
 def _collective(phase: str, operation: str, payload: int, group: int, stride: int, wiring: Wiring) -> Transfer:
-    """`group` ranks, `stride` apart; everyone receives an equal part of `payload` from every other."""
+    """`group` ranks, `stride` apart; each receives an equal part of `payload` from every other."""
     local = max(1, min(group, wiring.per_host // stride)) if stride < wiring.per_host else 1
     rounds = 2 if operation == "all_reduce" else 1
     within, across = payload * (local - 1) // group, payload * (group - local) // group

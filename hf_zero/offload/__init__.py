@@ -1,1 +1,1 @@
-"""What an engine keeps elsewhere: vectors in host memory and on drives, and where each of them goes."""
+"""Offload: vectors in host memory and on drives, and the placement of an engine's states."""

@@ -1,4 +1,4 @@
-"""What an engine with offload is about to take, against what there is: said before it is taken."""
+"""Compares the memory that an engine with offload needs with what is available, before allocation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hf_zero.log import log_dist
 from hf_zero.precision import Precision
 
 FP32_BYTES, LP_BYTES = 4, 2  # bytes of a master or of one optimizer state
-GRADIENT_BUFFERS = 3  # of a bucket on its way to a drive: two being reduced, one being written
-STREAMED_NUMEL = 1 << 23  # of a sub-group at most, under streaming: its masters are joined for its update
-AT_ONCE = 3  # shards of parameters in memory whatever the config allows: one at work, one fetched ahead, one going
+GRADIENT_BUFFERS = 3  # bucket buffers with a drive: two being reduced, one being written
+STREAMED_NUMEL = 1 << 23  # maximum sub-group under streaming, whose masters are joined for the update
+AT_ONCE = 3  # minimum parameter shards in memory: one in use, one being fetched, one being written
 _HINTS = {
     "host memory": "use more ranks, device nvme, a smaller sub_group_size, or a larger limit of memory",
     "device memory": "use more ranks, a ratio nearer to 1, or offload_param",
@@ -29,12 +29,12 @@ _HINTS = {
 
 
 class DoesNotFit(RuntimeError):
-    """The states of this training have no room where the config puts them."""
+    """Raised if the states do not fit in the memory that the config assigns to them."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes that one rank takes on top of the model as it is."""
+    """Bytes that one rank needs in addition to the existing model."""
 
     device: int = 0
     host: int = 0
@@ -43,13 +43,13 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What decides the needs, besides the parameters.
+    """Sizes that determine the memory needs, besides the parameters.
 
     Attributes:
-        num_states: values that the optimizer keeps per element.
-        stored_bytes: of its states that are stored otherwise, per element.
-        longest: elements of the largest bucket that is reduced, and at stage 3 gathered, as one.
-        keeps_gradients: until all are there; otherwise updates beside backward take them.
+        num_states: state values of the optimizer per element.
+        stored_bytes: bytes per element of states with their own storage format.
+        longest: elements of the largest bucket that is reduced (and at stage 3 gathered) in one collective.
+        keeps_gradients: whether all gradients are kept until the step; otherwise updates during backward free them.
     """
 
     num_states: int
@@ -62,8 +62,8 @@ class Sizes:
 def estimate_memory(
     specs: Sequence[ParameterSpec], zero: ZeroPolicy, sharding: Sharding, device: torch.device, sizes: Sizes
 ) -> MemoryEstimate:
-    """Masters, optimizer states, reduced gradients, buffers; and of stage 3's parameters what goes to a drive, and
-    second shards of those that are trained."""
+    """Estimate masters, optimizer states, reduced gradients and buffers; at stage 3 also parameters on a drive, and
+    second shards of trained parameters."""
     parts = sharding.world if sharding.shards_optimizer else 1
     numel, weights, fp32 = (
         sum(sum(map(of, together)) // (world if parts > 1 and world else parts) for world, together in _by_world(specs))
@@ -77,7 +77,7 @@ def estimate_memory(
     place, rest = zero.offload_optimizer, zero.offload_param
     on_host = not runtime_of(device).has_own_memory
     master_bytes, state_bytes = FP32_BYTES, LP_BYTES if sizes.precision.low_precision_states else FP32_BYTES
-    if sizes.precision.low_precision_masters:  # the weights themselves, unless those are wanted on another device
+    if sizes.precision.low_precision_masters:  # the weights themselves, unless these are needed on another device
         master_bytes = LP_BYTES if place is not None and not on_host else 0
     gradients, buffers, streaming = weights, 0, zero.streaming  # gradients are as large as weights
     if streaming is not None:
@@ -114,7 +114,7 @@ def estimate_memory(
 
 
 def check_memory(estimate: MemoryEstimate, zero: ZeroPolicy, device: torch.device, collectives: Collectives) -> None:
-    """Say what every rank needs, and refuse on all of them if it cannot fit on any machine. Collective.
+    """Log what each rank needs, and raise on all ranks if some machine cannot provide it. Collective.
 
     Raises:
         DoesNotFit: with both numbers.
@@ -134,17 +134,17 @@ def check_memory(estimate: MemoryEstimate, zero: ZeroPolicy, device: torch.devic
 
 
 def _problems(everyone: Sequence[tuple[str, MemoryEstimate, MemoryEstimate]]) -> list[str]:
-    found = []
+    problems = []
     for node in dict.fromkeys(name for name, _, _ in everyone):
         estimate = [needed for name, needed, _ in everyone if name == node]
         there = [available for name, _, available in everyone if name == node]
         host, disk = sum(one.host for one in estimate), sum(one.disk for one in estimate)
         have_host, have_disk = min(one.host for one in there), min(one.disk for one in there)
-        found += _problem(node, "host memory", host, have_host, len(estimate))
-        found += _problem(node, "disk", disk, have_disk, len(estimate))
+        problems += _problem(node, "host memory", host, have_host, len(estimate))
+        problems += _problem(node, "disk", disk, have_disk, len(estimate))
         for needed, available in zip(estimate, there, strict=True):
-            found += _problem(node, "device memory", needed.device, available.device, 1)
-    return found
+            problems += _problem(node, "device memory", needed.device, available.device, 1)
+    return problems
 
 
 def _problem(node: str, kind: str, needed: int, available: int, ranks: int) -> list[str]:
@@ -170,7 +170,7 @@ def _sentence(estimate: MemoryEstimate, available: MemoryEstimate) -> str:
 
 
 def _amount(num_bytes: int) -> str:
-    """In the largest unit in which there is something to read: small models are offloaded, too."""
+    """Format bytes in the largest suitable unit, because small models are offloaded, too."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size / 10:
             return f"{num_bytes / size:.2f} {unit}"
@@ -178,7 +178,7 @@ def _amount(num_bytes: int) -> str:
 
 
 def _by_world(specs: Sequence[ParameterSpec]) -> list[tuple[int, list[ParameterSpec]]]:
-    """By the ranks that hold shards of them, 0: as many as of most."""
+    """Group specs by the number of ranks that shard them; 0: the default number."""
     return [(world, [spec for spec in specs if spec.world == world]) for world in {spec.world for spec in specs}]
 
 

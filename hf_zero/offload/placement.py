@@ -1,12 +1,12 @@
-"""Where masters, optimizer states and gradients of an engine are kept, and where its updates run.
+"""Placements: the storage of an engine's masters, optimizer states and gradients, and the device of its updates.
 
-`Departures` are reduced gradients on their way from the device to host memory, where they are added up.
+`Departures` are reduced gradients in flight from the device to host memory, where they are accumulated.
 
-    compute    ... backward of unit 3 | backward of unit 2 | ...     autograd's thread continues as soon as it has asked
+    compute    ... backward of unit 3 | backward of unit 2 | ...     autograd's thread continues after the request
     out                     [gradients 4]        [gradients 3]
-    host                                    4 is counted in          when somebody needs it, or too many are under way
+    host                                    4 is added             when its value is needed, or too many are in flight
 
-The buffer that a copy arrives in belongs to the out lane until its event, then to the host until it is counted in.
+The target buffer of a copy belongs to the out lane until its event, then to the host until its content is added.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
     from hf_zero.offload.swap_store import Drive, SwapStore
 
 
-# Vectors that are kept in one memory and worked on in another: the host's beside a device's, in either direction.
+# Vectors that are stored in one memory and used in another: host and device memory, in either direction.
 #
-# Which lane owns what (see `hf_zero.device.runtime`), while updates run on the host and weights are on the device:
+# Lanes (see `hf_zero.device.runtime`) while updates run on the host and weights are on the device:
 #
-#     out        [weights 1]  [weights 2]                     only where an update does not write all of them
+#     out        [weights 1]  [weights 2]                     only if an update does not write all of them
 #     host             update 1    update 2                   waits until the copy out has arrived
 #     in                      [weights 1]  [weights 2]        from buffers in host memory; `take` waits for them
-#     compute                            all-gather 1         waits for what came in (`join`)
+#     compute                            all-gather 1         waits for the copy in (`join`)
 #
-# and while weights are kept on the host and used on the device:
+# and while weights are stored on the host and used on the device:
 #
-#     in         [row 1]  [row 2]  [row 3]                    as soon as `fetch` asks; into a buffer that is not read
+#     in         [row 1]  [row 2]  [row 3]                    starts at `fetch`, into a buffer that is not being read
 #     compute          gather 1  gather 2                     waits for its row (`take`), marks its end (`release`)
 
 
@@ -61,12 +61,12 @@ Allocate = Callable[[int, torch.dtype], Tensor]
 
 
 class StagingPool:
-    """Buffers in the memory where work is done, handed out for one vector at a time.
+    """Buffers in the memory of use, each handed out for one vector at a time.
 
-    At most `limit` are kept, so that one can be written to while copies from others are under way.
+    At most `limit` are kept, so that one can be written while copies from others are in flight.
 
     Attributes:
-        is_host: whether that is host memory; copies to and from it go through the device's `runtime` either way.
+        is_host: whether this is host memory; copies use the device's `runtime` either way.
     """
 
     def __init__(self, runtime: Runtime, allocate: Allocate, *, is_host: bool, limit: int = 4) -> None:
@@ -82,7 +82,7 @@ class StagingPool:
         self._longest[dtype] = max(numel, self._longest.get(dtype, 0))
 
     def take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Event | None]:
-        """1-D, at least `numel` elements, and the event after which it may be written to; None: a new one."""
+        """Return a 1-D buffer of at least `numel` elements, and the event after which it may be written; None: now."""
         self._num_out += 1
         fitting = [entry for entry in self._free if entry[0].dtype == dtype and entry[0].numel() >= numel]
         chosen = next((entry for entry in fitting if self.runtime.has_passed(entry[1])), None)
@@ -91,19 +91,19 @@ class StagingPool:
         buffer, free = chosen or fitting[0]
         self._free = deque(entry for entry in self._free if entry[0] is not buffer)
         if self.is_host:
-            self.runtime.host_wait(free)  # the host is about to write, or a copy out, which waits for nothing
+            self.runtime.host_wait(free)  # the host, or a copy out that does not wait, writes to it next
         return buffer, free
 
     def give(self, buffer: Tensor, free: Event) -> None:
-        """`free`: the event after which the buffer may be written to."""
-        self.runtime.keep_until(free, buffer)  # also if the pool goes before that
+        """Return a buffer. `free`: the event after which it may be written."""
+        self.runtime.keep_until(free, buffer)  # even if the pool is freed before
         self._num_out -= 1
         if len(self._free) < self._limit:
             self._free.append((buffer, free))
 
 
 class StagedVector(Vector):
-    """`home` holds the values, in another memory; work is done on a copy in a buffer of `pool`."""
+    """A vector stored in `home`, in another memory, and used as a copy in a buffer of `pool`."""
 
     def __init__(self, home: Vector, pool: StagingPool) -> None:
         super().__init__(home.numel, home.dtype)
@@ -111,10 +111,10 @@ class StagedVector(Vector):
         self._pool = pool
         self._runtime = pool.runtime
         self._buffer: Tensor | None = None
-        self._free: Event | None = None  # when the buffer may be written to
+        self._free: Event | None = None  # when the buffer may be written
         self._arrived: Event | None = None  # when it has the values of `home`
         self._reads = self._is_ready = False
-        self._left: Event = DONE  # when `home` has what was changed
+        self._left: Event = DONE  # when `home` has the changed values
         self._users = 0
         self._changed = False
         pool.expect(home.numel, home.dtype)
@@ -157,7 +157,7 @@ class StagedVector(Vector):
         self._is_ready = True
         if self._pool.is_host:
             self._runtime.host_wait(self._arrived or DONE)
-        else:  # the lane that asks, which may be another one each time
+        else:  # the calling lane, which may differ between calls
             self._runtime.wait(self._arrived or self._free or DONE)
         return values
 
@@ -172,11 +172,11 @@ class StagedVector(Vector):
             self._left = free = self._send_back(values)
         elif self._pool.is_host or not self._is_ready:
             free = self._arrived or self._free or DONE
-            self._runtime.host_wait(self._arrived or DONE)  # fetched but never used: nothing else waits for it
+            self._runtime.host_wait(self._arrived or DONE)  # fetched but not used: nothing else waits for it
         else:
             free = self._runtime.record(buffer)
         if self._home.tensor is None:
-            self._runtime.host_wait(free if self._changed else self._arrived or DONE)  # before the drive takes its turn
+            self._runtime.host_wait(free if self._changed else self._arrived or DONE)  # before the drive uses it
         self._pool.give(buffer, free)
         self._home.release(changed=self._changed)
         self._buffer, self._arrived, self._changed = None, None, False
@@ -205,7 +205,7 @@ class StagedVector(Vector):
 
 
 def store_of_parameters(policy: OffloadParam | None, device: torch.device, drive: Drive | None) -> Store:
-    """For a model on `device`; `drive` is where the policy's folder lies."""
+    """The parameter store for a model on `device`; `drive` holds the policy's folder."""
     if policy is None:
         return MemoryStore(runtime_of(device).own)
     pinned = pins(policy, device)
@@ -219,7 +219,7 @@ def store_of_parameters(policy: OffloadParam | None, device: torch.device, drive
 
 
 def store_at_init(policy: OffloadParam | None, files: Aio, collectives: Collectives) -> SwapStore | None:
-    """Where the shards of a model go that is being built; None: they stay in memory. Collective."""
+    """The store for shards of a model that is being built; None: they stay in memory. Collective."""
     if policy is None or policy.device == "cpu" or policy.nvme_path is None:
         return None
     folder = policy.nvme_path
@@ -233,16 +233,16 @@ def store_at_init(policy: OffloadParam | None, files: Aio, collectives: Collecti
     return all_or_none(open_drive, collectives)
 
 
-MAX_DEPARTURES = 4  # a buffer of one bucket's length each
+MAX_DEPARTURES = 4  # each has a buffer of one bucket
 
 
 @dataclass(frozen=True, slots=True)
 class _Departure:
-    """One part under way.
+    """One part in flight.
 
     Attributes:
-        buffer: what it arrives in, to be given back; None: its final place.
-        count_in: called with what has arrived.
+        buffer: its target buffer, to be returned; None: its final place.
+        count_in: called with the arrived values.
     """
 
     arrived: Event
@@ -252,7 +252,7 @@ class _Departure:
 
 
 class Departures:
-    """All buckets of one placement share these, in the order in which they were sent."""
+    """The parts in flight of all buckets of one placement, in order."""
 
     def __init__(self, runtime: Runtime, pool: StagingPool) -> None:
         self._runtime = runtime
@@ -260,11 +260,11 @@ class Departures:
         self._under_way: deque[_Departure] = deque()
 
     def send(self, part: Tensor, count_in: Callable[[Tensor], None], place: Tensor | None = None) -> None:
-        """Begin to copy `part` (1-D, on the device); it may be given up at once.
+        """Start copying `part` (1-D, on the device), which the caller may release at once.
 
         Args:
             count_in: called with the values in host memory, before `settle` returns.
-            place: in host memory, of the same dtype, where they may stay.
+            place: target in host memory, of the same dtype, where the values may stay.
         """
         self._make_way()
         buffer = None
@@ -277,7 +277,7 @@ class Departures:
     def send_pieces(
         self, pieces: Sequence[tuple[Tensor, Tensor]], count_in: Callable[[Tensor], None], place: Tensor
     ) -> None:
-        """The same for what lies apart on the device: (where in `place`, values of that shape) of every piece."""
+        """Like `send`, for separate pieces on the device: (view of `place`, values of that shape)."""
         self._make_way()
         self._depart(pieces, place, None, count_in)
 
@@ -293,14 +293,14 @@ class Departures:
         count_in: Callable[[Tensor], None],
     ) -> None:
         arrived: Event = DONE
-        for target, values in pieces:  # one lane, so with the last all have arrived
+        for target, values in pieces:  # one lane, so that the last event covers all
             arrived = self._runtime.copy_out(values, target)
             self._runtime.keep_until(arrived, values)
         self._runtime.keep_until(arrived, place)
         self._under_way.append(_Departure(arrived, place, buffer, count_in))
 
     def settle(self, count_in: Callable[[Tensor], None] | None = None) -> None:
-        """Return when everything sent with `count_in` is counted in, and what was sent before it; None: everything."""
+        """Wait until everything sent with `count_in`, and everything before it, is added; None: everything."""
         while any(count_in in (None, departure.count_in) for departure in self._under_way):
             self._settle_first()
 
@@ -314,15 +314,15 @@ class Departures:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where everything of one bucket is kept between its uses.
+    """The storage of one bucket's tensors between uses.
 
     Attributes:
         work: the memory in which the update runs.
-        masters: of the master weights.
-        states: of the optimizer's states; None: the optimizer's own tensors, beside the masters.
-        gradients: of the reduced gradients.
-        staging: buffers in `work` for weights that are kept elsewhere.
-        departures: what takes gradients of the device to host memory; None: they are there, or stay on the device.
+        masters: store of the masters.
+        states: store of the optimizer states; None: the optimizer's own tensors, next to the masters.
+        gradients: store of the reduced gradients.
+        staging: buffers in `work` for weights that are stored elsewhere.
+        departures: copies gradients from the device to host memory; None: no copy is needed.
     """
 
     work: Memory
@@ -333,19 +333,19 @@ class Placement:
     departures: Departures | None = None
 
     def weights(self, kept: Vector) -> Vector:
-        """Weights as the update sees them: where it runs."""
+        """The weights in the memory of the update."""
         return kept if kept.memory == self.work else StagedVector(kept, self.staging)
 
 
 def in_memory_placement(device: torch.device) -> Placement:
-    """Everything in the memory of `device`, which also runs the update."""
+    """A placement in the memory of `device`, which also runs the update."""
     own = runtime_of(device).own
     store = MemoryStore(own)
     return Placement(work=own, masters=store, states=None, gradients=store, staging=staging_in(own, device))
 
 
 def beside_placement(device: torch.device, policy: OffloadOptimizer) -> Placement:
-    """Host memory beside `device`; the CPU runs the update. Where `device` is the CPU this is the same place."""
+    """A placement in host memory with updates on the CPU. If `device` is the CPU, this is the same memory."""
     pinned = pins(policy, device)
     return host_placement(device, MemoryStore(pinned=pinned), None, MemoryStore(pinned=pinned), pinned=pinned)
 
@@ -353,7 +353,7 @@ def beside_placement(device: torch.device, policy: OffloadOptimizer) -> Placemen
 def host_placement(
     device: torch.device, masters: Store, states: Store | None, gradients: Store, *, pinned: bool
 ) -> Placement:
-    """The CPU beside `device` runs the update."""
+    """A placement with updates on the CPU for a model on `device`."""
     runtime, staging = runtime_of(device), staging_in(HOST_MEMORY, device, pinned=pinned)
     departures = None
     if runtime.has_own_memory:
@@ -362,12 +362,12 @@ def host_placement(
 
 
 def pins(policy: OffloadOptimizer | OffloadParam, device: torch.device) -> bool:
-    """Whether host memory for `device` is page-locked."""
+    """Whether to page-lock host memory for `device`."""
     return policy.pin_memory and runtime_of(device).has_own_memory
 
 
 def staging_in(memory: Memory, device: torch.device, *, pinned: bool = False, limit: int = 3) -> StagingPool:
-    """Buffers in `memory`, the device's own or the host's, for copies between the two."""
+    """A pool of buffers in `memory`, of the device or the host, for copies between the two."""
     return StagingPool(
         runtime_of(device),
         lambda numel, dtype: empty_in(memory, numel, dtype, pinned=pinned),
@@ -377,7 +377,7 @@ def staging_in(memory: Memory, device: torch.device, *, pinned: bool = False, li
 
 
 class Placements:
-    """Hands every bucket its placement: the far one up to its share of the elements, then the near one."""
+    """Assigns placements to buckets: the far one up to its share of the elements, then the near one."""
 
     def __init__(
         self,
@@ -392,11 +392,11 @@ class Placements:
     ) -> None:
         """
         Args:
-            device: where the model runs.
-            parameters: where stage 3 keeps the shards of parameters; None: in the memory of `device`.
-            far_numel: so many elements of this rank's part are kept far away.
-            sub_group_numel: most that is updated as one; None: whatever a bucket has.
-            drives: what has to be closed in the end.
+            device: device of the model.
+            parameters: store of stage 3's parameter shards; None: the memory of `device`.
+            far_numel: number of elements of this rank's part in the far placement.
+            sub_group_numel: maximum elements of a sub-group; None: the whole bucket.
+            drives: drives to close at the end.
         """
         self.device = device
         self.parameters = MemoryStore(runtime_of(device).own) if parameters is None else parameters
@@ -408,32 +408,32 @@ class Placements:
         self.sub_group_numel = sub_group_numel
 
     def on_device(self, kept: Vector) -> Vector:
-        """The same values where the model runs: what is kept elsewhere comes there, on a lane of its own, when it is
-        fetched."""
+        """The vector `kept` on the model's device: if it is stored elsewhere, `fetch` copies it there on a separate
+        lane."""
         return kept if kept.memory == runtime_of(self.device).own else StagedVector(kept, self._rows)
 
     @property
     def failure(self) -> StorageError | None:
-        """What could not be read or written on a drive."""
+        """The first failed read or write on a drive, if any."""
         return next((drive.failure for drive in self.drives if drive.failure is not None), None)
 
     def check(self, collectives: Collectives) -> None:
-        """All ranks raise StorageError if the drive of any has failed. Collective, where there are drives."""
+        """Raise StorageError on all ranks if any rank's drive has failed. Collective if there are drives."""
         if self.drives:
             stop_if_any(self.failure, collectives)
 
     def release_buffers(self) -> None:
-        """Between forward, backward and update, which use different buffers."""
+        """Free buffers between forward, backward and update, which use different buffers."""
         for drive in self.drives:
             drive.release_buffers()
 
     def close(self) -> None:
-        """Give up what is kept on drives."""
+        """Close the drives."""
         for drive in self.drives:
             drive.close()
 
     def next(self, numel: int) -> Placement:
-        """The placement of the next bucket, of which this rank owns `numel` elements."""
+        """Return the placement of the next bucket, of which this rank owns `numel` elements."""
         if self._far is None or self._left <= 0:
             return self._near
         self._left -= numel
@@ -442,7 +442,7 @@ class Placements:
     def store(
         self, bucket: Bucket, owned: Interval, weights: Vector, in_master_dtype: Tensor, placement: Placement
     ) -> tuple[StoredSubGroup, ...]:
-        """Cut the owned part of a bucket into sub-groups, and put their masters where they are kept.
+        """Split the owned part of a bucket into sub-groups, and store their masters.
 
         Args:
             weights: owned interval in the model's dtype.

@@ -1,4 +1,4 @@
-"""A vector that is kept as an 8-bit message, and shows values: frozen weights under ZeRO++."""
+"""A vector stored as an 8-bit message and read as values: frozen weights under ZeRO++."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ BITS = 8
 
 
 class QuantizedVector(Vector):
-    """Values of `message`, which is what is kept. Whoever changes values changes the blocks they lie in, no others.
+    """The values of a stored `message`. Changing values only changes the blocks that contain them.
 
     Attributes:
-        message: 1-D of uint8, wherever it is kept.
+        message: 1-D, uint8, in any store.
     """
 
     def __init__(self, message: Vector, numel: int, dtype: torch.dtype) -> None:
         super().__init__(numel, dtype)
         self.message = message
-        self._values: Tensor | None = None  # while somebody has them
+        self._values: Tensor | None = None  # while taken
         self._num_fetched = 0
 
     @classmethod
     def adopt(cls, name: str, values: Tensor, store: Store) -> QuantizedVector:
-        """`values` (1-D) as a message in `store`."""
+        """Quantise `values` (1-D) into a message in `store`."""
         message = new_messages(1, values.numel(), BITS, values.device)
         write_messages(values.view(1, -1), message, BITS)
         return cls(store.adopt(name, message.view(-1)), values.numel(), values.dtype)
@@ -47,7 +47,7 @@ class QuantizedVector(Vector):
 
     def fetch(self, *, reads: bool = True) -> None:
         self._num_fetched += 1
-        self.message.fetch()  # a part that is written leaves the rest as it was
+        self.message.fetch()  # a partial write must keep the rest
 
     def take(self) -> Tensor:
         if self._values is None:
@@ -84,7 +84,7 @@ class QuantizedVector(Vector):
         return values
 
     def _write(self, values: Tensor) -> None:
-        """Values that have been read and quantised again may be others, so what has not changed stays as it is."""
+        """Write changed blocks only, because quantising values again may change them."""
         kept = self.message.take().view(1, -1)
         fresh = torch.empty_like(kept)
         write_messages(values.view(1, -1), fresh, BITS)

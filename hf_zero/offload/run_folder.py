@@ -1,11 +1,11 @@
-"""A folder of this process's own on a drive, which no run leaves behind for good.
+"""A folder of this process on a drive, which is always removed in the end.
 
-It holds a locked file for as long as the process lives. The lock goes when the process does, however it ends, so the
-next one to start on this machine knows which folders are left over, and removes them.
+It contains a file that is locked as long as the process lives. The lock is released however the process ends, so the
+next process on this machine recognises leftover folders and removes them.
 
-Told to end by SIGTERM or SIGHUP, Python would leave without tidying up. A thread does it, at once: a handler of
-Python's would wait for the main thread, which may sit in a collective for as long as another rank is gone. The process
-then dies of the signal, as it would have done.
+On SIGTERM or SIGHUP Python would exit without cleanup. A thread does the cleanup at once: a Python signal handler would
+wait for the main thread, which may be blocked in a collective as long as another rank is gone. The process then dies of
+the signal, as it would have otherwise.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hf_zero.offload.vector import StorageError
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _tasks: list[Callable[[], object]] = []
 _lock = threading.Lock()
-_watched: list[int] = []  # signals that are ours; the process that forks hands them on, but not the thread
+_watched: list[int] = []  # signals handled here; a forked child inherits them, but not the thread
 _owner: list[int] = []
 
 
 def at_signal(task: Callable[[], object]) -> None:
-    """Call `task`, which must bear being called twice and from any thread, when the process is asked to end.
+    """Call `task` when the process is asked to end. It must be idempotent and callable from any thread.
 
-    Signals that the program handles or ignores itself are left to it; all are where this is not the main thread.
+    Signals that the program handles or ignores are not touched; outside the main thread none are.
     """
     _tasks.append(task)
     if _owner != [os.getpid()] and threading.current_thread() is threading.main_thread():
@@ -44,7 +44,7 @@ def at_signal(task: Callable[[], object]) -> None:
 
 
 def forget(task: Callable[[], object]) -> None:
-    """It has been done."""
+    """Remove `task`, which has been done."""
     if task in _tasks:
         _tasks.remove(task)
 
@@ -56,7 +56,7 @@ def _watch() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if before != -1:  # an event loop has it: the handler below comes late, but it comes
+    if before != -1:  # an event loop uses the wakeup descriptor: the handler below runs later
         signal.set_wakeup_fd(before)
     _owner[:], _watched[:] = [os.getpid()], free
     threading.Thread(target=_listen, args=(reader,), name="hf_zero-parting", daemon=True).start()
@@ -73,13 +73,13 @@ def _listen(reader: int) -> None:
 
 def _part(number: int) -> None:
     with _lock:
-        if _owner == [os.getpid()]:  # a forked child has nothing of its own here
+        if _owner == [os.getpid()]:  # a forked child owns nothing here
             for task in list(_tasks):
                 task()
-        # Only the main thread may ask Python for this, and it may be busy.
+        # Python only allows the main thread to do this, and it may be busy.
         ctypes.CDLL(None).signal(number, None)
         os.kill(os.getpid(), number)
-        threading.Event().wait()  # it comes to a thread of the system's choice
+        threading.Event().wait()  # the system delivers the signal to any thread
 
 
 _PREFIX = "hf_zero_swap"
@@ -87,11 +87,11 @@ _LOCK = "lock"
 
 
 class RunFolder:
-    """A fresh folder under `root`, removed with this object or at exit.
+    """A new folder under `root`, removed with this object or at exit.
 
     Raises:
-        StorageError: when `root` is not there (a drive that is not mounted must not be replaced by the disk below it)
-            or cannot be written to.
+        StorageError: if `root` does not exist (an unmounted drive must not be replaced by the disk below it) or is not
+            writable.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -110,7 +110,7 @@ class RunFolder:
         except OSError as error:
             raise StorageError(f"nvme_path {str(base)!r} cannot be used: {error}") from error
         self._finalizer = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
-        Finalize(None, self._finalizer, exitpriority=0)  # processes of multiprocessing end without `atexit`
+        Finalize(None, self._finalizer, exitpriority=0)  # multiprocessing's processes exit without `atexit`
         at_signal(self._finalizer)
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class RunFolder:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove the folders of processes of this machine that have ended."""
+    """Remove folders of dead processes of this machine."""
     for folder in root.glob(f"{_PREFIX}.{os.uname().nodename}.*"):
         if not _is_in_use(folder):
             size = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
@@ -144,7 +144,7 @@ def _is_in_use(folder: Path) -> bool:
 
 @contextmanager
 def _alone_in(root: Path) -> Iterator[None]:
-    """No other process creates or removes run folders meanwhile."""
+    """Context in which no other process creates or removes run folders."""
     directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
@@ -155,6 +155,6 @@ def _alone_in(root: Path) -> Iterator[None]:
 
 def _remove(folder: Path, lock: int, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a forked child ends; the folder is its parent's
+        return  # a forked child is exiting; the folder is its parent's
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)

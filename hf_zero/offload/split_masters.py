@@ -1,12 +1,12 @@
-"""fp32 masters of bf16 weights in the weights' own bits and 16 more: 4 bytes for both, and no bit is lost.
+"""fp32 masters stored as bf16 weights and 16 more bits: 4 bytes for both, without loss.
 
     master      s eeeeeeee mmmmmmm|mmmmmmmmmmmmmmmm       as an integer of 32 bits
     weight      s eeeeeeee mmmmmmm|                       rounded to nearest, ties to even
     rest                          |  master - weight << 16, from -32768 to 32768
 
-That is one value more than 16 bits have: halfway between two weights, the even one is taken from above and from below.
-Where it is from below (a rest of 32768, stored as -32768) the place is remembered beside: one in 131,072 elements whose
-lost bits are spread evenly. A NaN stays one, with other bits.
+The rest has one value more than 16 bits can hold: a tie between two weights rounds to the even one, up or down. For a
+tie rounded down (a rest of 32768, stored as -32768) the position is stored separately: one in 131,072 elements if the
+low bits are uniformly distributed. A NaN stays a NaN, with other bits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hf_zero.kernels.vectors import chunks
 from hf_zero.offload.vector import InMemoryVector, MemoryStore, Store, Vector
 
 _BITS, _HALF = 16, 1 << 15
-_ROW = 512  # elements that are looked through for ties at once
+_ROW = 512  # elements that are searched for ties at once
 
 
 @dataclass(frozen=True, slots=True)
 class HalfRest:
-    """What bf16 weights on a CPU lack of their fp32 masters.
+    """The low 16 bits of fp32 masters, which their bf16 weights on a CPU lack.
 
     Attributes:
-        bits: 1-D, int16; the masters' lower halves.
-        ties: sorted places, in the whole, of ties that were rounded down.
-        start: the place of the first element here.
+        bits: 1-D, int16; the lower halves of the masters.
+        ties: sorted positions, in the whole vector, of ties that were rounded down.
+        start: the position of the first element.
     """
 
     bits: Tensor
@@ -47,11 +47,11 @@ class HalfRest:
         return self.bits.numel() * self.bits.itemsize + len(self.ties) * self.ties.itemsize
 
     def part(self, start: int, length: int) -> HalfRest:
-        """A view of an interval; ties are those of the whole."""
+        """A view of an interval, which shares the ties of the whole vector."""
         return HalfRest(self.bits.narrow(0, start, length), self.ties, self.start + start)
 
     def join(self, weights: Tensor, masters: Tensor) -> None:
-        """masters (fp32, 1-D) = what `split` was given."""
+        """Write the masters (fp32, 1-D) that `split` was given into `masters`."""
         bits = masters.view(torch.int32)
         masters.copy_(weights)  # to fp32: weight << 16
         bits.add_(self.bits)
@@ -60,17 +60,17 @@ class HalfRest:
             bits.numpy()[np.array(self.ties[here]) - self.start] += 2 * _HALF
 
     def split(self, masters: Tensor, weights: Tensor) -> None:
-        """weights (bf16) = `masters` rounded to nearest; what they lose is kept."""
+        """Round `masters` to nearest into `weights` (bf16) and store the rest."""
         weights.copy_(masters)
-        self.bits.copy_(masters.view(torch.int32))  # the lower half: whole weights have none
-        # A few places among many thousands: calls of numpy cost a tenth of torch's.
+        self.bits.copy_(masters.view(torch.int32))  # the lower half
+        # For a few positions among many thousands, numpy calls take a tenth of the time of torch calls.
         places = self._halfway()
         upper = masters.view(torch.int32).numpy()[places] >> _BITS
         places = places[upper == weights.view(torch.int16).numpy()[places]]
         self.ties[self._ties_here()] = array("i", (places + self.start).tolist())
 
     def _halfway(self) -> Any:
-        """Where a master lies halfway between two weights. Few do, and rows without one are passed over."""
+        """Positions of masters halfway between two weights. These are rare, and rows without one are skipped."""
         bits, whole = self.bits.numpy(), self.bits.numel() // _ROW * _ROW
         last = np.flatnonzero(bits[whole:] == -_HALF) + whole
         if not whole:
@@ -85,11 +85,11 @@ class HalfRest:
 
 
 class Recycled(Store):
-    """Vectors of another store in host memory, of which those that are freed are given out again.
+    """A store in host memory that reuses freed vectors of another store.
 
     Attributes:
-        num_out: elements of those that are not free.
-        most_out: the most they have been.
+        num_out: number of elements in use.
+        most_out: peak of `num_out`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -105,7 +105,7 @@ class Recycled(Store):
             self._free = [tensor for tensor in self._free if tensor is not home]
         else:
             made = self._store.keep(name, numel, dtype).tensor
-            assert made is not None, "vectors in memory are at hand"
+            assert made is not None, "the vector is in memory"
             self._free = [tensor for tensor in self._free if tensor.dtype != dtype]  # lengths have changed
             home = made
         self.num_out += home.numel()
@@ -126,7 +126,7 @@ class Recycled(Store):
 
 
 class _Lent(InMemoryVector):
-    """What `Recycled` gives out, until `free`."""
+    """A vector of `Recycled`, in use until `free`."""
 
     def __init__(self, home: Tensor, numel: int, owner: Recycled) -> None:
         super().__init__(home.narrow(0, 0, numel), HOST_MEMORY)
@@ -140,15 +140,15 @@ class _Lent(InMemoryVector):
 
 
 class SplitMaster(Vector):
-    """Masters that are there as such only while they are taken. Whoever changes them changes the weights. Updates need
-    not: they work on weights and `rest`, a chunk at a time."""
+    """Masters that only exist in joined form while they are taken; changing them changes the weights. Updates do not
+    take them: they work on weights and `rest`, a chunk at a time."""
 
     def __init__(self, name: str, weights: Vector, homes: Store, buffers: Store) -> None:
         """
         Args:
             weights: bf16, always in host memory.
-            homes: for the rest.
-            buffers: for masters that are fetched.
+            homes: store of the rest.
+            buffers: store of fetched masters.
         """
         super().__init__(weights.numel, torch.float32)
         self._name = name
@@ -162,7 +162,7 @@ class SplitMaster(Vector):
 
     @property
     def num_bytes(self) -> int:
-        """What is kept beside the weights."""
+        """Number of bytes stored in addition to the weights."""
         return self.rest.num_bytes
 
     def fetch(self, *, reads: bool = True) -> None:
@@ -171,7 +171,7 @@ class SplitMaster(Vector):
             self._is_joined = not reads
 
     def take(self) -> Tensor:
-        """Joined when it is asked for, so that what is fetched ahead takes no buffer."""
+        """Join the masters now, so that prefetched masters need no buffer."""
         if self._whole is None:
             self._whole = self._buffers.keep(self._name, self.numel, self.dtype)
         if not self._is_joined:
@@ -195,7 +195,7 @@ class SplitMaster(Vector):
         self._changed = False
 
     def view(self) -> Tensor:
-        """A copy of as many bytes as an fp32 master has."""
+        """A joined copy, with 4 bytes per element."""
         masters = torch.empty(self.numel, dtype=self.dtype)
         self._join(masters)
         return masters
@@ -208,7 +208,7 @@ class SplitMaster(Vector):
 
 
 class SplitMasters(MemoryStore):
-    """Host memory, in which masters of bf16 weights are what these lack."""
+    """A store in host memory that keeps masters of bf16 weights in split form."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,10 +225,10 @@ class SplitMasters(MemoryStore):
 
 
 def stores(*, splits: bool, pinned: bool) -> tuple[Store, Store]:
-    """Of masters and of gradients, for updates beside backward: joined masters and gradients are there for a moment.
+    """Stores of masters and of gradients for updates during backward, which reuse memory for these short-lived tensors.
 
     Args:
-        splits: masters of bf16 weights are kept as what these lack.
-        pinned: gradients are page-locked.
+        splits: whether masters of bf16 weights are stored in split form.
+        pinned: whether gradients are page-locked.
     """
     return SplitMasters() if splits else MemoryStore(), Recycled(MemoryStore(pinned=pinned))

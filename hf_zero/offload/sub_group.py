@@ -1,4 +1,4 @@
-"""What one rank updates as one: the one owner of its master weights, its optimizer states and where they are kept."""
+"""The sub-group: elements that a rank updates together, with their masters, optimizer states and storage."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from hf_zero.layout import Bucket, Interval, Piece
 from hf_zero.layout.buckets import pieces_of_sub_group
 from hf_zero.offload.vector import Store, Vector, at_hand_or_absent
 
-READERS: set[Event] = set()  # each is set when somebody beside training has read masters and states
+READERS: set[Event] = set()  # each is set when a concurrent reader has copied masters and states
 
 
 def wait_for_readers() -> None:
-    """Masters and states are not changed before."""
+    """Wait until concurrent readers have copied masters and states, which may then change."""
     for reader in list(READERS):
         reader.wait()
 
 
 @dataclass(slots=True)
 class StoredSubGroup:
-    """Where a sub-group is between its updates.
+    """The storage of a sub-group between its updates.
 
     Attributes:
         group: index of the optimizer's param group.
-        part: which elements of the rank's part of the bucket these are.
-        master: the weights in the master dtype; the same vector as the weights where those have that dtype.
-        lp_param: where rounded weights go after an update; None when the master is the weight itself.
-        states: where the optimizer's states go; None: they stay where the optimizer makes them, beside the master.
-        vectors: the states that are kept there, by position of the tensor and name.
-        reserved: those among them for which room was made before the first update.
+        part: its elements in the rank's part of the bucket.
+        master: the weights in the master dtype; the same vector as the weights if these have that dtype.
+        lp_param: target of the rounded weights after an update; None if the master is the weight itself.
+        states: store of the optimizer states; None: they stay where the optimizer creates them, next to the master.
+        vectors: the stored states, by position of the tensor and name.
+        reserved: those with storage reserved before the first update.
     """
 
     group: int
@@ -50,7 +50,7 @@ class StoredSubGroup:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether an update finds everything in place; states that the optimizer makes will be there too."""
+        """Whether everything is in the memory of the update, including states that the optimizer will create."""
         lp_at_hand = self.lp_param is None or self.lp_param.tensor is not None
         return self.master.tensor is not None and lp_at_hand and self.states is None
 
@@ -60,7 +60,7 @@ class MasterTensor:
     """One tensor that the base optimizer holds in its `param_groups`: a view of `interval` of the sub-group.
 
     Attributes:
-        whole: index of the parameter that it is, whole and in its own shape; None for a flat part of several.
+        whole: index of the parameter, if this is a whole parameter in its own shape; None for a flat part of several.
     """
 
     parameter: nn.Parameter
@@ -70,17 +70,17 @@ class MasterTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SubGroup:
-    """What one rank updates of one bucket for one of the optimizer's groups, or a part of that.
+    """A rank's part of one bucket for one optimizer group, or a part of that, which is updated together.
 
     Attributes:
         bucket: index of the bucket.
-        part: which elements of the rank's part of the bucket these are.
+        part: its elements in the rank's part of the bucket.
         group: index of the optimizer's param group.
-        master: 1-D master weights; NaN without memory while they are away.
-        lp_param: 1-D, same length, where the rounded weights go; None when the master is the weight.
-        tensors: how the base optimizer sees `master`: one flat tensor, or one tensor per parameter.
-        pieces: which parameters lie where in `master`.
-        stored: where all of it is between updates; None: in place.
+        master: 1-D masters; NaN without memory while they are offloaded.
+        lp_param: 1-D target of the rounded weights, with the same length; None if the master is the weight.
+        tensors: the base optimizer's view of `master`: one flat tensor, or one tensor per parameter.
+        pieces: the places of parameters in `master`.
+        stored: the storage between updates; None: in memory.
     """
 
     bucket: int
@@ -99,12 +99,12 @@ class SubGroup:
 def sub_group(
     bucket: Bucket, owned: Interval, stored: StoredSubGroup, whole: Sequence[nn.Parameter] | None = None
 ) -> SubGroup:
-    """The sub-group over what is stored.
+    """Create a sub-group over its storage.
 
     Args:
         owned: the interval of the bucket that this rank updates.
-        whole: the bucket's parameters, to give the optimizer each of them in its own shape (possible only where a rank
-            owns whole buckets); None: it sees one flat tensor.
+        whole: the bucket's parameters, to give the optimizer each of them in its own shape (only if a rank owns whole
+            buckets); None: one flat tensor.
     """
     master, part = at_hand_or_absent(stored.master), stored.part
     tensors: tuple[MasterTensor, ...] = (MasterTensor(nn.Parameter(master), Interval(0, part.numel)),)

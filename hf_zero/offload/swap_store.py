@@ -1,17 +1,17 @@
-"""Vectors in a file. Only what is being worked on, and what is on its way, is in memory.
+"""Vectors in files on a drive. Only vectors in use or in flight are in memory.
 
-`Drive` is what an engine needs of a drive: a folder of its own, threads that read and write, files for its vectors.
+`Drive` is an engine's access to a drive: a folder, threads that read and write, and files for vectors.
 
-`SwapFile` holds many vectors, read and written past the system's cache where the file system allows it.
+`SwapFile` holds many vectors, read and written with direct I/O if the file system supports it.
 
-`Requests` are reads and writes of files beside the work: a small pool of threads, each with one request under way.
+`Requests` are asynchronous reads and writes of files: a small pool of threads, each with one request in flight.
 
-A thread spends its time inside the system call, where it holds nothing of the interpreter. Long pieces are cut into
-blocks, so that one piece keeps all threads busy.
+A thread spends its time inside system calls, which release the GIL. Long pieces are split into blocks, so that one
+piece keeps all threads busy.
 
-A request that fails raises nowhere: it is noted (`Requests.failure`), nothing is moved from then on, and whoever waits
-gets memory with anything in it. One rank alone must not leave a collective that the others are in; all stop together
-at the next point where they meet (`sync_failures`).
+A failed request does not raise: it is recorded (`Requests.failure`), no further transfers are made, and waits return
+memory with undefined content. A single rank must not leave a collective that the others are in, so all ranks stop
+together at their next synchronisation (`sync_failures`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _Job = Callable[[], None]
 
 
 class FileAccess:
-    """The system's calls, in one place so that a test can let them fail."""
+    """The system calls, in one place so that tests can make them fail."""
 
     def read_at(self, file: int, into: memoryview, offset: int) -> int:
         return os.preadv(file, [into], offset)
@@ -57,7 +57,7 @@ class FileAccess:
 
 @dataclass(slots=True)
 class Traffic:
-    """What has gone through, and how long the work stood still for it."""
+    """The bytes transferred, and the time spent waiting for them."""
 
     bytes_read: int = 0
     bytes_written: int = 0
@@ -66,17 +66,17 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`memory` and the place in a file that belongs to it; both begin and end on pages."""
+    """`memory` and its place in a file; both are page-aligned."""
 
     path: Path
     file: int
     offset: int
     memory: memoryview
-    owner: object = None  # of the descriptor, which it must not close before the request has ended
+    owner: object = None  # owner of the descriptor, which must stay open until the request has ended
 
 
 class Completion:
-    """Several requests that are waited for as one."""
+    """The completion of several requests."""
 
     def __init__(self, num_requests: int) -> None:
         self._left = num_requests
@@ -86,7 +86,7 @@ class Completion:
         self.ended_at = 0.0
 
     def note(self) -> None:
-        """One request has ended."""
+        """Record that one request has ended."""
         with self._lock:
             self._left -= 1
             if not self._left:
@@ -98,41 +98,41 @@ class Completion:
         return self._done.is_set()
 
     def end(self) -> None:
-        """Return when all requests have ended."""
+        """Wait until all requests have ended."""
         self._done.wait()
 
 
 @dataclass(slots=True)
 class Requests:
-    """Takes pieces to read and to write."""
+    """Reads and writes pieces asynchronously."""
 
     policy: Aio
     access: FileAccess = field(default_factory=FileAccess)
     traffic: Traffic = field(default_factory=Traffic)
     failure: StorageError | None = None
-    trace: list[tuple[str, int, Completion]] | None = None  # of (read or write, bytes, when), if somebody wants it
+    trace: list[tuple[str, int, Completion]] | None = None  # (read or write, bytes, when), if enabled
     _queue: SimpleQueue[_Job | None] = field(default_factory=SimpleQueue)
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def read(self, piece: Piece) -> Completion:
-        """Begin to fill `piece.memory` from the file."""
+        """Start reading `piece.memory` from the file."""
         self.traffic.bytes_read += piece.memory.nbytes
         return self._submit("read", self.access.read_at, piece)
 
     def write(self, piece: Piece) -> Completion:
-        """Begin to write `piece.memory` to the file; it must not change until that is done."""
+        """Start writing `piece.memory` to the file; it must not change until the write is done."""
         self.traffic.bytes_written += piece.memory.nbytes
         return self._submit("write", self.access.write_at, piece)
 
     def wait(self, completion: Completion) -> None:
-        """Wait, and count for how long. `failure` says whether anything failed."""
+        """Wait, and measure the time. `failure` says whether a request failed."""
         if not completion.is_done:
             started = time.perf_counter()
             completion.end()
             self.traffic.waited_s += time.perf_counter() - started
 
     def close(self) -> None:
-        """End the threads; what is under way is finished first."""
+        """End the threads after finishing the requests in flight."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -154,7 +154,7 @@ class Requests:
         return completion
 
     def note_failure(self, failure: StorageError) -> None:
-        """The first one counts; what follows is often its consequence."""
+        """Record the first failure; later ones are often its consequence."""
         self.failure = self.failure or failure
 
     def _carry_out(
@@ -181,7 +181,7 @@ class Requests:
     def _serve(self) -> None:
         while (job := self._queue.get()) is not None:
             job()
-            del job  # and with it the buffer, which its owner may have given up meanwhile
+            del job  # and with it the buffer, which its owner may have released meanwhile
 
 
 def _explain(verb: str, block: Piece, error: OSError) -> StorageError:
@@ -189,15 +189,15 @@ def _explain(verb: str, block: Piece, error: OSError) -> StorageError:
         room = os.statvfs(block.path.parent)
         free = f"{room.f_bavail * room.f_frsize:,} bytes are free there"
     except OSError:
-        free = "its folder is not there any more"
+        free = "its folder no longer exists"
     return StorageError(
         f"could not {verb} {block.memory.nbytes:,} bytes at {block.offset:,} of {block.path}: {error} ({free}). "
-        "Training cannot go on without this file: put the drive right and resume from the last checkpoint."
+        "Training cannot continue without this file: repair the drive and resume from the last checkpoint."
     )
 
 
 class SwapFile:
-    """Placements in a file of `folder`, each of whole pages. Their blocks are reserved on the drive beforehand."""
+    """Allocates page-aligned places in a file of `folder`, whose blocks are reserved on the drive beforehand."""
 
     def __init__(self, folder: RunFolder, name: str, requests: Requests) -> None:
         self.path = folder.path / name
@@ -210,7 +210,7 @@ class SwapFile:
         weakref.finalize(self, os.close, self._file)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make sure that the file can grow to `num_bytes`; a drive that has not so much room has failed."""
+        """Reserve `num_bytes` for the file; a drive without enough space counts as failed."""
         if num_bytes <= self._reserved:
             return
         needed = num_bytes - self._reserved
@@ -227,7 +227,7 @@ class SwapFile:
         self._reserved = num_bytes
 
     def allocate(self, num_bytes: int, *, unused: bool = False) -> int:
-        """Where `num_bytes` may be kept; an `unused` place has never held anything and reads as zeros."""
+        """Allocate `num_bytes` and return the offset; an `unused` place has never been written and reads as zeros."""
         length = round_to_page(num_bytes)
         freed = None if unused else self._free.get(length)
         if freed:
@@ -237,7 +237,7 @@ class SwapFile:
         return offset
 
     def free(self, offset: int, num_bytes: int) -> None:
-        """Somebody else may have that place."""
+        """Free the place for reuse."""
         self._free.setdefault(round_to_page(num_bytes), []).append(offset)
 
     def read(self, offset: int, memory: Tensor) -> Completion:
@@ -247,8 +247,8 @@ class SwapFile:
         return self.requests.write(self._piece(offset, memory))
 
     def view(self, offset: int, num_bytes: int) -> Tensor:
-        """What lies there, as bytes that the system fetches when they are looked at. To be read only."""
-        # A private mapping, because PyTorch has no tensors that must not be written to.
+        """Map the place as read-only bytes that the system loads on access."""
+        # A private mapping, because PyTorch has no read-only tensors.
         pages = mmap.mmap(
             self._file,
             round_to_page(num_bytes),
@@ -271,8 +271,8 @@ def _open(path: Path) -> int:
         if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise StorageError(f"{path} cannot be created: {error}") from error
     logger.warning(
-        "the file system of %s does not know direct I/O: its cache takes part in every read and write, which is slower "
-        "and takes memory that others could use",
+        "the file system of %s does not support direct I/O: reads and writes use the page cache, which is slower and "
+        "takes memory",
         path.parent,
     )
     path.unlink(missing_ok=True)
@@ -291,48 +291,48 @@ ACCESS = FileAccess()
 
 
 class Drive:
-    """A folder of this process on the drive at `root`, and everything kept there."""
+    """A folder of this process on the drive at `root`, and everything stored there."""
 
     def __init__(self, root: str | os.PathLike[str], policy: Aio) -> None:
-        """Raises StorageError when the folder cannot be used."""
+        """Raises StorageError if the folder cannot be used."""
         self.folder = RunFolder(root)
         self.requests = Requests(policy, ACCESS)
         self._stores: list[SwapStore] = []
 
     @property
     def failure(self) -> StorageError | None:
-        """The first thing that could not be read or written."""
+        """The first failed read or write, if any."""
         return self.requests.failure
 
     def file(self, name: str) -> SwapFile:
         return SwapFile(self.folder, name, self.requests)
 
     def store(self, file: SwapFile, pool: BufferPool, *, writes_first: bool = True) -> SwapStore:
-        found = SwapStore(file, pool, writes_first=writes_first)
-        self._stores.append(found)
-        return found
+        store = SwapStore(file, pool, writes_first=writes_first)
+        self._stores.append(store)
+        return store
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory of all buffers, of each kind at its fullest."""
+        """Peak bytes of host memory of all buffers."""
         return sum(store.pool.most_bytes for store in self._stores)
 
     def release_buffers(self) -> None:
-        """One kind of work is over and another begins: its buffers make room."""
+        """Free unused buffers between phases that use different buffers."""
         for store in self._stores:
             store.pool.release_buffers()
 
     def close(self) -> None:
-        """Finish what is under way and remove the folder."""
+        """Finish requests in flight and remove the folder."""
         self.requests.close()
         self.folder.close()
 
 
 class BufferPool:
-    """Page-aligned buffers of one size. One whose content is still being written is handed out when that is done."""
+    """Page-aligned buffers of one size. A buffer that is still being written is handed out when the write is done."""
 
     def __init__(self, *, limit: int | None = None, limit_numel: int | None = None, pinned: bool = False) -> None:
-        """So many buffers, or elements in all of them, are made at most, unless more are worked on at the same time."""
+        """`limit`, `limit_numel`: maximum number of buffers, or of their elements, unless more are in use at once."""
         self._limit = limit
         self._limit_numel = limit_numel
         self._itemsize = 1
@@ -341,26 +341,26 @@ class BufferPool:
         self._num_live = 0
         self._most_bytes = 0
         self._free: list[Tensor] = []
-        self._leaving: deque[tuple[Completion, Tensor | None]] = deque()  # None: only the request has it still
+        self._leaving: deque[tuple[Completion, Tensor | None]] = deque()  # None: only the request references it
 
     def expect(self, num_bytes: int, itemsize: int) -> None:
-        """Buffers must hold so much, in elements of `itemsize` bytes."""
+        """Announce that buffers must hold `num_bytes`, in elements of `itemsize` bytes."""
         self._num_bytes = max(self._num_bytes, round_to_page(num_bytes))
         self._itemsize = max(self._itemsize, itemsize)
 
     @property
     def num_bytes(self) -> int:
-        """Of one buffer."""
+        """Bytes of one buffer."""
         return self._num_bytes
 
     @property
     def bytes_live(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return self._num_live * self._num_bytes
 
     @property
     def most_bytes(self) -> int:
-        """Of all buffers that there have been at once."""
+        """Peak bytes of all buffers."""
         return self._most_bytes
 
     def take(self, end: Callable[[Completion], None]) -> Tensor:
@@ -370,7 +370,7 @@ class BufferPool:
                 buffer = self._free.pop()
                 if buffer.numel() >= self._num_bytes:
                     return buffer
-                self._num_live -= 1  # made before longer vectors came
+                self._num_live -= 1  # created before longer vectors were announced
             if self._may_grow() or not self._leaving:
                 self._num_live += 1
                 self._most_bytes = max(self._most_bytes, self.bytes_live)
@@ -389,14 +389,14 @@ class BufferPool:
         return within_count and (self._limit_numel is None or grown <= self._limit_numel * self._itemsize)
 
     def release_buffers(self) -> None:
-        """Nobody will ask for a while: free what is not used, except what took long to lock in memory. What is still
-        being written is freed as soon as it has been."""
+        """Free unused buffers, except page-locked ones, which are slow to create. Buffers being written are freed when
+        the write is done."""
         if not self._pinned:
             self.drop()
             self._leaving = deque((written, None) for written, _ in self._leaving)
 
     def drop(self) -> None:
-        """Free what is not in use."""
+        """Free all buffers that are not in use."""
         self._reclaim()
         self._num_live -= len(self._free)
         self._free.clear()
@@ -411,19 +411,19 @@ class BufferPool:
 
 
 class SwapStore(Store):
-    """Keeps vectors in `file` and works on them in buffers of `pool`."""
+    """A store of vectors in `file`, which are used in buffers of `pool`."""
 
     can_fail = True
 
     def __init__(self, file: SwapFile, pool: BufferPool, *, writes_first: bool = True) -> None:
-        """`writes_first`: zeros are written, not just assumed, so that a bad drive shows at the start."""
+        """`writes_first`: write zeros explicitly, to detect a bad drive at the start."""
         self.file = file
         self.pool = pool
         self._writes_first = writes_first
 
     @property
     def failure(self) -> StorageError | None:
-        """What could not be read or written."""
+        """The first failed read or write, if any."""
         return self.file.requests.failure
 
     def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
@@ -476,7 +476,7 @@ class SwappedVector(Vector):
         self._users -= 1
         if self._users:
             return
-        self.take()  # a buffer that is still being filled cannot be handed on
+        self.take()  # a buffer that is still being filled cannot be returned
         assert self._buffer is not None
         if self._changed:
             self._writing = self._store.file.write(self._offset, self._pages())

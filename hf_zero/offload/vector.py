@@ -1,10 +1,10 @@
-"""A flat vector and the place it is kept in: the same few verbs, wherever that is.
+"""A flat vector in some storage, with the same few methods for every kind of storage.
 
-fetch     begin to bring it to where the work is done; may be asked long before it is needed
-take      the values, 1-D, as soon as they are there
-release   the work is done; what was changed goes back, beside whatever comes next
-join      work queued on the device from now on sees what was released; the host continues
-flush     the host waits for that
+fetch     start copying it to the memory of use; may be called long before it is needed
+take      wait for the values and return them, 1-D
+release   end the use; changed values are written back asynchronously
+join      make work queued on the device from now on see released values; the host continues
+flush     make the host wait for that
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hf_zero.kernels.vectors import Rest
 
 
 class Vector(ABC):
-    """One vector in some place. Who fetches it twice releases it twice.
+    """One vector in some storage. Each `fetch` needs a `release`.
 
     Attributes:
-        rest: what 16-bit weights lack of the values, where these are kept so; who changes both need not take them.
+        rest: the low bits that 16-bit weights lack, if values are split; an update of both need not take the values.
     """
 
     rest: Rest | None = None
@@ -43,31 +43,31 @@ class Vector(ABC):
 
     @property
     def tensor(self) -> Tensor | None:
-        """The values, where they are always in place; None where they have to be fetched."""
+        """The values if they are always in memory; None if they must be fetched."""
         return None
 
     @property
     def memory(self) -> Memory:
-        """Where the values are when they have been fetched; what lies in a file comes to the host's."""
+        """The memory of fetched values; host memory for values in files."""
         return HOST_MEMORY
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing but these values comes and goes with them."""
+        """Whether a fetch only transfers these values, and not a larger vector that contains them."""
         return True
 
     @property
     def failure(self) -> StorageError | None:
-        """What could not be read or written in the place; values may be anything since then."""
+        """The first failed read or write; values are undefined since then."""
         return None
 
     @abstractmethod
     def fetch(self, *, reads: bool = True) -> None:
-        """Begin to bring the values. Without `reads` their content does not matter: all of it will be written."""
+        """Start copying the values. Without `reads` their content is not needed, because all will be overwritten."""
 
     @abstractmethod
     def take(self) -> Tensor:
-        """What has been fetched."""
+        """Return the fetched values."""
 
     @abstractmethod
     def release(self, *, changed: bool) -> None:
@@ -75,25 +75,25 @@ class Vector(ABC):
 
     @abstractmethod
     def view(self) -> Tensor:
-        """The present values, only to be read, and only until they change."""
+        """A read-only view of the present values, valid until they change."""
 
     def join(self) -> None:  # noqa: B027
-        """What the device is asked for from now on finds what was released, where that is in its memory."""
+        """Make work queued on the device from now on see values released into its memory."""
 
     @property
     def leaves_late(self) -> bool:
-        """Whether what was released in the device's memory is still on its way to the host's: to be flushed."""
+        """Whether released values may still be in flight to host memory, so that `flush` is needed."""
         return False
 
     def flush(self) -> None:  # noqa: B027
-        """Return when everything released is where it belongs."""
+        """Wait until all released values are stored."""
 
     def free(self) -> None:  # noqa: B027
-        """The vector is not needed any more."""
+        """Free the vector."""
 
     @contextmanager
     def opened(self, *, reads: bool = True, changes: bool = False) -> Iterator[Tensor]:
-        """The values for the length of a `with`."""
+        """Context that provides the values."""
         self.fetch(reads=reads)
         try:
             yield self.take()
@@ -105,10 +105,10 @@ class Vector(ABC):
 
 
 class InMemoryVector(Vector):
-    """A tensor that is already where the work is done."""
+    """A tensor that is already in the memory of use."""
 
     def __init__(self, tensor: Tensor, memory: Memory | None = None) -> None:
-        """`memory`: where it is, None: its device's own."""
+        """`memory`: the tensor's memory; None: its device's."""
         super().__init__(tensor.numel(), tensor.dtype)
         self._tensor = tensor
         self._memory = runtime_of(tensor.device).own if memory is None else memory
@@ -135,7 +135,7 @@ class InMemoryVector(Vector):
 
 
 class Part(Vector):
-    """An interval of another vector; both come and go together."""
+    """An interval of another vector, fetched and released together with it."""
 
     def __init__(self, whole: Vector, start: int, numel: int) -> None:
         super().__init__(numel, whole.dtype)
@@ -183,52 +183,52 @@ class Part(Vector):
 
 
 def part_of(whole: Vector, start: int, numel: int) -> Vector:
-    """The interval of `whole`; a plain view where that is in memory."""
+    """The interval of `whole`; a plain view if that is in memory."""
     tensor = whole.tensor
     return Part(whole, start, numel) if tensor is None else InMemoryVector(tensor.narrow(0, start, numel), whole.memory)
 
 
 def at_hand_or_absent(vector: Vector) -> Tensor:
-    """The vector's values, or a placeholder while they are away."""
+    """The vector's values, or a placeholder while they are offloaded."""
     return vector.tensor if vector.tensor is not None else absent(vector.numel, vector.dtype)
 
 
 def absent(numel: int, dtype: torch.dtype) -> Tensor:
-    """NaN in the true length, without memory: what is computed from it is unmistakable, and writing into it raises.
+    """NaN in the true length, without memory: results computed from it are NaN, and writing into it raises.
 
-    Bytes are all ones, as those of a NaN are.
+    Byte tensors are all ones, like the bytes of a NaN.
     """
     fill = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
     return torch.full((), fill, dtype=dtype).expand(numel)
 
 
-# Where vectors are kept: here the memory that the work is done in; files are in `swap_store`.
+# Stores of vectors in memory; files are in `swap_store`.
 
 
 class Store(ABC):
-    """Makes vectors that stay in one place.
+    """Creates vectors in one kind of storage.
 
     Attributes:
-        can_fail: whether that is a drive, see `Vector.failure`.
+        can_fail: whether the storage is a drive, see `Vector.failure`.
     """
 
     can_fail = False
 
     @abstractmethod
     def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
-        """A new vector, of zeros or of anything. `name` appears in messages."""
+        """Create a vector, of zeros or uninitialised. `name` appears in messages."""
 
     @abstractmethod
     def adopt(self, name: str, values: Tensor) -> Vector:
-        """A vector with these values (1-D), which are moved there."""
+        """Create a vector with these values (1-D), which are moved."""
 
     def adopt_master(self, name: str, values: Tensor, lp_param: Vector) -> Vector:
-        """The same, of master weights; `lp_param` has them rounded."""
+        """Create a vector of masters; `lp_param` has the rounded values."""
         return self.adopt(name, values)
 
 
 class MemoryStore(Store):
-    """Memory that the work is done in: nothing ever moves."""
+    """A store in the memory of use: nothing is ever copied."""
 
     def __init__(self, memory: Memory = HOST_MEMORY, *, pinned: bool = False) -> None:
         self._memory = memory
@@ -242,15 +242,15 @@ class MemoryStore(Store):
         is_part = values.untyped_storage().nbytes() > values.numel() * values.element_size()
         is_elsewhere = values.device != self._memory.device
         if self._memory.is_host and runtime_of(HOST).has_own_memory:
-            is_elsewhere = True  # on the late device a tensor does not say which memory it is in
-        if is_elsewhere or is_part:  # a part would keep the whole alive
+            is_elsewhere = True  # on the late device a tensor's memory cannot be determined
+        if is_elsewhere or is_part:  # a view would keep the whole alive
             home = empty_in(self._memory, values.numel(), values.dtype, pinned=self._pinned)
             values = home.copy_(values)
         return InMemoryVector(values, self._memory)
 
 
 class CappedStore(Store):
-    """Takes the first `numel` elements that come, or a little less; the rest goes to another store."""
+    """A store for the first `numel` elements, or slightly fewer; the rest goes to another store."""
 
     can_fail = True
 
@@ -273,43 +273,43 @@ class CappedStore(Store):
 
 
 def empty_in(memory: Memory, numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tensor:
-    """1-D, uninitialised; page-locked ones in pages of their own."""
+    """Return a 1-D, uninitialised tensor; page-locked ones use separate pages."""
     if memory.is_host and pinned:
         return host_empty(numel, dtype, pinned=True)
     return torch.empty(numel, dtype=dtype, device=memory.device)
 
 
-# A drive that fails on one rank stops all of them, with the reason, where they meet the next time.
+# If a drive fails on one rank, all ranks stop with the reason at their next synchronisation.
 
 
 T = TypeVar("T")
 
 
 class StorageError(RuntimeError):
-    """A file that training lives on cannot be read or written."""
+    """Raised if an offload file cannot be read or written."""
 
 
 def all_or_none(act: Callable[[], T], collectives: Collectives) -> T:
-    """Call `act` on every rank; if it raises StorageError on any, all raise it. Collective."""
-    problem, found = None, list[T]()
+    """Call `act` on every rank; if it raises StorageError on any rank, all ranks raise it. Collective."""
+    problem, results = None, list[T]()
     try:
-        found.append(act())
+        results.append(act())
     except StorageError as error:
         problem = error
     stop_if_any(problem, collectives)
-    return found[0]
+    return results[0]
 
 
 def stop_if_any(problem: StorageError | None, collectives: Collectives) -> None:
-    """All ranks raise StorageError if any has a problem. Collective."""
+    """Raise StorageError on all ranks if any has a problem. Collective."""
     problems = collectives.gather_objects(None if problem is None else str(problem))
-    found = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
-    if found:
-        raise StorageError("; ".join(found))
+    failures = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None]
+    if failures:
+        raise StorageError("; ".join(failures))
 
 
 def sync_failures(problem: StorageError | None, collectives: Collectives, device: torch.device) -> None:
-    """`stop_if_any` for where it is called often: one number travels while all is well. Collective."""
+    """`stop_if_any` for frequent calls: sends one number as long as there is no problem. Collective."""
     failed = torch.tensor([float(problem is not None)], dtype=torch.float64, device=device)
     collectives.sum_small(failed)
     if failed.item():

@@ -1,5 +1,5 @@
-"""Optimizers: shard in, shard out; found by their ds.json `type`, or given by the user."""
-# ruff: noqa: F401  (what other packages import from here)
+"""Optimizers on shards, selected by the `type` in ds.json or passed by the user."""
+# ruff: noqa: F401  (re-exported for other packages)
 
 from hf_zero.optim.registry import build_optimizer
 from hf_zero.optim.traits import updater_for

@@ -1,11 +1,11 @@
-"""Adafactor on shards: transformers' and torch's own classes, with the row and column means of whole matrices.
+"""Adafactor on shards, for transformers' and torch's own classes, with the row and column means of whole matrices.
 
     A = squares of g (+ eps)           R, C = running means of A over rows and columns;  vectors: V, of A itself
     u = g / sqrt(R C^T / mean(R))      u = u / max(1, rms(u) / clip)
     p = p * (1 - decay) - rate * u     rate from lr, step and rms(p);  with beta1 the momentum of rate * u instead
 
-A rank owns a part of every matrix, which begins and ends in the middle of rows. Two small sums over ranks per step make
-it exact: one of the rows and columns that are cut and of the squared weights, one of the squared updates.
+A rank owns a part of every matrix, which may start and end in the middle of rows. Two small sums over ranks per step
+make the update exact: one of shared rows and columns and of the squared weights, one of the squared updates.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from hf_zero.optim.updater import (
     WholeStates,
 )
 
-# Second moments kept as row and column means (Shazeer & Stern 2018, arXiv 1804.04235), for the part that a rank owns.
+# Second moments stored as row and column means (Shazeer & Stern 2018, arXiv 1804.04235), for the part a rank owns.
 #
 #     R = mean of squares over every row      C = mean over every column      V ~ R C^T / mean(R), and mean(R) = mean(C)
 #
-# A rank keeps R for the rows that its part touches, and C for the matrices. Rows and matrices that it shares with other
-# ranks are sums over ranks: `Table` gives each of them a place in one message.
+# A rank stores R for the rows that its part touches, and C for the matrices. Rows and matrices shared with other ranks
+# are summed over ranks: `Table` assigns each of them a place in one message.
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Sums:
     """Sums of squares of a slice, or their running means: `rows` [rows touched], `columns` [matrices touched, columns].
 
     Attributes:
-        of: what elements they are of.
+        of: the slice of elements.
     """
 
     of: MatrixSlice
@@ -62,14 +62,14 @@ class Sums:
         return cls(of, rows, torch.zeros(of.num_batches, of.matrix.columns, dtype=dtype, device=device))
 
     def add(self, start: int, squares: Tensor) -> None:
-        """Add `squares` (1-D), which lie from element `start` of the slice on."""
+        """Add `squares` (1-D), which start at element `start` of the slice."""
         for block, rows, columns in self._blocks(start, squares.numel()):
             part = squares.narrow(0, block.start, block.numel).view(block.shape)
             rows.add_(part.sum(dim=-1))
             columns.add_(part.sum(dim=1))
 
     def means(self) -> Sums:
-        """From sums of whole rows and columns to their means."""
+        """The means, from sums of whole rows and columns."""
         return Sums(self.of, self.rows / self.of.matrix.columns, self.columns / self.of.matrix.rows)
 
     def move_to(self, means: Sums, weight: float) -> None:
@@ -78,20 +78,20 @@ class Sums:
         self.columns.lerp_(means.columns, weight)
 
     def shares(self, floor: float | None) -> Sums:
-        """Inputs of `precondition`: R / mean(R) and C, or one over their roots without a floor.
+        """Inputs of `precondition`: R / mean(R) and C or, without a floor, the reciprocals of their roots.
 
         Args:
-            floor: smallest mean(R), and smallest sqrt(V); None: neither has one.
+            floor: minimum of mean(R) and of sqrt(V); None: no minimum.
         """
         of, mean = self.of, self.columns.mean(dim=-1)
         row = torch.arange(of.first_row, of.first_row + of.num_rows, device=self.rows.device)
         mean = (mean if floor is None else mean.clamp(min=floor))[row // of.matrix.rows - of.first_batch]
         rows = self.rows / mean
-        # Two roots: the product of both under one would leave the range of fp32 where whole rows have no gradient.
+        # Separate roots: the product under one root would leave the fp32 range if whole rows have no gradient.
         return Sums(of, rows, self.columns) if floor is not None else Sums(of, rows.rsqrt_(), self.columns.rsqrt())
 
     def precondition(self, start: int, gradient: Tensor, floor: float | None) -> None:
-        """gradient / sqrt(V), in place. These are `shares(floor)`; `gradient` lies from element `start` of them on."""
+        """gradient / sqrt(V) in place. `self` is `shares(floor)`; `gradient` starts at element `start`."""
         for block, rows, columns in self._blocks(start, gradient.numel()):
             part = gradient.narrow(0, block.start, block.numel).view(block.shape)
             if floor is None:
@@ -101,7 +101,7 @@ class Sums:
                 part.mul_(variance.clamp_(min=floor * floor).rsqrt_())
 
     def _blocks(self, start: int, numel: int) -> Iterator[tuple[Block, Tensor, Tensor]]:
-        """Each block with its rows [matrices, rows of each] and its columns [matrices, columns], as views."""
+        """Yield each block with views of its rows [matrices, rows of each] and columns [matrices, columns]."""
         first = self.of.start + start
         for block in blocks(self.of.matrix, first, first + numel):
             num_batches, num_rows, num_columns = block.shape
@@ -111,9 +111,9 @@ class Sums:
 
 
 class Table:
-    """Placements in a message (1-D) for what ranks share: rows and matrices that are cut, and one number per parameter.
+    """Places in a message (1-D) for values that ranks share: split rows and matrices, and one number per parameter.
 
-    The same on all ranks. Most rows lie in one rank's part and do not travel.
+    The same on all ranks. Most rows are in one rank's part and are not sent.
     """
 
     def __init__(self, spread: Sequence[Spread]) -> None:
@@ -133,12 +133,12 @@ class Table:
         return places
 
     def write(self, message: Tensor, parameter: int, sums: Sums) -> None:
-        """Put a rank's sums of what others share into `message`."""
+        """Write this rank's sums of shared rows and columns into `message`."""
         for place, values in self._shared(parameter, sums):
             message.narrow(0, place, values.numel()).copy_(values)
 
     def read(self, message: Tensor, parameter: int, sums: Sums) -> None:
-        """Take the sums over all ranks back."""
+        """Read the sums over all ranks from `message`."""
         for place, values in self._shared(parameter, sums):
             values.copy_(message.narrow(0, place, values.numel()))
 
@@ -153,23 +153,23 @@ class Table:
 
 
 def _ends(places: Mapping[int, int], first: int, count: int) -> list[tuple[int, int]]:
-    """(place, position in the slice) of its first and last run, where they are shared: those inside never are."""
+    """(place, position in the slice) of its first and last run if shared; runs in between never are."""
     return [(places[first + position], position) for position in sorted({0, count - 1}) if first + position in places]
 
 
-# Adafactor as transformers and torch have it: how they name their states, and the numbers of one update.
+# Adafactor in transformers and torch: the names of their states, and the coefficients of one update.
 
 
 @dataclass(frozen=True, slots=True)
 class AdafactorRule:
-    """Numbers of one update of one parameter.
+    """Coefficients of one update of one parameter.
 
     Attributes:
-        weight: of the new squares in the running means.
-        added: to every square.
+        weight: weight of the new squares in the running means.
+        added: added to every square.
         floor: see `Sums.shares`; vectors: smallest sqrt(V).
         sign: 1, or -1 to maximise.
-        decay, rate: of `hf_zero.optim.adafactor`'s formulas; 0-dim, on the device, where they follow from the weights.
+        decay, rate: see the module's formulas; 0-dim, on the device, if they depend on the weights.
         beta1: None without momentum.
     """
 
@@ -184,11 +184,11 @@ class AdafactorRule:
 
 
 class Flavour(ABC):
-    """The differences between the implementations. Stateless.
+    """The differences between the two implementations. Stateless.
 
     Attributes:
         rows, columns, vector: their names for R, C and V.
-        keeps_dims: whether R and C keep the dimension that the mean is over.
+        keeps_dims: whether R and C keep the reduced dimension.
     """
 
     rows: str
@@ -198,11 +198,11 @@ class Flavour(ABC):
 
     @abstractmethod
     def rule(self, group: Mapping[str, Any], step: int, rms: Tensor) -> AdafactorRule:
-        """For update number `step` of a parameter whose weights have this root mean square (0-dim)."""
+        """The coefficients of update `step` of a parameter whose weights have the root mean square `rms` (0-dim)."""
 
     @abstractmethod
     def single_values(self, step: int, rms: Tensor) -> dict[str, Any]:
-        """States of the class that are no tensors."""
+        """The class's states that are not tensors."""
 
     def has_momentum(self, group: Mapping[str, Any]) -> bool:
         return group.get("beta1") is not None
@@ -225,7 +225,7 @@ class TransformersFlavour(Flavour):
         if group["relative_step"]:
             rate = min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
         if rate is None:
-            raise ValueError("Adafactor(lr=None, relative_step=False) has no learning rate: give it one")
+            raise ValueError("Adafactor(lr=None, relative_step=False) has no learning rate: set lr")
         scaled = float(rate) * (rms.clamp(min=group["eps"][1]) if group["scale_parameter"] else torch.ones_like(rms))
         return AdafactorRule(
             weight=math.pow(step, group["decay_rate"]),
@@ -265,7 +265,7 @@ class TorchFlavour(Flavour):
 
 
 def flavour_of(optimizer: torch.optim.Optimizer) -> Flavour | None:
-    """Whose Adafactor this is. Exact classes only: a subclass may do something else."""
+    """The implementation of this optimizer. Exact classes only: a subclass may behave differently."""
     theirs = getattr(sys.modules.get("transformers.optimization"), "Adafactor", None)
     if type(optimizer) is theirs:
         return TransformersFlavour()
@@ -274,14 +274,14 @@ def flavour_of(optimizer: torch.optim.Optimizer) -> Flavour | None:
 
 @dataclass(slots=True)
 class _Part:
-    """This rank's part of one parameter, and what is known of it.
+    """This rank's part of one parameter, with its states.
 
     Attributes:
         factors: R and C of a matrix, as means.
-        vector: V of a vector, for the part.
-        rms: of the whole parameter, before the last update.
-        sums: of squares, between the passes of a step.
-        rule: of the step under way.
+        vector: V of this part of a vector.
+        rms: root mean square of the whole parameter before the last update.
+        sums: sums of squares, between the passes of a step.
+        rule: coefficients of the current step.
     """
 
     sub_group: SubGroup
@@ -299,7 +299,7 @@ class _Part:
         return math.prod(self.shape)
 
     def own(self, names: Flavour) -> dict[str, Any]:
-        """Step, rms, and the tensors of the part by the flavour's names."""
+        """Step, rms, and the part's tensors under the flavour's names."""
         state: dict[str, Any] = {"step": self.step, "RMS": self.rms}
         if self.factors is not None:
             return {**state, names.rows: self.factors.rows, names.columns: self.factors.columns}
@@ -316,7 +316,7 @@ class _Part:
             self.vector.copy_(own[names.vector])
 
     def slices(self, names: Flavour) -> dict[str, Any]:
-        """This rank's part of the parameter in a checkpoint: rows and matrices that begin in its part."""
+        """The parameter's states that this rank saves: rows and matrices that start in its part."""
         shapes = names.shapes(self.shape)
         states = names.single_values(self.step, self.rms)
         if self.vector is not None:
@@ -351,7 +351,7 @@ class AdafactorUpdater(Updater):
             self._dtype = torch.promote_types(self._dtype, sub_group.master.dtype)
         placed = [(sub_group, piece) for sub_group in sub_groups for piece in sub_group.pieces]
         self._place = {piece.parameter: (sub_group, piece) for sub_group, piece in placed}
-        assert len(self._place) == len(placed), "a parameter lies in two sub-groups of one rank"
+        assert len(self._place) == len(placed), "a parameter is in two sub-groups of one rank"
 
     # Queries
 
@@ -368,7 +368,7 @@ class AdafactorUpdater(Updater):
         return self._place.keys()
 
     def state_replaced(self) -> None:
-        """Take what belongs to whole tensors from the optimizer's state, if it is there."""
+        """Load states of whole tensors from the optimizer's state, if present."""
         self._parts = {}
         for sub_group in self.sub_groups:
             state: Mapping[str, Any] = self.optimizer.state.get(sub_group.tensors[0].parameter, {})
@@ -414,7 +414,7 @@ class AdafactorUpdater(Updater):
         return [self._part(piece.parameter) for piece in sub_group.pieces if piece.parameter in gradients.used]
 
     def _part(self, parameter: int) -> _Part:
-        """The part of a parameter; zeros at first."""
+        """The part of a parameter, initially with zero states."""
         if parameter not in self._parts:
             sub_group, piece = self._place[parameter]
             device, shape = sub_group.master.device, self._spread[parameter].shape
@@ -443,7 +443,7 @@ class AdafactorUpdater(Updater):
             self._table.write(message, piece.parameter, part.sums)
 
     def _learn(self, part: _Part, message: Tensor) -> None:
-        """Sums over all ranks are there: fix the numbers of this update, and move R and C."""
+        """With the sums over all ranks, compute the coefficients of this update, and update R and C."""
         part.step += 1
         part.rms = (message[part.piece.parameter] / part.numel).sqrt().to(part.rms.device)
         group = self.optimizer.param_groups[part.sub_group.group]
@@ -456,7 +456,7 @@ class AdafactorUpdater(Updater):
             part.sums = None
 
     def _squared_update(self, part: _Part, gradients: StepGradients) -> Tensor:
-        """Second pass: squares of u, added up; V of vectors moves on the way."""
+        """Second pass: the sum of squares of u; also updates V of vectors."""
         assert part.rule is not None
         total = torch.zeros_like(part.rms)
         if part.vector is not None:
@@ -468,7 +468,7 @@ class AdafactorUpdater(Updater):
         return total
 
     def _updates(self, part: _Part, gradients: StepGradients) -> Iterator[tuple[int, Tensor]]:
-        """(first element, u) chunk by chunk, before it is clipped."""
+        """Yield (first element, u) chunk by chunk, before clipping."""
         assert part.rule is not None
         floor = part.rule.floor
         shares = None if part.factors is None else part.factors.shares(floor)
@@ -519,12 +519,12 @@ class AdafactorUpdater(Updater):
     # States of whole tensors
 
     def _show(self) -> None:
-        """Let the optimizer's state show everything: `state_dict` then holds it."""
+        """Store everything in the optimizer's state, so that `state_dict` includes it."""
         for sub_group in self.sub_groups:
             mine = {p: part.own(self._flavour) for p, part in self._parts.items() if part.sub_group is sub_group}
             state: dict[str, Any] = self.optimizer.state[sub_group.tensors[0].parameter]
             if mine:
-                # torch's class asks every state for a step.
+                # torch's class expects a step in every state.
                 state["step"] = torch.tensor(float(max(self._parts[parameter].step for parameter in mine)))
                 state[OF_WHOLE_TENSORS] = mine
             else:
@@ -550,7 +550,7 @@ class AdafactorUpdater(Updater):
             part.factors.rows.copy_(rows.narrow(0, of.first_row, of.num_rows))
             columns = saved[self._flavour.columns].reshape(-1, of.matrix.columns)
             part.factors.columns.copy_(columns.narrow(0, of.first_batch, of.num_batches))
-        if isinstance(saved.get("exp_avg"), Tensor):  # of an optimizer that saw whole tensors
+        if isinstance(saved.get("exp_avg"), Tensor):  # saved by an optimizer on whole tensors
             sub_group, piece = part.sub_group, part.piece
             values = saved["exp_avg"].reshape(-1).narrow(0, piece.in_parameter, piece.numel)
             self._momentum(sub_group).narrow(0, piece.in_shard, piece.numel).copy_(values)
@@ -568,7 +568,7 @@ def adafactor_traits(optimizer: torch.optim.Optimizer) -> Traits | None:
         return None
 
     def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
-        assert peers is not None, "where a rank has whole tensors Adafactor runs as itself"
+        assert peers is not None, "with whole tensors Adafactor runs its own step"
         return AdafactorUpdater(optimizer, sub_groups, flavour, peers)
 
     return Traits(Sees.SHARDS_AND_PEERS, make, serves_whole_buckets=False)

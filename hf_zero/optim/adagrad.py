@@ -1,4 +1,4 @@
-"""Adagrad: DeepSpeed's name for it, and torch's own class."""
+"""Adagrad, under DeepSpeed's name and for torch's own class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family, che
 
 
 class AdagradFamily(Family):
-    """`sum` holds the squares for torch.optim.Adagrad, `exp_avg_sq` for DeepSpeed's."""
+    """The squares are in `sum` for torch.optim.Adagrad, and in `exp_avg_sq` for DeepSpeed's."""
 
     def __init__(self, squares: str) -> None:
         self._squares = squares
@@ -34,7 +34,7 @@ class AdagradFamily(Family):
 
 
 class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
-    """Adagrad under the name and arguments of DeepSpeed's CPU version. Here it runs on any device."""
+    """Adagrad with the name and arguments of DeepSpeed's CPU version, on any device."""
 
     family = AdagradFamily("exp_avg_sq")
 
@@ -55,6 +55,6 @@ class DeepSpeedCPUAdagrad(ElementwiseOptimizer):
 
 
 def family_of_torch_adagrad(optimizer: torch.optim.Optimizer) -> Family | None:
-    """For torch's own class without options that the kernel lacks."""
+    """The family of torch's own class, unless it uses options that the kernel lacks."""
     plain = type(optimizer) is torch.optim.Adagrad and has_none_of(optimizer, ("maximize", "differentiable"))
     return AdagradFamily("sum") if plain else None

@@ -1,4 +1,4 @@
-"""Adam and AdamW under DeepSpeed's names, and when the fused step may stand in for torch's own."""
+"""Adam and AdamW under DeepSpeed's names, and the fused step for torch's own classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family, che
 
 
 class AdamFamily(Family):
-    """Adam and AdamW; which of the two, and whether bias is corrected, is read off optimizer and group."""
+    """Adam and AdamW; the variant and bias correction follow from optimizer and group."""
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
@@ -26,9 +26,9 @@ class AdamFamily(Family):
 
 
 class FusedAdam(ElementwiseOptimizer):
-    """Adam (L2 decay) or AdamW (`adam_w_mode`, the default) with the arguments ds.json gives.
+    """Adam (L2 decay) or AdamW (`adam_w_mode`, the default) with DeepSpeed's arguments.
 
-    Defaults differ from torch's in one place: `weight_decay` is 0. `amsgrad` is not supported.
+    One default differs from torch: `weight_decay` is 0. `amsgrad` is not supported.
     """
 
     family = AdamFamily()
@@ -61,9 +61,9 @@ class FusedAdam(ElementwiseOptimizer):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """The same under the name and arguments of DeepSpeed's CPU Adam: `adamw_mode`, states in fp32 unless told not to.
+    """Adam with the name and arguments of DeepSpeed's CPU Adam: `adamw_mode`, and states in fp32 by default.
 
-    Here it runs on any device.
+    Runs on any device.
     """
 
     family = FusedAdam.family
@@ -91,7 +91,7 @@ def adam(params: Iterable[Any], adam_w_mode: bool = True, **arguments: Any) -> t
 
 
 def adamw(params: Iterable[Any], adam_w_mode: bool = True, **arguments: Any) -> torch.optim.Optimizer:
-    """AdamW of ds.json; as in DeepSpeed `adam_w_mode` changes nothing."""
+    """AdamW of ds.json; as in DeepSpeed, `adam_w_mode` has no effect."""
     return _section_adam(params, True, **arguments)
 
 
@@ -104,12 +104,12 @@ def _section_adam(
 
 
 def cpu_adam(params: Iterable[Any], adam_w_mode: bool = True, **arguments: Any) -> DeepSpeedCPUAdam:
-    """CPUAdam of ds.json, which may have `adam_w_mode` for the class's `adamw_mode`."""
+    """CPUAdam of ds.json, which also takes `adam_w_mode` for the class's `adamw_mode`."""
     return DeepSpeedCPUAdam(params, **{"adamw_mode": adam_w_mode, **arguments})
 
 
 def family_of_torch_adam(optimizer: torch.optim.Optimizer) -> Family | None:
-    """For torch's own classes without options that the kernel lacks."""
+    """The family of torch's own classes, unless they use options that the kernel lacks."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return None
     flags = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -117,7 +117,7 @@ def family_of_torch_adam(optimizer: torch.optim.Optimizer) -> Family | None:
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> AdamRule:
-    """The group's current hyper-parameters."""
+    """The group's current hyperparameters."""
     if "adam_w_mode" in group:
         decoupled = bool(group["adam_w_mode"])
     elif isinstance(optimizer, FusedAdam):

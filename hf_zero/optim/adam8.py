@@ -1,4 +1,4 @@
-"""Adam and AdamW with states of 8 bits, and the form in which such states are stored."""
+"""Adam and AdamW with 8-bit states, and the storage format of these states."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Dynamic8(StateForm):
 
 
 class Adam8Family(AdamFamily):
-    """Adam's rule on states of 8 bits."""
+    """Adam's rule on 8-bit states."""
 
     _FORMS = {"exp_avg": Dynamic8(signed=True), "exp_avg_sq": Dynamic8(signed=False)}
 
@@ -56,10 +56,10 @@ class Adam8Family(AdamFamily):
 
 
 class AdamW8bit(FusedAdam):
-    """AdamW with both states in the dynamic 8-bit code, 2.03 bytes per parameter together.
+    """AdamW with both states in the dynamic 8-bit code, together 2.03 bytes per parameter.
 
-    Every tensor is treated alike: states of small ones are not kept in 32 bits, since the flat shards of an engine
-    have no small tensors, and a checkpoint of either should fit the other.
+    States of small tensors are also stored in 8 bits, because the flat shards of an engine have no small tensors, and
+    checkpoints with and without an engine should be interchangeable.
 
     Args:
         block_size: elements that share a scale; only 256 is supported.
@@ -79,11 +79,11 @@ class AdamW8bit(FusedAdam):
         block_size: int = BLOCK,
     ) -> None:
         if block_size != BLOCK:
-            raise ValueError(f"{type(self).__name__} has blocks of {BLOCK} elements, got block_size={block_size}")
+            raise ValueError(f"{type(self).__name__} needs blocks of {BLOCK} elements, got block_size={block_size}")
         super().__init__(params, lr, bias_correction, betas, eps, self._decoupled, weight_decay)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch casts whatever a state holds to the parameter's dtype; bytes survive that, and become bytes again."""
+        """Load states and convert them back to bytes: torch casts them, losslessly, to the parameter's dtype."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             for name, value in state.items():
@@ -93,7 +93,7 @@ class AdamW8bit(FusedAdam):
 
 
 class Adam8bit(AdamW8bit):
-    """The same with the weight decay added to the gradient."""
+    """`AdamW8bit` with weight decay added to the gradient."""
 
     family = AdamW8bit.family
 

@@ -1,6 +1,6 @@
-"""Optimizers whose update looks at one element at a time: alone on parameters, and fused on flat shards.
+"""Elementwise optimizers: alone on parameters, and fused on flat shards.
 
-`LoneOptimizer` can be used alone, as any of torch's: one update per parameter that has a gradient.
+`LoneOptimizer` works like any torch optimizer: one update per parameter that has a gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LoneOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -48,18 +48,18 @@ class LoneOptimizer(torch.optim.Optimizer):
 
 
 def flat_view(parameter: Tensor) -> Tensor:
-    """The parameter as a vector: a view, or a copy where it is not contiguous."""
+    """The parameter as a vector: a view, or a copy if it is not contiguous."""
     return parameter.detach().reshape(-1)
 
 
 def write_back(parameter: Tensor, flat: Tensor) -> None:
-    """Copy `flat_view(parameter)` back where that is a copy."""
+    """Copy `flat_view(parameter)` back if it is a copy."""
     if flat.data_ptr() != parameter.data_ptr():
         parameter.copy_(flat.view(parameter.shape))
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Sequence[str]) -> dict[str, Any]:
-    """A parameter's state, made at its first update: zeros under each name, and `step`, fp32, which hosts count."""
+    """A parameter's state, created at its first update: zeros under each name, and `step` in fp32 on the host."""
     state: dict[str, Any] = optimizer.state[parameter]
     for name in names:
         if state.get(name) is None:
@@ -75,9 +75,9 @@ class Applied:
     """How a gradient is applied.
 
     Attributes:
-        scale: factor on it.
-        skip: one element on the device; where it is not zero nothing changes. None: no check.
-        seed: round bf16 weights stochastically, with this seed; None: to nearest.
+        scale: factor on the gradient.
+        skip: one element on the device; if nonzero, nothing changes. None: no check.
+        seed: seed for stochastic rounding of bf16 weights; None: round to nearest.
     """
 
     scale: Tensor | float = 1.0
@@ -86,7 +86,7 @@ class Applied:
 
 
 class Family(ABC):
-    """One update rule: which states it has, and how a kernel runs it. Has no state of its own."""
+    """One update rule: the names of its states, and the call of its kernel. Stateless."""
 
     @abstractmethod
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -96,14 +96,14 @@ class Family(ABC):
     def update(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied
     ) -> None:
-        """Run the kernel with the group's present hyper-parameters (schedulers change them between steps)."""
+        """Run the kernel with the group's current hyperparameters, which schedulers change between steps."""
 
     def form_of(self, name: str) -> StateForm | None:
-        """How this state is stored; None: one value per element."""
+        """The storage format of this state; None: one value per element."""
         return None
 
     def state_of(self, optimizer: torch.optim.Optimizer, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """The parameter's state, made at its first update; zeros of a form of their own have that."""
+        """The parameter's state, created at its first update: zeros, in the state's storage format."""
         state, names = optimizer.state[parameter], self.state_names(group)
         for name in names:
             form = self.form_of(name)
@@ -114,14 +114,14 @@ class Family(ABC):
     def vectors(
         self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, lp_param: Tensor | None
     ) -> Vectors:
-        """Inputs of the kernel for one parameter or shard; all are 1-D views."""
+        """Inputs of the kernel for one parameter or shard, as 1-D views."""
         states = tuple(state[name].view(-1) for name in self.state_names(group))
         return Vectors(weight=weight, gradient=gradient, states=states, lp_param=lp_param)
 
     def update_alone(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor
     ) -> None:
-        """One update of a parameter in its own shape."""
+        """Update a parameter in its own shape."""
         state = self.state_of(optimizer, parameter, group)
         state["step"] += 1
         weight = flat_view(parameter)
@@ -131,10 +131,10 @@ class Family(ABC):
 
 
 class ElementwiseOptimizer(LoneOptimizer):
-    """A torch optimizer over one family, usable alone."""
+    """A torch optimizer with one family, which also works without an engine."""
 
     family: Family
-    state_dtype: torch.dtype | None = None  # None: the parameter's own
+    state_dtype: torch.dtype | None = None  # None: the parameter's dtype
 
     def update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         self.family.update_alone(self, group, parameter, gradient)
@@ -150,7 +150,7 @@ def check_rates(name: str, betas: Sequence[float] = (), **numbers: float) -> Non
 
 
 def has_none_of(optimizer: torch.optim.Optimizer, flags: Sequence[str]) -> bool:
-    """Whether no group of a torch optimizer has one of these options switched on."""
+    """Whether no group of a torch optimizer enables one of these options."""
     return not any(group.get(flag) for group in optimizer.param_groups for flag in flags)
 
 
@@ -162,7 +162,7 @@ def refuse_amsgrad(name: str, amsgrad: bool) -> None:
 
 
 class Run(NamedTuple):
-    """Elements `start` to `stop` of a shard, which have seen `step` updates with the present one."""
+    """Elements `start` to `stop` of a shard, with `step` updates including the current one."""
 
     start: int
     stop: int
@@ -171,7 +171,7 @@ class Run(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """Updates each piece of a sub-group has seen: bias correction is per parameter, and not all are used each step."""
+    """Counts updates per piece of a sub-group: bias correction is per parameter, and not all are used in each step."""
 
     steps: list[int] = field(default_factory=list)
 
@@ -181,9 +181,9 @@ class Counters:
             self.steps[position] -= piece.parameter in used
 
     def advance(self, pieces: Sequence[Piece], used: Set[int], start: int = 0) -> list[Run]:
-        """Count one step for the used pieces; returns maximal runs to update.
+        """Count one step for the used pieces and return maximal runs to update.
 
-        `start` is what a piece has seen when nothing is known about it (a loaded state).
+        `start` is the count of a piece without a counter (after loading a state).
         """
         self.steps = self.steps or [start] * len(pieces)
         runs: list[Run] = []
@@ -205,8 +205,8 @@ class Counters:
 def with_padding(runs: Sequence[Run], sub_group: SubGroup) -> list[Run]:
     """Extend every run to the next piece, or to the sub-group's end.
 
-    Vectorised kernels round the last few elements of a vector differently. Padding has zeros only, so with it those
-    elements are no parameter's, and a weight's bits do not depend on how the weights were cut into shards.
+    Vectorised kernels round the last few elements of a vector differently. With padding, which is always zero, these
+    elements belong to no parameter, so a weight's bits do not depend on how weights are sharded.
     """
     starts = [piece.in_shard for piece in sub_group.pieces]
     whole = sub_group.master.numel()
@@ -214,10 +214,10 @@ def with_padding(runs: Sequence[Run], sub_group: SubGroup) -> list[Run]:
 
 
 class ElementwiseUpdater(Updater):
-    """One family on flat shards, in one pass over memory: see the kernel's file for what it does.
+    """Runs one family on flat shards in one pass over memory; see the kernel's file for the formulas.
 
     Attributes:
-        rounds_stochastically: how 16-bit masters are rounded.
+        rounds_stochastically: whether 16-bit masters are rounded stochastically.
     """
 
     obeys_skip = True
@@ -227,10 +227,10 @@ class ElementwiseUpdater(Updater):
         super().__init__(optimizer, sub_groups)
         self._family = family
         self._counters = {sub_group: Counters() for sub_group in self.sub_groups}
-        self._counted: list[tuple[SubGroup, float, Set[int]]] = []  # in the last step: shard, `step` before it, used
+        self._counted: list[tuple[SubGroup, float, Set[int]]] = []  # last step: sub-group, previous `step`, used
 
     def state_replaced(self) -> None:
-        """Count on from the `step` in the optimizer's state, which has been loaded."""
+        """Continue counting from the loaded `step` in the optimizer's state."""
         self._counters = {sub_group: Counters() for sub_group in self.sub_groups}
         self._counted = []
 
@@ -259,7 +259,7 @@ class ElementwiseUpdater(Updater):
             counters.steps = [steps.get(piece.parameter, int(known)) for piece in sub_group.pieces]
 
     def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
-        # Schedulers warn unless they see that the optimizer they watch has stepped.
+        # Schedulers warn unless their optimizer has stepped.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._counted = []
 
@@ -272,7 +272,7 @@ class ElementwiseUpdater(Updater):
 
     @torch.no_grad()
     def update_sub_group(self, sub_group: SubGroup, gradients: StepGradients, reduced: Tensor | None = None) -> None:
-        """Update one sub-group with its reduced gradient; `reduced`: where that was read already."""
+        """Update one sub-group with its reduced gradient; `reduced`: the gradient, if it was already read."""
         reduced = gradients.of(sub_group) if reduced is None else reduced
         group = self.optimizer.param_groups[sub_group.group]
         state = self._family.state_of(self.optimizer, sub_group.tensors[0].parameter, group)
@@ -296,6 +296,6 @@ class ElementwiseUpdater(Updater):
 
     @staticmethod
     def _seed(sub_group: SubGroup, run: Run) -> int:
-        """Different for every run and step; the same on ranks that update the same weights."""
+        """A seed that differs for every run and step, but is equal on ranks that update the same weights."""
         first = next(piece for piece in sub_group.pieces if piece.in_shard == run.start)
         return zlib.crc32(f"{first.parameter} {first.in_parameter} {run.step}".encode()) & 0x7FFFFFFF

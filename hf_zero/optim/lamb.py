@@ -21,10 +21,10 @@ _STATES = ("exp_avg", "exp_avg_sq")
 
 
 class FusedLamb(LoneOptimizer):
-    """LAMB with the arguments of DeepSpeed's. Here it also runs on a CPU.
+    """LAMB with DeepSpeed's arguments; also runs on a CPU.
 
     Attributes:
-        lamb_coeffs: trust ratios of the last step, one 0-dim tensor per parameter that was updated.
+        lamb_coeffs: trust ratios of the last step, one 0-dim tensor per updated parameter.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class FusedLamb(LoneOptimizer):
 
 
 def rule_of(group: dict[str, Any]) -> LambRule:
-    """The group's current hyper-parameters."""
+    """The group's current hyperparameters."""
     return LambRule(
         lr=float(group["lr"]),
         beta1=float(group["betas"][0]),
@@ -119,18 +119,18 @@ class _Work:
 class LambUpdater(Updater):
     """LAMB on flat shards in two passes, with one small sum over ranks between them.
 
-    The message holds two squared norms for every parameter; ranks add what they own of it, so that the trust ratio is
-    that of the whole parameter at every stage.
+    The message holds two squared norms per parameter, to which each rank contributes its part, so that the trust ratio
+    is that of the whole parameter at every stage.
     """
 
     obeys_skip = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], peers: Peers | None) -> None:
-        """`peers` is None where every rank owns whole parameters."""
+        """`peers` is None if every rank owns whole parameters."""
         super().__init__(optimizer, sub_groups)
         self._peers = peers
         self._steps: dict[tuple[SubGroup, int], int] = {}
-        self._counted: list[tuple[SubGroup, int, tuple[Piece, ...]]] = []  # in the last step, `step` before it, used
+        self._counted: list[tuple[SubGroup, int, tuple[Piece, ...]]] = []  # last step: previous `step`, used
 
     def state_replaced(self) -> None:
         self._steps.clear()
@@ -193,7 +193,7 @@ class LambUpdater(Updater):
         )
 
     def _vectors(self, sub_group: SubGroup, gradients: StepGradients) -> Vectors:
-        """The sub-group's vectors, while they are in place."""
+        """The sub-group's vectors while they are in memory."""
         state = state_of(self.optimizer, sub_group.tensors[0].parameter, _STATES)
         states = tuple(state[name].view(-1) for name in _STATES)
         return Vectors(

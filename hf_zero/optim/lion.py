@@ -13,7 +13,7 @@ from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family, che
 
 
 class LionFamily(Family):
-    """The sign of an interpolated momentum."""
+    """Updates by the sign of an interpolated momentum."""
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)
@@ -29,7 +29,7 @@ class LionFamily(Family):
 
 
 class FusedLion(ElementwiseOptimizer):
-    """Lion with decoupled decay. An element whose interpolated momentum is exactly 0 only decays."""
+    """Lion with decoupled weight decay. An element whose interpolated momentum is exactly 0 only decays."""
 
     family = LionFamily()
 
@@ -46,7 +46,7 @@ class FusedLion(ElementwiseOptimizer):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """The same under the name and arguments of DeepSpeed's CPU Lion. Here it runs on any device."""
+    """Lion with the name and arguments of DeepSpeed's CPU Lion, on any device."""
 
     family = FusedLion.family
 

@@ -1,12 +1,12 @@
-"""Muon: momentum made orthogonal, for matrices; Adam for everything else. Alone, and on shards of matrices.
+"""Muon: orthogonalised momentum for matrices, Adam for everything else. Alone, and on shards of matrices.
 
     M = M + (1 - momentum) * (G - M)           U = (1 - momentum) * G + momentum * M
     O = orthogonal(U) * sqrt(max(1, rows / columns))
     p = p * (1 - lr * weight_decay) - lr * O
 
 `orthogonal` is five Newton-Schulz steps of fifth order (Jordan et al. 2024, kellerjordan.github.io/posts/muon). It
-needs the whole matrix, so shards of U are gathered, and every rank makes orthogonal what it owns a part of. Where ranks
-hold parts of a matrix (tensor parallelism), those are gathered as well.
+needs whole matrices, so shards of U are gathered, and every rank orthogonalises the matrices of which it owns a part.
+With tensor parallelism, the parts of a matrix are gathered as well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MUON_LR, _ADAM_LR = 0.02, 3e-4
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """A matrix (or a batch of them) with the same singular vectors, and singular values near 1; in bf16 on a GPU."""
+    """Return a matrix (or batch) with the same singular vectors and singular values near 1; in bf16 on a GPU."""
     x = matrix if matrix.is_cpu or matrix.is_meta else matrix.to(torch.bfloat16)
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
@@ -47,14 +47,14 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def direction(update: Tensor) -> Tensor:
-    """O of a whole tensor: four dimensions count as (first, rest), three as a batch of matrices."""
+    """O of a whole tensor: four dimensions are treated as (first, rest), three as a batch of matrices."""
     matrix = update.flatten(1) if update.dim() == 4 else update
     rows, columns = matrix.shape[-2:]
     return (orthogonal(matrix) * math.sqrt(max(1.0, rows / columns))).view(update.shape)
 
 
 def is_independent(cut: Cut) -> bool:
-    """Whether parts of a tensor are made orthogonal as the whole would be: it is a batch, of which each has some."""
+    """Whether parts of a tensor can be orthogonalised separately: it is a batch that is split between matrices."""
     return len(cut.shape) == 3 and cut.dim == 0
 
 
@@ -64,7 +64,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 class Muon(LoneOptimizer):
-    """Groups with `use_muon` hold matrices; the others get Adam. `groups_for` makes both from plain groups."""
+    """Groups with `use_muon` hold matrices; the others use Adam. `groups_for` splits plain groups into both."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Muon(LoneOptimizer):
 
     @staticmethod
     def groups_for(groups: Sequence[dict[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
-        """Each group in two: its matrices, and the rest. `names`: id of a parameter -> its name in the model."""
+        """Split each group into its matrices and the rest. `names`: parameter id -> name in the model."""
         split = []
         for group in groups:
             members = list(group["params"])
@@ -119,10 +119,10 @@ class Muon(LoneOptimizer):
         return split
 
     def traits(self) -> Traits:
-        """Ours where a rank has parts of matrices; itself where it has whole ones."""
+        """An own updater if a rank has parts of matrices, the plain step if it has whole ones."""
 
         def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
-            assert peers is not None, "where a rank has whole tensors Muon runs as itself"
+            assert peers is not None, "with whole tensors Muon runs its own step"
             return MuonUpdater(self, sub_groups, peers)
 
         return Traits(Sees.SHARDS_AND_PEERS, make, serves_whole_buckets=False, joins_parts=True)
@@ -137,13 +137,13 @@ def momentum_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
 
 
 def momentum_update(buffer: Tensor, gradient: Tensor, momentum: float) -> Tensor:
-    """Move the momentum in place; returns U."""
+    """Update the momentum in place and return U."""
     buffer.lerp_(gradient, 1 - momentum)
     return gradient.lerp(buffer, momentum)
 
 
 class MuonUpdater(Updater):
-    """Muon on flat shards: momentum where it lies, then one gather of U per sub-group of matrices."""
+    """Muon on flat shards: updates the momentum in place, then gathers U once per sub-group of matrices."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], peers: Peers) -> None:
         super().__init__(optimizer, sub_groups)
@@ -188,7 +188,7 @@ class MuonUpdater(Updater):
         own, lr = {piece.parameter: piece for piece in used}, float(group["lr"])
         for parameter in self._peers.members(sub_group):
             part = self._joined_part(parameter)
-            # All ranks that hold the rest of a matrix are asked for theirs, whichever owns what of it.
+            # Request the parts of all other ranks that hold the matrix, regardless of which rank owns what.
             if parameter not in gradients.used or (parameter not in own and part is None):
                 continue
             whole = held[parameter] if part is None else part.whole(held[parameter])
@@ -197,13 +197,13 @@ class MuonUpdater(Updater):
                 self._apply(sub_group, own[parameter], own_direction.reshape(-1), lr, group["weight_decay"])
 
     def _joined_part(self, parameter: int) -> HeldPart | None:
-        """This rank's part of a matrix that must be joined first; None: it needs no other part."""
+        """This rank's part of a matrix that must be assembled first; None: no other part is needed."""
         part = self._peers.part_of(parameter)
         return None if part is None or is_independent(part.cut) else part
 
     @staticmethod
     def _apply(sub_group: SubGroup, piece: Piece, update: Tensor, lr: float, weight_decay: float) -> None:
-        """`update`: the direction of all that this rank holds of the parameter."""
+        """Apply `update`, the direction of everything this rank holds of the parameter."""
         master = sub_group.master.narrow(0, piece.in_shard, piece.numel)
         master.mul_(1 - lr * weight_decay)
         master.sub_(update.narrow(0, piece.in_parameter, piece.numel), alpha=lr)

@@ -1,4 +1,4 @@
-"""From a ds.json optimizer section to an optimizer, and checks of it."""
+"""Builds an optimizer from ds.json's optimizer section, and checks that it fits the engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hf_zero.precision import Precision
 def build_optimizer(
     policy: OptimizerPolicy, groups: Sequence[dict[str, Any]], names: Mapping[int, str] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer that `optimizer.type` and `optimizer.params` of ds.json describe.
+    """Build the optimizer described by `optimizer.type` and `optimizer.params` of ds.json.
 
     Args:
-        names: id of a parameter -> its name in the model; Muon asks which ones are embeddings.
+        names: parameter id -> name in the model, by which Muon recognises embeddings.
 
     Raises:
-        ConfigError: for a type that neither we nor torch.optim have, or parameters it does not take.
+        ConfigError: for an unknown type, or parameters that it does not take.
     """
     kind = optimizer_type(policy.type)
     factory = _maker(policy.type, kind.made_by if kind is not None else "")
@@ -38,7 +38,7 @@ def build_optimizer(
 
 
 def _maker(name: str, made_by: str) -> Callable[..., torch.optim.Optimizer]:
-    """The callable at `made_by`; an older torch may lack a class that we know."""
+    """The callable at `made_by`, which an older torch may lack."""
     if made_by and not (made_by.startswith("torch.optim:") and not hasattr(torch.optim, made_by.partition(":")[2])):
         maker: Callable[..., torch.optim.Optimizer] = loaded(made_by)
         return maker
@@ -48,8 +48,8 @@ def _maker(name: str, made_by: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def states_per_element(optimizer: torch.optim.Optimizer) -> int:
-    """Values that an optimizer keeps for every element; a guess (Adam's two) for those that only know themselves."""
-    if type(optimizer).__name__ == "Adafactor":  # rows and columns are few; only transformers' has a momentum, if asked
+    """Number of state values per element; a guess (Adam's two) for unknown optimizers."""
+    if type(optimizer).__name__ == "Adafactor":  # rows and columns are few; transformers' may have a momentum
         return int(optimizer.param_groups[0].get("beta1") is not None)
     family = family_of(optimizer)
     if family is None:
@@ -58,14 +58,14 @@ def states_per_element(optimizer: torch.optim.Optimizer) -> int:
 
 
 def stored_bytes_per_element(optimizer: torch.optim.Optimizer) -> float:
-    """Bytes of the states that have a form of their own, for one element among many."""
+    """Bytes per element of the states with their own storage format."""
     family, many = family_of(optimizer), 1 << 20
     forms = [] if family is None else [family.form_of(name) for name in family.state_names(optimizer.param_groups[0])]
     return sum(form.stored_numel(many) * form.dtype.itemsize for form in forms if form is not None) / many
 
 
 def refuse_unfit(optimizer: torch.optim.Optimizer, traits: Traits, stage: int, num_replicas: int = 1) -> None:
-    """Raise ConfigError for an optimizer that cannot work at `stage`, with copies of its shards, or with an engine at
+    """Raise ConfigError if the optimizer cannot work at `stage`, with replicas of its shards, or with an engine at
     all."""
     name = type(optimizer).__name__
     if traits.unmet is not None:
@@ -80,10 +80,10 @@ def refuse_unfit(optimizer: torch.optim.Optimizer, traits: Traits, stage: int, n
 
 
 def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-    """Give the optimizer's states the dtype that goes with 16-bit masters. After `adopt_masters`.
+    """Set the optimizer's state dtype for 16-bit masters. Call after `adopt_masters`.
 
     Raises:
-        ConfigError: for an optimizer whose update would be computed in 16 bits.
+        ConfigError: if the optimizer would compute its update in 16 bits.
     """
     if precision.low_precision_masters:
         path = f"{precision.model_name}.{precision.model_name}_master_weights_and_grads"
@@ -91,10 +91,10 @@ def suit_precision(optimizer: torch.optim.Optimizer, precision: Precision) -> No
 
 
 def keep_states_in(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, path: str) -> None:
-    """Let the optimizer's states have this dtype (None: the masters'), because of the key at `path`.
+    """Set the optimizer's state dtype (None: the masters' dtype), as the key at `path` requires.
 
     Raises:
-        ConfigError: for an optimizer whose update would be computed in 16 bits.
+        ConfigError: if the optimizer would compute its update in 16 bits.
     """
     family, name = family_of(optimizer), type(optimizer).__name__
     if family is None:
@@ -102,6 +102,6 @@ def keep_states_in(optimizer: torch.optim.Optimizer, dtype: torch.dtype | None, 
         fix = "use Adam, AdamW, Lion, Adagrad or SGD, which compute in fp32 whatever they keep, or remove the key"
         raise ConfigError([Problem(path, True, rule, fix)])
     optimizer.state_dtype = dtype  # type: ignore[attr-defined]
-    for state in optimizer.state.values():  # that of an optimizer which makes it in its constructor
+    for state in optimizer.state.values():  # some optimizers create it in their constructor
         for kind in filter(lambda kind: family.form_of(kind) is None, family.state_names(optimizer.param_groups[0])):
             state[kind] = state[kind].to(dtype or state[kind].dtype)

@@ -12,7 +12,7 @@ from hf_zero.optim.elementwise import Applied, Family, has_none_of
 
 
 class SgdFamily(Family):
-    """SGD with or without momentum. The buffer starts at zero, which without dampening is what torch does."""
+    """SGD with or without momentum. The buffer starts at zero, which without dampening equals torch's result."""
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
@@ -30,7 +30,7 @@ class SgdFamily(Family):
 
 
 def family_of_torch_sgd(optimizer: torch.optim.Optimizer) -> Family | None:
-    """For torch's own class without options that the kernel lacks; dampening would make the first step another one."""
+    """The family of torch's own class, unless it uses options that the kernel lacks, such as dampening."""
     if type(optimizer) is not torch.optim.SGD or not has_none_of(optimizer, ("maximize", "differentiable")):
         return None
     dampens = any(group["momentum"] and group["dampening"] for group in optimizer.param_groups)

@@ -1,11 +1,11 @@
-"""Brings what an update works on to where it runs, sub-group by sub-group, and takes it back.
+"""Fetches the inputs of an update, sub-group by sub-group, and writes results back.
 
     time ->     sub-group 0     fetch | update | write back
                 sub-group 1             fetch  | update | write back
                 sub-group 2                      fetch  | update | write back
 
-`StateStager` is the case in which everything is at hand already. With an `OffloadStager` masters, states and gradients
-are vectors in some place; while they are away, the optimizer's tensors show NaN in their true shape and take no memory.
+With `StateStager` everything is already in memory. With an `OffloadStager` masters, states and gradients are vectors in
+some storage; while these are offloaded, the optimizer's tensors show NaN in their true shape and take no memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 from hf_zero.offload.sub_group import StoredSubGroup, SubGroup
 from hf_zero.offload.vector import Store, Vector, absent
 
-# How the states of a tensor are stored: one value per element, a form of their own, or a count.
+# Storage of a tensor's states: one value per element, a separate storage format, or a count.
 #
-# Stagers and drives keep the stored form as it is. Checkpoints, fragments and other readers of elements go through
+# Stagers and drives store states in their storage format. Checkpoints, fragments and other readers of elements use
 # `values` and `store`.
 
 
-# One value per parameter in the optimizers of torch, whatever the parameter's shape.
+# States with one value per parameter in torch's optimizers, for any shape of the parameter.
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
@@ -42,36 +42,36 @@ def is_per_element(name: str, value: Any, parameter: Tensor) -> bool:
 
 
 class StateForm(ABC):
-    """How one state of a flat tensor is stored. All bytes 0 must mean all elements 0.
+    """The storage format of one state of a flat tensor. All bytes 0 must mean all elements 0.
 
     Attributes:
-        dtype: of the stored tensor, which is 1-D.
+        dtype: dtype of the stored tensor, which is 1-D.
     """
 
     dtype: torch.dtype
 
     @abstractmethod
     def stored_numel(self, numel: int) -> int:
-        """Length of the stored tensor of `numel` elements."""
+        """Length of the stored tensor for `numel` elements."""
 
     @abstractmethod
     def values(self, stored: Tensor, numel: int) -> Tensor:
-        """The elements, fp32, 1-D, in memory of their own."""
+        """The elements as a new tensor, fp32, 1-D."""
 
     @abstractmethod
     def store(self, values: Tensor) -> Tensor:
-        """The stored tensor of 1-D `values`; bit for bit the inverse of `values`."""
+        """The stored tensor of 1-D `values`; the exact inverse of the method `values`."""
 
     def zeros(self, numel: int, device: torch.device) -> Tensor:
         return torch.zeros(self.stored_numel(numel), dtype=self.dtype, device=device)
 
 
 FormOf = Callable[[str], "StateForm | None"]
-"""By a state's name how it is stored; None: one value per element."""
+"""State name -> storage format; None: one value per element."""
 
 
 def plain(name: str) -> StateForm | None:
-    """Placement for optimizers without such states."""
+    """No storage format, for optimizers without such states."""
     return None
 
 
@@ -80,7 +80,7 @@ WritesAll = Callable[[SubGroup], bool]
 
 
 class StateStager:
-    """States that are always where updates run."""
+    """A stager for states that are always in the update's memory."""
 
     def __init__(self, sub_groups: Sequence[SubGroup]) -> None:
         self.sub_groups = tuple(sub_groups)
@@ -88,47 +88,47 @@ class StateStager:
     def each(
         self, sub_groups: Sequence[SubGroup], work: Work, *, writes_all: WritesAll | None = None
     ) -> Iterator[SubGroup]:
-        """Do `work` for one after the other; yields each when its new weights are where they belong.
+        """Run `work` for one sub-group after the other; yields each when its new weights are in place.
 
-        `writes_all` says whether the work rounds every weight of a sub-group, so that the old ones need not be fetched.
+        `writes_all`: whether the work overwrites every weight of a sub-group, so that old weights need not be fetched.
         """
         for sub_group in sub_groups:
             work(sub_group)
             yield sub_group
 
     def batches(self, sub_groups: Sequence[SubGroup]) -> Iterator[Sequence[SubGroup]]:
-        """Sub-groups whose masters, states and gradients are in place together, until the next batch is asked for."""
+        """Yield batches of sub-groups whose masters, states and gradients are in memory until the next iteration."""
         yield sub_groups
 
     def copy_to_lp(self, sub_group: SubGroup) -> None:
-        """Round a sub-group that is in place to where its weights belong."""
+        """Round the masters of a sub-group that is in memory into its weights."""
         if sub_group.lp_param is not None:
             sub_group.lp_param.copy_(sub_group.master)
 
     @contextmanager
     def opened(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[None]:
-        """Master and states of one sub-group in place, outside an update."""
+        """Context with master and states of one sub-group in memory, outside an update."""
         yield
 
     @contextmanager
     def viewing(self) -> Iterator[None]:
-        """Masters and states of all sub-groups can be read. What was read stays right until the next change."""
+        """Context to read masters and states of all sub-groups. Values stay valid until the next change."""
         yield
 
     @property
     def always_at_hand(self) -> bool:
-        """Whether masters and states can be used at any time."""
+        """Whether masters and states are always in memory."""
         return True
 
     def forget_states(self, sub_group: SubGroup) -> None:  # noqa: B027
-        """The optimizer has no states for this sub-group any more."""
+        """Called when the optimizer has dropped its states for this sub-group."""
 
     def flush(self) -> None:
-        """Return when everything is where it belongs."""
+        """Wait until everything has been written back."""
 
 
 class OffloadStager(StateStager):
-    """Vectors are fetched for an update and released after it."""
+    """A stager that fetches vectors for an update and releases them afterwards."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class OffloadStager(StateStager):
         reads_ahead: bool = True,
         writes_behind: bool = True,
     ) -> None:
-        """`gradient`: the vector of the reduced gradients of a sub-group's bucket, which each step may make anew."""
+        """`gradient`: returns the vector of reduced gradients of a sub-group's bucket, which steps may replace."""
         super().__init__(sub_groups)
         self._optimizer = optimizer
         self._gradient = gradient
@@ -149,7 +149,7 @@ class OffloadStager(StateStager):
     def reserve(
         self, sub_group: SubGroup, names: Sequence[str], dtype: torch.dtype | None, form_of: FormOf = plain
     ) -> None:
-        """Make room for states that the optimizer is known to have: zeros, one per element or in their own form."""
+        """Reserve storage for states that the optimizer is known to have: zeros, per element or in a storage format."""
         stored = _stored(sub_group)
         if stored.states is None:
             return
@@ -179,7 +179,7 @@ class OffloadStager(StateStager):
             else:
                 with _pointing(sub_group.lp_param, lp_param.take()):
                     work(sub_group)
-                # Updated on the host, new weights go to the device on the in lane while the next sub-group is updated;
+                # After an update on the host, the in lane copies weights to the device during the next update;
                 # the compute stream waits for them before it gathers them.
                 lp_param.release(changed=True)
                 lp_param.join()
@@ -198,14 +198,14 @@ class OffloadStager(StateStager):
 
     @staticmethod
     def _end_walk(sub_groups: Sequence[SubGroup]) -> None:
-        """Updated on the device, and kept on the host, where they may be read from now on."""
+        """Flush weights that were updated on the device and are stored on the host, where they may now be read."""
         for sub_group in sub_groups:
             for vector in _everything(_stored(sub_group)):
                 if vector.leaves_late:
                     vector.flush()
 
     def _walk(self, sub_groups: Sequence[SubGroup], fetch: Work) -> Iterator[SubGroup]:
-        """Each with everything in place, while the next one is fetched. The caller leaves it."""
+        """Yield each sub-group with everything in memory, while the next is fetched. The caller releases it."""
         for position, sub_group in enumerate(sub_groups):
             if position == 0 or not self._reads_ahead:
                 fetch(sub_group)
@@ -273,8 +273,8 @@ class OffloadStager(StateStager):
         self._gradient(sub_group).release(changed=False)
 
     def _point(self, sub_group: SubGroup, values: Callable[[Vector], Tensor], *, begins: bool = True) -> None:
-        """Let the optimizer's tensors show what `values` gives; with `begins` also states it does not have yet, and no
-        masters that an update does without."""
+        """Point the optimizer's tensors to the result of `values`. With `begins`, also create states that do not exist
+        yet, and skip masters that the update does not need."""
         stored = _stored(sub_group)
         if stored.master.tensor is None and not (begins and stored.master.rest):
             _show_master(sub_group, values(stored.master))
@@ -287,7 +287,7 @@ class OffloadStager(StateStager):
                 self._optimizer.state[parameter][name] = tensor if is_form else tensor.view(parameter.shape)
 
     def _settle(self, sub_group: SubGroup, *, changed: bool) -> None:
-        """Take over states that were made or replaced since they were fetched, and release."""
+        """Store states that were created or replaced since the fetch, and release."""
         stored = _stored(sub_group)
         fetched = stored.kept
         if stored.states is not None:
@@ -322,7 +322,7 @@ class OffloadStager(StateStager):
 
 
 def _stored(sub_group: SubGroup) -> StoredSubGroup:
-    assert sub_group.stored is not None, "what is offloaded is stored somewhere"
+    assert sub_group.stored is not None, "offloaded sub-groups are stored"
     return sub_group.stored
 
 
@@ -344,7 +344,7 @@ def _show_master(sub_group: SubGroup, values: Tensor) -> None:
 
 @contextmanager
 def _pointing(tensor: Tensor | None, values: Tensor) -> Iterator[None]:
-    """`tensor` shows `values` for the length of a `with`."""
+    """Context in which `tensor` points to `values`."""
     assert tensor is not None
     before = tensor.data
     tensor.data = values

@@ -1,17 +1,17 @@
-"""The traits of an optimizer, described once: how it runs on shards, and what it needs for that.
+"""The traits of an optimizer: how it runs on shards, and what it needs for that.
 
-Our own classes declare them: by `family`, an elementwise rule, or by a method `traits`. Only the declaring class
-is meant; a subclass may do something else. Unused classes are not imported.
+hf_zero's own classes declare their traits by `family`, an elementwise rule, or by a method `traits`. A declaration only
+applies to the declaring class; a subclass may behave differently. Unused classes are not imported.
 
-`WholeTensorUpdater` runs any torch optimizer on whole tensors, also where ranks hold shards: each parameter is updated
-by one rank.
+`WholeTensorUpdater` runs any torch optimizer on whole tensors even if ranks hold shards: each parameter is updated by
+one rank, its keeper.
 
     every rank    shards of gradients and masters --gather--> the keeper of each parameter has both whole
     keeper                                                    its own step
     every rank    shards of masters              <--scatter-- whole masters
 
-The keeper of a parameter has the optimizer's state for it, so states are shared out over the ranks, whatever shape they
-have. It costs three collectives per sub-group and step, where an elementwise update needs none.
+The keeper of a parameter has the optimizer's state for it, so states of any shape are distributed over ranks. This
+takes three collectives per sub-group and step, where an elementwise update needs none.
 
 `adopt_masters` makes an optimizer hold masters instead of the model's parameters.
 """
@@ -50,7 +50,7 @@ def adopt_masters(
     """Make `optimizer` hold the tensors of `sub_groups`; its groups stay the same objects.
 
     Raises:
-        RuntimeError: when the optimizer has been used.
+        RuntimeError: if the optimizer has been used.
     """
     masters: list[list[nn.Parameter]] = [[] for _ in groups]
     for sub_group in sub_groups:
@@ -68,13 +68,13 @@ def adopt(
         group["params"] = list(mine)
     optimizer.param_groups[:] = groups
     if made_state_at_init:
-        # Adagrad and its like fill `state` in the constructor: let it do so again, for the masters.
+        # Adagrad and similar optimizers fill `state` in the constructor: run it again for the masters.
         fresh = type(optimizer)([dict(group) for group in groups], **optimizer.defaults)
         optimizer.state.update(fresh.state)
 
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> bool:
-    """Raise when the optimizer has stepped; otherwise say whether it holds state all the same."""
+    """Raise an error if the optimizer has stepped; otherwise return whether it holds state nevertheless."""
     states = [state for state in optimizer.state.values() if state]
     if any(float(state.get("step", 1)) > 0 for state in states):
         raise RuntimeError(
@@ -85,7 +85,7 @@ def _refuse_used(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def keepers(spread: Sequence[Spread], world: int) -> list[int]:
-    """The rank that updates each parameter: large ones first, each to the rank that has least so far."""
+    """Assign each parameter to a rank: largest first, each to the rank with the fewest elements so far."""
     loads, keeper_of = [0] * world, [0] * len(spread)
     for index in sorted(range(len(spread)), key=lambda index: (-spread[index].numel, index)):
         keeper_of[index] = min(range(world), key=lambda rank: (loads[rank], rank))
@@ -94,7 +94,7 @@ def keepers(spread: Sequence[Spread], world: int) -> list[int]:
 
 
 class WholeTensorUpdater(OwnStepUpdater):
-    """Runs the optimizer's own step on those parameters that this rank keeps."""
+    """Runs the optimizer's own step on the parameters that this rank keeps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], peers: Peers) -> None:
         super().__init__(optimizer, sub_groups)
@@ -132,7 +132,7 @@ class WholeTensorUpdater(OwnStepUpdater):
                 self.optimizer.state[self._kept[index]] = copied(saved, self._device)
 
     def _members(self, sub_group: SubGroup) -> Sequence[int]:
-        """Parameters that have a part in the sub-group, on any rank."""
+        """Parameters that have a part in the sub-group on any rank."""
         return self._peers.members(sub_group)
 
     def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
@@ -143,7 +143,7 @@ class WholeTensorUpdater(OwnStepUpdater):
         for parameter in self._members(sub_group):
             kept = self._kept.get(parameter)
             if kept is not None and parameter in gradients.used:
-                kept.data = masters[parameter].clone()  # a view would keep what all ranks sent
+                kept.data = masters[parameter].clone()  # a view would keep the whole gathered buffer alive
                 kept.grad = whole[parameter].clone()
 
     def _send_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:
@@ -169,7 +169,7 @@ Make = Callable[[Sequence[SubGroup], "Peers | None", "Ranks | None"], Updater]
 
 
 class Sees(Enum):
-    """Inputs of an optimizer at stages 1 to 3."""
+    """The inputs of an optimizer at stages 1 to 3."""
 
     ELEMENTS = "flat shards, one element at a time"
     SHARDS_AND_PEERS = "flat shards, and asks other ranks for what they lack"
@@ -182,12 +182,12 @@ class Sees(Enum):
 class Traits:
     """
     Attributes:
-        make: an updater of ours that computes exactly what the optimizer's own step would; None: it runs as itself.
+        make: creates an updater that computes exactly the optimizer's own step; None: its own step runs.
         family: its elementwise rule, if it has one.
         highest_stage: the last stage at which it works.
-        serves_whole_buckets: whether `make` is also right where a rank owns whole buckets.
-        joins_parts: whether `make` is also right where a rank holds parts of parameters, and other ranks the rest.
-        unmet: what it needs and a sharded step does not have.
+        serves_whole_buckets: whether `make` also works if a rank owns whole buckets.
+        joins_parts: whether `make` also works if ranks hold parts of parameters.
+        unmet: a requirement that a sharded step does not meet.
     """
 
     sees: Sees
@@ -200,20 +200,20 @@ class Traits:
 
     @property
     def cuts(self) -> bool:
-        """Whether what a rank owns of a bucket may be updated in sub-groups without changing the result."""
+        """Whether a rank's part of a bucket may be updated in sub-groups without changing the result."""
         return self.sees in (Sees.ELEMENTS, Sees.FLAT_SHARDS)
 
     @property
     def keeps_shapes(self) -> bool:
-        """Whether it holds one tensor per parameter, in its own shape, where a rank owns whole buckets."""
+        """Whether it holds one tensor per parameter in its own shape if a rank owns whole buckets."""
         return self.make is None or not self.serves_whole_buckets
 
 
 def traits_of(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None = None) -> Traits:
-    """The description of `optimizer`.
+    """Return the traits of `optimizer`.
 
     Args:
-        choice: what the config says about optimizers that would run as themselves, and about Adafactor.
+        choice: the config's choice for optimizers without an own updater, and for Adafactor.
     """
     ours = _built_in(optimizer, choice)
     if ours is not None:
@@ -225,14 +225,14 @@ def traits_of(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None = N
 
 
 def family_of(optimizer: torch.optim.Optimizer) -> Family | None:
-    """The elementwise rule of this optimizer. Exact classes only: a subclass may do something else."""
+    """The elementwise rule of this optimizer. Exact classes only: a subclass may behave differently."""
     own = vars(type(optimizer)).get("family")
     family = own if isinstance(own, Family) else _stand_in(optimizer)
     return family if isinstance(family, Family) else None
 
 
 def _stand_in(optimizer: torch.optim.Optimizer) -> Family | Traits | None:
-    """How a foreign class is run in place of its own step, unless that has hooks."""
+    """The replacement for the step of a foreign class, unless the step has hooks."""
     kind = type_of_class(type(optimizer))
     if kind is None or not kind.stands_in:
         return None
@@ -249,11 +249,11 @@ def updater_for(
     ranks: Ranks | None = None,
     choice: OptimizerSees | None = None,
 ) -> Updater:
-    """An updater of ours where it computes the same, else the optimizer's own step on what it has to see.
+    """Create an updater: an own implementation if it computes the same, else the optimizer's own step on its inputs.
 
     Args:
-        peers: the ranks that share the parameters; None where every rank owns whole buckets.
-        ranks: all ranks, for the optimizers that exchange gradients themselves.
+        peers: the ranks that share the parameters; None if every rank owns whole buckets.
+        ranks: all ranks, for optimizers that exchange gradients themselves.
     """
     traits = traits_of(optimizer, choice)
     if traits.make is not None and (peers is not None or traits.serves_whole_buckets):
@@ -264,7 +264,7 @@ def updater_for(
 
 
 def _built_in(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None) -> Traits | None:
-    """Traits of optimizers that run natively at every stage they have."""
+    """Traits of optimizers with an own updater at every stage they support."""
     rule = family_of(optimizer)
     if rule is not None:
         return Traits(

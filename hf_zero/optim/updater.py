@@ -23,12 +23,12 @@ class StepGradients:
     """Inputs of one step.
 
     Attributes:
-        of: the reduced gradient of a sub-group (1-D, summed over ranks), while the stager has that in place. For an
-            updater that takes local gradients: of the whole bucket, from this rank alone.
+        of: returns the reduced gradient of a sub-group (1-D, summed over ranks) while the stager has it in memory. For
+            an updater of local gradients: this rank's gradient of the whole bucket.
         used: indices of the parameters that got a gradient on any rank since the last step.
         scale: factor to apply to every gradient: the mean over ranks, clipping, loss scale.
-        wanted: the shards that have any gradient.
-        skip: one element on the device; where it is not zero nothing may change. Only for updaters that obey it.
+        wanted: the sub-groups that have any gradient.
+        skip: one element on the device; if nonzero, nothing may change. Only for updaters that obey it.
     """
 
     of: Callable[[SubGroup], Tensor]
@@ -40,10 +40,10 @@ class StepGradients:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How one parameter is spread over the ranks.
+    """How one parameter is split over the ranks.
 
     Attributes:
-        cuts: elements at which one rank's part ends and another's begins, in order; empty where one rank has it all.
+        cuts: elements where one rank's part ends and another's starts, in order; empty if one rank has all.
     """
 
     shape: tuple[int, ...]
@@ -56,20 +56,20 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Exchanges of an updater with the ranks that share its parameters; the same calls on all, in the same order.
+    """An updater's exchanges with the ranks that share its parameters. All ranks make the same calls in the same order.
 
     Attributes:
-        rank: this one among them.
-        world: how many they are.
-        add_up: adds a small tensor up over the ranks, in place.
-        gather_whole: from a sub-group's values (1-D, as long as its master) on every rank to whole tensors in their own
-            shapes, for every parameter that has a part in the sub-group.
-        scatter_whole: the way back: from whole tensors, each given by one rank, to every rank's values of the sub-group
-            (a new tensor); elements from no rank are zero.
-        members: the parameters that have a part in a sub-group on any rank, in the order in which they lie.
+        rank: this rank's number among them.
+        world: their number.
+        add_up: sums a small tensor over the ranks, in place.
+        gather_whole: gathers a sub-group's values (1-D, with its master's length) from every rank into whole tensors in
+            their own shapes, for every parameter that has a part in the sub-group.
+        scatter_whole: the inverse: distributes whole tensors, each provided by one rank, to every rank's values of the
+            sub-group (a new tensor); elements from no rank are zero.
+        members: the parameters that have a part in a sub-group on any rank, in order of their place.
         spread: of every parameter, in the order of the layout.
-        part_of: what this rank holds of a parameter of which other ranks hold the rest; None: all of it. What
-            `gather_whole` gives is that part.
+        part_of: the part of a parameter that this rank holds if other ranks hold the rest (`gather_whole` then returns
+            that part); None: all of it.
     """
 
     rank: int
@@ -87,8 +87,8 @@ class Ranks:
     """The ranks, for an updater that communicates by itself.
 
     Attributes:
-        buckets: of the layout; `sub_group.bucket` indexes them.
-        is_sharded: whether a rank updates its shard of a bucket only.
+        buckets: the layout's buckets; `sub_group.bucket` indexes them.
+        is_sharded: whether a rank only updates its shard of a bucket.
     """
 
     collectives: Collectives
@@ -98,7 +98,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class StateSlice:
-    """Elements from `start` on of one state of a whole parameter, flattened; `shape` is the whole state's."""
+    """Elements from `start` on of one flattened state of a whole parameter; `shape` is that of the whole state."""
 
     shape: tuple[int, ...]
     start: int
@@ -106,21 +106,21 @@ class StateSlice:
 
 
 WholeStates = Mapping[int, Mapping[str, Any]]
-"""By parameter (index of the layout) its state by name: tensors, slices of tensors, and single values."""
+"""Parameter (layout index) -> its states by name: tensors, slices of tensors, and single values."""
 
 
 OF_WHOLE_TENSORS = "of_whole_tensors"
-"""Key in the optimizer's state of a flat shard: by parameter, the states that belong to whole tensors."""
+"""Key in a flat shard's optimizer state for the states of whole tensors, by parameter."""
 
 
 class Updater(ABC):
     """Runs one optimizer over all sub-groups of this rank.
 
     Attributes:
-        stager: brings what an update works on to where it runs; everything is there already unless it is replaced.
-        obeys_skip: whether a step heeds `StepGradients.skip` without reading it; if not, the host decides beforehand.
-        stays: why masters and states cannot be offloaded; None: they can.
-        may_take_local: whether there are steps that want this rank's own gradients: see `takes_local_gradients`.
+        stager: fetches an update's inputs; by default everything is already in memory.
+        obeys_skip: whether a step obeys `StepGradients.skip` on the device; if not, the host decides beforehand.
+        stays: the reason why masters and states cannot be offloaded; None: they can.
+        may_take_local: whether some steps need local gradients, see `takes_local_gradients`.
     """
 
     obeys_skip = False
@@ -134,47 +134,47 @@ class Updater(ABC):
 
     @property
     def takes_local_gradients(self) -> bool:
-        """Whether the next step wants this rank's own gradients of whole buckets, unreduced. The same on all ranks."""
+        """Whether the next step needs this rank's unreduced gradients of whole buckets. The same on all ranks."""
         return False
 
     def roll_back(self) -> None:  # noqa: B027
-        """Undo the count of a step that the device skipped. Only called where `obeys_skip`."""
+        """Undo the count of a step that the device skipped. Only called if `obeys_skip`."""
 
     def collect_state(self) -> None:  # noqa: B027
-        """Before saving: copy what is kept elsewhere into the optimizer's state. Collective. A no-op by default."""
+        """Before saving, copy states stored elsewhere into the optimizer's state. Collective. A no-op by default."""
 
     def state_replaced(self) -> None:  # noqa: B027
-        """Called after the optimizer's state was loaded: drop what was derived from the old one. A no-op by default."""
+        """Called after loading the optimizer's state: drop values derived from the old state. A no-op by default."""
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...] | None:
-        """Per-element states of a parameter of this group; None where only the optimizer itself knows."""
+        """Names of per-element states of this group's parameters; None if only the optimizer knows."""
         return None
 
     def form_of(self, name: str) -> StateForm | None:
-        """How the state of a flat shard is stored that `state_names` names; None: one value per element."""
+        """The storage format of a flat shard's state; None: one value per element."""
         return None
 
     def parameter_steps(self) -> dict[int, int]:
-        """Updates that each parameter with a piece here has seen; empty where the optimizer's own counters say it."""
+        """Update count of each parameter with a piece on this rank; empty if the optimizer's own counters suffice."""
         return {}
 
     def restore_steps(self, steps: Mapping[int, int]) -> None:  # noqa: B027
-        """Take back what `parameter_steps` gave, on any layout. Parameters that are not named keep the sub-group's."""
+        """Restore the result of `parameter_steps` on any layout. Missing parameters keep the sub-group's count."""
 
     def whole_state_names(self) -> tuple[str, ...] | None:
-        """States that belong to whole tensors: () has none, None means that only the optimizer itself knows."""
+        """Names of states of whole tensors; () means none, None means that only the optimizer knows."""
         return ()
 
     def whole_states(self) -> WholeStates:
-        """This rank's part of them, for a checkpoint; other ranks may have the rest."""
+        """This rank's part of the states of whole tensors, for a checkpoint; other ranks may have the rest."""
         return {}
 
     def whole_parameters(self) -> Set[int]:
-        """Parameters whose whole states `restore_whole_states` wants on this rank."""
+        """Parameters whose whole states `restore_whole_states` needs on this rank."""
         return frozenset()
 
     def restore_whole_states(self, states: WholeStates) -> None:
-        """Take back what `whole_states` of all ranks gave, put together; a parameter not named has seen no update.
+        """Restore the combined `whole_states` of all ranks; a missing parameter has had no update.
 
         The tensors belong to the caller, and are copied.
 
@@ -185,17 +185,17 @@ class Updater(ABC):
 
     @property
     def keeps_everything_whole(self) -> bool:
-        """Whether all states belong to whole tensors here, those of one value per element too."""
+        """Whether all states, including per-element states, belong to whole tensors."""
         return False
 
     @property
     def may_bind_states(self) -> bool:
-        """Whether the optimizer may have states for flat shards that fit these very shards only."""
+        """Whether the optimizer may have states that only fit the present flat shards."""
         return False
 
     @abstractmethod
     def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
-        """Update the sub-groups; yields each as soon as its new weights are in place."""
+        """Update the sub-groups, yielding each as soon as its new weights are in place."""
 
 
 class OwnStepUpdater(Updater):
@@ -218,17 +218,17 @@ class OwnStepUpdater(Updater):
 
     @abstractmethod
     def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
-        """Give the optimizer's tensors their gradients."""
+        """Set the gradients of the optimizer's tensors."""
 
     def _send_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:  # noqa: B027
         """Move updated values to the master. A no-op by default."""
 
 
 class WholeStepUpdater(OwnStepUpdater):
-    """Any torch optimizer, as itself: gradients are handed over in the master dtype and its own `step` is called.
+    """Runs any torch optimizer's own `step`, with gradients in the master dtype.
 
-    A parameter that got no gradient anywhere is skipped, as in plain PyTorch, when the optimizer holds it as a tensor
-    of its own; inside a flat shard it counts as zero unless the whole shard is unused.
+    A parameter without a gradient on any rank is skipped, as in plain PyTorch, if the optimizer holds it as a separate
+    tensor; inside a flat shard its gradient counts as zero unless the whole shard is unused.
     """
 
     @property
@@ -240,12 +240,12 @@ class WholeStepUpdater(OwnStepUpdater):
         return not self.keeps_everything_whole
 
     def _whole(self) -> dict[int, nn.Parameter]:
-        """The tensors that are parameters in their own shape."""
+        """The optimizer's tensors that are parameters in their own shape."""
         tensors = (tensor for sub_group in self.sub_groups for tensor in sub_group.tensors)
         return {tensor.whole: tensor.parameter for tensor in tensors if tensor.whole is not None}
 
     def parameter_steps(self) -> dict[int, int]:
-        """Not all parameters of a bucket are used every time: each has a counter of its own."""
+        """Counts per parameter, because not all parameters of a bucket are used in every step."""
         states = {index: self.optimizer.state.get(parameter, {}) for index, parameter in self._whole().items()}
         return {index: int(state.get("step", 0)) for index, state in states.items()}
 
@@ -256,7 +256,7 @@ class WholeStepUpdater(OwnStepUpdater):
         return self._whole().keys()
 
     def whole_states(self) -> WholeStates:
-        """All states, if any does not hold one value per element: such states cannot be cut by elements."""
+        """All states, if any of them is not per element and therefore cannot be split by elements."""
         whole = self._whole()
         states = {index: dict(self.optimizer.state[p]) for index, p in whole.items() if self.optimizer.state.get(p)}
         has_other_shapes = any(
@@ -290,7 +290,7 @@ class WholeStepUpdater(OwnStepUpdater):
 
 
 def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A parameter's state with tensors of its own: on `device`, but for single values, which stay with the host."""
+    """A copy of a parameter's state, on `device` except for single values, which stay on the host."""
     return {
         kind: value.to(device if value.dim() else "cpu", copy=True) if isinstance(value, Tensor) else value
         for kind, value in state.items()
@@ -298,10 +298,10 @@ def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 class Options:
-    """Lets an optimizer that is called once per batch of shards count its group's numbers on once per step.
+    """Lets an optimizer that is called once per batch of sub-groups advance its groups' counters once per step.
 
-    Every batch begins with the values that the step began with. They must then end alike, or the optimizer looks at all
-    parameters together.
+    Every batch starts with the values at the start of the step. All batches must end with the same values; otherwise
+    the optimizer computes them from all parameters together.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -326,5 +326,5 @@ class Options:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """A value that an optimizer may count in a group."""
+    """Values of a group that an optimizer may change."""
     return {key: value for key, value in group.items() if isinstance(value, (int, float, bool, str, tuple))}

@@ -1,1 +1,1 @@
-"""Parameters: how they lie, sharded or not, and how they become whole around the modules that use them."""
+"""Parameters: their storage, flat or sharded, and gathering them around the modules that use them."""

@@ -1,4 +1,4 @@
-"""A whole model among ranks: weights gathered from shards into host memory, buffers as rank 0 has them."""
+"""Consolidates a sharded model: gathers whole weights into host memory, and broadcasts buffers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ EXTRA_STATE = "_extra_state"  # torch's name
 
 
 def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: bool = False) -> dict[str, Tensor]:
-    """`module.state_dict()` with unsharded weights, in host memory; empty on ranks that do not keep it. Collective.
+    """Return `module.state_dict()` with unsharded weights in host memory; empty on ranks without `keeps`. Collective.
 
     Names of a tied parameter share one tensor. Persistent buffers are included.
 
     Args:
-        keeps: whether this rank gets it.
+        keeps: whether this rank keeps the result.
     """
     names = _names_by_parameter(module)
     state_dict: dict[str, Tensor] = {}
@@ -46,10 +46,10 @@ def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: b
 def unsharded_values(
     module: nn.Module, *, exclude_frozen: bool = False, together_numel: int | None = None
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Every parameter once with its whole values. Collective.
+    """Yield every parameter once with its whole values. Collective.
 
     Args:
-        together_numel: so many elements are whole at a time, or one parameter that has more; MAX_GATHERED_NUMEL.
+        together_numel: elements that are whole at a time, or one larger parameter; default: MAX_GATHERED_NUMEL.
     """
     most = MAX_GATHERED_NUMEL if together_numel is None else together_numel
     batch: list[nn.Parameter] = []
@@ -80,7 +80,7 @@ def _names_by_parameter(module: nn.Module) -> dict[int, list[str]]:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that a state dict holds, by name; those that are there under two names, twice."""
+    """Yield buffers of a state dict by name; a buffer with two names is yielded twice."""
     for prefix, inner in module.named_modules(remove_duplicate=False):
         for name, buffer in inner._buffers.items():
             if buffer is not None and name not in inner._non_persistent_buffers_set:
@@ -88,14 +88,14 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def with_extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Modules inside that keep a state of their own (`get_extra_state`), by its name in a state dict."""
+    """Yield submodules with an extra state (`get_extra_state`), by its name in a state dict."""
     for prefix, inner in module.named_modules():
         if type(inner).get_extra_state is not nn.Module.get_extra_state:
             yield (f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE), inner
 
 
 def state_dict_order(module: nn.Module) -> Iterator[str]:
-    """Names as `state_dict()` orders them: module by module, parameters before buffers, then a state of its own."""
+    """Yield names in the order of `state_dict()`: module by module, parameters, buffers, extra state."""
     for prefix, inner in module.named_modules(remove_duplicate=False):
         own = [name for name, value in inner._parameters.items() if value is not None]
         own += [name for name, value in inner._buffers.items() if value is not None]
@@ -105,8 +105,8 @@ def state_dict_order(module: nn.Module) -> Iterator[str]:
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module, collectives: Collectives) -> None:
-    """Overwrite all buffers with those of rank 0, one message per dtype; DistributedDataParallel does so, too, with
-    `broadcast_buffers`. Collective."""
+    """Broadcast all buffers from rank 0, one message per dtype, like DistributedDataParallel's `broadcast_buffers`.
+    Collective."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for buffer in module.buffers():
         if buffer.numel():

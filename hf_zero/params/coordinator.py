@@ -1,15 +1,15 @@
-"""Owns when units are gathered and released: hooks around forward, and on what it returns for backward.
+"""Decides when units are gathered and released, with hooks around forward and, for backward, on its outputs.
 
-    forward     enter 0 | gather 0, ask for 1 | compute | enter 1 | ...                         ascending
-    backward    output of 1 needs a gradient | gather 1, ask for 0 | compute | ...              descending
+    forward     enter 0 | gather 0, request 1 | compute | enter 1 | ...                         ascending
+    backward    output of 1 needs a gradient | gather 1, request 0 | compute | ...              descending
 
-Ranks need not run in step inside and between units: each rank gathers what it needs when it needs
-it, and `hf_zero.comm.negotiation` brings the ranks together. A unit that is entered again within one pass (a layer used
-twice, a tied head) is gathered again unless it is still there. The end of a pass is met by all ranks, so that nobody
-leaves while others still need its shards.
+Ranks need not run in lockstep inside or between units: each rank requests a unit when it needs it, and
+`hf_zero.comm.negotiation` matches the requests. A unit that is entered again within one pass (a layer used
+twice, a tied head) is gathered again unless it is still gathered. All ranks synchronise at the end of a pass, so that
+no rank leaves while others still need its shards.
 
-At first the order in which units are expected is the one in which modules were registered. Where forward turns out to
-take another, the ranks agree on that at the step (`reorder`).
+Units are first expected in the registration order of modules. If forward uses another order, ranks agree on that order
+at the step (`reorder`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from hf_zero.params.hooked_modules import ExecutionOrder, HookedModule
 from hf_zero.params.prefetcher import Prefetcher
 from hf_zero.params.unit import Unit
 
-_DEEPEST = 4  # of objects in objects that a module returns
+_DEEPEST = 4  # nesting of objects in a module's output
 
 
 class Forward:
-    """The forwards of hooked modules that are running, one inside the other.
+    """The running forwards of hooked modules, nested in each other.
 
     Attributes:
-        trains: whether the pass under way, or the last one, is to be differentiated.
-        seen: positions in the order in which that pass has first entered them.
-        is_out_of_order: some pass has gone another way than the execution order.
+        trains: whether the current or last pass records gradients.
+        seen: positions in the order in which that pass first entered them.
+        is_out_of_order: whether some pass deviated from the execution order.
     """
 
     def __init__(self, order: ExecutionOrder, prefetcher: Prefetcher) -> None:
         self._order = order
         self._prefetcher = prefetcher
-        self._gathered: list[list[Unit]] = []  # of each: its own units, and those that it reads of other modules
+        self._gathered: list[list[Unit]] = []  # per forward: its own units, and those read from other modules
         self._subtree: tuple[int, ...] = ()
         self.trains = False
         self.seen: list[int] = []
@@ -56,7 +56,7 @@ class Forward:
 
     @property
     def innermost(self) -> Sequence[Unit]:
-        """What the forward that has begun last uses."""
+        """Units of the innermost running forward."""
         return self._gathered[-1]
 
     @property
@@ -64,13 +64,13 @@ class Forward:
         return {unit for units in self._gathered for unit in units}
 
     def begin(self, hooked: HookedModule, *, trains: bool) -> None:
-        """Begin a pass: `hooked` is entered first."""
+        """Begin a pass that enters `hooked` first."""
         self.trains = self._prefetcher.trains = trains
         self._subtree = hooked.subtree
         self.seen = []
 
     def enter(self, hooked: HookedModule) -> None:
-        """Gather what `hooked` has, and ask for what comes after it in this pass."""
+        """Gather the units of `hooked`, and prefetch the next ones of this pass."""
         self._gathered.append(list(hooked.units))
         here = hooked.position
         if here is None:
@@ -83,17 +83,17 @@ class Forward:
             self._prefetcher.prefetch(position for position in self._subtree if position > here)
 
     def read(self, unit: Unit) -> None:
-        """The innermost module reads a parameter of another one: gather it for that."""
+        """Gather a unit of another module that the innermost module reads."""
         with ledger.phase("forward"):
             self._prefetcher.gather(unit)
         self._gathered[-1].append(unit)
 
     def leave(self, hooked: HookedModule, lent: Sequence[Unit] = ()) -> Sequence[Unit]:
-        """Release what no enclosing module uses and the gather plan does not keep. Returns what `hooked` has read.
+        """Release units that no enclosing module uses and the gather plan does not keep. Returns the units it had read.
 
         Args:
-            lent: of which parameters, or views of them, are returned: the module around reads them from now on, and
-                where there is none, they stay as they are.
+            lent: units whose parameters, or views of them, are in the output: the enclosing module reads them from now
+                on; without one, they stay gathered.
         """
         units = self._gathered.pop()
         if self._gathered:
@@ -113,16 +113,16 @@ class Forward:
         return hooked.position in (plan.kept_for_backward if self.trains else plan.kept_for_inference)
 
     def end(self) -> None:
-        """End a pass: the first module that was entered has been left. Collective."""
+        """End a pass, when the first entered module has been left. Collective."""
         self._prefetcher.end_pass(in_backward=False)
         self.is_out_of_order = self.is_out_of_order or self.seen != sorted(self.seen)
 
     def abandon(self) -> None:
-        """Forget running modules: their ends will not be seen."""
+        """Forget running modules, because their ends will not be seen."""
         self._gathered.clear()
 
     def forget_order(self) -> None:
-        """The execution order is another one now."""
+        """Reset after a change of the execution order."""
         self.seen = []
         self.is_out_of_order = False
 
@@ -131,14 +131,14 @@ class Forward:
 class _Descent:
     """Progress of a backward."""
 
-    cursor: int  # everything at this position and above has had its turn
-    entered: set[int] = field(default_factory=set)  # positions that backward has reached itself
-    holders: dict[Unit, HookedModule] = field(default_factory=dict)  # on whose behalf a unit is gathered
-    reached: HookedModule | None = None  # whose output's gradient came last: its own backward is not over
+    cursor: int  # backward is done with all positions from here on
+    entered: set[int] = field(default_factory=set)  # positions that backward has reached
+    holders: dict[Unit, HookedModule] = field(default_factory=dict)  # the module that a unit is gathered for
+    reached: HookedModule | None = None  # the module reached last, whose backward is not over
 
     def enter(self, position: int) -> None:
-        """Backward reaches `position`."""
-        if position in self.entered:  # again: the graph holds more than one pass, and the next one begins
+        """Record that backward reaches `position`."""
+        if position in self.entered:  # again: the graph has several passes, and the next one begins
             self.cursor = position
             self.entered.clear()
         self.entered.add(position)
@@ -146,16 +146,16 @@ class _Descent:
 
 
 class Backward:
-    """The backward pass under way, if there is one.
+    """The current backward pass, if any.
 
     Attributes:
-        num_passes: forward passes that backward may have to walk through.
+        num_passes: number of forward passes that backward may traverse.
     """
 
     def __init__(
         self, order: ExecutionOrder, prefetcher: Prefetcher, on_progress: Callable[[int | None], None]
     ) -> None:
-        """`on_progress`: told from which position on backward is done; None: it will come back for another pass."""
+        """`on_progress`: called with the position from which on backward is done; None: it returns for another pass."""
         self._order = order
         self._prefetcher = prefetcher
         self._on_progress = on_progress
@@ -168,10 +168,10 @@ class Backward:
         return self._descent is not None
 
     def reach(self, hooked: HookedModule, units: Sequence[Unit], *, creates_graph: bool = False) -> None:
-        """The gradient of an output of `hooked` has come; its backward reads `units`.
+        """Gather `units` for the backward of `hooked`, because the gradient of one of its outputs has arrived.
 
-        Where it creates a graph (of a gradient penalty), so does the backward of that backward, at operations that no
-        hook is at: they are held until the loss has had its backward.
+        If backward creates a graph (for a gradient penalty), the double backward reads the units too, in operations
+        without hooks: they are held until the backward of the loss.
         """
         if self._descent is not None:
             self._descent.reached = None
@@ -184,8 +184,8 @@ class Backward:
         self._descent.reached = hooked
 
     def gather(self, hooked: HookedModule | None, units: Sequence[Unit]) -> None:
-        """Gather `units` for `hooked`, which backward has come to or whose forward it runs again, and ask for what
-        comes after it. None: read elsewhere."""
+        """Gather `units` for `hooked`, which backward has reached or recomputes, and prefetch the next ones. None: for
+        a read outside of hooked modules."""
         if not units:
             return
         with ledger.phase("backward"):
@@ -213,34 +213,34 @@ class Backward:
         self._on_progress(cursor if self.num_passes <= 1 else None)
 
     def _release_used_up(self, descent: _Descent, hooked: HookedModule) -> None:
-        """Backward has reached `hooked`: what is gathered for modules that are not around it has been used.
+        """Release units gathered for modules that do not enclose `hooked`, because backward has reached `hooked`.
 
-        Where `hooked` only runs its forward again, because of a checkpoint around it and others, the module that
-        backward has come to still needs what it has.
+        If `hooked` only recomputes its forward, for a checkpoint around several modules, the module that backward has
+        reached still needs its units.
         """
         for unit, holder in list(descent.holders.items()):
             if holder is descent.reached:
                 continue
-            # A container may return what it has computed midway, while something in it is still in use.
+            # A container may return an intermediate result, while a module in it is still in use.
             apart = id(hooked.module) not in holder.inside and id(holder.module) not in hooked.inside
             if holder is not hooked and apart:
                 del descent.holders[unit]
                 unit.release()
 
     def lend(self, units: Sequence[Unit]) -> None:
-        """Parameters of these have been returned by a forward that runs again: keep them to the end."""
+        """Keep units whose parameters a recomputed forward returned, until the end of backward."""
         if self._descent is not None:
             for unit in units:
                 self._descent.holders.pop(unit, None)
 
     def stop_holding(self) -> None:
-        """What is held for the backward of a backward may be released."""
+        """Allow the release of units held for a double backward."""
         for unit in self._held:
             unit.is_held = False
         self._held = []
 
     def end(self) -> bool:
-        """Backward is over, where it was under way, which is returned. Collective then."""
+        """End backward. Returns whether one was running; collective if so."""
         was_under_way = self.is_under_way
         self._descent, self._prefetcher.in_backward, self.num_passes = None, False, 0
         if was_under_way:
@@ -249,11 +249,11 @@ class Backward:
 
 
 class ParameterCoordinator:
-    """Gathers and releases units; the module's docstring has the rules.
+    """Gathers and releases units; see the module docstring.
 
     Attributes:
-        prefetcher: gathers, and meets the other ranks.
-        forward, backward: the pass under way in each direction.
+        prefetcher: gathers units and synchronises with other ranks.
+        forward, backward: the current pass in each direction.
     """
 
     def __init__(
@@ -265,8 +265,8 @@ class ParameterCoordinator:
     ) -> None:
         """
         Args:
-            edits: has to look at what inference keeps gathered before that is released.
-            on_progress: told from which position on backward is done; None: it will come back for another pass.
+            edits: checks units that inference keeps gathered before they are released.
+            on_progress: called with the position from which on backward is done; None: it returns for another pass.
         """
         self._order = order
         self._edits = edits
@@ -276,8 +276,8 @@ class ParameterCoordinator:
         self._handles: list[Any] | None = None
 
     def reorder(self, order: Sequence[int]) -> None:
-        """From now on position `i` is the hooked module that was at `order[i]`. Between passes only."""
-        assert not self.forward.is_running and not self.backward.is_under_way, "a pass is under way"
+        """Move the hooked module at `order[i]` to position `i`. Only between passes."""
+        assert not self.forward.is_running and not self.backward.is_under_way, "a pass is running"
         self._order.change(order)
         self.forward.forget_order()
 
@@ -288,7 +288,7 @@ class ParameterCoordinator:
         return self._handles is not None
 
     def watch(self) -> None:
-        """Register the hooks. They stay out of compiled code, where a graph breaks at every unit."""
+        """Register the hooks. They are excluded from compiled code, whose graph breaks at every unit."""
         assert self._handles is None, "already watching"
         self._handles = []
         for hooked in self._order.hooked_modules:
@@ -298,7 +298,7 @@ class ParameterCoordinator:
             self._handles.append(hooked.module.register_forward_hook(leave, always_call=True))
 
     def unwatch(self) -> None:
-        """Take the hooks away and release everything; `watch` brings them back."""
+        """Remove the hooks and release everything; `watch` restores them."""
         for handle in self._handles or ():
             handle.remove()
         self._handles = None
@@ -309,7 +309,7 @@ class ParameterCoordinator:
 
     @property
     def is_running(self) -> bool:
-        """Whether a watched forward or a backward is under way, so that a read may gather."""
+        """Whether a hooked forward or a backward is running, so that a read may gather."""
         return self.forward.is_running or _in_autograd()
 
     def _enter(self, hooked: HookedModule, _module: nn.Module, _args: Any) -> None:
@@ -338,8 +338,8 @@ class ParameterCoordinator:
     def _watch_outputs(
         self, hooked: HookedModule, units: Sequence[Unit], tensors: Sequence[Tensor], since: int
     ) -> None:
-        """Gather again when backward reaches what was computed here, since node `since`; outputs that were only passed
-        through belong to an earlier hooked module, and their turn comes when this one's is long over."""
+        """Hook outputs computed here since autograd node `since`, to gather again when backward reaches them. Outputs
+        that were only passed through belong to an earlier hooked module."""
         if not (units and torch.is_grad_enabled() and hooked.reads_in_backward):
             return
         needed = tuple(units)
@@ -352,7 +352,7 @@ class ParameterCoordinator:
                 tensor.register_hook(reach)
 
     def read(self, unit: Unit) -> None:
-        """A module reads a parameter of a unit that is not gathered for it: gather it for the innermost one."""
+        """Gather a unit for the innermost module, which reads a parameter of another module."""
         if unit.is_gathered:
             return
         if _in_autograd():
@@ -368,38 +368,38 @@ class ParameterCoordinator:
             self.release_all()
         trains = torch.is_grad_enabled()
         if not trains:
-            self.prefetcher.ahead.discard()  # it was for a pass that trains
+            self.prefetcher.ahead.discard()  # it was prefetched for a training pass
         if trains and not self.forward.trains:
             self._edits.give_up_kept()
             self.release_all()
-        self.prefetcher.note_written()  # what the program has done between passes
+        self.prefetcher.note_written()  # the program may have written to shards between passes
         self.forward.begin(hooked, trains=trains)
         self.backward.num_passes += trains
 
     def end_backward(self) -> None:
-        """The backward pass, if there was one, is over: nothing stays gathered. Collective."""
+        """End the backward pass, if any, and release its units. Collective."""
         self.backward.stop_holding()
         if self.backward.end():
             self.release_all()
 
     def end_passes(self) -> None:
-        """End what is under way and go back to shards. Collective, where a backward is under way."""
+        """End running passes and release their units. Collective if a backward is running."""
         self.end_backward()
         self.release_all()
 
     def settle(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
-        """The same, before weights change. Collective: returns when all ranks have called it, with their `facts`."""
+        """End passes before weights change. Collective: returns all ranks' `facts` once all ranks have called it."""
         self.end_passes()
         self.prefetcher.ahead.discard()
         return self.prefetcher.begin_update(facts)
 
     def release_all(self) -> None:
-        """Back to shards, except persistent units and what a running forward uses."""
+        """Release all units except persistent ones and those that a running forward uses."""
         self.prefetcher.release_all(except_for=self.forward.in_use)
 
 
 def _next_node() -> int:
-    """The number that autograd gives to the next operation; later operations have larger ones."""
+    """The sequence number of autograd's next operation; numbers increase."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -409,8 +409,7 @@ def _in_autograd() -> bool:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The tensors of a module's output; of an object that is no container, those among its attributes, and where none
-    are there, those further inside."""
+    """The tensors in a module's output: in containers, or else among an object's attributes, or else deeper inside."""
     tensors = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor):
@@ -421,7 +420,7 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def _inside(value: Any, depth: int) -> Iterator[Tensor]:
-    """The tensors in containers, and in attributes of objects down to this depth."""
+    """Yield tensors in containers and, down to this depth, in attributes of objects."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -436,7 +435,7 @@ def _as_tuple(names: Any) -> tuple[str, ...]:
 
 
 def _shown_in(tensors: Sequence[Tensor], units: Sequence[Unit]) -> list[Unit]:
-    """Units whose gathered parameters these tensors are, or views of."""
+    """Units whose gathered parameters, or views of them, are among these tensors."""
     if not units:
         return []
     addresses = {

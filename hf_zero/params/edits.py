@@ -1,11 +1,11 @@
-"""User writes into whole parameters: detected, carried over to the shards, compared between ranks.
+"""User writes into gathered parameters: detected, copied to the shards, compared between ranks.
 
-Whole between steps are persistent parameters, and what inference has kept gathered. A write in place counts up the
-parameter's version, by which it is noticed wherever a unit goes back to shards; one through `parameter.data` does not,
-so what is whole for long has a digest of its bits taken when it was gathered, and again before it goes.
+Persistent parameters, and units that inference keeps, stay gathered between steps. An in-place write increases the
+parameter's version, which is checked when a unit is released. A write through `parameter.data` does not, so digests of
+the bits of these parameters are taken when they are gathered, and compared before they are released.
 
-Every rank carries over its own chunk. So all ranks must have written the same: `mark` travels with the message of the
-next step, and where the marks differ no update is made.
+Every rank copies its own chunk, so all ranks must have written the same values. `mark` is sent with the message of the
+next step; if marks differ, no update is made.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class ShardedEdits(Edits):
         collectives: Collectives,
         device: torch.device,
     ) -> None:
-        """`masters`: for parameters that have some, how to overwrite the beginning of this rank's chunk of them."""
+        """`masters`: by parameter, a function that overwrites the beginning of this rank's chunk of its masters."""
         self._units = units
         self._masters = masters
         self._stand_ins = stand_ins
         self._collectives = collectives
         self._persistent = {member for unit in units if unit.is_persistent for member in unit.members}
-        # By values, in every step: where the host runs ahead it would have to wait.
+        # Compared by values in every step, unless the host runs ahead, which would have to wait.
         self._may_look = not host_runs_ahead(device)
         self._has_values = device.type != "meta"
-        # Of which other ranks hold other parts: what is written into these is not compared.
+        # Other ranks hold other parts of these, so writes into them are not compared.
         self._differ = {m for m in self._persistent if (part := held_part(m.parameter)) is not None and part.is_mixed}
-        self._totals: dict[UnitPart, Tensor] = {}  # digests of persistent parts, when they were gathered; 0-dim
-        self._digests: dict[UnitPart, list[int]] = {}  # of the members of kept parts, when they were gathered
+        self._totals: dict[UnitPart, Tensor] = {}  # digests of persistent parts when gathered; 0-dim
+        self._digests: dict[UnitPart, list[int]] = {}  # digests of the members of kept parts when gathered
         self._num_lost: Tensor | None = None
-        self._edited: dict[str, int] = {}  # since ranks met the last time: name -> digest
+        self._edited: dict[str, int] = {}  # name -> digest, since ranks last synchronised
 
     def remember_persistent(self) -> None:
         """Record the persistent unit after a gather, or after the engine has written to it."""
@@ -69,7 +69,7 @@ class ShardedEdits(Edits):
                         self._digests[part] = _digests(part)
 
     def give_up_kept(self) -> None:
-        """Sync what inference has kept before it is released."""
+        """Copy edits of units that inference kept, before they are released."""
         self.adopt()
         for unit in self._units:
             if unit.is_gathered and not unit.is_persistent:
@@ -77,14 +77,14 @@ class ShardedEdits(Edits):
                     part.leave_views()
 
     def close(self) -> None:
-        """Stop: the units are gone, and later writes are not tracked."""
+        """Stop tracking writes, because the units are gone."""
         self._units = ()
         self._totals.clear()
         self._digests.clear()
         self._edited.clear()
 
     def forget_released(self) -> None:
-        """Weights are about to change: what was released is no longer what was remembered."""
+        """Forget digests of released units before weights change."""
         for unit in self._units:
             if not unit.is_gathered:
                 for part in unit.parts:
@@ -92,10 +92,10 @@ class ShardedEdits(Edits):
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Carry over writes into parameters that are whole now.
+        """Copy writes into gathered parameters to shards and masters.
 
         Raises:
-            RuntimeError: when a parameter was given other data.
+            RuntimeError: if a parameter's data was replaced.
         """
         for unit in self._units:
             if unit.is_gathered:
@@ -114,20 +114,20 @@ class ShardedEdits(Edits):
             self._digests[part] = digests
 
     def _sync_persistent(self, part: UnitPart) -> None:
-        """Part of every step: one check of all, and only if that differs, one of each."""
+        """Check a persistent part in every step: one digest of all members and, if it differs, one of each."""
         is_changed = self._may_look and bool(part.digest() != self._totals[part])
         synced = [member.sync_master(is_certain=is_changed and member.differs()) for member in part.members]
         if is_changed or any(synced):
             self._totals[part] = part.digest()
 
     def write_master(self, handle: ShardedParameter, chunk: Tensor) -> None:
-        """This rank's chunk of `handle` has been given new values."""
+        """Write new values of this rank's chunk of `handle` to its masters."""
         write = self._masters.get(handle)
         if write is not None:
             write(chunk)
 
     def rewritten(self, handle: ShardedParameter) -> None:
-        """The engine has written into the gathered tensor of `handle`."""
+        """Update the digest after the engine has written into the gathered tensor of `handle`."""
         if handle in self._persistent:
             self.remember_persistent()
             return
@@ -136,8 +136,8 @@ class ShardedEdits(Edits):
                 self._digests[part] = _digests(part)
 
     def num_lost(self) -> Tensor | float:
-        """Released parameters that were filled with a constant, and parts that stay gathered and were written to in a
-        way that only the device has seen."""
+        """Number of released parameters that were filled with a constant, and of persistent parts with a write that
+        only the device can detect."""
         constants = self._stand_ins.num_overwritten()
         if not self._totals or self._may_look:
             return constants
@@ -150,21 +150,21 @@ class ShardedEdits(Edits):
         if self._num_lost is not None and self._num_lost.item():
             names = [_name(member) for part in self._totals for member in part.members]
             raise RuntimeError(
-                f"one of the parameters that stay whole ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''}) "
-                "was written to through `parameter.data`. On an accelerator such a write is noticed too late to be "
+                f"one of the persistent parameters ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''}) "
+                "was written to through `parameter.data`. On an accelerator such a write is detected too late to be "
                 "kept: leave out `.data` (with torch.no_grad(): parameter.clamp_(...)), on every rank."
             )
 
     def note(self, handle: ShardedParameter) -> None:
-        """Record that a write into `handle` has been carried over."""
-        assert handle.unsharded is not None, "only what is whole can be written to"
+        """Record that a write into `handle` has been copied."""
+        assert handle.unsharded is not None, "only gathered parameters can be written to"
         if handle not in self._persistent or not (self._may_look or handle in self._differ):
-            # Of others the total is compared in every step.
+            # The totals of other parameters are compared in every step.
             self._edited[_name(handle)] = int(digest(handle.unsharded)) if self._has_values else 0
 
     @property
     def mark(self) -> int:
-        """Equal on ranks with equal writes and equal persistent parameters."""
+        """A number that is equal on ranks with equal writes and equal persistent parameters."""
         compared = (known for part, known in self._totals.items() if part.members[0] not in self._differ)
         totals = [int(known) for known in compared] if self._may_look else []
         if not self._edited and not totals:
@@ -186,7 +186,7 @@ class ShardedEdits(Edits):
         raise RuntimeError(
             "parameters were written to outside of training, and not with the same values on all ranks: "
             f"{', '.join(differing[:8])}{', ...' if len(differing) > 8 else ''} (ranks {ranks} differ from rank 0). "
-            "Each rank keeps only a shard, so they would become a mixture. Write the same on every rank, or inside "
+            "Each rank keeps only a shard, so the values would be mixed. Write the same on every rank, or inside "
             "`with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, which takes rank 0's values."
         )
 
@@ -205,7 +205,7 @@ def _name(handle: ShardedParameter) -> str:
 
 
 def _digests(part: UnitPart) -> list[int]:
-    """Digests of every member's bits, with one device synchronization."""
+    """Digests of all members' bits, with one device synchronization."""
     digests: list[int] = torch.stack(
         [digest(member.unsharded) for member in part.members if member.unsharded is not None]
     ).tolist()

@@ -1,4 +1,4 @@
-"""Moves parameters into flat buffers, one per bucket, and makes the master weights of the owned part."""
+"""Moves parameters into flat buffers, one per bucket, and creates the masters of the owned part."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hf_zero.precision import Precision
 
 @dataclass(frozen=True, slots=True)
 class FlatBucket(TrainedBucket):
-    """A bucket held whole: `flat` is 1-D in the model's dtype, every parameter is a view of it."""
+    """A whole bucket: `flat` is 1-D in the model's dtype, and every parameter is a view of it."""
 
     flat: Tensor
 
 
 class FlatParameters(ParameterStore):
-    """Stages 0-2: whole parameters. They keep their identity, names and shapes; only their storage moves."""
+    """The store of stages 0-2: whole parameters, which keep their identity, names and shapes; only storage moves."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class FlatParameters(ParameterStore):
         *,
         whole_tensors: bool = False,
     ) -> None:
-        """Rank 0's values win: every bucket is broadcast in its master dtype before it is rounded.
+        """Broadcast every bucket from rank 0 in its master dtype, before rounding.
 
         Args:
-            layout: where each parameter goes; `layout.specs[i]` describes `parameters[i]`.
+            layout: the place of each parameter; `layout.specs[i]` describes `parameters[i]`.
             parameters: trainable parameters, already on the training device.
-            placements: where masters are kept.
-            whole_tensors: give the optimizer every parameter in its own shape; otherwise it sees flat sub-groups.
+            placements: storage of the masters.
+            whole_tensors: give the optimizer every parameter in its own shape; otherwise flat sub-groups.
         """
         self._sharding = sharding
         self._gathers = sharding.shards_optimizer
@@ -59,20 +59,20 @@ class FlatParameters(ParameterStore):
         self._versions = [parameter._version for parameter in self.parameters]
 
     def all_gather_params(self, bucket: int) -> Pending:
-        """Gather the other ranks' parts of the bucket, in place."""
+        """All-gather the other ranks' parts of the bucket, in place."""
         flat = self._flat[bucket]
         return self._groups.of(flat.parameters[0]).shard.all_gather(flat.flat) if self._gathers else Pending()
 
     @torch.no_grad()
     def sync_masters(self) -> None:
-        """Carry what the user wrote into parameters since the last step over to the masters.
+        """Copy the user's writes into parameters since the last step to the masters.
 
-        Our own updates go through the flat buffers and leave `parameter._version` alone, so a changed version is an
-        edit: `load_state_dict`, weight surgery, an in-place clamp.
+        The engine's updates write to the flat buffers and do not change `parameter._version`, so a changed version
+        means an edit: `load_state_dict`, an in-place clamp.
 
         Raises:
-            RuntimeError: when a parameter is no longer a view of its flat buffer (`model.to(...)`, a replaced
-                `parameter.data`): updates would no longer reach the model.
+            RuntimeError: if a parameter is no longer a view of its flat buffer (`model.to(...)`, a replaced
+                `parameter.data`), so that updates would not reach the model.
         """
         for bucket in self._flat:
             for slot, parameter in zip(bucket.bucket.slots, bucket.parameters, strict=True):

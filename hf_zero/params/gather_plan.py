@@ -1,24 +1,24 @@
-"""Which units stay gathered when, decided once from the config's limits, the same on all ranks."""
+"""The gather plan: which units stay gathered, decided once from the config's limits, the same on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Units: an update ends when they are there. The first one, often an embedding, computes next to nothing.
+# Units gathered before an update ends. The first one is often an embedding, which hardly computes.
 MOST_BESIDE_UPDATE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class GatherPlan:
-    """Rules of one engine, by position in the order in which hooked modules are passed.
+    """Rules of one engine, by position in the execution order of hooked modules.
 
     Attributes:
-        kept_for_backward: after a forward pass that is to be differentiated.
-        kept_for_inference: after a forward pass that does not train, until training resumes.
-        needed_in_backward: backward may read parameters there, on some rank.
-        prefetch_numel: elements that may be under way before their use; more than 0: at least one unit.
-        max_live_numel: elements that may be there with them.
+        kept_for_backward: positions kept gathered after a training forward.
+        kept_for_inference: positions kept gathered after a forward without gradients, until training resumes.
+        needed_in_backward: positions whose parameters backward may read on some rank.
+        prefetch_numel: maximum number of elements in flight before their use; above 0: at least one unit.
+        max_live_numel: maximum number of elements gathered or in flight.
     """
 
     kept_for_backward: frozenset[int]
@@ -29,15 +29,15 @@ class GatherPlan:
 
     @property
     def prefetches(self) -> bool:
-        """Whether the next unit is gathered while the present one computes."""
+        """Whether the next unit is gathered while the current one computes."""
         return self.prefetch_numel > 0
 
     def has_room_for(self, numel: int, *, ahead_numel: int, live_numel: int) -> bool:
-        """Whether a unit may be gathered ahead of its use, where all ranks know what comes next. In elements.
+        """Whether a unit may be prefetched if all ranks know what comes next. Sizes are in elements.
 
         Args:
-            ahead_numel: of units that have been asked for before their use.
-            live_numel: of those that are gathered.
+            ahead_numel: of units that are already prefetched.
+            live_numel: of units that are gathered.
         """
         if not ahead_numel:
             return self.prefetches
@@ -47,7 +47,7 @@ class GatherPlan:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One position: which units (by index) it uses, and what the rules need to know of it."""
+    """One position: the indices of its units, and properties that the rules need."""
 
     units: tuple[int, ...]
     numel: int
@@ -58,9 +58,9 @@ class Use:
 def plan_gathers(uses: Sequence[Use], *, max_live_numel: int, max_reuse_numel: int, prefetch_numel: int) -> GatherPlan:
     """Apply stage3_max_live_parameters, stage3_max_reuse_distance and stage3_prefetch_bucket_size (elements).
 
-    The reuse distance is what is gathered between two uses. Backward walks in reverse, so the last units are used again
-    first: from the end, as many are kept as both limits allow. Without a backward pass the first ones are kept, for the
-    next forward begins with them.
+    The reuse distance is the number of elements gathered between two uses. Backward runs in reverse, so the last units
+    are reused first: from the end, as many are kept as both limits allow. Without a backward pass the first units are
+    kept, because the next forward begins with them.
     """
     return GatherPlan(
         kept_for_backward=_kept_for_backward(uses, max_live_numel, max_reuse_numel),
@@ -72,9 +72,9 @@ def plan_gathers(uses: Sequence[Use], *, max_live_numel: int, max_reuse_numel: i
 
 
 def merge_orders(orders: Sequence[Sequence[int]], num_positions: int) -> list[int]:
-    """One order of all positions in which every rank's order is kept as far as they do not contradict one another.
+    """Merge the ranks' orders into one order of all positions that respects each of them unless they contradict.
 
-    Where orders leave a choice the lower position goes first; a contradiction is settled in the same way.
+    If several positions may come next, or orders contradict, the lowest position goes first.
     """
     before: dict[int, set[int]] = {position: set() for position in range(num_positions)}
     for order in orders:
@@ -94,7 +94,7 @@ def _kept_for_backward(uses: Sequence[Use], max_live_numel: int, max_reuse_numel
     kept: set[int] = set()
     kept_units: set[int] = set()
     live, behind = 0, 0
-    next_use: dict[int, int] = {}  # of each unit: what lies behind its next use in this forward
+    next_use: dict[int, int] = {}  # per unit: the elements after its next use in this forward
     for position in reversed(range(len(uses))):
         use = uses[position]
         known = [next_use[unit] for unit in use.units if unit in next_use]
@@ -124,6 +124,6 @@ def _kept_for_inference(uses: Sequence[Use], max_live_numel: int) -> frozenset[i
 
 
 def _needed_in_backward(uses: Sequence[Use]) -> frozenset[int]:
-    """Positions that read their parameters in backward, from the first on at which something is trained."""
+    """Positions that read their parameters in backward, from the first trained position on."""
     first = next((position for position, use in enumerate(uses) if use.has_trained), len(uses))
     return frozenset(position for position in range(first, len(uses)) if uses[position].reads_in_backward)

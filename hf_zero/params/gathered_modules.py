@@ -1,11 +1,11 @@
-"""Finds the units of a model: which parameters are gathered together, and around whose forward.
+"""Finds the units of a model: which parameters are gathered together, and around which module's forward.
 
 Model                     container      its own direct parameters, if any, are a unit
   embed_tokens            unit
   layers (ModuleList)
     0, 1, 2 ...           unit each      a transformer block with everything in it, experts too
   norm                    unit
-  lm_head                 unit           tied to embed_tokens: no unit of its own, its gathered module uses that one
+  lm_head                 unit           if tied to embed_tokens: no separate unit, its module uses that one
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-# A block beyond both limits that is itself a list of blocks (a stage of a hierarchical vision model) is opened.
+# A block above both limits that is itself a list of blocks (a stage of a hierarchical vision model) is split.
 OVERSIZED_NUMEL = 1 << 26
 OVERSIZED_SHARE = 4
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -24,11 +24,11 @@ _PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True, slots=True)
 class GatheredModule:
-    """A module around whose forward parameters are gathered.
+    """A module whose parameters are gathered around its forward.
 
     Attributes:
-        parameters: those of the module that no gathered module below it takes care of, without repetition.
-        is_container: it has gathered modules below it.
+        parameters: those of the module, without duplicates, that no gathered module below it has.
+        is_container: whether it has gathered modules below it.
     """
 
     name: str
@@ -80,7 +80,7 @@ class _Walk:
 
 
 def find_gathered_modules(root: nn.Module) -> list[GatheredModule]:
-    """All gathered modules of `root`, containers before what they contain, otherwise in registration order."""
+    """All gathered modules of `root`, containers before their contents, otherwise in registration order."""
     leaves = [module for module in root.modules() if getattr(module, "_z3_leaf", False)]
     if root in leaves:
         return [GatheredModule("", root, tuple(root.parameters()), is_container=False)]
@@ -90,17 +90,17 @@ def find_gathered_modules(root: nn.Module) -> list[GatheredModule]:
 
 
 def _with_leftovers(root: nn.Module, gathered_modules: list[GatheredModule]) -> list[GatheredModule]:
-    """The root takes care of parameters that lie in none of them: a list's own, when the list has children as well."""
+    """Assign parameters outside of all gathered modules to the root: those of a list that also has children."""
     covered = {id(parameter) for gathered in gathered_modules for parameter in gathered.parameters}
     left = tuple(parameter for parameter in root.parameters() if id(parameter) not in covered)
     if not left:
         return gathered_modules
-    assert gathered_modules[0].module is root, "the root is the first of them"
+    assert gathered_modules[0].module is root, "the root is the first"
     return [replace(gathered_modules[0], parameters=(*gathered_modules[0].parameters, *left)), *gathered_modules[1:]]
 
 
 def assign_units(gathered_modules: Sequence[GatheredModule]) -> list[tuple[GatheredModule, tuple[nn.Parameter, ...]]]:
-    """The units: every parameter belongs to the first module that has it; modules left without any make none."""
+    """The units: every parameter belongs to the first module that has it; modules without parameters have none."""
     taken: set[int] = set()
     units = []
     for gathered in gathered_modules:
@@ -112,7 +112,7 @@ def assign_units(gathered_modules: Sequence[GatheredModule]) -> list[tuple[Gathe
 
 
 def _opens(module: nn.Module) -> bool:
-    """Whether units lie below `module` rather than being it."""
+    """Whether the units are below `module` instead of `module` itself."""
     if _is_list(module) or isinstance(module, nn.Sequential):
         return True
     return any(
@@ -122,13 +122,13 @@ def _opens(module: nn.Module) -> bool:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether `module` only holds others. One with parameters of its own (torch's ParametrizationList) does more."""
+    """Whether `module` only contains others. A list with its own parameters (torch's ParametrizationList) does not."""
     return isinstance(module, _LISTS) and not any(True for _ in module.parameters(recurse=False))
 
 
 def _stays_together(list_name: str) -> bool:
-    # Ranks may use experts in different orders, so they are gathered together with the layer that routes to them; a
-    # parametrization is read whenever the weight it makes is read.
+    # Ranks may use experts in different orders, so experts are gathered together with the layer that routes to them; a
+    # parametrization is read whenever its weight is read.
     return "expert" in list_name.lower() or "parametrizations" in list_name
 
 
@@ -147,7 +147,7 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _own(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of the module itself, and of the parameter lists it holds."""
+    """Yield parameters of the module itself, and of its parameter lists."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if isinstance(child, _PARAMETER_LISTS):

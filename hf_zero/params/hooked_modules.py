@@ -1,4 +1,4 @@
-"""Gathered modules as the parameter coordinator sees them: whose forward it watches, what it gathers around it."""
+"""Hooked modules: the modules that the parameter coordinator hooks, with the units it gathers around each."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hf_zero.params.unit import Unit
 
 @dataclass(slots=True, eq=False)
 class HookedModule:
-    """A module whose forward is watched, and the units whose parameters it reads.
+    """A module whose forward is hooked, and the units whose parameters it reads.
 
     Attributes:
-        units: of the parameters that the module itself owns or shares.
-        position: place among those that have units, in the order in which all ranks pass them; None without units.
-        subtree: positions of the hooked modules in it and of itself, ascending: what one pass through it gathers.
-        inside: ids of the modules in it and of itself.
-        reads_in_backward: its backward needs the values of its parameters (a plain embedding's does not).
-        is_container: other hooked modules lie in it, so that its backward begins before theirs and ends after them.
-        entered: of each running forward, the number of autograd's first operation in it.
+        units: units of parameters that the module itself owns or shares.
+        position: index in the execution order of modules with units; None without units.
+        subtree: ascending positions of itself and the hooked modules in it: what one pass through it gathers.
+        inside: ids of itself and all modules in it.
+        reads_in_backward: whether its backward needs its parameters' values (a plain embedding's does not).
+        is_container: whether it contains hooked modules, so that its backward begins before theirs and ends after.
+        entered: for each running forward, the number of its first autograd operation.
     """
 
     name: str
@@ -39,23 +39,23 @@ class HookedModule:
 
 
 class ExecutionOrder:
-    """The hooked modules with units, by position: as they were registered, until forward is known to go another way.
+    """The hooked modules with units by position: in registration order, until forward is known to use another order.
 
     Attributes:
-        hooked_modules: all of them, those without units too.
-        by_position: those with units, in order.
-        gather_plan: which positions stay gathered when.
+        hooked_modules: all hooked modules, including those without units.
+        by_position: hooked modules with units, in order.
+        gather_plan: which positions stay gathered.
         first_use: the first position of each unit.
     """
 
     def __init__(self, hooked_modules: Sequence[HookedModule], plan: Callable[[Sequence[Use]], GatherPlan]) -> None:
-        """`plan`: from the uses of all positions, in order, to what stays gathered."""
+        """`plan`: computes the gather plan from the uses of all positions, in order."""
         self.hooked_modules = tuple(hooked_modules)
         self._plan = plan
         self._number([hooked for hooked in hooked_modules if hooked.position is not None])
 
     def change(self, order: Sequence[int]) -> None:
-        """From now on position `i` is the hooked module that was at `order[i]`."""
+        """Move the hooked module at `order[i]` to position `i`."""
         new = {old: position for position, old in enumerate(order)}
         for hooked in self.hooked_modules:
             hooked.position = None if hooked.position is None else new[hooked.position]
@@ -72,9 +72,9 @@ class ExecutionOrder:
 
 
 def hook_modules(gathered_modules: Sequence[GatheredModule], unit_of: Mapping[int, Unit]) -> list[HookedModule]:
-    """Those with something to gather are numbered in execution order; none where nothing is ever gathered.
+    """Create the hooked modules and number those with units in execution order; none if nothing is ever gathered.
 
-    A hooked module without units counts too: called by itself, it may read a parameter of another one.
+    A module without units is hooked too: called by itself, it may read a parameter of another module.
     """
     inside = [frozenset(id(module) for module in gathered.module.modules()) for gathered in gathered_modules]
     units = [_units_of(gathered.parameters, unit_of) for gathered in gathered_modules]
@@ -121,7 +121,7 @@ def _use_of(hooked: HookedModule) -> Use:
 # Leaf modules: modules that stage 3 gathers as one unit, with everything in them.
 
 
-_MARK = "_z3_leaf"  # DeepSpeed's name; others look for it
+_MARK = "_z3_leaf"  # DeepSpeed's name, which other libraries read
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
@@ -140,10 +140,10 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark all modules of the given classes (or class names); returns them.
+    """Mark all modules of the given classes (or class names) as leaves and return them.
 
     Raises:
-        ValueError: when there is none and `raise_if_not_found`.
+        ValueError: if there is none and `raise_if_not_found`.
     """
     return _mark(model, _of_class(leaf_module_classes), True, raise_if_not_found, leaf_module_classes)
 
@@ -151,20 +151,20 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Unmark modules; returns them."""
+    """Unmark modules and return them."""
     return _mark(model, _of_class(leaf_module_classes), False, raise_if_not_found, leaf_module_classes)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules with these names (as `named_modules` gives them), or with `flag` false take the mark away.
+    """Mark the modules with these names (as in `named_modules`), or unmark them if `flag` is False.
 
     Returns:
         (the modules, the names that no module has)
 
     Raises:
-        ValueError: when there are such names and `raise_if_not_found`.
+        ValueError: if there are such names and `raise_if_not_found`.
     """
     return _mark_each(model, module_names, lambda name, wanted: name == wanted, flag, raise_if_not_found)
 
@@ -172,12 +172,12 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """The same for all modules whose name ends in one of these."""
+    """Like `set_z3_leaf_modules_by_name`, for all modules whose name has one of these suffixes."""
     return _mark_each(model, module_name_suffixes, lambda name, suffix: name.endswith(suffix), flag, raise_if_not_found)
 
 
 def mark_leaves(model: nn.Module, policy: Zero) -> None:
-    """Mark the modules of zero_optimization.leaf_module; unknown names are no error there."""
+    """Mark the modules of zero_optimization.leaf_module, where unknown names are allowed."""
     wanted = policy.leaf_module
     if wanted is None:
         return

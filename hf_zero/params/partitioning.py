@@ -1,4 +1,4 @@
-"""From whole parameters to shards and back, with the names that the ecosystem reads on a sharded parameter."""
+"""Shards and unshards parameters, and sets the attributes that other libraries read on a sharded parameter."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from hf_zero.params.sharded_parameter import (
 from hf_zero.params.stand_ins import READ_FIX, refusal
 from hf_zero.params.store import HANDLE, of
 
-# Sharded parameters, unsharded for a while: gathered into tensors of their own, held, and resharded.
+# Temporary unsharding: parameters are gathered into separate tensors, held, and resharded.
 
 
-TOGETHER_NUMEL = 1 << 20  # what travels as one
+TOGETHER_NUMEL = 1 << 20  # elements gathered in one collective
 
 
 @torch.no_grad()
 def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
-    """The full values of `handles`, each a tensor of its own. Collective: all-gathers per dtype, in list order.
+    """Return the whole values of `handles` as separate tensors. Collective: all-gathers per dtype, in list order.
 
     Raises:
-        StorageError: on all ranks, when one could not read its chunks from a drive.
+        StorageError: on all ranks, if one could not read its chunks from a drive.
     """
     gathered: dict[int, Tensor] = {}
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -55,7 +55,7 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
 
 
 def _batches(indices: Sequence[int], handles: Sequence[ShardedParameter]) -> Iterator[list[int]]:
-    """Batches that are gathered as one: large parameters alone, which avoids a second copy; small ones together."""
+    """Yield batches for one gather: large parameters alone, to avoid a second copy, and small ones together."""
     batch: list[int] = []
     numel = 0
     for index in indices:
@@ -77,7 +77,7 @@ def _gather_together(members: Sequence[ShardedParameter]) -> list[Tensor]:
         with member.opened() as own:
             place.copy_(own)
     collectives.all_gather(flat).wait()
-    if len(members) == 1:  # its chunks lie one after the other already
+    if len(members) == 1:  # its chunks are already contiguous
         return [flat[: members[0].numel].view(members[0].shape)]
     gathered, offset = [], 0
     for member in members:
@@ -89,7 +89,7 @@ def _gather_together(members: Sequence[ShardedParameter]) -> list[Tensor]:
 
 
 def unshard(handles: Sequence[ShardedParameter]) -> None:
-    """Give `handles` their values in separate tensors until `reshard`; nests. Collective."""
+    """Give `handles` their values in separate tensors until `reshard`; can be nested. Collective."""
     fresh = [handle for handle in handles if not handle.unshard_count]
     with torch.inference_mode(False), torch.no_grad():
         missing = [handle for handle in fresh if handle.unsharded is None or handle.as_gathered is not None]
@@ -106,10 +106,10 @@ def unshard(handles: Sequence[ShardedParameter]) -> None:
 
 
 def reshard(handles: Sequence[ShardedParameter], modifier_rank: int | None = None) -> None:
-    """Undo one `unshard`. With `modifier_rank`, that rank's values are kept, by all ranks. Collective then.
+    """Undo one `unshard`. With `modifier_rank`, all ranks keep that rank's values, which is collective.
 
     Raises:
-        RuntimeError: when a parameter that is to be kept has another shape or dtype now.
+        RuntimeError: if a parameter to be kept has another shape or dtype.
     """
     if modifier_rank is not None and handles:
         _keep_edits(handles, modifier_rank)
@@ -159,10 +159,10 @@ _ids = itertools.count()
 def shard_parameter(
     parameter: nn.Parameter, groups: ParallelGroups, *, dtype: torch.dtype | None = None, broadcast: bool = True
 ) -> ShardedParameter:
-    """Keep this rank's chunk of `parameter` and release the rest. Collective when `broadcast`: rank 0's values win.
+    """Keep this rank's chunk of `parameter` and release the rest. With `broadcast`, use rank 0's values: collective.
 
     Args:
-        dtype: of the chunk; default the parameter's own.
+        dtype: of the chunk; default: the parameter's.
     """
     values, shape = parameter.detach(), parameter.shape
     if broadcast and groups.world.size > 1:
@@ -175,7 +175,7 @@ def shard_parameter(
 
 
 def _chunk_of_rank_0(values: Tensor, groups: ParallelGroups) -> Tensor:
-    """This rank's chunk of what rank 0 has. It travels in pieces: a second copy of `values` may be one too many."""
+    """This rank's chunk of rank 0's values, broadcast in pieces to avoid a second copy of `values`."""
     flat, chunk = values.reshape(-1), chunk_numel(values.numel(), groups.shard.size)
     begin = groups.shard.rank * chunk
     shard = torch.zeros(chunk, dtype=values.dtype, device=values.device)
@@ -189,7 +189,7 @@ def _chunk_of_rank_0(values: Tensor, groups: ParallelGroups) -> Tensor:
 
 
 def unpartition(module: nn.Module) -> None:
-    """Turn the sharded parameters of `module` into plain ones again. Collective."""
+    """Turn the sharded parameters of `module` back into plain parameters. Collective."""
     for parameter in module.parameters():
         handle = of(parameter)
         if handle is not None:
@@ -197,7 +197,7 @@ def unpartition(module: nn.Module) -> None:
 
 
 def shard_anew(handle: ShardedParameter, groups: ParallelGroups) -> ShardedParameter:
-    """Cut a parameter that is sharded over other ranks than `groups` says. Collective."""
+    """Reshard a parameter that is sharded over other ranks than those of `groups`. Collective."""
     _make_plain(handle)
     return shard_parameter(handle.parameter, groups, broadcast=False)
 
@@ -211,7 +211,7 @@ def _make_plain(handle: ShardedParameter) -> None:
 
 
 def describe_unsharded(module: nn.Module) -> None:
-    """Give parameters that stage 3 leaves whole (a world of one; integers) the attributes that callers expect."""
+    """Give parameters that stage 3 leaves whole (one rank; integers) the attributes that callers expect."""
     for parameter in module.parameters():
         if of(parameter) is None:
             described: Any = parameter
@@ -277,7 +277,7 @@ def _summary(handle: ShardedParameter) -> dict[str, Any]:
 
 
 def _deepcopy(handle: ShardedParameter, memo: dict[int, Any]) -> nn.Parameter:
-    """A plain parameter with the same values; raises while there are none to copy."""
+    """Return a plain parameter with the same values; raises if the parameter is released."""
     if not handle.is_available:
         raise RuntimeError(refusal(handle.name, handle.shape, "copied", "", READ_FIX))
     copied = nn.Parameter(handle.parameter.detach().clone(), handle.parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""Gathers the units of one engine ahead of their use, and gives other ranks the rows that they need of this one."""
+"""Gathers the units of one engine ahead of their use, and serves this rank's rows to other ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hf_zero.spans import SPANS
 
 
 class Ahead:
-    """Units asked for before their use.
+    """Units that have been prefetched.
 
     Attributes:
-        units: in the order in which they were asked for.
+        units: in the order of their requests.
     """
 
     def __init__(self, everything: Sequence[Unit], order: ExecutionOrder, buffers: GatherBuffers) -> None:
@@ -31,32 +31,32 @@ class Ahead:
         self._buffers = buffers
 
     def has_room_for(self, unit: Unit, after: Sequence[Unit] = ()) -> bool:
-        """Whether one more may be under way, and these before it."""
+        """Whether `unit` may be prefetched after the units `after`."""
         ahead = sum(each.numel for each in (*self.units, *after))
         live = sum(each.numel for each in self._everything if each.is_gathered)
         return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=live)
 
     def discard(self) -> None:
-        """Release it: it is not used after all."""
+        """Release the prefetched units, which are not needed."""
         unwanted, self.units = self.units, []
         for unit in unwanted:
             unit.discard(self._buffers)
 
 
 class Prefetcher:
-    """Gathers ahead of use. Each rank asks for what it needs when it needs it, and
-    `hf_zero.comm.negotiation` brings them together.
+    """Gathers units ahead of their use. Each rank requests the units it needs, and `hf_zero.comm.negotiation` matches
+    the requests of all ranks.
 
     Attributes:
-        ahead: what it has asked for before its use.
-        in_backward: units are wanted from the last to the first.
-        trains: the pass under way is to be differentiated, or is the backward of one that was.
+        ahead: the prefetched units.
+        in_backward: whether units are needed from the last to the first.
+        trains: whether the current pass records gradients, or is the backward of such a pass.
     """
 
     def __init__(
         self, units: Sequence[Unit], order: ExecutionOrder, placements: Placements, channel: Collectives
     ) -> None:
-        """`placements`: tell whether a drive has failed; `channel`: over whose negotiation units are gathered."""
+        """`placements`: report drive failures; `channel`: the channel that gathers use."""
         self.in_backward = False
         self.trains = True
         self._units = tuple(units)
@@ -73,7 +73,7 @@ class Prefetcher:
                 for numel, dtype in part.form.buffers(part.layout, part.dtype):
                     self.buffers.expect(numel, dtype)
 
-    # What other ranks need of this one (`negotiation.Source`)
+    # What other ranks need from this one (`negotiation.Source`)
 
     def name(self, unit: int) -> str:
         return self._units[unit].name
@@ -96,7 +96,7 @@ class Prefetcher:
     # What this rank needs
 
     def gather(self, unit: Unit) -> None:
-        """Gather the unit; it has its values on return."""
+        """Gather the unit and wait for it."""
         if unit.is_gathered:
             return
         with SPANS.span("gather", unit.name, _phase(self.in_backward)):
@@ -107,11 +107,11 @@ class Prefetcher:
             self.ahead.units.remove(unit)
 
     def prefetch(self, positions: Iterable[int]) -> None:
-        """Ask for what comes next, and fetch the unit after that from where shards are kept, so that its gather can
+        """Request the next units, and fetch the shard of the unit after them from its storage, so that its gather can
         start at once.
 
-        What comes next all ranks know where they follow a plan: then as much is asked for as the gather plan allows.
-        Elsewhere it is the first unit that is missing at `positions`.
+        With a plan all ranks know what comes next, and as many units are requested as the gather plan allows. Without
+        one, the first missing unit at `positions` is requested.
         """
         if not self._order.gather_plan.prefetches:
             return
@@ -126,7 +126,7 @@ class Prefetcher:
             self.ahead.units.append(unit)
 
     def _planned(self, upcoming: Sequence[int]) -> Iterator[Unit]:
-        """This engine's units that the plan goes on with, up to one that is used once more than now."""
+        """This engine's next units in the plan, up to one that is used again."""
         for number in upcoming:
             if not 0 <= number - self._number < len(self._units):
                 return
@@ -135,11 +135,11 @@ class Prefetcher:
                 return
             yield unit
 
-    # Beside an update
+    # During an update
 
     def next_forward(self) -> list[Unit]:
-        """The first units of the next forward, as many as may be under way at once, as long as rows need not
-        be fetched for it, which the update's own traffic would have to wait for. The same on all ranks."""
+        """The first units of the next forward, as many as may be in flight at once, unless their rows must be fetched,
+        which would delay the update's own transfers. The same on all ranks."""
         units: list[Unit] = []
         for unit in self._planned(self._channel.negotiation.upcoming(in_backward=False, trains=True) or ()):
             is_one_more = unit not in units and len(self.ahead.units) + len(units) < MOST_BESIDE_UPDATE
@@ -150,8 +150,8 @@ class Prefetcher:
         return units
 
     def gather_beside_update(self, unit: Unit) -> None:
-        """Ask for the next unit of the next forward, whose rows are those of after the update."""
-        self.in_backward, self.trains = False, True  # some rank may have evaluated before this update
+        """Request `unit`, the next one of the next forward, with its updated rows."""
+        self.in_backward, self.trains = False, True  # a rank may have evaluated before this update
         self.note_written()
         with ledger.phase("forward"):
             self._ask_for(unit)
@@ -188,19 +188,19 @@ class Prefetcher:
             unit.start(gathering)
 
     def release_all(self, except_for: Collection[Unit] = ()) -> None:
-        """Back to shards, persistent units apart."""
+        """Release all units, except persistent ones."""
         for unit in self._units:
             if unit not in except_for:
                 unit.release()
                 unit.put_back()
 
-    # Where all ranks meet
+    # Synchronisation of all ranks
 
     def end_pass(self, *, in_backward: bool) -> None:
-        """Wait until no rank needs this one's rows for the pass that ends here. Collective.
+        """End a pass: wait until no rank needs this rank's rows for it. Collective.
 
         Raises:
-            StorageError: on all ranks, when one could not read its rows from a drive.
+            StorageError: on all ranks, if one could not read its rows from a drive.
         """
         with ledger.phase("backward" if in_backward else "forward"):
             self.ahead.discard()
@@ -209,12 +209,12 @@ class Prefetcher:
                 stop_if_any(self._placements.failure, self._channel)
 
     def begin_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
-        """Rows are about to change: no rank reads them from now on. Returns every rank's `facts`. Collective."""
+        """Wait until no rank reads rows, which are about to change. Returns every rank's `facts`. Collective."""
         return self._channel.negotiation.step(self._number, facts)
 
     def end_update(self) -> None:
-        """Rows are right again, and what was asked for beside the update is there: nothing is under way between two
-        passes, when a rank may leave."""
+        """Allow reads of rows again, and complete gathers requested during the update: nothing is in flight between
+        passes, when a rank may exit."""
         with ledger.phase("forward"):
             for unit in self.ahead.units:
                 unit.arrive()
@@ -222,11 +222,11 @@ class Prefetcher:
         self._channel.negotiation.reopen()
 
     def note_written(self) -> None:
-        """Note that rows may have been written: gathers wait for the compute stream."""
+        """Record that rows may have been written, so that gathers wait for the compute stream."""
         self._rows_written = None
 
     def close(self) -> None:
-        """Stop: the units are gone."""
+        """Stop, because the units are gone."""
         self._channel.negotiation.sources.forget(self._number, len(self._units))
 
 

@@ -1,4 +1,4 @@
-"""Stage 3's parameter store: parameters cut and laid into units, shards at rest, units gathered around their use."""
+"""Stage 3's parameter store: parameters are sharded and grouped into units, which are gathered around their use."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
 
 
 class UnitBuilder:
-    """Makes the units and buckets of one store.
+    """Builds the units and buckets of one store.
 
     Attributes:
-        everything: the module's parameters, then trained ones of other modules.
-        masters: how to overwrite the beginning of this rank's chunk of the masters of a parameter that has some.
+        everything: the module's parameters, then trained parameters of other modules.
+        masters: by parameter, a function that overwrites the beginning of this rank's chunk of its masters.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class UnitBuilder:
     # Units
 
     def choose_persistent(self) -> set[int]:
-        """Ids of the parameters that stay gathered: the small ones, those with groups of their own (what uses them
-        meets other ranks, and so must not wait for a gather), and those of other modules, which have no hooks."""
+        """Ids of the parameters that stay gathered: small ones, those with separate groups (their modules communicate
+        with other ranks, and so must not wait for a gather), and those of other modules, which have no hooks."""
         outside = [id(p) not in self._names or self._groups.of(p) is not self._groups for p in self.everything]
         stays = stay_gathered(
             [parameter.numel() for parameter in self.everything],
@@ -77,10 +77,10 @@ class UnitBuilder:
         return {id(parameter) for parameter, chosen in zip(self.everything, stays, strict=True) if chosen}
 
     def build(self, gathered_modules: Sequence[GatheredModule], persistent: Collection[int]) -> tuple[Unit, ...]:
-        """Units in gather order, the persistent one last. Collective: whole parameters are broadcast and cut.
+        """Build the units in gather order, the persistent unit last. Collective: whole parameters are broadcast.
 
         Args:
-            persistent: ids of the parameters that stay gathered.
+            persistent: ids of the persistent parameters.
         """
         units: list[Unit] = []
         for gathered, members in assign_units(gathered_modules):
@@ -94,7 +94,7 @@ class UnitBuilder:
         return tuple(units)
 
     def _form_of(self, parameter: nn.Parameter) -> type[PlainRows]:
-        """Trained parameters are not kept as messages, and packed ones are never rounded; alone, nothing travels."""
+        """Trained parameters are never stored quantized, packed ones never rounded, and one rank sends nothing."""
         if is_packed(parameter) or self._groups.shard.size == 1:
             return PlainRows
         if self._policy.zero_quantized_nontrainable_weights and self._group_of(parameter) is None:
@@ -102,10 +102,10 @@ class UnitBuilder:
         return RoundedRows if self._policy.zero_quantized_weights else PlainRows
 
     def _build_parts(self, parameters: Sequence[nn.Parameter], persistent_in: Store | None = None) -> list[UnitPart]:
-        """Shard `parameters`, one part per dtype, form and group of ranks. Those that cannot be cut stay what they are.
+        """Shard `parameters`, one part per dtype, form and group. Parameters that cannot be sharded stay unchanged.
 
         Args:
-            persistent_in: where rows of those are kept that stay gathered, which travel as they are.
+            persistent_in: the store for rows of persistent parameters, which are never quantized.
         """
         alike: dict[tuple[torch.dtype, type[PlainRows], bool], list[nn.Parameter]] = {}
         for parameter in filter(can_be_cut, parameters):
@@ -136,11 +136,11 @@ class UnitBuilder:
         if layout.trained_numel:
             self._store_masters(part, in_master_dtype)
         if self._device.type == "cpu":
-            HEAP.freed(layout.row_numel * dtype.itemsize * 2)  # chunks, and what was made of them on the way
+            HEAP.freed(layout.row_numel * dtype.itemsize * 2)  # chunks and their temporary copies
         return part
 
     def _store_masters(self, part: UnitPart, in_master_dtype: Tensor | None) -> None:
-        """Put the masters of a part where they are kept."""
+        """Store the masters of a part."""
         layout = part.layout
         bucket, row = layout.bucket(-1, {slot.member: -1 for slot in layout.slots}), Interval(0, layout.trained_numel)
         placement = self._placements.next(layout.trained_numel)
@@ -161,7 +161,7 @@ class UnitBuilder:
                 parameter.data = parameter.data.to(self._device)
             handle = shard_parameter(parameter, groups)
         elif handle.groups.shard.ranks != groups.shard.ranks:
-            handle = shard_anew(handle, groups)  # made by a zero.Init that knew no groups
+            handle = shard_anew(handle, groups)  # created by a zero.Init without groups
         StandIns([handle]).refuse_overwritten()
         handle.name = self._names.get(id(parameter), "")
         return handle
@@ -169,7 +169,7 @@ class UnitBuilder:
     # Buckets
 
     def lay_out(self, ordered: Sequence[tuple[Unit, UnitPart]]) -> tuple[FlatLayout, tuple[TrainedBucket, ...]]:
-        """One bucket of the trained rows of each part, in this order."""
+        """Create one bucket of the trained rows of each part, in this order."""
         parts = [part for _, part in ordered]
         buckets = [part.layout.bucket(index, self._specs_of(part)) for index, part in enumerate(parts)]
         layout = FlatLayout(tuple(self._trained.specs), tuple(buckets), self._groups.shard.size)
@@ -179,7 +179,7 @@ class UnitBuilder:
         )
 
     def _specs_of(self, part: UnitPart) -> dict[int, int]:
-        """Member -> index of its spec."""
+        """Map each member to the index of its spec."""
         members = zip(part.layout.slots, part.members, strict=True)
         return {slot.member: self._index_of.get(id(member.parameter), -1) for slot, member in members}
 
@@ -204,15 +204,15 @@ class UnitBuilder:
 
 
 def in_reduce_order(units: Sequence[Unit]) -> list[tuple[Unit, UnitPart]]:
-    """What is trained, as backward completes it: the last unit first; persistent parameters belong to all units, so
-    they come last."""
+    """Trained parts in the order in which backward completes them: the last unit first; persistent parameters are used
+    by all units, so they come last."""
     ordered = sorted(units, key=lambda unit: (unit.is_persistent, -unit.index))
     return [(unit, part) for unit in ordered for part in unit.parts if part.layout.trained_numel]
 
 
 def _in_master_dtype(layout: RowLayout, handles: Sequence[ShardedParameter], precision: Precision) -> Tensor | None:
-    """Master weights of the trained rows, from chunks that may be wider than the part; None where those are wide enough
-    themselves, or nothing is trained."""
+    """Masters of the trained rows, from chunks whose dtype may be wider than the part's; None if the part's dtype is
+    wide enough, or nothing is trained."""
     weights: torch.dtype = getattr(torch, layout.dtype)
     masters = precision.master_dtype(weights)
     if masters == weights or not layout.trained_numel:
@@ -226,12 +226,12 @@ def _in_master_dtype(layout: RowLayout, handles: Sequence[ShardedParameter], pre
 
 
 class ShardedParameters(ParameterStore):
-    """Every floating parameter of a module in shards, trained or not.
+    """Shards every floating-point parameter of a module, trained or not.
 
     Attributes:
         coordinator: gathers and releases units around their use.
-        units: in gather order; the persistent one, if any, comes last.
-        max_live_numel: how much may stay whole after its use (stage3_max_live_parameters).
+        units: in gather order; the persistent unit, if any, comes last.
+        max_live_numel: elements that may stay gathered after use (stage3_max_live_parameters).
     """
 
     edits: ShardedEdits
@@ -247,7 +247,7 @@ class ShardedParameters(ParameterStore):
         *,
         follows_plans: bool,
     ) -> None:
-        """Rank 0's values win. Parameters that are whole are broadcast and cut one after the other. Collective."""
+        """Broadcast whole parameters from rank 0 and shard them one after the other. Collective."""
         builder = UnitBuilder(module, trained, precision, groups, placements, policy)
         _retire_earlier_stores(builder.everything)
         mark_leaves(module, policy)
@@ -277,7 +277,7 @@ class ShardedParameters(ParameterStore):
         self.coordinator = ParameterCoordinator(self._order, prefetcher, self.edits, self._tell)
         self._finished_at = sorted(self._first_uses(), reverse=True)
         if groups.across_gather.size > 1:
-            # Second shards have come from ranks of other groups. No rank gathers before its own group knows the units.
+            # Second shards came from other groups. No rank gathers before its own group knows the units.
             groups.shard.gather_objects(None)
         for unit in self.units:
             for member in unit.members:
@@ -290,7 +290,7 @@ class ShardedParameters(ParameterStore):
     # Life
 
     def attach(self) -> None:
-        """Watch the module: hooks around forward, and reads of parameters."""
+        """Install hooks around forward, and on reads of parameters."""
         if self.coordinator.is_watching:
             return
         self.coordinator.watch()
@@ -299,7 +299,7 @@ class ShardedParameters(ParameterStore):
                 self._reads.watch(module)
 
     def detach(self) -> None:
-        """Stop watching; parameters stay sharded. `attach` resumes."""
+        """Remove the hooks; parameters stay sharded. `attach` restores the hooks."""
         if self.coordinator.is_watching:
             self.edits.give_up_kept()
             self.coordinator.unwatch()
@@ -319,8 +319,8 @@ class ShardedParameters(ParameterStore):
             self.coordinator.read(unit)
 
     def before_write(self, handle: ShardedParameter) -> None:
-        """Shards are about to be written to outside of an update: what is under way with the old values has to be
-        there, to be given the new ones."""
+        """Complete gathers of the old values before shards are written outside of an update, so that gathered tensors
+        can be updated too."""
         self.coordinator.prefetcher.note_written()
         unit = self._unit_of.get(id(handle.parameter))
         if unit is not None and unit.state is UnitState.IN_FLIGHT:
@@ -333,7 +333,7 @@ class ShardedParameters(ParameterStore):
         self._pass_by = pass_by
 
     def _tell(self, cursor: int | None) -> None:
-        # Where the expected order is not the real one, what seems to be missing may still come.
+        # If the expected order is not the actual one, seemingly missing gradients may still arrive.
         if cursor is not None and not self.is_out_of_order:
             self._pass_by(sum(first > cursor for first in self._finished_at))
 
@@ -343,7 +343,7 @@ class ShardedParameters(ParameterStore):
     # Step
 
     def sync_masters(self) -> None:
-        """Update masters of parameters that are whole now: persistent ones, and what inference has kept."""
+        """Update masters of gathered parameters: persistent ones, and those that inference kept."""
         self.edits.adopt()
 
     @property
@@ -377,8 +377,8 @@ class ShardedParameters(ParameterStore):
         self.edits.remember_persistent()
 
     def all_gather_params(self, bucket: int) -> Pending:
-        """Gather updated persistent parameters again; all others wait as shards for their next use, with hpZ on all
-        ranks that keep the same ones."""
+        """Gather updated persistent parameters again. All others stay sharded until their next use; with hpZ their
+        shards are sent to all ranks that keep the same ones."""
         unit, part = self._in_reduce_order[bucket]
         if unit.is_persistent:
             return part.refill(self._buffers)
@@ -386,7 +386,7 @@ class ShardedParameters(ParameterStore):
             if each.stored is not None and each.stored.lp_param is not None:
                 weights = each.stored.lp_param
                 if part.rows.count > 1 and weights.leaves_late:
-                    weights.flush()  # updated on the device, and kept on the host
+                    weights.flush()  # updated on the device, but stored on the host
         return part.renew()
 
     # Order
@@ -396,7 +396,7 @@ class ShardedParameters(ParameterStore):
         return self.coordinator.forward.is_out_of_order
 
     def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
-        """Take over the order in which forward really goes; buckets follow in reverse, as backward will."""
+        """Adopt the order that forward actually uses; buckets follow in reverse, like backward."""
         if not any_out_of_order:
             return None
         orders = self._groups.world.gather_objects(tuple(self.coordinator.forward.seen))
@@ -406,7 +406,7 @@ class ShardedParameters(ParameterStore):
         return sorted(range(len(first)), key=lambda bucket: -first[bucket])
 
     def _first_uses(self) -> list[int]:
-        """Where each bucket's unit is used first in forward, so last in backward; -1 for persistent parameters."""
+        """Position of the first use in forward of each bucket's unit (its last in backward); -1 for persistent ones."""
         return [self._order.first_use.get(unit, -1) for unit, _ in self._in_reduce_order]
 
 
@@ -420,7 +420,7 @@ def _plan_by(policy: Zero) -> partial[GatherPlan]:
 
 
 def _retire_earlier_stores(parameters: Sequence[nn.Parameter]) -> None:
-    """Take the parameters over from an earlier engine."""
+    """Release parameters from an earlier engine's store."""
     owners = {id(h.owner): h.owner for h in map(of, parameters) if h is not None and h.owner is not None}
     for owner in owners.values():
         owner.release()

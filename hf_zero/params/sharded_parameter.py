@@ -1,8 +1,8 @@
-"""One parameter of which every rank holds a chunk, and its stand-in while it is not gathered.
+"""One sharded parameter, of which every rank holds a chunk, and its stand-in while it is not gathered.
 
-Released means: `parameter.data` is a broadcast scalar NaN of the logical shape (one that can be told from others, see
-`stand_ins.py`), and the parameter's class refuses reads and writes. It takes no memory, its shape,
-ndim and numel are true, and what is computed from it where the class is not asked is unmistakable.
+While released, `parameter.data` is a scalar NaN expanded to the logical shape (a NaN that identifies the parameter, see
+`stand_ins.py`), and the parameter's class rejects reads and writes. It takes no memory, its shape, ndim and numel are
+correct, and code that bypasses the class computes NaN.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hf_zero.params.stand_ins import REPLACE_FIX, released_class, signature, sig
 from hf_zero.params.store import of
 
 HEAP = HostHeap()
-_numbers = itertools.count()  # of parameters, told apart by their NaN
+_numbers = itertools.count()  # numbers of parameters, stored in their NaN
 
 
 class ZeroParamStatus(Enum):
-    """Where a sharded parameter's values are; names and numbers are DeepSpeed's."""
+    """State of a sharded parameter's values; names and numbers are DeepSpeed's."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -51,17 +51,17 @@ class Owner(Protocol):
 
     @property
     def edits(self) -> Any:
-        """Carries over what is written to the parameter, see `edits.py`."""
+        """Copies writes to the parameter into its shards, see `edits.py`."""
 
     @property
     def max_live_numel(self) -> int:
-        """Elements that may stay whole after use (stage3_max_live_parameters)."""
+        """Elements that may stay gathered after use (stage3_max_live_parameters)."""
 
     def before_write(self, handle: ShardedParameter) -> None:
-        """Shards of `handle` are about to be written to outside of an update, on all ranks."""
+        """Prepare for a write to shards of `handle` outside of an update, on all ranks."""
 
     def release(self) -> None:
-        """Let go of all its parameters."""
+        """Release all its parameters."""
 
 
 class ShardedParameter:
@@ -69,15 +69,14 @@ class ShardedParameter:
 
     Attributes:
         shard: 1-D, ceil(numel / world) elements in the parameter's dtype: this rank's chunk, zero-padded at the end;
-            NaN without memory where the chunk is kept elsewhere, see `opened`.
-        kept: the chunk, where it is not always in place.
-        beside: with hpZ, chunks of other ranks that this one keeps, too: (number of the shard, chunk).
-        name: the parameter's name in its model, as far as known.
+            NaN without memory if the chunk is stored elsewhere, see `opened`.
+        kept: the stored chunk, if it is not always in memory.
+        beside: with hpZ, chunks of other ranks that this rank also keeps: (number of the shard, chunk).
+        name: the parameter's name in its model, if known.
         unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
-        unshard_count: how many GatheredParameters contexts hold the parameter.
+        unshard_count: number of GatheredParameters contexts that hold the parameter.
         owner: the store whose unit the parameter belongs to; None before initialize().
-        as_gathered: the chunk with this number, which this rank keeps, as gathers bring it, where they do not bring it
-            exactly.
+        as_gathered: returns the kept chunk with this number as a gather delivers it, if gathers are not exact.
     """
 
     def __init__(self, parameter: nn.Parameter, shard: Tensor, shape: torch.Size, groups: ParallelGroups) -> None:
@@ -86,14 +85,14 @@ class ShardedParameter:
         self._released_kind = released_class(self._kind) or self._kind
         self.shard = shard
         self.kept: Vector | None = None
-        self._memory: Memory | None = None  # that `shard` is in; None: its device's
+        self._memory: Memory | None = None  # the memory of `shard`; None: its device's
         self.beside: Sequence[tuple[int, Vector]] = ()
         self.shape = shape
         self.numel = shape.numel()
         self.groups = groups
         self.name = ""
         self.unsharded: Tensor | None = None
-        self._version = 0  # of the parameter, when it was shown
+        self._version = 0  # of the parameter when it was shown
         self.unshard_count = 0
         self.owner: Owner | None = None
         self.as_gathered: Callable[[int], Tensor] | None = None
@@ -106,37 +105,37 @@ class ShardedParameter:
         return self.unsharded is not None or self.unshard_count > 0
 
     def show(self, unsharded: Tensor) -> None:
-        """Give the parameter its values."""
+        """Set the parameter's data to its whole values."""
         self.parameter.__class__ = self._kind
         self.parameter.data = unsharded
         self._version = self.parameter._version
         self.parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
     def hide(self) -> None:
-        """Leave the parameter its shape only."""
+        """Replace the parameter's data by its stand-in."""
         self.parameter.__class__ = self._kind
         self.parameter.data = self.stand_in
         self.parameter.__class__ = self._released_kind
         self.parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
     def show_between_uses(self) -> None:
-        """Show the parameter as it is between uses: the unit's tensor if that is gathered, else the stand-in."""
+        """Show the parameter's state between uses: the unit's tensor if that is gathered, else the stand-in."""
         if self.unsharded is not None:
             self.show(self.unsharded)
         else:
             self.hide()
 
     def sync_master(self, *, is_certain: bool = False) -> bool:
-        """Carry over what has been written into the gathered tensor, if so; it may be about to go.
+        """Copy a write into the gathered tensor, if any, to chunk and master. Returns whether there was one.
 
         Args:
-            is_certain: something was written; otherwise the parameter's version tells.
+            is_certain: whether a write is known; otherwise the parameter's version decides.
 
         Raises:
-            RuntimeError: when the parameter was given other data.
+            RuntimeError: if the parameter's data was replaced.
         """
         if self.unsharded is None or self.unshard_count:
-            return False  # its holder decides what becomes of edits
+            return False  # the GatheredParameters context handles edits
         if self.parameter.data_ptr() != self.unsharded.data_ptr():
             _refuse_replaced(self)
         if not is_certain and self.parameter._version == self._version:
@@ -148,7 +147,7 @@ class ShardedParameter:
         return True
 
     def differs(self) -> bool:
-        """Whether this rank's chunk of the gathered tensor is not what is kept of it, to the bit."""
+        """Whether this rank's chunk of the gathered tensor differs bitwise from the stored chunk."""
         assert self.unsharded is not None, "not gathered"
         mine = self.local_chunk(self.unsharded)
         with self.opened() as own:
@@ -156,12 +155,12 @@ class ShardedParameter:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameter is used; its chunk may be elsewhere."""
+        """The device where the parameter is used; its chunk may be elsewhere."""
         return self.stand_in.device
 
     @contextmanager
     def opened(self, *, changes: bool = False) -> Iterator[Tensor]:
-        """This rank's chunk with its values."""
+        """Context that provides this rank's chunk."""
         if self.kept is None:
             yield self.shard
             return
@@ -169,11 +168,11 @@ class ShardedParameter:
             yield chunk
 
     def view(self) -> Tensor:
-        """This rank's chunk, only to be read, and only until it changes."""
+        """A read-only view of this rank's chunk, valid until it changes."""
         return self.shard if self.kept is None else self.kept.view()
 
     def move(self, kept: Vector, device: torch.device) -> None:
-        """Keep the chunk in `kept`, which holds the right values; the parameter is used on `device`."""
+        """Store the chunk in `kept`, which already holds its values; the parameter is used on `device`."""
         at_hand, before = kept.tensor, self.kept
         self.kept, self._memory = kept if at_hand is None else None, kept.memory
         if before is not None:
@@ -186,7 +185,7 @@ class ShardedParameter:
                 self.hide()
 
     def _stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # A scalar of its own for each: equal addresses are how others recognise tied parameters.
+        # A separate scalar for each parameter: other libraries recognise tied parameters by equal addresses.
         return signed_nan(self._number, dtype, device).expand(self.shape)
 
     def is_source_of(self, value: float) -> bool:
@@ -196,7 +195,7 @@ class ShardedParameter:
 
     @property
     def mark(self) -> Tensor:
-        """0-dim: NaN, unless the released parameter was filled with a constant (torch lets that pass)."""
+        """0-dim: NaN, unless the released parameter was filled with a constant, which torch allows."""
         return self.stand_in.as_strided((), ())
 
     def local_chunk(self, unsharded: Tensor) -> Tensor:
@@ -205,7 +204,7 @@ class ShardedParameter:
 
     @torch.no_grad()
     def write(self, unsharded: Tensor) -> None:
-        """Take over new values (the same on every rank): chunk, master and the unit's gathered tensor."""
+        """Write new values, the same on every rank, to chunk, master and the unit's gathered tensor."""
         self._take_over(unsharded)
         if self.unsharded is not None and self.unsharded.data_ptr() != unsharded.data_ptr():
             self.unsharded.copy_(unsharded)
@@ -213,19 +212,19 @@ class ShardedParameter:
                 self.owner.edits.rewritten(self)
 
     def chunks(self) -> list[tuple[int, Vector]]:
-        """Every chunk that this rank keeps, with its number; its own first."""
+        """All chunks that this rank keeps, with their numbers; its own comes first."""
         own = self.kept if self.kept is not None else InMemoryVector(self.shard, self._memory)
         return [(self.groups.shard.rank, own), *self.beside]
 
     @torch.no_grad()
     def _take_over(self, unsharded: Tensor, *, only_written: bool = False) -> None:
-        """Into the kept chunks and the own one's master. With `only_written`, what is as a gather brings it stays as it
-        is kept: exact."""
+        """Write to the stored chunks and the own chunk's master. With `only_written`, elements that equal a gather's
+        result keep their exact stored values."""
         if self.owner is not None:
             self.owner.before_write(self)
         for number, chunk in self.chunks():
             if chunk.memory.is_host and self.device.type != "meta":
-                runtime_of(self.device).synchronize()  # the device may still read it, for a gather that is over here
+                runtime_of(self.device).synchronize()  # the device may still read it for a completed gather
             part = chunk_interval(self.numel, number, self.groups.shard.size)
             written = unsharded.detach().reshape(-1)[part.start : part.stop]
             if only_written and self.as_gathered is not None:
@@ -240,7 +239,7 @@ class ShardedParameter:
 
 
 def local_chunk(unsharded: Tensor, rank: int, world: int) -> Tensor:
-    """`rank`'s chunk of a tensor that is cut into ceil(numel / world) elements each; zero-padded, a new 1-D tensor."""
+    """Return `rank`'s chunk, ceil(numel / world) elements, of a tensor; zero-padded, a new 1-D tensor."""
     own = chunk_interval(unsharded.numel(), rank, world)
     shard = torch.zeros(chunk_numel(unsharded.numel(), world), dtype=unsharded.dtype, device=unsharded.device)
     shard[: own.numel].copy_(unsharded.detach().reshape(-1)[own.start : own.stop])
@@ -256,7 +255,7 @@ def described_shard(handle: ShardedParameter) -> Tensor:
 
 def _refuse_replaced(handle: ShardedParameter) -> NoReturn:
     values = handle.parameter.data
-    handle.show_between_uses()  # raised once; what follows an error, such as destroy(), still works
+    handle.show_between_uses()  # so that calls after the error, such as destroy(), still work
     raise RuntimeError(
         f"the data of parameter {handle.name or tuple(handle.shape)!r} was replaced (parameter.data = ..., .to(), "
         f".half()) by a tensor of shape {tuple(values.shape)} and {values.dtype}: ZeRO stage 3 keeps its shards "
@@ -264,13 +263,13 @@ def _refuse_replaced(handle: ShardedParameter) -> NoReturn:
     )
 
 
-# Notices when a module's parameter is read although it is not gathered.
+# Detects reads of a module's parameter that is not gathered.
 
 
 class ReadHookedParameters(dict[str, Any]):
-    """A module's `_parameters`. `module.weight` looks a name up here, which is where a read can be seen.
+    """A module's `_parameters`. `module.weight` looks up a name here, which detects reads.
 
-    Iterating (`parameters()`, `state_dict()`) is not reading: it does not come through `__getitem__`.
+    Iteration (`parameters()`, `state_dict()`) does not count as a read, because it does not call `__getitem__`.
     """
 
     on_read: Callable[[ShardedParameter], None]
@@ -293,21 +292,21 @@ class ReadHookedParameters(dict[str, Any]):
 
 
 class ReadHooks:
-    """Watches modules, for one reader."""
+    """Watches modules on behalf of one reader."""
 
     def __init__(self, on_read: Callable[[ShardedParameter], None]) -> None:
         self._on_read = on_read
         self._watched: list[weakref.ref[nn.Module]] = []
 
     def watch(self, module: nn.Module) -> None:
-        """Report reads of `module`'s own parameters; replaces an earlier watcher."""
+        """Report reads of `module`'s own parameters, replacing an earlier watcher."""
         read_hooked = ReadHookedParameters(module._parameters)
         read_hooked.on_read = self._on_read
         module.__dict__["_parameters"] = read_hooked
         self._watched.append(weakref.ref(module))
 
     def unwatch(self) -> None:
-        """Leave all of them alone."""
+        """Stop watching all modules."""
         for module in [reference() for reference in self._watched]:
             if module is not None and isinstance(module._parameters, ReadHookedParameters):
                 module.__dict__["_parameters"] = dict(module._parameters)

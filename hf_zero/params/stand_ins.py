@@ -1,7 +1,7 @@
-"""Stand-ins of released parameters: a NaN that identifies its parameter, also in a loss computed from it.
+"""Stand-ins of released parameters: a NaN that identifies its parameter, even in a loss computed from it.
 
-A NaN has bits to spare, and here they are a number. Copies and conversions to wider types keep them, and so does most
-arithmetic of CPUs; that of GPUs, and conversions to narrower types, make plain NaNs of them (IEEE 754-2019, 6.2.3).
+The payload bits of the NaN store the parameter's number. Copies, conversions to wider types and most CPU arithmetic
+preserve them; GPU arithmetic and conversions to narrower types produce plain NaNs (IEEE 754-2019, 6.2.3).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from hf_zero.params.sharded_parameter import ShardedParameter
 
 
-# The class of a parameter and its views while this rank holds only a shard: it describes them and refuses reads.
+# The class of a parameter and its views while this rank only holds a shard: it provides metadata and rejects reads.
 #
-# A parameter is of class `ReleasedParameter` between its uses and of its own class while it has values; it stays the
-# same object. torch asks the class before it runs a function from Python (`__torch_function__`):
+# A parameter has class `ReleasedParameter` between its uses and its own class while it has values; it stays the same
+# object. torch calls the class before it runs a function from Python (`__torch_function__`):
 #
-#     shape, device, grad, hooks, data_ptr, empty_like, ...    answered: no values are needed
+#     shape, device, grad, hooks, data_ptr, empty_like, ...    allowed: no values are needed
 #     data, detach(), view(), slices, ...                      a view of the stand-in that behaves the same
 #     to(), float(), ... that change nothing                   the tensor itself
-#     everything else                                          RuntimeError with the parameter, the call and what to do
+#     everything else                                          RuntimeError with the parameter, the call and the fix
 #
-# So `state_dict()` gives stand-ins, of which names and shapes may be taken and nothing else: PEFT asks for names alone,
-# and ranks that write nothing make one when `save_pretrained(state_dict=None)` is called.
+# So `state_dict()` returns stand-ins, which only have names and shapes: PEFT only reads names, and ranks that write
+# nothing create a state dict when `save_pretrained(state_dict=None)` is called.
 #
-# C++ code, and Python code that takes an address or a storage, is not asked; it finds NaN.
+# C++ code, and Python code that takes an address or a storage, bypasses the class and reads NaN.
 
 
 _Arguments = Sequence[Any]
@@ -65,17 +65,17 @@ class ReleasedView(_Released, Tensor):
 
 @cache
 def released_class(kind: type) -> type | None:
-    """The class that a parameter of class `kind` takes while released; None where `kind` wraps other tensors."""
+    """The class of a released parameter of class `kind`; None if `kind` wraps other tensors."""
     if kind is nn.Parameter:
         return ReleasedParameter
     if getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl:
         return None
-    # Others know a class of parameters, such as Params4bit, by its name.
+    # Other libraries recognise a parameter class, such as Params4bit, by its name.
     return type(kind.__name__, (_Released, kind), {"__slots__": ()} if "__slots__" in vars(kind) else {})
 
 
 def refusal(name: str, shape: torch.Size, verb: str, call: str, fix: str) -> str:
-    """The message for a use of a released parameter; `call` may be empty."""
+    """The error message for a use of a released parameter; `call` may be empty."""
     label = repr(name) if name else f"of shape {tuple(shape)}"
     return (
         f"parameter {label} cannot be {verb} here{f' ({call})' if call else ''}: between its uses ZeRO stage 3 holds "
@@ -97,7 +97,7 @@ REPLACE_FIX = (
     "`with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):`, on every rank."
 )
 
-# --- what works without values ----------------------------------------------------------------------------------------
+# --- operations that need no values -----------------------------------------------------------------------------------
 
 _VIEW_ATTRIBUTES = ("data", "T", "H", "mT", "mH", "real")
 _VIEW_METHODS = """
@@ -125,7 +125,7 @@ def _methods(names: Iterable[str]) -> Iterator[Any]:
 
 
 def _accessors(excluded: Sequence[str]) -> Iterator[Any]:
-    """Of the attributes that C++ keeps: shape, device, grad, requires_grad, ..."""
+    """Yield the accessors of attributes stored in C++: shape, device, grad, requires_grad, ..."""
     for name in dir(Tensor):
         attribute = getattr(Tensor, name, None)
         if isinstance(attribute, GetSetDescriptorType) and name not in (*excluded, "imag"):
@@ -137,7 +137,7 @@ _FACTS: frozenset[Any] = frozenset(
         *_accessors(_VIEW_ATTRIBUTES),
         *_methods(_FACT_METHODS),
         *(getattr(torch, name) for name in _FACT_FUNCTIONS),
-        torch.autograd.grad,  # with respect to it: a use in the graph has seen the values
+        torch.autograd.grad,  # with respect to it: uses in the graph have had the values
     ]
 )
 _VIEWS: frozenset[Any] = frozenset(
@@ -166,7 +166,7 @@ def _answer(func: Any, args: _Arguments, kwargs: _Options) -> Any:
     if func in _CONVERTS and _first_handle(args[:1]) is not None:
         return _converted(func, args, kwargs, handle)
     if func is torch.nn.functional.pad and not any(args[1]):
-        return args[0]  # transformers pads the bias of every tied head to the length that it has
+        return args[0]  # transformers pads the bias of every tied head to its present length
     if func == _SET_DATA:
         return _set_data(args, handle)
     if func in _COMPARES and any(value is None for value in args):
@@ -182,7 +182,7 @@ def _handle_of(tensor: Any) -> ShardedParameter:
 
 
 def _first_handle(values: Iterable[Any]) -> Any:
-    """The handle of the first released tensor among `values`, or in a list of them; None where there is none."""
+    """The handle of the first released tensor in `values`, or in a list in it; None if there is none."""
     for value in values:
         if isinstance(value, _Released):
             return _handle_of(value)
@@ -194,7 +194,7 @@ def _first_handle(values: Iterable[Any]) -> Any:
 
 
 def _views(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> Any:
-    """The views that `func` makes; those that it has to copy for would be reads."""
+    """The views that `func` returns; a result that needs a copy would be a read."""
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
         address = handle.stand_in.untyped_storage().data_ptr()
@@ -209,10 +209,10 @@ def _views(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> Any:
 
 
 def _converted(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> Any:
-    """The tensor itself, where it is what it is to become."""
+    """The tensor itself, if the conversion changes nothing."""
     tensor = args[0]
     with torch._C.DisableTorchFunctionSubclass():
-        # On a tensor without elements the same call tells what would come out of it.
+        # The same call on an empty tensor shows what the result would be.
         probe = tensor.detach().as_strided((0,), (1,))
         result = func(
             probe, *map(_without_number, args[1:]), **{key: _without_number(value) for key, value in kwargs.items()}
@@ -226,7 +226,7 @@ def _converted(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> An
 
 
 def _without_number(value: Any) -> Any:
-    """There is one CPU; yet asked for number 0 of it, `Tensor.to` copies what is there already."""
+    """Drop the index of a CPU device, because `Tensor.to("cpu:0")` copies tensors that are already there."""
     if isinstance(value, torch.device) and value.type == "cpu" or value == "cpu:0":
         return torch.device("cpu")
     return value
@@ -235,7 +235,7 @@ def _without_number(value: Any) -> Any:
 def _set_data(args: _Arguments, handle: Any) -> None:
     target, values = args
     if isinstance(values, _Released) and _handle_of(values) is _handle_of(target):
-        return  # Module.to() to where it is already
+        return  # Module.to() with the present device
     _refuse(handle, "given other data", _SET_DATA, REPLACE_FIX)
 
 
@@ -263,7 +263,7 @@ def _refuse(handle: Any, verb: str, func: Callable[..., Any], fix: str) -> NoRet
 _MAX_NAMES = 4
 _FIX = "read them on every rank inside `with deepspeed.zero.GatheredParameters([parameter]):`."
 _FP64_FRACTION = 52  # bits of a float64
-# Of each type: the integer of its size, and the bits of its fraction; the first of them says that a NaN is quiet.
+# For each type: the integer of its size, and its fraction bits; the first of these marks a quiet NaN.
 _FORMATS = {
     torch.float64: (torch.int64, 52),
     torch.float32: (torch.int32, 23),
@@ -273,8 +273,8 @@ _FORMATS = {
 
 
 def signed_nan(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A NaN with `number` in it (0-dim), as far as that fits; a plain one where `dtype` has no room, and the bits of
-    one for integers."""
+    """A NaN with the payload `number` (0-dim), as far as it fits; a plain NaN if `dtype` has no payload bits, and the
+    bits of a NaN for integers."""
     is_integer = not (dtype.is_floating_point or dtype.is_complex)
     fill = torch.iinfo(dtype).max if is_integer else float("nan")
     plain = torch.full((), fill, dtype=dtype, device=device)
@@ -287,7 +287,7 @@ def signed_nan(number: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def signature(number: int, dtype: torch.dtype) -> int:
-    """The result of `signature_of` for `signed_nan(number, dtype)`; 0: not recognisable."""
+    """The result of `signature_of` for `signed_nan(number, dtype)`; 0 if it cannot be recognised."""
     if dtype not in _FORMATS:
         return 0
     _, fraction = _FORMATS[dtype]
@@ -295,7 +295,7 @@ def signature(number: int, dtype: torch.dtype) -> int:
 
 
 def signature_of(value: float) -> int:
-    """The bits to spare of a NaN; 0 for plain ones, and for numbers."""
+    """The payload bits of a NaN; 0 for plain NaNs and for numbers."""
     if value == value:
         return 0
     (bits,) = struct.unpack("<Q", struct.pack("<d", value))
@@ -307,28 +307,28 @@ def _quiet(dtype: torch.dtype) -> int:
 
 
 def _payload(number: int, dtype: torch.dtype) -> int:
-    # Neither all zeros nor all ones: those are the NaNs that processors make themselves.
+    # Neither all zeros nor all ones, which are the NaNs that processors produce.
     return 1 + number % (_quiet(dtype) - 2)
 
 
 class StandIns:
-    """Stand-ins for all parameters of a store without values between their uses."""
+    """The stand-ins of a store's parameters between their uses."""
 
     def __init__(self, handles: Sequence[ShardedParameter]) -> None:
         self.handles = tuple(handles)
         self._marked = [handle for handle in handles if handle.stand_in.is_floating_point()]
 
     def num_overwritten(self) -> Tensor | float:
-        """How many were filled with a constant (0-dim, on the device). torch lets that pass, and the write is lost."""
-        # A kernel or two per dtype, however many parameters there are. (One tensor for all stand-ins would be one
-        # storage, by which others take parameters for tied.)
+        """Number of stand-ins filled with a constant (0-dim, on the device), which torch allows and which is lost."""
+        # One or two kernels per dtype, for any number of parameters. (One tensor for all stand-ins would be one
+        # storage, by which other libraries would treat the parameters as tied.)
         marks: dict[torch.dtype, list[Tensor]] = {}
         for handle in self._marked:
             marks.setdefault(handle.stand_in.dtype, []).append(handle.mark)
         return sum(torch.stack(same).isnan().logical_not().sum() for same in marks.values())
 
     def refuse_overwritten(self) -> None:
-        """Raise if there are any: there is no telling where that write should have gone."""
+        """Raise an error if there are any, because the intended write is unknown."""
         overwritten = [handle for handle in self._marked if not handle.mark.is_meta and not handle.mark.isnan()]
         names = [handle.name or f"of shape {tuple(handle.shape)}" for handle in overwritten]
         if names:
@@ -339,21 +339,21 @@ class StandIns:
             )
 
     def sources_of(self, value: float) -> list[str]:
-        """Names of the parameters from which `value`, a NaN, may come, by its bits."""
+        """Names of the parameters that the NaN `value` may come from, by its bits."""
         return [repr(handle.name) for handle in self.handles if handle.is_source_of(value)]
 
 
 class FirstNan:
-    """Reports the first NaN among the losses of one engine, with the parameter that it comes from."""
+    """Reports the first NaN loss of one engine, with the parameter that it comes from."""
 
     def __init__(self, stand_ins: StandIns, device: torch.device) -> None:
         self._stand_ins: StandIns | None = stand_ins  # until one is reported
-        # A loss that the device has not computed yet is read two losses later, without a wait.
+        # A loss that the device has not computed yet is read two losses later, without waiting.
         self._delay = 2 if host_runs_ahead(device) else 0
         self._losses: deque[tuple[str, HostCopy]] = deque()
 
     def look(self, loss: Any, when: str) -> None:
-        """`loss`: anything; what is not a 0-dim floating tensor with values is none."""
+        """Check `loss`, which may be anything; only 0-dim floating-point tensors count."""
         if self._stand_ins is None or not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
             return
         if loss.is_meta or torch.compiler.is_compiling():
@@ -367,7 +367,7 @@ class FirstNan:
                 return
 
     def _report(self, value: float, when: str, stand_ins: StandIns) -> None:
-        self._stand_ins = None  # reported once
+        self._stand_ins = None  # report once
         self._losses.clear()
         names = stand_ins.sources_of(value)
         if not names:

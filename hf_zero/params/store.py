@@ -1,4 +1,4 @@
-"""The interface of every stage's parameter store to reductions and to the step."""
+"""The interface of a stage's parameter store to reductions and to the step."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from hf_zero.params.sharded_parameter import ShardedParameter
     from hf_zero.params.stand_ins import FirstNan
 
-HANDLE = "hf_zero_shard"  # name of the attribute of a parameter that stage 3 shards
-# What shards modules as they are built, of each open context of `zero.Init`; the outermost alone is at work.
+HANDLE = "hf_zero_shard"  # attribute of a parameter that stage 3 shards
+# The sharding rules of each open `zero.Init` context; only the outermost is active.
 ACTIVE: list[Any] = []
 
 
 def of(parameter: Tensor) -> ShardedParameter | None:
-    """The handle of `parameter`; None when it is not sharded."""
+    """Return the handle of `parameter`; None if it is not sharded."""
     handle = getattr(parameter, HANDLE, None)
     return handle if handle is not None and handle.parameter is parameter else None
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """Inside, modules are not sharded as they are built; used by `initialize`."""
+    """Context in which modules are not sharded when they are built; used by `initialize`."""
     sharders = ACTIVE[:1]
     for sharder in sharders:
         sharder.pause()
@@ -62,11 +62,11 @@ class TrainedBucket:
 
     Attributes:
         owned: the interval of the bucket that this rank updates.
-        sub_groups: what the update takes one after the other, in order.
-        placement: where what belongs to the bucket is kept.
+        sub_groups: the sub-groups, in the order of their updates.
+        placement: storage of the bucket's masters, states and gradients.
         parameters: the bucket's parameters, in the order of `bucket.slots`.
-        device: where the bucket is reduced and gathered.
-        is_persistent: of parameters that stay gathered at stage 3: small ones, which are never quantised.
+        device: the device that reduces and gathers the bucket.
+        is_persistent: whether its parameters stay gathered at stage 3; these are never quantized.
     """
 
     bucket: Bucket
@@ -88,53 +88,53 @@ class TrainedBucket:
         return any(sub_group.lp_param is not None for sub_group in self.sub_groups)
 
     def write_master(self, start: int, values: Tensor) -> None:
-        """Overwrite masters from element `start` of the owned interval on; nothing where they are the weights."""
+        """Overwrite masters from element `start` of the owned interval on; no-op if weights are their own masters."""
         wait_for_readers()
         written = Interval(start, start + values.numel())
         for sub_group in self.sub_groups:
             common = sub_group.part.intersect(written)
             if common is None or sub_group.lp_param is None:
                 continue
-            assert sub_group.stored is not None, "a store knows where its masters are"
+            assert sub_group.stored is not None, "a store has created its masters"
             with sub_group.stored.master.opened(changes=True) as master:
                 target = master.narrow(0, common.start - sub_group.part.start, common.numel)
                 target.copy_(values.reshape(-1).narrow(0, common.start - start, common.numel))
 
 
 class Edits:
-    """Writes of the user's into parameters since the last step, where ranks have to agree on them: not below stage 3,
-    where all ranks have all parameters."""
+    """The user's writes into parameters since the last step, on which ranks must agree. Below stage 3, where all ranks
+    have all parameters, there is nothing to agree on."""
 
     @property
     def mark(self) -> int:
-        """A number of a few bits that differs where ranks have written different values."""
+        """A small number that differs between ranks that have written different values."""
         return 0
 
     def settle(self, *, are_equal: bool) -> None:
-        """All ranks know whether their marks are equal. Raises on all of them if not. Collective then."""
+        """Called when all ranks know whether their marks are equal. If not, raises on all ranks. Collective then."""
         return None
 
     def num_lost(self) -> Tensor | float:
-        """How many writes went where they are lost (0-dim, on the device: reading it would wait)."""
+        """Number of lost writes (0-dim, on the device, because reading it would wait)."""
         return 0.0
 
     def refuse_lost(self) -> None:
-        """Raise, naming the parameters, if `num_lost` has counted any. Waits for the device."""
+        """Raise an error that names the parameters if any write was lost. Waits for the device."""
         return None
 
 
 class ParameterStore(ABC):
-    """Holds the weights of an engine in the form its stage demands.
+    """Stores the weights of an engine in the form its stage requires.
 
     Attributes:
         layout: of the trained parameters; `layout.specs[i]` describes `parameters[i]`.
         parameters: the model's trained parameters.
-        buckets: their buckets, in the order in which gradients are reduced.
-        device: where the model runs.
-        sub_group_numel: most elements of a bucket that are updated as one; None: whatever it has.
-        negotiation: what has to go on while a rank waits for reductions, if anything.
-        edits: what ranks have to agree on of what users write.
-        first_nan: looks at losses, where parameters have no values between their uses.
+        buckets: their buckets, in the order of reduction.
+        device: the device of the model.
+        sub_group_numel: maximum number of elements updated together; None: the whole bucket.
+        negotiation: serves other ranks while this rank waits for reductions, if needed.
+        edits: users' writes on which ranks must agree.
+        first_nan: checks losses for NaN, if parameters are released between uses.
     """
 
     negotiation: Negotiation | None = None
@@ -156,66 +156,66 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def sync_masters(self) -> None:
-        """Carry what the user wrote into parameters since the last step over to the masters."""
+        """Copy the user's writes into parameters since the last step to the masters."""
 
     @abstractmethod
     def all_gather_params(self, bucket: int) -> Pending:
-        """Bring the updated weights of a bucket to where the next forward pass finds them. Collective."""
+        """Make the updated weights of a bucket available to the next forward pass. Collective."""
 
     def report_progress(self, pass_by: Callable[[int], None]) -> None:
-        """Call `pass_by` with how many of the first buckets no gradient is to be expected for any more in a backward,
-        where the store knows."""
+        """Call `pass_by` with the number of leading buckets for which backward will not produce further gradients, if
+        the store knows it."""
         return None
 
     def end_backward(self) -> None:
-        """A backward pass has ended on this rank. May be collective."""
+        """End a backward pass on this rank. May be collective."""
         return None
 
     def prepare_change(self) -> None:
-        """Before weights change outside an update. There the host has waited for gradients; here the device may still
-        read what lies in host memory, for a forward whose result has not been asked for. Collective."""
+        """Prepare for a change of weights outside an update. Unlike after a backward, the device may still be reading
+        host memory for a forward whose result has not been read. Collective."""
         runtime_of(self.device).synchronize()
         self.prepare_update()
 
     @property
     def num_facts(self) -> int:
-        """Integers that every rank can tell all others in `prepare_update`, which meets them all then."""
+        """Number of integers that ranks can exchange in `prepare_update`, if that synchronises all ranks."""
         return 0
 
     def end_passes(self) -> None:
-        """No forward or backward is under way. May be collective."""
+        """End running passes. May be collective."""
         self.end_backward()
 
     def prepare_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
-        """Weights are about to change: nothing may keep showing old ones. May be collective.
+        """Prepare for a change of weights: no old values may stay gathered. May be collective.
 
         Args:
             facts: `num_facts` of them, or none.
 
         Returns:
-            Those of every rank.
+            The facts of every rank.
         """
         return ()
 
     def updated_first(self) -> Sequence[int]:
-        """An update begins: the buckets that go before the others, because the next forward begins with them."""
+        """Begin an update. Returns the buckets to update first, because the next forward starts with them."""
         return ()
 
     def gather_beside_update(self, to_update: Set[int]) -> None:
-        """Some of `updated_first` have their new weights: gather them, as far as none of `to_update` comes before."""
+        """Gather those of `updated_first` that are updated, up to the first that is in `to_update`."""
         return None
 
     def finish_update(self) -> None:
-        """Weights have changed, here at least."""
+        """End an update on this rank."""
         return None
 
     @property
     def is_out_of_order(self) -> bool:
-        """Whether this rank uses parameters in another order than the one in which they are gathered."""
+        """Whether this rank uses parameters in another order than the gather order."""
         return False
 
     def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
-        """All ranks know whether any is out of order; a new order of the buckets where that changes. Collective."""
+        """Agree on a new order if any rank is out of order. Returns the new order of buckets, if any. Collective."""
         return None
 
     def release(self) -> None:

@@ -1,11 +1,11 @@
 """A unit of stage 3: parameters that are gathered and released together, with one collective per dtype.
 
-    between uses    shard            one row per rank, this rank has its own (with hpZ: and some of other ranks')
-    gathering       W rows           in one buffer from a pool, or each where its rank has put it
+    between uses    shard            one row per rank; this rank has its own (with hpZ also some rows of other ranks)
+    gathering       W rows           in one buffer from a pool, or each row in its rank's shared memory
     in use          full             every parameter whole and aligned; `parameter.data` is a view of it
 
-`full` is one storage object, emptied and refilled: views that autograd saved (`weight.t()`) are right again once the
-unit is gathered for backward, and memory that is released really is free. (Where a user has views, see `leave_views`.)
+`full` is one storage object, emptied and refilled: views that autograd saved (`weight.t()`) are valid again once the
+unit is gathered for backward, and released memory is really free. (For views held by users, see `leave_views`.)
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from hf_zero.offload.quantized import QuantizedVector
 from hf_zero.offload.vector import Store, Vector, part_of
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
 
-# Buffers that gathers write to, of one engine.
+# Receive buffers for the gathers of one engine.
 
 
 class GatherBuffers:
-    """Receive buffers that rotate: fresh ones would be paged in anew at every gather.
+    """A pool of receive buffers, because new ones would be paged in again at every gather.
 
-    A buffer is at most twice as long as what it is taken for, so that many small units can be under way. What is free
-    goes before more than the longest is there, unless more is taken. Buffers change lanes: the taker of one waits
-    until its giver has read it.
+    A buffer is at most twice as long as requested, so that many small units can be in flight. Free buffers are dropped
+    so that the pool does not exceed the longest request, unless more is in use. Buffers change lanes: a lane that takes
+    a buffer waits until the lane that returned it has read it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._runtime = runtime_of(device)
         self._free: dict[torch.dtype, list[tuple[Tensor, Event]]] = {}
         self._longest: dict[torch.dtype, int] = {}
-        self._num_taken: Counter[torch.dtype] = Counter()  # elements
+        self._num_taken: Counter[torch.dtype] = Counter()  # elements in use
 
     def expect(self, numel: int, dtype: torch.dtype) -> None:
         self._longest[dtype] = max(numel, self._longest.get(dtype, 0))
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """A buffer of at least `numel` elements, for the lane that asks."""
+        """Return a buffer of at least `numel` elements for the calling lane."""
         free = self._free.setdefault(like.dtype, [])
         fitting = [index for index, (buffer, _) in enumerate(free) if numel <= buffer.numel() <= 2 * numel]
         if fitting:
@@ -68,7 +68,7 @@ class GatherBuffers:
         return buffer
 
     def give(self, rows: Rows) -> None:
-        """`rows` have been read."""
+        """Return the buffer of `rows`, which have been read."""
         rows.give_back()
         if rows.buffer is not None:
             is_read = self._runtime.record(rows.buffer)
@@ -78,16 +78,16 @@ class GatherBuffers:
 
 
 def digest(values: Tensor) -> Tensor:
-    """0-dim int64, equal for equal bits. Rows and columns of a table of them count by number, so order matters too."""
+    """A 0-dim int64 digest of the bits. Rows and columns are weighted by their index, so the order matters, too."""
     parts = values.detach().reshape(-1).view(torch.uint8)
-    words = parts[: parts.numel() // 8 * 8].view(torch.int64)  # sums of other integers are many times slower
+    words = parts[: parts.numel() // 8 * 8].view(torch.int64)  # sums of other integer types are much slower
     width = max(1, math.isqrt(words.numel()))
     table = words[: words.numel() // width * width].view(-1, width)
     sums = torch.cat([table.sum(1), table.sum(0), words[table.numel() :], parts[words.numel() * 8 :].long()])
     return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()
 
 
-# With hpZ a rank keeps rows of other ranks, too: which, and how it gets what those have updated.
+# With hpZ a rank also keeps rows of other ranks: which ones, and how it gets their updates.
 #
 #     four ranks, two groups      rank 0   1   2   3
 #         its own row                  0   1   2   3
@@ -97,20 +97,20 @@ def digest(values: Tensor) -> Tensor:
 
 
 def kept_rows(world: int, rank: int, across: Collectives) -> KeptRows:
-    """Of shard number `rank` among `world`, where the ranks of `across` keep the same rows."""
+    """The rows kept with shard number `rank` of `world`, if the ranks of `across` keep the same rows."""
     group = world // across.size
     return KeptRows(group=group, place=rank % group, own=across.rank, count=across.size)
 
 
 class Renewal(Pending):
-    """Updated parts of rows on their way to all ranks that keep these rows."""
+    """Updated parts of rows in flight to all ranks that keep these rows."""
 
     def __init__(self, stored: Vector, rows: KeptRows, layout: RowLayout, across: Collectives) -> None:
         self._stored = stored
         with torch.inference_mode(False), torch.no_grad():
             stored.fetch()
             self._place = stored.take().view(rows.count, -1)[:, : layout.trained_numel]
-            self._rows = self._place.contiguous()  # itself, where everything is trained
+            self._rows = self._place.contiguous()  # the same tensor if everything is trained
             self._pending = across.all_gather(self._rows.view(-1))
 
     def wait(self) -> None:
@@ -137,14 +137,14 @@ class UnitPart:
         form: PlainRows | None = None,
         across: Collectives | None = None,
     ) -> None:
-        """Collective, where several ranks keep the same rows.
+        """Create the part. Collective if several ranks keep the same rows.
 
         Args:
             members: in the order of `layout.slots`. Their chunks move into one vector of `store`, with those of other
-                ranks that this one keeps.
-            on_device: through which it comes to where gathers start.
-            form: what of it travels; None: all as it is.
-            across: ranks that keep the same rows, each its own and those of the others; None: no others do.
+                ranks that this rank keeps.
+            on_device: fetches the vector to the device that gathers.
+            form: how rows are sent; None: unchanged.
+            across: ranks that keep the same rows, their own and each other's; None: no other rank does.
         """
         self.layout = layout
         self.members = tuple(members)
@@ -165,28 +165,28 @@ class UnitPart:
         self._make_room()
         self._row = on_device(self.stored)
         self._is_fetched = False
-        self._sent: Tensor | None = None  # what of this rank's row gathers bring, until it is put back
+        self._sent: Tensor | None = None  # this rank's row as gathers send it, until `put_back`
 
     def _make_room(self) -> None:
-        """A storage for the whole parameters, empty so far."""
+        """Create an empty storage for the whole parameters."""
         self._full = torch.empty(self.layout.full_numel, dtype=self.dtype, device=self.device)
         self._views = tuple(
             self._full.narrow(0, slot.full_offset, slot.numel).view(member.shape)
             for slot, member in zip(self.layout.slots, self.members, strict=True)
         )
-        self._by_row: list[_RowPlan] = []  # made at the first gather whose rows do not lie in one buffer
+        self._by_row: list[_RowPlan] = []  # created at the first gather whose rows are not in one buffer
         self._num_bytes = self._full.untyped_storage().nbytes()
         self._full.untyped_storage().resize_(0)
         self._num_own_uses = self._num_uses()
 
     def _num_uses(self) -> int:
-        """Uses of the storage, by tensors anywhere."""
+        """Number of tensors that use the storage."""
         count: int = torch._C._storage_Use_Count(self._full.untyped_storage()._cdata)
         return count
 
     def leave_views(self) -> None:
-        """Before what inference has kept is released: views taken of it (`detach()`, a state dict) stay valid,
-        as they are. Emptied, they would be read from nowhere."""
+        """Leave the storage to the user's views of it (`detach()`, a state dict) before a unit that inference kept is
+        released, because these views would otherwise read freed memory."""
         in_plans = sum(len(plan.places) for plan in self._by_row)
         shown = sum(not member.unshard_count for member in self.members)
         if self._num_uses() > self._num_own_uses + in_plans + shown:
@@ -194,11 +194,11 @@ class UnitPart:
 
     @property
     def address(self) -> int:
-        """Of the whole parameters, while they are gathered."""
+        """Address of the whole parameters while they are gathered."""
         return self._full.untyped_storage().data_ptr()
 
     def _joined(self) -> Tensor:
-        """The members' chunks as one new tensor, with zeros between them."""
+        """Join the members' chunks into one new tensor, with zeros between them."""
         row = torch.zeros(self.layout.row_numel, dtype=self.dtype, device=self.members[0].shard.device)
         for slot, member in zip(self.layout.slots, self.members, strict=True):
             with member.opened() as chunk:
@@ -206,7 +206,7 @@ class UnitPart:
         return row
 
     def _rows_to_keep(self, row: Tensor) -> Tensor:
-        """This rank's row and those of others that it keeps, as they are kept."""
+        """This rank's row and the rows of others that it keeps, in their stored form."""
         own = RoundedRows().sent(row) if type(self.form) is StoredMessages else row
         if self.rows.count == 1:
             return own
@@ -216,7 +216,7 @@ class UnitPart:
         return rows
 
     def _kept_row(self, index: int) -> Vector:
-        """The values of one of the kept rows."""
+        """One of the kept rows."""
         numel = self.stored.numel // self.rows.count
         row = self.stored if self.rows.count == 1 else part_of(self.stored, index * numel, numel)
         if type(self.form) is StoredMessages:
@@ -225,31 +225,31 @@ class UnitPart:
 
     @property
     def is_at_hand(self) -> bool:
-        """Whether this rank's row is always where a gather starts from."""
+        """Whether this rank's row is always on the device that gathers."""
         return self._row.tensor is not None
 
     def fetch(self) -> None:
-        """Bring the rows that this rank keeps to where a gather can start from them."""
+        """Start copying this rank's kept rows to the device that gathers."""
         if not self._is_fetched:
             self._is_fetched = True
             self._row.fetch()
 
     def open_row(self) -> Tensor:
-        """This rank's rows on the device that gathers, as they travel (1-D), until `put_back`."""
+        """This rank's rows as gathers send them (1-D), on the device that gathers, until `put_back`."""
         self.fetch()
         if self._sent is None:
             self._sent = self.form.sent(self._row.take().view(self.rows.count, -1)).view(-1)
         return self._sent
 
     def put_back(self) -> None:
-        """Undo `fetch`: the rows are not needed any more."""
+        """Undo `fetch`, because the rows are no longer needed."""
         self._sent = None
         if self._is_fetched:
             self._is_fetched = False
             self._row.release(changed=False)
 
     def unpack(self, rows: Rows, buffers: GatherBuffers) -> None:
-        """Take in what a gather has brought; parameters in use keep what they show."""
+        """Unpack the result of a gather; parameters in use keep their data."""
         storage = self._full.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self._num_bytes)
@@ -265,14 +265,14 @@ class UnitPart:
                 member.show(view)
 
     def refill(self, buffers: GatherBuffers) -> Pending:
-        """Gather weights that have been updated into a part that stays gathered. All ranks do it."""
+        """Gather updated weights into a persistent part. Collective."""
         with torch.inference_mode(False), torch.no_grad():
             row = self.open_row()
             collectives = self.members[0].groups.shard
             return _Refill(self, collectives.gather_rows(row, partial(buffers.take, like=row)), buffers)
 
     def renew(self) -> Pending:
-        """Bring what others have updated of the rows that this rank keeps. All ranks do it."""
+        """Receive other ranks' updates of the rows that this rank keeps. Collective."""
         return Pending() if self.rows.count == 1 else Renewal(self._row, self.rows, self.layout, self._across)
 
     def _unpack(self, rows: Rows) -> None:
@@ -296,25 +296,25 @@ class UnitPart:
                 member.hide()
         self._full.untyped_storage().resize_(0)
         if self.kept.tensor is None and self.device.type == "cpu":
-            HEAP.freed(self._num_bytes)  # where memory is scarce, holes in the heap count too
+            HEAP.freed(self._num_bytes)  # holes in the heap matter if memory is scarce
 
     def allocate(self) -> None:
-        """Make room for whole parameters now, with zeros between them: `digest` is then the same on all ranks."""
+        """Allocate storage for whole parameters, with zeros between them, so that `digest` is equal on all ranks."""
         self._full.untyped_storage().resize_(self._num_bytes)
         self._full.zero_()
 
     def digest(self) -> Tensor:
-        """0-dim, of everything gathered."""
+        """Digest of everything gathered: 0-dim."""
         return digest(self._full)
 
     def _as_gathered(self, slot: ShardSlot, row: int) -> Tensor:
-        """A kept chunk of a member as a gather brings it."""
+        """A kept chunk of a member as a gather delivers it."""
         with self._kept_row(row // self.rows.group).opened() as values:
             return rounded(values).narrow(0, slot.offset, slot.chunk)
 
 
 class _Refill(Pending):
-    """A part on its way to its new values."""
+    """A gather of a part's new values, in flight."""
 
     def __init__(self, part: UnitPart, rows: Rows, buffers: GatherBuffers) -> None:
         self._part = part
@@ -328,11 +328,11 @@ class _Refill(Pending):
 
 
 class _RowPlan:
-    """Where the chunks of one rank's row go, as views that are made once: per gather that leaves one call."""
+    """Target views of the chunks in one rank's row, created once, so that each gather needs a single call."""
 
     def __init__(self, layout: RowLayout, full: Tensor, rank: int) -> None:
         self.places: list[Tensor] = []
-        self._sizes: list[int] = []  # of a row's sections: chunk, what follows it, chunk, ...
+        self._sizes: list[int] = []  # sizes of a row's sections: chunk, gap, chunk, ...
         ends = [*(slot.offset for slot in layout.slots[1:]), layout.row_numel]
         for slot, end in zip(layout.slots, ends, strict=True):
             start = min(rank * slot.chunk, slot.numel)
@@ -345,10 +345,10 @@ class _RowPlan:
 
 
 class UnitState(Enum):
-    """Where the whole parameters of a unit are."""
+    """State of a unit's whole parameters."""
 
-    RELEASED = "nowhere: each rank has its row"
-    IN_FLIGHT = "asked for, and neither finished nor discarded"
+    RELEASED = "not gathered: each rank has its row"
+    IN_FLIGHT = "requested, and neither finished nor discarded"
     GATHERED = "on this rank"
 
 
@@ -359,11 +359,11 @@ class Unit:
                                         -- discard -> RELEASED
 
     Attributes:
-        index: place in the fixed order in which all ranks gather units.
-        numel: elements that a gather makes live.
-        is_persistent: stays gathered; it is gathered again only after its weights were updated.
-        is_held: stays gathered for now: `release` does nothing.
-        state: changed by the verbs alone.
+        index: index in the fixed order in which all ranks gather units.
+        numel: number of elements that a gather makes live.
+        is_persistent: whether it stays gathered; it is only gathered again after an update.
+        is_held: whether it stays gathered for now, so that `release` does nothing.
+        state: only changed by the methods named above.
     """
 
     def __init__(self, index: int, name: str, parts: Sequence[UnitPart], *, is_persistent: bool = False) -> None:
@@ -397,23 +397,23 @@ class Unit:
                 part.put_back()
 
     def open_rows(self) -> list[Tensor]:
-        """This rank's rows, one per part, until `put_back`. Buffers outlive the mode they are made in, so inference
-        mode is left for it."""
+        """This rank's rows, one per part, until `put_back`. Runs outside of inference mode, because its buffers outlive
+        that mode."""
         with torch.inference_mode(False), torch.no_grad():
             return [part.open_row() for part in self.parts]
 
     def start(self, gathering: Gathering) -> None:
-        """`gathering` brings all rows; `finish` or `discard` is called next."""
+        """Start `gathering`, which delivers all rows; `finish` or `discard` must follow."""
         self.state, self._gathering = UnitState.IN_FLIGHT, gathering
 
     def arrive(self) -> None:
-        """Wait for the gather, whose rows stay where they are until `finish` or `discard`."""
+        """Wait for the gather, without unpacking its rows; `finish` or `discard` must follow."""
         self._complete(is_used=False)
         for part in self.parts:
             part.put_back()
 
     def finish(self, buffers: GatherBuffers) -> None:
-        """Wait for the gather; parameters have their values then."""
+        """Wait for the gather and give parameters their values."""
         rows = self._complete()
         with torch.inference_mode(False), torch.no_grad():
             for part, arrived in zip(self.parts, rows, strict=True):
@@ -421,31 +421,31 @@ class Unit:
         self.state, self._gathering = UnitState.GATHERED, None
 
     def discard(self, buffers: GatherBuffers) -> None:
-        """Wait for a gather whose result is not wanted after all."""
+        """Wait for a gather and drop its result."""
         for arrived in self._complete(is_used=False):
             buffers.give(arrived)
         self.state, self._gathering = UnitState.RELEASED, None
         self.put_back()
 
     def addresses(self) -> set[int]:
-        """Where the whole parameters are, while they are gathered."""
+        """Addresses of the whole parameters while they are gathered."""
         return {part.address for part in self.parts if part.address}
 
     def leave_views(self) -> None:
-        """What is released next stays as it is for those who have views of it."""
+        """Keep the present storages for the user's views of them, before a release."""
         if not (self.is_persistent or self.is_held):
             for part in self.parts:
                 part.leave_views()
 
     def release(self) -> None:
-        """Parameters go back to shards; those of a persistent unit stay, and those that are held."""
+        """Release the whole parameters, unless the unit is persistent or held."""
         if self.is_gathered and not (self.is_persistent or self.is_held):
             for part in self.parts:
                 part.release()
             self.state = UnitState.RELEASED
 
     def settle_in(self, buffers: GatherBuffers) -> None:
-        """Gather a persistent unit, which stays gathered. Collective."""
+        """Gather a persistent unit for good. Collective."""
         for part in self.parts:
             part.allocate()
             part.refill(buffers).wait()

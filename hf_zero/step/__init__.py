@@ -1,1 +1,1 @@
-"""The sharded step: what ranks agree on, the update, and what is put together for it."""
+"""The sharded step: agreement between ranks, the update, and the assembly of an engine's parts."""

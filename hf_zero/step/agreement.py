@@ -1,11 +1,11 @@
-"""The agreement of all ranks before an update: facts that hosts know, and sums that only devices know.
+"""Agreement of all ranks before an update: facts that hosts know, and sums that only devices know.
 
-    hosts      used parameters, late gradients, order, failed drives, what users wrote into weights: known when `reach`
+    hosts      used parameters, late gradients, order, failed drives, users' writes into weights: known when `reach`
                returns
-    devices    sum of squares, parameters that were overwritten           on their way; see `hf_zero.step.outcome`
+    devices    sum of squares, overwritten parameters                     in flight; see `hf_zero.step.outcome`
 
-On a CPU both travel in one small message. Where ranks have to meet before an update all the same (stage 3 between
-hosts), hosts tell one another there what nearly always is all there is to know (`Facts`).
+On a CPU both are sent in one small message. If ranks synchronise before an update anyway (stage 3 between hosts), hosts
+exchange `Facts` there, which nearly always suffice.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from hf_zero.offload.placement import Placements
 from hf_zero.params.store import ParameterStore
 
 MAX_NAMES = 8  # of parameters in a message
-MARK_UNIT = 1 << 16  # more than there are ranks: multiples of it are differences of edit marks, the rest failed drives
+MARK_UNIT = 1 << 16  # above any world size: multiples of it encode differences of edit marks, the rest failed drives
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """The same on all ranks.
+    """The result, which is the same on all ranks.
 
     Attributes:
         used: indices of the parameters that got a gradient on any rank since the last step.
-        sums: [2] in fp64 on the training device: squares of the reduced gradients; parameters that were overwritten.
+        sums: [2], fp64, on the training device: squares of the reduced gradients; number of overwritten parameters.
     """
 
     used: frozenset[int]
@@ -51,9 +51,9 @@ class Facts:
     """One rank's facts in the exchange before an update, as integers.
 
     Attributes:
-        used: digest of the parameters that have got a gradient here.
-        squares: of the gradients, the bits of an fp64; 0 where only the device knows.
-        overwritten: parameters; 0 where only the device knows.
+        used: digest of the parameters that got a gradient on this rank.
+        squares: sum of squares of the gradients as the bits of an fp64; 0 if only the device knows it.
+        overwritten: number of overwritten parameters; 0 if only the device knows it.
     """
 
     late: int
@@ -66,7 +66,7 @@ class Facts:
 
 
 class Agreement:
-    """Brings the ranks together before an update."""
+    """Runs the exchange between ranks before an update."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Agreement:
         placements: Placements,
         groups: ParallelGroups | None = None,
     ) -> None:
-        """`groups`: where some ranks hold parts of matrices; default: none do."""
+        """`groups`: needed if some ranks hold parts of matrices."""
         self._same_weights = collectives if groups is None else groups.same_weights
         self._model_rank = 0 if groups is None else groups.model_rank
         self._store = store
@@ -86,19 +86,18 @@ class Agreement:
         self._sharding = sharding
         self._collectives = collectives
         self._placements = placements
-        self._squares_so_far: Tensor | None = None  # of the gradients as they are, once counted
+        self._squares_so_far: Tensor | None = None  # of the present gradients, once computed
 
     def sums(self) -> Tensor:
-        """`Agreed.sums` in advance, with nothing decided yet. Every gradient is reduced on return.
-        Collective."""
+        """Compute `Agreed.sums` in advance, without deciding anything. Completes all reductions. Collective."""
         return self._reduce_all()[0]
 
     def forget(self) -> None:
-        """Drop the sums: gradients have changed, or are about to."""
+        """Drop the cached sums, because gradients change."""
         self._squares_so_far = None
 
     def meet(self) -> Sequence[Facts]:
-        """Meet all ranks where weights may change; returns the facts exchanged there. Collective."""
+        """Synchronise all ranks before weights change and return the exchanged facts. Collective."""
         if not self._meets_before:
             self._store.prepare_update()
             return ()
@@ -110,14 +109,14 @@ class Agreement:
         return [Facts(*each) for each in all_facts]
 
     def reach(self, told: Sequence[Facts] = ()) -> Agreed:
-        """Every gradient since the last step is reduced when this returns. Collective.
+        """Complete all reductions since the last step and agree on the update. Collective.
 
         Args:
-            told: what `meet` has returned.
+            told: the result of `meet`.
 
         Raises:
-            StorageError: when a drive has failed on any rank.
-            RuntimeError: when ranks have written different values into their weights.
+            StorageError: if a drive has failed on any rank.
+            RuntimeError: if ranks have written different values into their weights.
         """
         sums, (_, num_out_of_order, failures, *counts) = self._reduce_all(told)
         difference, num_failed = divmod(int(failures), MARK_UNIT)
@@ -155,7 +154,7 @@ class Agreement:
         )
 
     def _sum_told(self, told: Sequence[Facts]) -> tuple[Tensor, list[float]]:
-        """The result of `_exchange` from what all ranks know already; devices exchange their sums."""
+        """The result of `_exchange`, from facts that all ranks have; only devices exchange their sums."""
         if host_runs_ahead(self._store.device):
             sums = self._own_sums()
             self._collectives.sum_small(sums)
@@ -170,7 +169,7 @@ class Agreement:
     def _exchange(self) -> tuple[Tensor, list[float]]:
         """Sums over ranks: [squares, overwritten]; [late, ranks out of order, failures, *use of parameters].
 
-        In `failures`, failed drives and the difference between ranks' edits are one number, see MARK_UNIT.
+        `failures` combines failed drives and the difference between ranks' edits in one number, see MARK_UNIT.
         """
         failed = float(self._placements.failure is not None) + MARK_UNIT * self._share_of_difference()
         facts = [float(len(self._reducer.late)), float(self._store.is_out_of_order), failed, *self._used()]
@@ -178,7 +177,7 @@ class Agreement:
         return sums, self._collectives.sum_with_facts(sums, facts)
 
     def _used(self) -> list[float]:
-        """For each parameter 1.0 if it has a gradient here."""
+        """1.0 for each parameter that has a gradient on this rank, else 0.0."""
         counts = [0.0] * len(self._store.parameters)
         for bucket in self._reducer.buckets:
             for index in bucket.arrivals.used:
@@ -186,20 +185,20 @@ class Agreement:
         return counts
 
     def _own_sums(self) -> Tensor:
-        """[2]: this rank's squares, and parameters that were overwritten here."""
+        """[2]: this rank's sum of squares, and its number of overwritten parameters."""
         sums = torch.zeros(2, dtype=torch.float64, device=self._store.device)
         sums[0] += self._own_squares()
         sums[1] += self._store.edits.num_lost()
         return sums
 
     def _own_squares(self) -> Tensor:
-        """0-dim, fp64: of this rank's part of the reduced gradients. Counted once where nothing has come since."""
+        """Sum of squares of this rank's part of the reduced gradients: 0-dim, fp64. Cached until gradients change."""
         is_closed = not self._reducer.late and not any(bucket.arrivals.is_open for bucket in self._reducer.buckets)
         if self._squares_so_far is not None and is_closed:
             return self._squares_so_far
         total = torch.zeros((), dtype=torch.float64, device=self._store.device)
         for bucket in self._reducer.buckets:
-            if bucket.local is not None:  # not reduced, on purpose
+            if bucket.local is not None:  # deliberately not reduced
                 total += sum_of_squares(bucket.local)
             elif bucket.reduced.has_squares and not self._sharding.replica:  # copies are not counted
                 total += self._squares(bucket).to(total.device)
@@ -207,16 +206,16 @@ class Agreement:
         return total
 
     def _share_of_difference(self) -> int:
-        """A share that sums to zero over ranks with the same weights if their marks of edits are equal."""
+        """A term that sums to zero over ranks with the same weights if their edit marks are equal."""
         weight = self._same_weights.size - 1 if self._same_weights.rank == 0 else -1
         return weight * self._store.edits.mark
 
     def _squares(self, bucket: BucketGradients) -> Tensor:
-        # Every rank sums over its own part of the bucket only, also where it holds all of it.
+        # Every rank only sums over its own part of the bucket, even if it holds the whole bucket.
         mine = bucket.trained.owned if self._sharding.shards_optimizer else bucket.bucket.shard(self._sharding.rank)
         if not self._model_rank:
             return bucket.reduced.squares(mine if bucket.owns_all else Interval(0, bucket.trained.owned.numel))
-        # What all ranks of one whole model hold alike is counted by the first one.
+        # Values that all ranks of one whole model share are counted by the first rank.
         total = torch.zeros((), dtype=torch.float64, device=self._store.device)
         offset = mine.start if bucket.owns_all else 0
         for piece in bucket.bucket.pieces(mine):

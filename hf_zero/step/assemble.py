@@ -1,4 +1,4 @@
-"""Puts an engine together: from a model and its param groups to a sharded optimizer."""
+"""Builds an engine's parts, from a model and its param groups to a sharded optimizer."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedReduction
 
 
-# What an optimizer may ask of the other ranks in the middle of its step.
+# What an optimizer may request from other ranks during its step.
 
 
 def peers_of(
     store: ParameterStore, collectives: Collectives, group_of: Callable[[Tensor], Collectives] | None = None
 ) -> Peers:
-    """Sums of small tensors, and whole tensors out of shards.
+    """Build the `Peers` of an optimizer: sums of small tensors over ranks, and whole tensors gathered from shards.
 
     Args:
-        collectives: the ranks that hold shards of the same states; this one alone where each owns whole buckets.
-        group_of: those of a parameter, where they are not always the same.
+        collectives: of the ranks that shard the same states; of this rank alone if each rank owns whole buckets.
+        group_of: the collectives of a parameter, if they differ between parameters.
     """
 
     def ranks_of(sub_group: SubGroup) -> Collectives:
@@ -98,7 +98,7 @@ def peers_of(
 
 
 def spread_of(store: ParameterStore) -> list[Spread]:
-    """Where every parameter of the layout is cut."""
+    """How every parameter of the layout is split over ranks."""
     cuts: list[list[int]] = [[] for _ in store.parameters]
     for trained in store.buckets:
         for rank in range(trained.bucket.world):
@@ -119,7 +119,7 @@ def _wholes(store: ParameterStore, sub_group: SubGroup, everyone: Tensor) -> dic
 
 
 def _slots(store: ParameterStore, sub_group: SubGroup) -> list[Slot]:
-    """Of the sub-group's own optimizer group, where a bucket holds several."""
+    """The bucket's slots that belong to the sub-group's optimizer group."""
     bucket = store.buckets[sub_group.bucket].bucket
     return [
         slot
@@ -129,7 +129,7 @@ def _slots(store: ParameterStore, sub_group: SubGroup) -> list[Slot]:
 
 
 def _places(store: ParameterStore, sub_group: SubGroup, everyone: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-    """Where each parameter of the sub-group lies in what all ranks have of it: a view, with padding at its end."""
+    """Views of each parameter of the sub-group in the gathered values `everyone`, with padding at the end."""
     bucket = store.buckets[sub_group.bucket].bucket
     rows = everyone.view(bucket.world, -1)
     for slot in _slots(store, sub_group):
@@ -142,30 +142,30 @@ def _places(store: ParameterStore, sub_group: SubGroup, everyone: Tensor) -> Ite
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A sharded optimizer and what the engine drives beside it."""
+    """A sharded optimizer and the other parts that the engine drives."""
 
     optimizer: ZeroOptimizer
     step: ShardedStep
     reducer: GradientReducer
     store: ParameterStore
     placements: Placements
-    members: tuple[tuple[int, ...], ...] = ()  # of each optimizer group, in its own order, as indices of the layout
+    members: tuple[tuple[int, ...], ...] = ()  # parameters of each optimizer group, in its order, as layout indices
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All decisions, made before the first tensor moves."""
+    """All decisions about an engine, made before any tensor moves."""
 
     zero: ZeroPolicy
     precision: Precision
     rules: StepRules
     groups: ParallelGroups
     device: torch.device
-    accumulates: bool = False  # gradients, over several micro-batches
+    accumulates: bool = False  # whether gradients accumulate over several micro-batches
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether a rank's part of all gradients is there at some time."""
+        """Whether a rank's part of all gradients is in memory at the same time."""
         streaming, clip_norm = self.zero.streaming, self.rules.gradients.clip_norm
         if self.accumulates or streaming is None:
             return True
@@ -186,10 +186,10 @@ class Plan:
 
     @property
     def quantized_reduction(self) -> QuantizedReduction | None:
-        """How gradients travel in fewer bits; None: they do not."""
+        """How gradients are quantized for reduction; None: they are not."""
         if self.zero.gradient_bits is None:
             return None
-        from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction  # what few configs ask for
+        from hf_zero.comm.quantized import FeedbackRule, QuantizedReduction  # few configs need it
 
         loco = self.zero.keys.zeropp_loco_param
         rule = None if loco is None else FeedbackRule(loco.err_beta, loco.reset_T)
@@ -200,9 +200,9 @@ class Plan:
 
 
 def place_model(module: nn.Module, precision: Precision, device: torch.device, managed: set[int]) -> None:
-    """Bring `module` to `device` and cast its floating parameters, except the `managed` ones (by id).
+    """Move `module` to `device` and cast its floating-point parameters, except the `managed` ones (by id).
 
-    Those are cast when they move into flat buffers, so that their masters start from the unrounded values.
+    Managed parameters are cast when they move into flat buffers, so that masters start from the unrounded values.
     Buffers keep their dtype.
     """
     module.to(device)
@@ -213,7 +213,7 @@ def place_model(module: nn.Module, precision: Precision, device: torch.device, m
 
 
 def place_unsharded(module: nn.Module, device: torch.device) -> None:
-    """Bring buffers, and the parameters that stage 3 does not shard, to `device`; the others move chunk by chunk."""
+    """Move buffers, and parameters that stage 3 does not shard, to `device`; the others move chunk by chunk."""
     wrapped = [name for name, parameter in module.named_parameters() if is_wrapped(parameter)]
     if wrapped:
         raise ValueError(f"{', '.join(wrapped[:4])}{', ...' if wrapped[4:] else ''}: {WRAPPED_AT_STAGE_3}")
@@ -227,11 +227,11 @@ def place_unsharded(module: nn.Module, device: torch.device) -> None:
 
 
 def synchronise_unmanaged(module: nn.Module, groups: ParallelGroups, managed: set[int]) -> None:
-    """Give every rank the frozen parameters, the scales of packed ones, and the buffers of the first one that has the
-    same."""
+    """Broadcast frozen parameters, scales of packed parameters, and buffers from the first rank that holds the same
+    ones."""
     for inner in module.modules():
         if getattr(inner, "support_avx512bf16_for_cpu", False):
-            # bitsandbytes would pack weights anew to evaluate, in a form that training has no gradients through.
+            # For evaluation bitsandbytes would repack weights in a form that gradients cannot pass through.
             inner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     alike = [buffer for buffer in module.buffers() if buffer.numel()]
     for parameter in module.parameters():
@@ -250,13 +250,13 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     """Shard `optimizer`'s trainable parameters by `plan`. Collective.
 
     Args:
-        names: what the sharded optimizer answers to beside its own.
+        names: additional names that the sharded optimizer provides.
 
     Raises:
-        ConfigError: for an optimizer that cannot work on the shards of this stage.
-        RuntimeError: when ranks hold different models, or the optimizer has already been used.
-        DoesNotFit: when there is no room where the config wants states to be kept.
-        StorageError: on all ranks, when one cannot use its drive.
+        ConfigError: if the optimizer cannot work on the shards of this stage.
+        RuntimeError: if ranks hold different models, or the optimizer has already been used.
+        DoesNotFit: if the states do not fit where the config places them.
+        StorageError: on all ranks, if one cannot use its drive.
     """
     sharding, world, shard = plan.sharding, plan.groups.world, plan.groups.shard
     groups = trainable_groups(optimizer.param_groups)
@@ -268,7 +268,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     _check_same_everywhere(trained.specs, plan.groups.same_weights)
     index_of = trained.index_of()
     members = tuple(tuple(index_of[id(parameter)] for parameter in group["params"]) for group in groups)
-    # Who asks for flat shards gets them from any number of ranks, so that a checkpoint fits all of them.
+    # A request for flat shards applies at any world size, so that checkpoints are interchangeable.
     wants_flat = plan.zero.optimizer_sees == "flat_shards" and plan.zero.stage > 0 and traits.sees is Sees.FLAT_SHARDS
     asks_peers = sharding.shards_optimizer or (plan.groups.holds_parts and traits.joins_parts)
     whole_tensors = not asks_peers and traits.keeps_shapes and not wants_flat
@@ -315,14 +315,14 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
 
 
 def _suit(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Give the optimizer's states the dtype that the config asks for."""
+    """Set the optimizer's state dtype from the config."""
     suit_precision(optimizer, plan.precision)
     if plan.zero.streaming is not None and plan.zero.streaming.states == "bf16":
         keep_states_in(optimizer, torch.bfloat16, "hf_zero.streaming.states")
 
 
 def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater) -> Any:
-    """The updates beside backward, where the config asks for them."""
+    """The updates during backward, if the config enables them."""
     if plan.zero.streaming is None:
         return None
     rules, find = plan.rules, service("streamed_updates")
@@ -330,7 +330,7 @@ def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater) -> Any:
 
 
 def _refuse_apart(optimizer: torch.optim.Optimizer, traits: Traits, groups: ParallelGroups) -> None:
-    """Raise ValueError for an optimizer that looks at more than ranks hold, where they hold parts of tensors."""
+    """Raise ValueError if ranks hold parts of tensors and the optimizer needs more than its own part."""
     if not groups.holds_parts or traits.cuts or traits.joins_parts:
         return
     name, kind = type(optimizer).__name__, optimizer_type(type(optimizer).__name__)
@@ -341,13 +341,13 @@ def _refuse_apart(optimizer: torch.optim.Optimizer, traits: Traits, groups: Para
     else:
         return
     raise ValueError(
-        f"{name} works on {traits.sees.value}, and with {section} {why}: take an optimizer that updates one element at "
+        f"{name} works on {traits.sees.value}, and with {section} {why}: use an optimizer that updates one element at "
         f'a time (AdamW), or "Muon" in ds.json\'s optimizer section, or remove {section}'
     )
 
 
 def _sparse(module: nn.Module, plan: Plan) -> set[int]:
-    """Parameters, by id, whose gradients are summed by rows."""
+    """Ids of parameters whose gradients are reduced by rows."""
     sparse = parameters_of_embeddings(module, all_of_them=plan.zero.sparse_gradients)
     if plan.zero.sparse_gradients and not sparse and not plan.sharding.shards_optimizer:
         logger.warning(
@@ -358,7 +358,7 @@ def _sparse(module: nn.Module, plan: Plan) -> set[int]:
 
 
 def _peers(store: ParameterStore, groups: ParallelGroups, sharding: Sharding) -> Peers:
-    """Collective where ranks hold parts."""
+    """Build the `Peers` of the store's ranks. Collective if ranks hold parts of tensors."""
     if groups.holds_parts:
         _check_order(store, groups)
     if not sharding.shards_optimizer:
@@ -369,19 +369,19 @@ def _peers(store: ParameterStore, groups: ParallelGroups, sharding: Sharding) ->
 
 
 def _check_order(store: ParameterStore, groups: ParallelGroups) -> None:
-    """Raise ValueError, on all ranks, where those that hold parts of the same tensors would update them in another
-    order and wait for each other: a bucket has room for more of the smaller parts."""
+    """Raise ValueError on all ranks if ranks with parts of the same tensors would update these in different orders and
+    deadlock, because a bucket has room for more of the smaller parts."""
     order = [[slot.parameter for slot in bucket.bucket.slots] for bucket in store.buckets]
     if any(theirs != order for theirs in groups.world.gather_objects(order)):
         raise ValueError(
-            "parts of tensors differ so much in size between ranks that these lie in different buckets, and an "
-            "optimizer of whole tensors would not meet: take a size that divides heads and widths, or raise "
+            "parts of tensors differ so much in size between ranks that they are in different buckets, and ranks of "
+            "an optimizer of whole tensors would deadlock: use a size that divides heads and widths, or raise "
             "zero_optimization.reduce_bucket_size"
         )
 
 
 def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained, plan: Plan) -> None:
-    """Raise DoesNotFit, on all ranks, where what is offloaded has no room."""
+    """Raise DoesNotFit on all ranks if the offloaded states do not fit."""
     from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
 
     longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
@@ -392,7 +392,7 @@ def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Tr
 
 
 def _sharded(module: nn.Module, trained: Trained, plan: Plan, placements: Placements) -> ParameterStore:
-    """The store of stage 3, which no other stage imports."""
+    """The store of stage 3, which other stages do not import."""
     from hf_zero.params.sharded import ShardedParameters
 
     zero = plan.zero
@@ -410,10 +410,10 @@ def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
 
 
 def trainable_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`groups` (the same dicts) without frozen and empty parameters, and without groups that are empty then.
+    """Return `groups` (the same dicts) without frozen and empty parameters, and without groups left empty.
 
     Raises:
-        ValueError: when a parameter is listed twice, or none is left.
+        ValueError: if a parameter is listed twice, or none is left.
     """
     kept, seen = [], set()
     for group in groups:
@@ -439,8 +439,8 @@ def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], plan: Plan) ->
     names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in group_of}
     if not names and any(parameter.requires_grad for parameter in module.parameters()):
         logger.warning(
-            "the optimizer has none of the model's parameters, and no update will reach them: make it from those of "
-            "the very model that initialize() gets, after the last copy of it"
+            "the optimizer has none of the model's parameters, so no update will reach them: create it from the "
+            "parameters of the same model object that is passed to initialize(), not of a copy"
         )
     ordered = [parameter for parameter in module.parameters() if id(parameter) in group_of]
     ordered += [parameter for group in groups for parameter in group["params"] if id(parameter) not in names]
@@ -470,7 +470,7 @@ def _refuse_complex(trained: Mapping[str, nn.Parameter]) -> None:
 
 
 def _longest_bucket(module: nn.Module, trained: Trained, plan: Plan) -> int:
-    """Elements of the largest bucket, before any is made."""
+    """Number of elements of the largest bucket, computed before buckets exist."""
     if not plan.sharding.shards_parameters:
         return max(bucket.numel for bucket in _flat_layout(trained.specs, plan).buckets)
     numel_of = {id(p): spec.numel for p, spec in zip(trained.parameters, trained.specs, strict=True)}

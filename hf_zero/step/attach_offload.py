@@ -1,4 +1,4 @@
-"""From the offload policies to placements, and to a stager that fetches what an update works on."""
+"""Turns offload policies into placements, and gives the updater a stager that fetches its inputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
-    """Whether parameters are kept where they cannot be computed with, so that they come in units to a lone rank too."""
+    """Whether parameters are offloaded, so that even a single rank gathers them in units."""
     placement = zero.offload_param
     if placement is None:
         return False
@@ -39,7 +39,7 @@ def is_kept_elsewhere(zero: ZeroPolicy, device: torch.device) -> bool:
 
 
 def trained_numel(specs: Sequence[ParameterSpec], sharding: Sharding) -> int:
-    """Elements that a rank updates, without padding."""
+    """Number of elements that a rank updates, without padding."""
     if not sharding.shards_optimizer:
         return sum(spec.numel for spec in specs)
     return sum(-(-spec.numel // (spec.world or sharding.world)) for spec in specs)
@@ -48,14 +48,14 @@ def trained_numel(specs: Sequence[ParameterSpec], sharding: Sharding) -> int:
 def placements_for(
     zero: ZeroPolicy, device: torch.device, collectives: Collectives, owned_numel: int, *, cuts: bool
 ) -> Placements:
-    """Where everything of an engine is kept. Collective: a drive that cannot be used stops all ranks.
+    """Create the placements of an engine. Collective: an unusable drive raises on all ranks.
 
     Args:
         owned_numel: elements that this rank updates.
-        cuts: whether the optimizer can update what a rank owns of a bucket in sub-groups.
+        cuts: whether the optimizer can update a rank's part of a bucket in sub-groups.
 
     Raises:
-        StorageError: with what is wrong with the drive, on every rank.
+        StorageError: on every rank, if a drive cannot be used.
     """
     return all_or_none(lambda: _placements(zero, device, owned_numel, cuts=cuts), collectives)
 
@@ -79,7 +79,7 @@ def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cut
 
 
 class _Drives:
-    """One `Drive` per folder that the config names."""
+    """One `Drive` per folder in the config."""
 
     def __init__(self, zero: ZeroPolicy) -> None:
         folders = [
@@ -106,7 +106,7 @@ def _opened(folder: str, files: Aio) -> Drive:
 def _far_placement(zero: ZeroPolicy, policy: OffloadOptimizer, device: torch.device, drives: _Drives) -> Placement:
     drive, pinned = drives.of(policy), pins(policy, device)
     if zero.streaming is not None:
-        from hf_zero.offload.split_masters import stores  # what few configs ask for
+        from hf_zero.offload.split_masters import stores  # few configs need it
 
         masters, gradients = stores(splits=zero.streaming.masters == "split", pinned=pinned)
         return host_placement(device, masters, None, gradients, pinned=pinned)
@@ -124,10 +124,10 @@ def _far_placement(zero: ZeroPolicy, policy: OffloadOptimizer, device: torch.dev
 
 
 def attach_offload(updater: Updater, reducer: GradientReducer, policy: OffloadOptimizer | None) -> None:
-    """Give `updater` a stager that fetches, where anything has to be.
+    """Give `updater` a stager, if anything has to be fetched.
 
     Raises:
-        ConfigError: when buffer_count is too small for the optimizer.
+        ConfigError: if buffer_count is too small for the optimizer.
     """
     if all(sub_group.stored is None or sub_group.stored.is_at_hand for sub_group in updater.sub_groups):
         return

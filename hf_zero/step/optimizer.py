@@ -1,4 +1,4 @@
-"""Element 2 of what `initialize` returns: a torch optimizer whose step is sharded."""
+"""The optimizer that `initialize` returns: a torch optimizer whose step is sharded."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Attributes:
         optimizer: the base torch optimizer; it holds this rank's masters.
-        loss_scaler: what backward multiplies the loss with, and what becomes of it; a constant 1 outside fp16.
+        loss_scaler: the loss scale and its schedule; a constant 1 unless fp16 is used.
         updater: runs the base optimizer on the shards.
         sub_groups: what this rank updates.
-        store: where the model's weights are.
-        parameter_offload: stage 3's hooks, for programs that remove them for a while.
+        store: stores the model's weights.
+        parameter_offload: stage 3's hooks, for programs that remove them temporarily.
     """
 
-    parameter_offload: Any  # absent below stage 3: others probe for it
+    parameter_offload: Any  # absent below stage 3, because other libraries test for the attribute
 
     # Not initialised as a torch Optimizer on purpose: groups and state live in the base optimizer only. The base class
     # is there because torch's schedulers accept nothing else.
@@ -40,10 +40,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         rules: StepRules,
         names: NamesOf | None = None,
     ) -> None:
-        """`names`: those of DeepSpeed beside our own."""
+        """`names`: DeepSpeed's additional names."""
         self.optimizer = updater.optimizer
         self.fragments: Any = None  # kept alive here; see hf_zero.api.parameter_access
-        self.engine: Any = None  # a weak proxy of what is made last, and knows what no step does
+        self.engine: Any = None  # weak proxy; the engine is created after its optimizer
         self.loss_scaler = step.factors.scaler
         self.updater = updater
         self.sub_groups = updater.sub_groups
@@ -78,38 +78,38 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite on some rank; waits for the device."""
+        """Whether the last step was skipped because of a non-finite gradient on any rank. Waits for the device."""
         return self._step.outcome is not None and self._step.outcome.skipped
 
     @property
     def knows_overflow(self) -> bool:
-        """Whether asking for `overflow` waits for nothing."""
+        """Whether `overflow` is known without waiting for the device."""
         return self._step.outcome is None or self._step.outcome.is_known
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm before clipping: of the gradients that wait for their step, where `foresee_norm` has looked,
-        else of the last step; None before the first. Waits for the device."""
+        """Global L2 norm before clipping: of the pending gradients after `foresee_norm`, else of the last step; None
+        before the first step. Waits for the device."""
         return self._step.grad_norm
 
     @property
     def late_norm(self) -> LateNorm | float | None:
-        """The same as a number that is read from the device only on use."""
+        """`grad_norm` as a number that is read from the device on first use."""
         return self._step.late_norm
 
     @property
     def has_gradients(self) -> bool:
-        """Whether an engine's backward has brought some since the last step; the same on all ranks."""
+        """Whether an engine's backward has produced gradients since the last step; the same on all ranks."""
         return self._step.factors.has_any
 
     def foresee_norm(self) -> None:
-        """Set `grad_norm` to that of what `step` would apply now. Collective; does not wait for the device."""
+        """Set `grad_norm` to the norm of the pending gradients. Collective; does not wait for the device."""
         self._step.foresee_norm()
 
     def __getattr__(self, name: str) -> Any:
-        """Names of DeepSpeed that no step needs.
+        """Look up DeepSpeed's names, which no step needs.
 
-        At stage 0 the base optimizer's own come first: nothing is sharded, and callers expect the object they gave.
+        At stage 0 the base optimizer's attributes come first: nothing is sharded, and callers expect their own object.
         """
         if name.startswith("__") or "sharding" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -127,7 +127,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         is_whole = "sharding" in self.__dict__ and self.sharding.stage == 0
         return type(self.optimizer) if is_whole else ZeroOptimizer
 
-    # For isinstance, which asks this after the true class: at stage 0 the class that config or caller named counts too.
+    # isinstance() also checks __class__: at stage 0 it reports the class that the config or caller named.
     __class__ = _shown_class
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -135,18 +135,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._step.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Raise RuntimeError: what is trained is laid out when the engine is made."""
-        from hf_zero.instead import LATER_GROUP  # what no step needs
+        """Raise RuntimeError: the layout is fixed when the engine is created."""
+        from hf_zero.instead import LATER_GROUP  # only needed for the error
 
         raise RuntimeError(LATER_GROUP)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the optimizer state, in torch's form."""
+        """This rank's part of the optimizer state, in torch's format."""
         self._step.settle()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave on the same rank of the same layout."""
+        """Load the result of `state_dict` from the same rank of the same layout."""
         self._step.settle()
         self.optimizer.load_state_dict(state_dict)
         self.updater.state_replaced()
@@ -159,7 +159,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Apply the gradients reduced since the last step; see `ShardedStep.run`. Collective.
 
         Raises:
-            RuntimeError: when a closure is given, and for what `ShardedStep.run` says.
+            RuntimeError: if a closure is given, and as in `ShardedStep.run`.
         """
         if closure is not None:
             raise RuntimeError("a sharded step cannot re-evaluate a closure; call backward() and then step()")

@@ -1,11 +1,11 @@
 """The outcome of a step, for a host that runs ahead of its device.
 
-    device    sums ---> norm, factor, skip flag ---> update (nothing changes where the flag is set)
+    device    sums ---> norm, factor, skip flag ---> update (nothing changes if the flag is set)
                     host         copy to host memory ... forward, backward of the next step ... read(): norm, skipped
 
-On a CPU, and wherever the host has to decide something first, the sums are read before the update.
+On a CPU, and whenever the host has to decide something first, the sums are read before the update.
 
-`LateNorm` is read from the device when its value is used, and not before.
+`LateNorm` is only read from the device when its value is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_zero.device.registry import HostCopy
 
 
 class LateNorm:
-    """The norm of a step, as a number: it compares, calculates, prints and formats as the float that `float()` gives.
+    """The norm of a step as a number, which compares, calculates and prints like the float that `float()` returns.
 
     The first such use waits for the device to have come that far. It is no float itself (C code reads a float's value
     without asking the object) and has no `item`, by which Trainer would read it after every step.
@@ -35,7 +35,7 @@ class LateNorm:
 
     @property
     def is_known(self) -> bool:
-        """Whether reading it needs no wait."""
+        """Whether the value can be read without waiting."""
         return self._outcome.is_known
 
     def __float__(self) -> float:
@@ -48,12 +48,12 @@ class LateNorm:
         return format(float(self), spec)
 
     def __reduce__(self) -> tuple[type[float], tuple[float]]:
-        """A copy, or what is sent to another process, is a float."""
+        """Copies and pickles are plain floats."""
         return float, (float(self),)
 
 
 def late_norm(*outcomes: StepOutcome | None) -> LateNorm | float | None:
-    """Norm of the first outcome: the value if it is known, else one that is read on use."""
+    """Norm of the first outcome: the value if it is known, else a `LateNorm`."""
     outcome = next((one for one in outcomes if one is not None), None)
     if outcome is None or outcome.is_known:
         return None if outcome is None else outcome.norm
@@ -81,13 +81,13 @@ for _name in _AS_FLOATS.split():
 
 @dataclass(frozen=True, slots=True)
 class NormRule:
-    """From summed squares to the norm, and from the norm to the factor on every gradient.
+    """Computes the norm from summed squares, and the factor on every gradient from the norm.
 
     Attributes:
-        num_added: ranks whose squares are added up in the sum.
-        factor: what a gradient is multiplied with to be the gradient of the loss, before clipping.
-        clip_norm: largest global L2 norm; 0.0: no clipping.
-        skips: whether a norm that is not finite skips the update.
+        num_added: number of ranks whose squares are in the sum.
+        factor: multiplied with a reduced gradient it gives the gradient of the loss, before clipping.
+        clip_norm: maximum global L2 norm; 0.0: no clipping.
+        skips: whether a non-finite norm skips the update.
     """
 
     num_added: int
@@ -108,23 +108,23 @@ class NormRule:
         return (squares / self.num_added).sqrt_().mul_(self.factor)
 
     def scale_on_device(self, squares: Tensor) -> Tensor | float:
-        """0-dim, or a number where nothing is clipped."""
+        """Factor as a 0-dim tensor, or as a number if nothing is clipped."""
         if self.clip_norm <= 0.0:
             return self.factor
         coefficient = (self.clip_norm / (self.norm_on_device(squares) + _TINY)).clamp_(max=1.0)
-        return coefficient.nan_to_num_(nan=1.0).mul_(self.factor)  # as `clip_coefficient` has it
+        return coefficient.nan_to_num_(nan=1.0).mul_(self.factor)  # as in `clip_coefficient`
 
 
 class StepOutcome:
-    """Norm of one step's gradients, and whether the step was skipped for it.
+    """Norm of one step's gradients, and whether the step was skipped because of it.
 
     Attributes:
-        is_known: the host has read the numbers.
-        is_known_to_skip: and the weights stay as they were.
+        is_known: whether the host has read the numbers.
+        is_known_to_skip: whether it has read them and the step was skipped.
     """
 
     def __init__(self, sums: Tensor, rule: NormRule) -> None:
-        """`sums`: [2], squares of the gradients and parameters that were overwritten; see `Agreed`."""
+        """`sums`: [2], sum of squares and number of overwritten parameters; see `Agreed`."""
         self._rule = rule
         self._sums = sums
         self._copy = HostCopy(sums)
@@ -133,7 +133,7 @@ class StepOutcome:
         self._on_skip: list[Callable[[], None]] = []
 
     def read(self) -> None:
-        """Read the numbers; waits for the device. Callbacks of `when_skipped` run now, once."""
+        """Read the numbers, waiting for the device, and run the callbacks of `when_skipped` once."""
         if self._known is not None:
             return
         squares, overwritten = self._copy.read()
@@ -144,7 +144,7 @@ class StepOutcome:
             tell()
 
     def when_skipped(self, tell: Callable[[], None]) -> None:
-        """Call `tell` if the step was skipped: now, or when that becomes known."""
+        """Call `tell` if the step was skipped: now, or as soon as this is known."""
         if not self.is_known:
             self._on_skip.append(tell)
         elif self.skipped:
@@ -152,34 +152,34 @@ class StepOutcome:
 
     @property
     def norm(self) -> float:
-        """Global L2 norm before clipping; of an update that is skipped because it is not finite, infinity."""
-        # Infinity minus infinity within a model is NaN, which loggers refuse and comparisons pass over.
+        """Global L2 norm before clipping; infinity if the update is skipped because it is not finite."""
+        # A norm may be NaN (infinity minus infinity), which loggers reject and comparisons ignore.
         return math.inf if math.isnan(self.computed_norm) and self._rule.skips else self.computed_norm
 
     @property
     def computed_norm(self) -> float:
-        """The norm as it was computed, which may be NaN."""
+        """The norm as computed, which may be NaN."""
         return self._rule.norm(self._read()[0])
 
     @property
     def has_overwritten(self) -> bool:
-        """Whether any rank has written to parameters that it holds only a shard of."""
+        """Whether any rank has written to released parameters."""
         return self._read()[1] > 0
 
     @property
     def skipped(self) -> bool:
-        """Whether the weights stay as they were."""
+        """Whether the step was skipped, so that weights are unchanged."""
         squares, overwritten = self._read()
         return overwritten > 0 or self._rule.skipped(squares)
 
     @property
     def scale(self) -> float | Tensor:
-        """Factor on every reduced gradient, clipping included."""
+        """Factor on every reduced gradient, including clipping."""
         return self._rule.scale_on_device(self._sums[0]) if self._known is None else self._rule.scale(self._known[0])
 
     @property
     def skip(self) -> Tensor:
-        """[1] in int32 on the device: not zero where the update must change nothing."""
+        """[1] in int32 on the device: nonzero if the update must change nothing."""
         squares, overwritten = self._sums.split(1)
         counts: Tensor = overwritten.to(torch.int32)
         if self._rule.skips:
@@ -192,11 +192,11 @@ class StepOutcome:
         return self._known
 
 
-_TINY = 1e-6  # of DeepSpeed, and of torch's `clip_grad_norm_`
+_TINY = 1e-6  # as in DeepSpeed and torch's `clip_grad_norm_`
 
 
 def clip_coefficient(norm: float, clip_norm: float) -> float:
-    """Factor that brings a gradient of L2 norm `norm` down to `clip_norm`; 1.0 if it is shorter or clipping off."""
+    """Factor that reduces a gradient of L2 norm `norm` to `clip_norm`; 1.0 if it is shorter or clipping is off."""
     if clip_norm <= 0.0:
         return 1.0
     return min(1.0, clip_norm / (norm + _TINY))

@@ -1,6 +1,6 @@
 """The phases of a sharded step: agree on the norm, clip, update the owned part, gather the rest.
 
-Its gradients are sums over ranks, or this rank's own where the optimizer averages by itself.
+Gradients are sums over ranks, or this rank's own gradients if the optimizer averages by itself.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, clip_coefficie
 
 
 class GradientSource(ABC):
-    """The gradients between reducer and update.
+    """Provides gradients from the reducer to the update.
 
     Attributes:
-        num_added: ranks whose gradients count in the sum of squares that the step agrees on.
+        num_added: number of ranks whose gradients count in the sum of squares.
     """
 
     num_added = 1
@@ -44,11 +44,11 @@ class GradientSource(ABC):
 
     @abstractmethod
     def of(self, sub_group: SubGroup) -> Tensor:
-        """1-D, for the update of this sub-group."""
+        """The sub-group's gradient for the update, 1-D."""
 
 
 class ReducedGradients(GradientSource):
-    """A sub-group's sum over ranks, as long as its master, while that is in place."""
+    """Sums over ranks; a sub-group's gradient has the length of its master."""
 
     def of(self, sub_group: SubGroup) -> Tensor:
         reduced = self._reducer.buckets[sub_group.bucket].reduced.vector.take()
@@ -56,7 +56,7 @@ class ReducedGradients(GradientSource):
 
     @contextmanager
     def opened(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[Tensor | None]:
-        """The same outside an update; None when there is none."""
+        """The sub-group's gradient outside an update; None if there is none."""
         gradients = self._reducer.buckets[sub_group.bucket].reduced
         if not gradients.is_there:
             yield None
@@ -66,7 +66,7 @@ class ReducedGradients(GradientSource):
 
 
 class LocalGradients(GradientSource):
-    """This rank's own gradients of a sub-group's whole bucket; nothing is reduced."""
+    """This rank's unreduced gradients of a sub-group's whole bucket."""
 
     def __init__(self, reducer: GradientReducer, world: int) -> None:
         super().__init__(reducer)
@@ -75,13 +75,13 @@ class LocalGradients(GradientSource):
     def of(self, sub_group: SubGroup) -> Tensor:
         bucket = self._reducer.buckets[sub_group.bucket]
         if bucket.local is None:
-            bucket.keep_local()  # this rank has none, and zeros count
+            bucket.keep_local()  # this rank has no gradients: store zeros
         assert bucket.local is not None
         return bucket.local
 
 
 def held_gradients(reducer: GradientReducer, sub_groups: Sequence[SubGroup]) -> Iterator[tuple[int, Tensor]]:
-    """(index of a parameter, what this rank holds of its gradient), 1-D, from both sources."""
+    """Yield (parameter index, this rank's part of its gradient, 1-D), reduced or local."""
     source = ReducedGradients(reducer)
     for sub_group in sub_groups:
         with source.opened(sub_group) as reduced:
@@ -89,12 +89,12 @@ def held_gradients(reducer: GradientReducer, sub_groups: Sequence[SubGroup]) -> 
                 assert reduced is not None
                 yield piece.parameter, reduced.narrow(0, piece.in_shard, piece.numel)
     for bucket in reducer.buckets:
-        if bucket.local is not None:  # not reduced, on purpose
+        if bucket.local is not None:  # deliberately not reduced
             for slot in bucket.bucket.slots:
                 yield slot.parameter, bucket.local.narrow(0, slot.offset, slot.numel)
 
 
-# What this rank owns, sub-group by sub-group, to be read or changed outside a step.
+# Access to what this rank owns, sub-group by sub-group, outside a step.
 
 
 # (sub-group, whether it changes) -> its values
@@ -114,20 +114,20 @@ class OwnedValues:
 
     @contextmanager
     def master(self, sub_group: SubGroup, changes: bool = False) -> Iterator[Tensor | None]:
-        """1-D, in the master dtype."""
+        """The sub-group's master, 1-D, in the master dtype."""
         with self._updater.stager.opened(sub_group, changes=changes):
             yield sub_group.master
 
     @contextmanager
     def gradient(self, sub_group: SubGroup, changes: bool = False) -> Iterator[Tensor | None]:
-        """1-D, the sum over ranks; None when there is none."""
+        """The reduced gradient, 1-D; None if there is none."""
         if changes:
             self._agreement.forget()
         with self._gradients.opened(sub_group, changes=changes) as gradient:
             yield gradient
 
     def state(self, key: str) -> Source:
-        """One optimizer state: 1-D, as long as the master; None when the optimizer has none."""
+        """One optimizer state, 1-D, with the master's length; None if the optimizer has none."""
 
         @contextmanager
         def opened(sub_group: SubGroup, changes: bool = False) -> Iterator[Tensor | None]:
@@ -155,7 +155,7 @@ class OwnedValues:
 
     @torch.no_grad()
     def master_to_params(self, parameter: int) -> None:
-        """Round edited masters of one parameter into the model's weights and let every rank see them. Collective."""
+        """Round one parameter's edited masters into the model's weights on every rank. Collective."""
         for index, bucket in enumerate(self._store.buckets):
             if any(slot.parameter == parameter for slot in bucket.bucket.slots):
                 self._store.prepare_change()
@@ -167,7 +167,7 @@ class OwnedValues:
 
 
 def _spread(sub_group: SubGroup, values: list[Tensor]) -> Tensor:
-    """Values of whole tensors as one vector over the sub-group; a copy, so only good for reading."""
+    """Copy values of whole tensors into one read-only vector over the sub-group."""
     flat = torch.zeros_like(sub_group.master, dtype=values[0].dtype)
     for tensor, value in zip(sub_group.tensors, values, strict=True):
         flat.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(value)
@@ -176,37 +176,37 @@ def _spread(sub_group: SubGroup, values: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """Rules for whether and how reduced gradients are applied."""
+    """Rules for when and how reduced gradients are applied."""
 
     gradients: GradientPolicy
     skip_nonfinite: bool
     require_all_gradients: bool
     loss_scale: LossScalePolicy | None = None
-    ranks_per_loss: int = 1  # whose losses are one and the same
+    ranks_per_loss: int = 1  # number of ranks that share one loss
 
 
 class LossFactors:
-    """Of one engine.
+    """Factors on the losses of one engine.
 
     Attributes:
-        scaler: the loss scale, and what becomes of it; a constant 1 outside fp16.
+        scaler: the loss scale and its schedule; a constant 1 unless fp16 is used.
     """
 
     def __init__(self, rules: StepRules, world: int) -> None:
         self.scaler = loss_scaler_from(rules.loss_scale)
         self._predivide = rules.gradients.predivide
-        # Ranks that see parts of a sample each go backward through the whole loss, which all of them have.
+        # Ranks that share a sample each run backward through the whole loss.
         self._mean = 1.0 / (world if rules.gradients.average else rules.ranks_per_loss)
-        self._seen: set[float] = set()  # since the last step
+        self._seen: set[float] = set()  # factors of losses since the last step
 
     @property
     def next(self) -> float:
-        """For the next loss: the loss scale, and the division before the reduction."""
+        """Factor for the next loss: the loss scale and the division before the reduction."""
         return self.scaler.scale / self._predivide
 
     @property
     def has_any(self) -> bool:
-        """Whether an engine's backward has brought gradients since the last step; the same on all ranks."""
+        """Whether an engine's backward has produced gradients since the last step; the same on all ranks."""
         return bool(self._seen)
 
     @property
@@ -219,11 +219,11 @@ class LossFactors:
         self._seen.add(factor)
 
     def clear(self) -> None:
-        """Forget factors: the gradients have been applied or dropped."""
+        """Forget the factors, because gradients have been applied or dropped."""
         self._seen.clear()
 
     def refuse_mixed(self) -> None:
-        """Raise RuntimeError if gradients have come of losses with different factors: no step can tell them apart."""
+        """Raise RuntimeError if gradients come from losses with different factors, which no step can separate."""
         if len(self._seen) > 1:
             raise RuntimeError(
                 "step(): its gradients come from losses that were scaled by different factors "
@@ -234,12 +234,12 @@ class LossFactors:
 
 
 class ShardedStep:
-    """Applies the gradients that the reducer has, and knows what became of it.
+    """Applies the reducer's gradients and records the outcome.
 
     Attributes:
-        factors: what losses have been multiplied with.
-        values: what this rank owns, for reading and changing it between steps.
-        outcome: of the last step, None before the first; the host may not know it yet.
+        factors: the factors on losses.
+        values: access to this rank's masters, gradients and states between steps.
+        outcome: of the last step, None before the first; the host may not have read it yet.
     """
 
     def __init__(
@@ -258,9 +258,9 @@ class ShardedStep:
     ) -> None:
         """
         Args:
-            runs_ahead: a step does not wait for its own outcome, where the updater can do without it.
-            streamed: `StreamedUpdates`, which update beside backward; None: everything is updated in the step.
-            groups: where some ranks hold parts of matrices; default: none do.
+            runs_ahead: a step does not wait for its own outcome if the updater does not need it.
+            streamed: `StreamedUpdates`, which update during backward; None: everything is updated in the step.
+            groups: needed if some ranks hold parts of matrices.
         """
         self._store = store
         self._reducer = reducer
@@ -275,7 +275,7 @@ class ShardedStep:
         self.factors = LossFactors(rules, sharding.num_ranks)
         self.values = OwnedValues(store, updater, self._reduced, self._agreement)
         self.outcome: StepOutcome | None = None
-        self._unsettled: StepOutcome | None = None  # the last one, until `settle`
+        self._unsettled: StepOutcome | None = None  # the last outcome, until `settle`
         self._foreseen: StepOutcome | None = None
         self._streamed = streamed
         if streamed is not None:
@@ -283,23 +283,23 @@ class ShardedStep:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether those of a backward are all there at its end."""
+        """Whether all gradients of a backward are in memory at its end."""
         return self._streamed is None
 
     def _late_factor(self) -> float:
-        """The factor on every gradient before the norm of this step is known, by that of the last one."""
+        """The factor on every gradient before this step's norm is known, based on the last step's norm."""
         clip = 1.0 if self.outcome is None else clip_coefficient(self.outcome.norm, self._rules.gradients.clip_norm)
         return self.factors.of_gradients * clip
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the gradients that wait for their step after `foresee_norm`, else of the last step."""
+        """Norm of the pending gradients after `foresee_norm`, else of the last step."""
         known = self._foreseen or self.outcome
         return None if known is None else known.norm
 
     @property
     def late_norm(self) -> LateNorm | float | None:
-        """The same, read only on use."""
+        """`grad_norm` as a number that is read on first use."""
         return late_norm(self._foreseen, self.outcome)
 
     def expect(self, factor: float) -> None:
@@ -311,7 +311,7 @@ class ShardedStep:
         """Drop all gradients since the last step.
 
         Raises:
-            RuntimeError: when they have been applied already.
+            RuntimeError: if they have already been applied.
         """
         if self._streamed is not None:
             self._streamed.refuse_to_drop()
@@ -334,12 +334,12 @@ class ShardedStep:
     def run(self) -> None:
         """Apply the gradients reduced since the last step. Collective.
 
-        Sub-group by sub-group; a bucket is gathered as soon as its last one is done, beside the next update. One at a
-        time, because what is under way takes memory.
+        Updates run sub-group by sub-group. A bucket is gathered as soon as its last sub-group is done, during the next
+        update. Only one gather is in flight, to limit memory.
 
         Raises:
-            RuntimeError: when a parameter got no gradient anywhere although `ignore_unused_parameters` is false, or at
-                an overflow that no smaller loss scale can answer.
+            RuntimeError: if a parameter got no gradient on any rank and `ignore_unused_parameters` is false, or on
+                overflow at the minimum loss scale.
         """
         if self._streamed is not None:
             self.factors.refuse_mixed()
@@ -371,7 +371,7 @@ class ShardedStep:
         self._clear()
 
     def _agree(self) -> tuple[Set[int], StepOutcome]:
-        """Agree on what is applied, and how: the parameters with gradients, and the outcome."""
+        """Agree with all ranks on the parameters with gradients, and on the outcome."""
         self.factors.refuse_mixed()
         self._store.sync_masters()
         facts = self._agreement.meet()
@@ -385,9 +385,9 @@ class ShardedStep:
         return agreed.used, self.outcome
 
     def _gradients(self, used: Set[int], outcome: StepOutcome, first: Sequence[int]) -> StepGradients:
-        """For an update that begins with the buckets `first`: what the next forward begins with, so that stage 3 can
-        gather it beside the others' updates."""
-        # Not by this rank's own pieces: whether a bucket is gathered must be the same on all ranks.
+        """Gradients for an update that starts with the buckets `first`. The next forward needs these first, so stage 3
+        gathers them during the other updates."""
+        # This must not depend on this rank's own pieces: all ranks must gather the same buckets.
         updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
         wanted = [sub_group for sub_group in self._updater.sub_groups if updated[sub_group.bucket]]
         wanted.sort(key=lambda sub_group: first.index(sub_group.bucket) if sub_group.bucket in first else len(first))
@@ -398,15 +398,15 @@ class ShardedStep:
                 self._source.of, used, self._streamed.settle_scale(), self._streamed.wanted(wanted), None
             )
         skip = None if outcome.is_known else outcome.skip
-        # The source as it is now: the updater may want another one as soon as the step has begun.
+        # Bind the present source: the updater may switch to another one once the step has started.
         return StepGradients(self._source.of, used, outcome.scale, wanted, skip)
 
     def settle(self) -> None:
         """Read the outcome of the last step, if not read yet; waits for the device.
 
         Raises:
-            RuntimeError: when a parameter was written to where that is lost, or at an overflow that no smaller loss
-                scale can answer.
+            RuntimeError: if a released parameter was written to, so that the write is lost, or on overflow at the
+                minimum loss scale.
         """
         outcome, self._unsettled = self._unsettled, None
         if outcome is None:
@@ -429,11 +429,11 @@ class ShardedStep:
             self._reducer.settle_errors(is_skipped=is_skipped, factor=factor)
 
     def foresee_norm(self) -> None:
-        """Set `grad_norm` to that of what `run` would apply now. Collective; does not wait for the device."""
+        """Set `grad_norm` to the norm of the pending gradients. Collective; does not wait for the device."""
         self._foreseen = StepOutcome(self._agreement.sums(), self._norm_rule)
 
     def true_anywhere(self, facts: Sequence[bool]) -> list[bool]:
-        """Which of these facts hold on any rank. Collective."""
+        """For each fact, whether it holds on any rank. Collective."""
         nothing = torch.zeros(1, dtype=torch.float64, device=self._store.device)
         return [count > 0 for count in self._collectives.sum_with_facts(nothing, [float(fact) for fact in facts])]
 
@@ -444,7 +444,7 @@ class ShardedStep:
 
     @property
     def _norm_rule(self) -> NormRule:
-        # Unreduced gradients have no common norm. Its substitute is the root mean square of the ranks' norms, and
+        # Unreduced gradients have no common norm. The root mean square of the ranks' norms replaces it, and
         # the updater gets one rank's gradient instead of a sum over ranks.
         num_added = self._source.num_added
         return NormRule(
@@ -455,26 +455,26 @@ class ShardedStep:
         )
 
     def _refuse_overwritten(self) -> NoReturn:
-        """Raise on all ranks together; those that have overwritten a parameter name it."""
+        """Raise on all ranks; ranks that have overwritten a parameter name it."""
         self._clear()
         self._store.edits.refuse_lost()
-        raise RuntimeError("another rank has overwritten parameters that it holds only a shard of; it says which")
+        raise RuntimeError("another rank has overwritten parameters of which it only holds a shard; see its error")
 
 
 def refuse_minimum_loss_scale(
     gradients: Iterable[tuple[int, Tensor]], specs: Sequence[ParameterSpec], collectives: Collectives, scale: float
 ) -> NoReturn:
-    """Raise: gradients are not finite at the smallest loss scale. Names those that any rank sees. Collective.
+    """Raise an error that names parameters with non-finite gradients at the minimum loss scale. Collective.
 
     Args:
-        gradients: (index of a parameter, what this rank holds of its gradient).
+        gradients: (parameter index, this rank's part of its gradient).
     """
     seen = collectives.gather_objects(_nonfinite(gradients, specs))
     names = list(dict.fromkeys(name for theirs in seen if isinstance(theirs, list) for name in theirs))
     raise RuntimeError(
         f"the loss scale is at its minimum ({scale:g}), and there are still gradients that are not "
-        f"finite: {listed(names)}. This is no longer a "
-        "matter of range: look for a NaN in the loss or the data, or for a learning rate that is too high. "
+        f"finite: {listed(names)}. A smaller "
+        "scale would not help: look for a NaN in the loss or the data, or for a learning rate that is too high. "
         "bf16 (bf16.enabled) has the range of fp32 and needs no loss scale."
     )
 

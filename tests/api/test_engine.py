@@ -227,7 +227,7 @@ def test_a_replaced_storage_is_noticed() -> None:
 def test_moving_or_casting_a_live_engine_is_refused_and_no_ops_are_not() -> None:
     engine = new_engine()
     assert engine.to("cpu").to(torch.float32).to(device="cpu", dtype=torch.float32) is engine
-    with pytest.raises(RuntimeError, match=r"cut the weights off from the optimizer"):
+    with pytest.raises(RuntimeError, match=r"separate the weights from the optimizer"):
         engine.to(torch.bfloat16)
 
 

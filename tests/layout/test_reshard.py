@@ -41,7 +41,7 @@ def test_what_every_rank_holds_is_taken_from_the_own_rank() -> None:
 
 
 def test_an_element_that_nobody_holds_is_an_error() -> None:
-    with pytest.raises(ValueError, match="parameter 0: element 3 lies on no rank"):
+    with pytest.raises(ValueError, match="parameter 0: no rank of the source has element 3"):
         reshard([Extent(A, 0, 3, 0, 0, 0)], [Extent(A, 0, 4, 0, 0, 0)])
 
 

@@ -119,7 +119,7 @@ def test_by_its_names() -> None:
 
 def test_blocks_have_256_elements() -> None:
     parameters = [nn.Parameter(torch.ones(3))]
-    with pytest.raises(ValueError, match="AdamW8bit has blocks of 256 elements, got block_size=64"):
+    with pytest.raises(ValueError, match="AdamW8bit needs blocks of 256 elements, got block_size=64"):
         AdamW8bit(parameters, block_size=64)
     config = {"train_batch_size": 1, "optimizer": {"type": "AdamW8bit", "params": {"block_size": 2048}}}
     with pytest.raises(ConfigError, match=r"(?s)optimizer\.params\.block_size = 2048.*is always 256 here"):
