@@ -1,4 +1,4 @@
-"""Checkpoints: DeepSpeed's files on disk, read from any number of ranks and any stage, written crash-safe."""
+"""Checkpoints in DeepSpeed's format, read at any world size and stage, and written atomically."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointError", "CheckpointView", "open_checkpoint"]
 
-# Loaded when first asked for: the process that writes files needs no torch.
+# Imported on first use, because the process that writes files does not need torch.
 _HOMES = {"CheckpointView": "view", "open_checkpoint": "opening"}
 
 

@@ -1,4 +1,4 @@
-"""Memory for what is saved beside training: a process that writes, and other ranks of the host, can map it."""
+"""Memory for asynchronous saves, which the writer process and other ranks of the host can map."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _WORD_BYTES = 8
 
 
 def sum_of_words(data: NDArray[np.uint8]) -> int:
-    """Of 64 bits, modulo 2^64: as fast as memory is read, four times as fast as a CRC, and no single word that has
-    changed leaves it as it was."""
+    """Sum of 64-bit words modulo 2^64: as fast as reading memory, four times as fast as a CRC, and a change of any
+    single word changes it."""
     end = len(data) // _WORD_BYTES * _WORD_BYTES
     total = int(np.add.reduce(data[:end].view(np.uint64), dtype=np.uint64))
     return (total + int.from_bytes(data[end:].tobytes(), "little")) % (1 << 8 * _WORD_BYTES)
@@ -36,10 +36,10 @@ class _Segment:
     """Memory that other processes can map."""
 
     def __init__(self, num_bytes: int, path: Path | None = None) -> None:
-        """`path`: a file of a tmpfs, which outlives this process; one that is there is used again.
+        """`path`: a file of a tmpfs, which outlives this process; an existing file is reused.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: if there is not enough space.
         """
         if path is None:
             descriptor = os.memfd_create("hf_zero_save")
@@ -47,7 +47,7 @@ class _Segment:
         else:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             num_bytes = max(num_bytes, os.fstat(descriptor).st_size)
-            os.posix_fallocate(descriptor, 0, num_bytes)  # a page that is missing later would end this process
+            os.posix_fallocate(descriptor, 0, num_bytes)  # a page missing later would kill this process
         weakref.finalize(self, os.close, descriptor)
         self.used = 0
         self.bytes = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
@@ -55,17 +55,17 @@ class _Segment:
 
 
 class Arena:
-    """A rank's memory for snapshots, and that of other ranks of its host as far as it reads there."""
+    """A rank's memory for snapshots, and the memory of other ranks of its host that it reads."""
 
-    SMALL_BYTES = 4096  # what is smaller is not worth a place, and is copied by itself
+    SMALL_BYTES = 4096  # smaller tensors are copied separately, without a place
 
     def __init__(self, stem: Path | None = None) -> None:
-        """`stem`: how the names of its files begin, in a tmpfs; without it the memory ends with this process."""
+        """`stem`: prefix of its file names, in a tmpfs; without it the memory is freed with this process."""
         self._stem = stem
-        self._unchanged: dict[int, tuple[int, int]] = {}  # by place: address and version of what is there
+        self._unchanged: dict[int, tuple[int, int]] = {}  # by place: address and version of its content
         self._segments: list[_Segment] = []
         self._theirs: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}  # by where this process has them
+        self._names: dict[int, str] = {}  # by address in this process
         self._writer: Writer | None = None
 
     @property
@@ -77,7 +77,7 @@ class Arena:
         return sum(segment.bytes.numel() for segment in self._segments)
 
     def checksums(self) -> dict[str, tuple[int, int]]:
-        """By file: how many bytes of it are used, and their `sum_of_words`."""
+        """File -> (number of used bytes, their `sum_of_words`)."""
         used = [(Path(each.name).name, each.bytes[: each.used]) for each in self._segments]
         return {name: (part.numel(), sum_of_words(part.numpy())) for name, part in used}
 
@@ -87,7 +87,7 @@ class Arena:
             segment.used = 0
 
     def place(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised 1-D tensor. The same requests in the same order get the same places."""
+        """Allocate an uninitialised 1-D tensor. The same requests in the same order get the same places."""
         num_bytes = numel * dtype.itemsize
         segment = next((each for each in self._segments if each.bytes.numel() - each.used >= num_bytes), None)
         if segment is None:
@@ -101,7 +101,7 @@ class Arena:
         return tensor
 
     def piece(self, part: Tensor) -> Piece | None:
-        """A contiguous part as the writer can find it; None where it cannot."""
+        """The location of a contiguous part for the writer; None if it is not in the arena's memory."""
         num_bytes = part.numel() * part.element_size()
         if part.numel() > 1 and part.stride() == (0,) and not part[0]:
             return Piece("", 0, num_bytes)
@@ -113,17 +113,17 @@ class Arena:
         return part.untyped_storage().data_ptr() in self._names
 
     def update(self, target: Tensor, source: Tensor) -> None:
-        """Copy `source` to its place, unless it is what was copied there last."""
+        """Copy `source` to its place, unless it is unchanged since the last copy."""
         state = source.data_ptr(), source._version
         if self._unchanged.get(target.data_ptr()) != state:
             target.copy_(source)
             self._unchanged[target.data_ptr()] = state
 
     def elsewhere(self, piece: Piece, num_bytes: int, dtype: torch.dtype) -> Tensor:
-        """Stands for what a rank of another host has placed within `num_bytes` of a file: for descriptions alone."""
+        """A placeholder for a piece of another host's rank in a file of `num_bytes`; only for descriptions."""
         key = f"{piece.path}:{num_bytes}"
         if key not in self._theirs:
-            pages = mmap.mmap(-1, num_bytes)  # never touched
+            pages = mmap.mmap(-1, num_bytes)  # never accessed
             self._theirs[key] = torch.frombuffer(pages, dtype=torch.uint8)
             self._names[self._theirs[key].data_ptr()] = piece.path
         return self._theirs[key].narrow(0, piece.start, piece.num_bytes).view(dtype)
@@ -132,7 +132,7 @@ class Arena:
         """A piece that another rank of this host has placed."""
         if piece.path not in self._theirs:
             with open(piece.path, "rb") as file:
-                # Read-only by convention. torch warns of memory that cannot be written to.
+                # Read-only by convention, because torch warns about read-only memory.
                 pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             memory = torch.frombuffer(pages, dtype=torch.uint8)
             self._theirs[piece.path] = memory
@@ -140,7 +140,7 @@ class Arena:
         return self._theirs[piece.path].narrow(0, piece.start, piece.num_bytes).view(dtype)
 
     def write_records(self, file: int, records: Sequence[Record]) -> list[int]:
-        """As `stream.write_records`, by the other process where it can."""
+        """Like `stream.write_records`, using the writer process where possible."""
         orders: dict[int, Order] = {}
         for number, record in enumerate(records):
             pieces = self._pieces(record)
@@ -167,14 +167,14 @@ class Arena:
         return pieces if content.num_bytes > self.SMALL_BYTES else None
 
     def close(self) -> None:
-        """End the writing process, and free the memory."""
+        """End the writer process and free the memory."""
         if self._writer is not None:
             self._writer.close()
         self._segments, self._theirs, self._names, self._unchanged, self._writer = [], {}, {}, {}, None
 
 
 def described(value: Any, arena: Arena) -> Any:
-    """`value`, which a snapshot has kept in an arena with files, with tensors as pieces of these files
+    """Return `value`, kept by a snapshot in an arena with files, with tensors replaced by pieces of these files
     (`torch_file.IN_PIECES`)."""
     if isinstance(value, (Tensor, Streamed)):
         parts = (value.reshape(-1),) if isinstance(value, Tensor) else value.parts

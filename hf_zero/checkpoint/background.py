@@ -1,12 +1,12 @@
-"""Writes a checkpoint beside training, of what was true when it was asked for.
+"""Writes a checkpoint in the background, with the values at the time of the call.
 
-    save_checkpoint   what anybody may write next is copied at once (weights, buffers, counters); masters and optimizer
-                      states, which only an update writes, get a place
-    a thread          copies these, beside forward and backward; the next update waits for it
-    `files.writer`    writes all of it, from shared memory, at the lowest priority
+    save_checkpoint   copies weights, buffers and counters at once; masters and optimizer states, which only an update
+                      writes, get a place
+    a thread          copies these during forward and backward; the next update waits for it
+    `files.writer`    writes everything from shared memory, at the lowest priority
 
-The memory is kept for the next save. Where the files of one rank hold what other ranks own, the ranks of a host read it
-from one another's memory. An error surfaces at the next step.
+The memory is reused by the next save. If a rank's files contain values that other ranks own, the ranks of a host read
+these from each other's memory. An error is raised at the next step.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _untold: set[BackgroundSave] = set()
 
 
 class Snapshot:
-    """One moment of one training.
+    """A snapshot of a training's state.
 
     Attributes:
-        copied: masters and states may change again.
+        copied: set when masters and states may change again.
     """
 
     def __init__(self, arena: Arena, updater: Updater | None, constant: Iterable[Tensor] = ()) -> None:
         """
         Args:
-            arena: holds the snapshot; whatever it held is gone.
-            constant: copied again only after it has been written to; stays where it is.
+            arena: memory of the snapshot, whose previous contents are dropped.
+            constant: tensors that are only copied again after a write to them.
         """
         arena.rewind()
-        # Its storage may hold trained ones, too.
+        # Its storage may also contain trained parameters.
         self._constant = {(each.data_ptr(), each.numel()) for each in constant}
         self.copied = threading.Event()
         self._arena = arena
@@ -66,11 +66,11 @@ class Snapshot:
 
     @property
     def is_described(self) -> bool:
-        """Whether its files say where values are, and each host reads its own (`torch_file.IN_PIECES`)."""
+        """Whether its files describe where values are, and each host reads its own (`torch_file.IN_PIECES`)."""
         return self._arena.outlives_process
 
     def keep(self, value: Any) -> Any:
-        """`value` with every tensor in it as it is now; tied tensors stay one. Collective, where something in it is
+        """Return `value` with the present values of all tensors; tied tensors stay tied. Collective if some tensors are
         still to arrive."""
         if isinstance(value, Tensor):
             key = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), str(value.device))
@@ -78,7 +78,7 @@ class Snapshot:
                 self._known[key] = self._kept(value)
             return self._known[key]
         if isinstance(value, Arriving):
-            for batch in value.batches:  # ends before the next one, which may get its addresses
+            for batch in value.batches:  # a batch is freed before the next one, which may reuse its addresses
                 self._known.update((id(awaited), self._kept_stream(content)) for awaited, content in batch)
             return self.keep(value.content)
         if isinstance(value, Awaited):
@@ -94,7 +94,7 @@ class Snapshot:
         Collective.
 
         Raises:
-            OSError: on all ranks, when one has no room.
+            OSError: on all ranks, if one has too little space.
         """
         problem, own = "", []
         try:
@@ -106,7 +106,7 @@ class Snapshot:
         gathered: list[Any] = collectives.gather_objects((problem, pieces, host))
         for rank, (theirs, _, _) in enumerate(gathered):
             if theirs:
-                raise OSError(errno.ENOSPC, f"rank {rank} has no room for what is saved beside training: {theirs}")
+                raise OSError(errno.ENOSPC, f"rank {rank} has no memory for the asynchronous save: {theirs}")
         return [
             own if rank == collectives.rank else self._of_other(theirs, is_here=place == host)
             for rank, (_, theirs, place) in enumerate(gathered)
@@ -115,14 +115,14 @@ class Snapshot:
     def _of_other(self, pieces: Sequence[tuple[Piece, torch.dtype]], *, is_here: bool) -> list[Tensor]:
         if is_here:
             return [self._arena.of_other(piece, dtype) for piece, dtype in pieces]
-        ends = {piece.path: piece.start + piece.num_bytes for piece, _ in pieces}  # places in a file ascend
+        ends = {piece.path: piece.start + piece.num_bytes for piece, _ in pieces}  # places in a file are ascending
         return [self._arena.elsewhere(piece, ends[piece.path], dtype) for piece, dtype in pieces]
 
     def copy(self) -> None:
-        """Copy what only has a place so far.
+        """Copy tensors that only have a place so far.
 
         Raises:
-            CheckpointError: when the program has written to it meanwhile.
+            CheckpointError: if the program has written to them meanwhile.
         """
         try:
             with torch.no_grad():
@@ -157,7 +157,7 @@ class Snapshot:
         return Streamed(content.dtype, content.shape, parts)
 
     def _placed(self, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor's place; its values are there now, or will be when `copy` has ended."""
+        """A 1-D tensor's place, which has its values now or when `copy` has ended."""
         target, storage = self._arena.place(source.numel(), dtype), source.untyped_storage().data_ptr()
         if storage in self._steady and not source.is_inference():
             self._later.append((source.detach(), target, source._version))
@@ -203,9 +203,9 @@ def num_bytes_of(value: Any) -> int:
 
 
 class BackgroundSave:
-    """At most one save under way. The thread is waited for at exit: what was begun is finished.
+    """Runs at most one save at a time in a thread, which finishes before the program exits.
 
-    If the last save of a program fails and nothing asks any more, the program exits as failed (`_end_as_failed`).
+    If a program's last save fails and no later call reports it, the program exits with an error (`_end_as_failed`).
     """
 
     def __init__(self, arena: Arena | None = None) -> None:
@@ -214,7 +214,7 @@ class BackgroundSave:
         self._error: CheckpointError | None = None
 
     def start(self, write: Callable[[], object], snapshot: Snapshot | None = None) -> None:
-        """Run `write` in a thread, once the snapshot is copied; waits for the save before."""
+        """Run `write` in a thread once the snapshot is copied; waits for the previous save."""
         self.wait()
 
         def run() -> None:
@@ -231,7 +231,7 @@ class BackgroundSave:
             if self._error is not None:
                 _untold.add(self)
 
-        # Not a daemon: the interpreter lets it end before it exits.
+        # Not a daemon, so that the interpreter waits for it at exit.
         self._thread = threading.Thread(target=run, name=_THREAD_NAME, daemon=False)
         if snapshot is not None:
             READERS.add(snapshot.copied)
@@ -240,17 +240,17 @@ class BackgroundSave:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait until nothing is being written.
 
         Raises:
-            CheckpointError: when the last save failed and this has not been reported yet.
+            CheckpointError: if the last save failed and this has not been reported yet.
         """
         if self._thread is not None:
             self._thread.join()
         self.check()
 
     def check(self) -> None:
-        """Raise the error of a save that has failed, once; does not wait."""
+        """Raise the error of a failed save, once, without waiting."""
         if self._thread is not None and not self._thread.is_alive():
             self._thread = None
             _replace_handler(_finish_first, signal.SIG_DFL)
@@ -266,14 +266,14 @@ class BackgroundSave:
             self.arena.close()
 
     def take_error(self) -> CheckpointError | None:
-        """The error that has not been reported yet; from now on it counts as reported."""
+        """Return the unreported error, if any, and mark it as reported."""
         _untold.discard(self)
         error, self._error = self._error, None
         return error
 
 
 def _finish_first(number: int, _frame: object) -> None:
-    """Handler of SIGTERM, which launchers send before they kill: a save under way is finished."""
+    """Handler of SIGTERM, which launchers send before SIGKILL: finish a running save first."""
     for thread in threading.enumerate():
         if thread.name == _THREAD_NAME:
             thread.join()
@@ -282,13 +282,13 @@ def _finish_first(number: int, _frame: object) -> None:
 
 
 def _replace_handler(old: object, new: Any) -> None:
-    """Handle SIGTERM where the program has no handler, and while one may be installed."""
+    """Handle SIGTERM if the program has no handler and one may be installed."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is old:
         signal.signal(signal.SIGTERM, new)
 
 
 def _end_as_failed() -> None:
-    """At exit, when all threads have ended: a status of 0 would mean that the last checkpoint exists."""
+    """At exit, after all threads: fail if the last checkpoint was not written, because status 0 would imply it was."""
     errors = [save.take_error() for save in list(_untold)]
     for error in errors:
         logger.error("the program has ended, and its last checkpoint %s", error)
@@ -299,5 +299,5 @@ def _end_as_failed() -> None:
         os._exit(1)  # an exception would be printed, and the status would stay 0
 
 
-# Now, before there is a process group: what is registered later is done first, and the group is left before this.
+# Registered before there is a process group, because exit functions run in reverse order and the group must go first.
 atexit.register(_end_as_failed)

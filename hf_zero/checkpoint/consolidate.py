@@ -1,6 +1,6 @@
-"""From sharded fp32 masters, or a live model, to ordinary weights: whole tensors, streamed to files as they come.
+"""Converts sharded fp32 masters, or a live model, to ordinary weights: whole tensors, streamed to files.
 
-Safetensors files are written tensor by tensor: a JSON header, then the bytes at the places that it names.
+Safetensors files are written tensor by tensor: a JSON header, then the bytes at the offsets in the header.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _NAMES = {
 def write_safetensors(
     path: Path, tensors: Mapping[str, Streamed], metadata: Mapping[str, str], progress: Any = None
 ) -> Written:
-    """Write `tensors` to the new file `path`, fsynced. Widest elements first, so that every tensor is aligned."""
+    """Write `tensors` to the new file `path` and fsync it. The widest dtypes come first, to align every tensor."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     cursor, contents = 0, []
     for name, content in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
@@ -86,17 +86,17 @@ def _name(content: Streamed) -> str:
 
 Progress = Callable[[int], None]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What a Hugging Face model needs beside its weights; Trainer keeps it in the checkpoint's folder.
+# Files of a Hugging Face model besides its weights, which Trainer saves in the checkpoint's folder.
 _MODEL_FILES = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Whole tensors by name, still in the shards, and second names of tied ones."""
+    """Whole tensors by name, not yet read from the shards, and second names of tied tensors."""
 
     tensors: Mapping[str, Streamed]
     aliases: Mapping[str, str]
-    num_parameters: int  # elements of all parameters, tied ones once, buffers left out
+    num_parameters: int  # elements of all parameters, tied ones once, without buffers
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +109,7 @@ def weights_of(
     """Everything a `state_dict` of the model holds, in DeepSpeed's order: buffers, frozen, trainable, tied names.
 
     Args:
-        dtype: of all floating tensors; None keeps frozen parameters as they were saved and the rest in fp32.
+        dtype: of all floating-point tensors; None keeps frozen parameters as saved and the rest in fp32.
     """
 
     def target(original: torch.dtype, keep: bool = False) -> torch.dtype:
@@ -135,7 +135,7 @@ class Target:
     Attributes:
         output: a .bin, .pt or .safetensors file, or a folder of shards.
         safetensors: format of a folder's shards.
-        shard_bytes: largest shard of a folder.
+        shard_bytes: maximum size of a folder's shards.
     """
 
     output: Path
@@ -168,7 +168,7 @@ def write_weights(weights: Weights, target: Target, progress: Progress | None = 
     """Write one file, or a folder of shards with its index. Final names appear only when all is written.
 
     Raises:
-        CheckpointError: when the output exists as something else, or what was written is not what was asked for.
+        CheckpointError: if the output exists as something else, or the written files have the wrong size.
     """
     if target.is_file:
         if target.output.is_dir():
@@ -185,12 +185,12 @@ def _write_file(path: Path, names: Sequence[str], weights: Weights, target: Targ
 
     def write(partial: Path) -> Written:
         if target.writes_safetensors:
-            # Tied tensors are written once; the metadata lists their names (safetensors.torch.load_model reads that).
+            # Tied tensors are written once; the metadata lists their names, which safetensors.torch.load_model reads.
             written = write_safetensors(partial, tensors, {"format": "pt", **aliases}, progress)
         else:
             both = {**tensors, **{alias: tensors[owner] for alias, owner in aliases.items()}}
             written = write_torch_file(partial, both, lambda file, records: write_records(file, records, progress))
-        # Not after it has its name: another process may have put its own file there.
+        # Check before the rename: afterwards another process may have put its own file there.
         size, payload = partial.stat().st_size, sum(content.num_bytes for content in tensors.values())
         if not size == written.num_bytes >= payload:
             raise CheckpointError(path, f"has {size} bytes and should have {written.num_bytes}", "try again")
@@ -218,7 +218,7 @@ def _write_folder(weights: Weights, target: Target, progress: Progress | None) -
 
 
 def _renamed(staging: Path, folder: Path) -> bool:
-    """Rename the folder to its name; False where another process has just taken that name."""
+    """Rename the folder to its final name; False if another process has just taken that name."""
     try:
         staging.rename(folder)
     except OSError:
@@ -229,7 +229,7 @@ def _renamed(staging: Path, folder: Path) -> bool:
 
 
 def _write_shards(folder: Path, weights: Weights, target: Target, progress: Progress | None) -> list[str]:
-    """The shards, and the index as the last name where there is more than one."""
+    """Write the shards and, if there are several, the index, whose name comes last."""
     stem, suffix = _stem(target)
     shards = list(_shards(weights, target.shard_bytes))
     names = [f"{stem}{suffix}"]
@@ -252,7 +252,7 @@ def _stem(target: Target) -> tuple[str, str]:
 
 
 def _move_in(staging: Path, folder: Path, names: Sequence[str]) -> None:
-    """Into a folder that holds other things. Weights of an earlier run go first: mixed with ours they would load."""
+    """Move files into a folder with other files. Earlier weights are removed first, or they would be loaded too."""
     stem, suffix = _stem(Target(folder, safetensors=names[0].endswith(".safetensors")))
     stale = [folder / f"{stem}{suffix}.index.json", folder / f"{stem}{suffix}"]
     for path in [*stale, *folder.glob(f"{stem}-*-of-*{suffix}")]:
@@ -265,7 +265,7 @@ def _move_in(staging: Path, folder: Path, names: Sequence[str]) -> None:
 
 
 def _shards(weights: Weights, limit: int | None) -> Iterator[list[str]]:
-    """Names in order, cut before the limit is passed; a larger tensor goes alone."""
+    """Group names in order into shards within the limit; a larger tensor gets a separate shard."""
     chosen: list[str] = []
     filled = 0
     for name, content in weights.tensors.items():
@@ -285,10 +285,10 @@ def _copy_model_files(sources: Sequence[Path], folder: Path) -> None:
 
 
 def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, *, exclude_frozen: bool) -> None:
-    """Rank 0 writes `module.state_dict()` with whole weights; no rank ever holds all of it. Collective.
+    """Rank 0 writes `module.state_dict()` with whole weights, which are never all in memory. Collective.
 
     Raises:
-        CheckpointError: on every rank, when the file could not be written; none is left half-written.
+        CheckpointError: on every rank, if the file could not be written; no partial file is left.
     """
     problem = ""
     arrivals = unsharded_values(module, exclude_frozen=exclude_frozen)
@@ -300,7 +300,7 @@ def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, 
             into_place(path, lambda partial: write_torch_file_as_it_comes(partial, Arriving(state, batches)))
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
-    for _ in arrivals:  # the other ranks', and what is left after an error: gathers need everybody
+    for _ in arrivals:  # on other ranks, and after an error, because gathers need all ranks
         pass
     problem = str(collectives.gather_objects(problem)[0])
     if problem:
@@ -317,14 +317,14 @@ def _state(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, Awaite
     return {name: entries[name] for name in state_dict_order(module) if name in entries}, awaited
 
 
-# Full fp32 weights from a sharded checkpoint as library calls, under the names that DeepSpeed gave them.
+# Whole fp32 weights from a sharded checkpoint as library calls, under DeepSpeed's names.
 
 
 Directory = str | os.PathLike[str]
 
 
 class LazyTensor:
-    """A weight that still lies in its shards; `contiguous()` reads it."""
+    """A weight that is read from its shards by `contiguous()`."""
 
     def __init__(self, content: Streamed) -> None:
         self._content = content
@@ -344,25 +344,25 @@ class LazyTensor:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Directory, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """A state dict for `model.load_state_dict`: trainable weights in fp32, frozen ones as they were saved.
+    """Return a state dict for `model.load_state_dict`: trainable weights in fp32, frozen ones as saved.
 
     Args:
         checkpoint_dir: the folder that `save_checkpoint` wrote to.
-        tag: which checkpoint in it; default: the one that `latest` names.
+        tag: the checkpoint in it; default: the one that `latest` names.
         lazy_mode: values are `LazyTensor`s, read one at a time by their `contiguous()`.
     """
     weights = weights_of(open_checkpoint(checkpoint_dir, tag), dtype=None, exclude_frozen=exclude_frozen_parameters)
     state: dict[str, Any] = {name: LazyTensor(content) for name, content in weights.tensors.items()}
     if not lazy_mode:
         state = {name: value.contiguous() for name, value in state.items()}
-    # Tied names share one tensor, as they did in the model.
+    # Tied names share one tensor, as in the model.
     return {**state, **{alias: state[owner] for alias, owner in weights.aliases.items()}}
 
 
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: Directory, tag: str | None = None
 ) -> nn.Module:
-    """Move `model` to the CPU and fill it with the checkpoint's weights. It must not belong to an engine any more."""
+    """Move `model` to the CPU and load the checkpoint's weights. It must no longer belong to an engine."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -379,7 +379,7 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Write the checkpoint's weights as ordinary files, streamed.
 
-    `output_dir` is a folder (shards and index), or one file when it ends in .bin, .pt or .safetensors.
+    `output_dir` is a folder (shards and index), or one file if it ends in .bin, .pt or .safetensors.
     """
     view = open_checkpoint(checkpoint_dir, tag)
     weights = weights_of(view, dtype=resolve_dtype(dtype), exclude_frozen=exclude_frozen_parameters)
@@ -401,13 +401,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def target_for(view: CheckpointView, output: Path, safetensors: bool, max_shard_size: str | int | None) -> Target:
-    """The output as the callers of this file describe it.
+    """Create the output from the callers' arguments.
 
     Raises:
         ValueError: for an invalid size, or a file name that contradicts `safe_serialization`.
     """
     limit = None if max_shard_size is None else parse_bytes(max_shard_size)
-    # Trainer keeps config.json beside the tag's folder.
+    # Trainer keeps config.json next to the tag's folder.
     target = Target(output, safetensors, limit, extras_from=(view.folder.path, view.folder.path.parent))
     if safetensors and target.is_file and not target.writes_safetensors:
         raise ValueError(f"output {str(output)!r} is a torch file by its name: end it in .safetensors or name a folder")
@@ -415,10 +415,10 @@ def target_for(view: CheckpointView, output: Path, safetensors: bool, max_shard_
 
 
 def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype or its name.
+    """Return a dtype from a dtype or its name.
 
     Raises:
-        ValueError: weights are not written in it.
+        ValueError: if weights cannot be written in it.
     """
     known = {**DTYPES, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     torch_dtype = known.get(dtype) if isinstance(dtype, str) else dtype

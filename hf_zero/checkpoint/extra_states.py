@@ -1,11 +1,11 @@
-"""Optimizer states that do not hold one value per element, in files of stages 1 to 3: a part of ours, beside theirs.
+"""Optimizer states that are not per element, in files of stages 1 to 3, under additional keys.
 
-DeepSpeed's lists of flat states have no room for them. Every rank writes what it keeps: whole states of the parameters
-that it updates alone, or slices of those that it shares (rows and columns of Adafactor). Put together they are the
-states of whole tensors, which any stage and number of ranks can take apart again.
+DeepSpeed's lists of flat states cannot store them. Every rank writes the states it keeps: whole states of parameters
+that it updates alone, or slices of shared ones (rows and columns of Adafactor). Together these are the states of whole
+tensors, which can be split again at any stage and world size.
 
-States of optimizers that ran unchanged on flat shards mean nothing without these shards (blocks of a
-quantised state, for example). They are kept as they are, and load on the same number of ranks and layout only.
+States of client optimizers on flat shards are meaningless without these shards (for example blocks of a quantised
+state). They are stored unchanged, and only load at the same world size and layout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FIX = "restore the files of one checkpoint from a copy, or load another checkpo
 
 
 def for_file(states: WholeStates, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """This rank's states of whole tensors by parameter name, made of plain containers."""
+    """This rank's states of whole tensors by parameter name, in plain containers."""
     return {
         names[index]: {kind: _entry(value) for kind, value in state.items()} for index, state in sorted(states.items())
     }
@@ -52,10 +52,10 @@ def _entry(value: Any) -> Any:
 
 
 def merged(files: Sequence[tuple[Path, Any]]) -> dict[str, dict[str, Any]]:
-    """From what the files of all ranks say to the states of whole tensors, by parameter name.
+    """Merge the files of all ranks into states of whole tensors, by parameter name.
 
     Raises:
-        CheckpointError: when files disagree, or a part is missing.
+        CheckpointError: if files disagree, or a part is missing.
     """
     slices: dict[tuple[str, str], list[tuple[Path, Mapping[str, Any]]]] = {}
     whole: dict[str, dict[str, Any]] = {}
@@ -97,14 +97,14 @@ def _joined(what: str, slices: Sequence[tuple[Path, Mapping[str, Any]]]) -> Tens
 
 
 def pieces_of(sub_group: SubGroup, names: Sequence[str]) -> ShardKey:
-    """The pieces of a flat shard: name, first element, number of elements, place; equal on equal layouts only."""
+    """The pieces of a flat shard: name, first element, number of elements, place; only equal for equal layouts."""
     return tuple((names[p.parameter], p.in_parameter, p.numel, p.in_shard) for p in sub_group.pieces)
 
 
 def bound_for_file(
     sub_groups: Sequence[SubGroup], states: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """States of flat shards as they are, each with what it belongs to."""
+    """Unchanged states of flat shards, each with its pieces."""
     return [
         {
             _PIECES: [list(piece) for piece in pieces_of(sub_group, names)],
@@ -115,7 +115,7 @@ def bound_for_file(
 
 
 def bound_together(files: Sequence[tuple[Path, Any]]) -> dict[ShardKey, Mapping[str, Any]]:
-    """States of flat shards of all ranks, by what they belong to."""
+    """States of flat shards of all ranks, by their pieces."""
     by_pieces: dict[ShardKey, Mapping[str, Any]] = {}
     for path, entries in files:
         for entry in entries if isinstance(entries, list) else [None]:
@@ -125,11 +125,11 @@ def bound_together(files: Sequence[tuple[Path, Any]]) -> dict[ShardKey, Mapping[
     return by_pieces
 
 
-# The optimizer's state of this rank, shard by shard, read for saving and put back when loading; with it, what
-# quantised gradients have left out so far (LoCo), in a part of the file that is ours.
+# This rank's optimizer state, shard by shard, for saving and loading; and the error feedback of quantised gradients
+# (LoCo), under an additional key.
 #
-# The latter belongs to one rank's messages about one bucket, so it fits the same layout and number of ranks only;
-# elsewhere training continues with empty errors, as at its start.
+# The error feedback belongs to one rank's messages of one bucket, so it only fits the same layout and world size;
+# otherwise training continues with zero errors, as at its start.
 
 
 _PARAMETERS, _REDUCED, _ERRORS = "parameters", "reduced", "errors"
@@ -137,7 +137,7 @@ _PARAMETERS, _REDUCED, _ERRORS = "parameters", "reduced", "errors"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A state in a special form, which is converted to one value per element on request."""
+    """A state in its storage format, which is converted to one value per element on request."""
 
     tensor: Tensor
     form: StateForm
@@ -151,10 +151,10 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class ShardState:
-    """State of one master shard: per element as 1-D tensors as long as the shard, and single values.
+    """State of one master shard: per-element states as 1-D tensors of the shard's length, and single values.
 
     Attributes:
-        is_bound: the optimizer has states for this flat shard that are neither; they fit this very shard only.
+        is_bound: whether the optimizer has other states for this flat shard, which only fit this shard.
     """
 
     moments: Mapping[str, Tensor | Stored]
@@ -162,7 +162,7 @@ class ShardState:
     is_bound: bool = False
 
     def values(self, kind: str) -> Tensor | None:
-        """One value per element, 1-D; None where there is no such state."""
+        """One value per element, 1-D; None if there is no such state."""
         state = self.moments.get(kind)
         return state.values() if isinstance(state, Stored) else state
 
@@ -172,10 +172,10 @@ class GroupSummary:
     """State of one optimizer group over all ranks.
 
     Attributes:
-        kinds: names of the states per element, with their dtypes.
-        scalars: single values, from the shard that has seen most updates.
-        steps: updates seen, by parameter (index of the layout).
-        is_bound: whether any shard's states fit that very shard only.
+        kinds: names and dtypes of the per-element states.
+        scalars: single values, from the shard with the most updates.
+        steps: updates by parameter (layout index).
+        is_bound: whether any shard has states that only fit that shard.
     """
 
     kinds: dict[str, torch.dtype] = field(default_factory=dict)
@@ -194,14 +194,14 @@ class GroupSummary:
 
 
 def read_sub_groups(updater: Updater) -> list[ShardState]:
-    """State of every sub-group of this rank, but for what belongs to whole tensors."""
+    """State of every sub-group of this rank, except states of whole tensors."""
     if updater.keeps_everything_whole and updater.whole_states():
         return [ShardState({}, {}) for _ in updater.sub_groups]
     return [_read(updater, sub_group) for sub_group in updater.sub_groups]
 
 
 def _has_other_shapes(updater: Updater, tensor: MasterTensor) -> bool:
-    """Whether any state with dimensions neither holds one value per element nor has a form that gives them."""
+    """Whether any state with dimensions is neither per element nor in a storage format."""
     return any(
         isinstance(value, Tensor)
         and value.ndim
@@ -221,7 +221,7 @@ def _read(updater: Updater, sub_group: SubGroup) -> ShardState:
         for kind, value in state.items():
             form = updater.form_of(kind)
             if form is not None:
-                assert tensor.interval.numel == sub_group.master.numel(), "states in forms belong to flat shards"
+                assert tensor.interval.numel == sub_group.master.numel(), "storage formats belong to flat shards"
                 moments[kind] = Stored(value.detach(), form, sub_group.master.numel())
             elif is_per_element(kind, value, tensor.parameter):
                 flat = value.detach().reshape(-1)
@@ -231,7 +231,7 @@ def _read(updater: Updater, sub_group: SubGroup) -> ShardState:
                     whole = moments.setdefault(kind, torch.zeros_like(sub_group.master, dtype=value.dtype))
                     assert isinstance(whole, Tensor)
                     whole.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(flat)
-            elif OF_WHOLE_TENSORS not in state:  # which has the step of every parameter
+            elif OF_WHOLE_TENSORS not in state:  # which includes the step of every parameter
                 number = _number(value)
                 scalars[kind] = max(number, scalars.get(kind, number)) if kind == STEP else number
     return ShardState(moments, scalars)
@@ -239,7 +239,7 @@ def _read(updater: Updater, sub_group: SubGroup) -> ShardState:
 
 @dataclass(frozen=True, slots=True)
 class ParameterPart:
-    """A sub-group's part of a parameter: `sub_group_size` may cut it, where masters are offloaded."""
+    """A sub-group's part of a parameter, which `sub_group_size` may split if masters are offloaded."""
 
     start: int
     group: int
@@ -249,7 +249,7 @@ class ParameterPart:
 
 
 def parts_by_parameter(sub_groups: Sequence[SubGroup], states: Sequence[ShardState]) -> dict[int, list[ParameterPart]]:
-    """In order."""
+    """Parts of each parameter, in order."""
     by_parameter: dict[int, list[ParameterPart]] = {}
     for sub_group, state in zip(sub_groups, states, strict=True):
         elements = {kind: values for kind in state.moments if (values := state.values(kind)) is not None}
@@ -268,7 +268,7 @@ def _number(value: Any) -> Any:
 def summarise(
     updater: Updater, states: Sequence[ShardState], num_groups: int, collectives: Collectives
 ) -> list[GroupSummary]:
-    """State over all ranks, by optimizer group. Collective."""
+    """Summarise the state over all ranks, by optimizer group. Collective."""
     mine = [GroupSummary() for _ in range(num_groups)]
     counted = updater.parameter_steps()
     for sub_group, state in zip(updater.sub_groups, states, strict=True):
@@ -288,7 +288,7 @@ def summarise(
 def buffers_of(
     kind: str, dtype: torch.dtype, sub_groups: Sequence[SubGroup], states: Sequence[ShardState]
 ) -> list[Tensor]:
-    """One kind of state of all sub-groups; where there is none yet, zeros without memory."""
+    """One kind of state of all sub-groups; zeros without memory if there is none yet."""
     buffers = []
     for sub_group, state in zip(sub_groups, states, strict=True):
         value = state.values(kind)
@@ -312,7 +312,7 @@ def errors_for_file(reducer: GradientReducer, names: Sequence[str]) -> list[dict
 
 
 def restore_errors(reducer: GradientReducer, names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Restore what `errors_for_file` returned for the same buckets; other buckets start with no error."""
+    """Restore the result of `errors_for_file` for the same buckets; other buckets start with zero errors."""
     known = {tuple(entry[_PARAMETERS]): entry for entry in saved}
     num_lost = 0
     for bucket in reducer.buckets:
@@ -329,7 +329,7 @@ def restore_errors(reducer: GradientReducer, names: Sequence[str], saved: Sequen
         for own, theirs in zip(wire.errors, errors, strict=True):
             own.copy_(theirs)
     if num_lost and saved:
-        logger.info("errors of quantised gradients fit the layout they were saved from only: they begin at zero")
+        logger.info("errors of quantised gradients were saved with another layout: they start at zero")
 
 
 def _names(bucket: BucketGradients, names: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Loading: any checkpoint into a live training of any stage and world, each rank reading the intervals it owns."""
+"""Loads any checkpoint into a live training at any stage and world size; each rank reads the intervals it owns."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _MANY = 5
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Where everything comes from, decided and checked before the first element is copied.
+    """The source of everything, decided and checked before any element is copied.
 
     Attributes:
-        weights: trained parameters (by index of the layout) and frozen ones (by name) -> elements [start, stop).
-        groups: the saved group that each optimizer group continues; None where the optimizer starts anew.
+        weights: trained parameters (by layout index) and frozen ones (by name) -> elements [start, stop).
+        groups: the saved group that each optimizer group continues; None if its optimizer state starts anew.
     """
 
     view: CheckpointView
@@ -42,11 +42,11 @@ class LoadPlan:
 
 
 def plan_load(subject: ModelSubject, view: CheckpointView, *, strict: bool, with_optimizer: bool) -> LoadPlan:
-    """Match the checkpoint with the model. A model without optimizer takes its weights alone.
+    """Match the checkpoint with the model. A model without optimizer only loads weights.
 
     Raises:
-        CheckpointError: when a weight is missing (strict), unexpected (strict), or has another shape, or when the
-            optimizer state is not that of this optimizer.
+        CheckpointError: if a weight is missing or unexpected (with `strict`) or has another shape, or the optimizer
+            state belongs to another optimizer.
     """
     source = _Weights(view)
     names, shapes = subject.names, subject.shapes
@@ -71,7 +71,7 @@ def plan_load(subject: ModelSubject, view: CheckpointView, *, strict: bool, with
 
 @torch.no_grad()
 def apply(subject: ModelSubject, plan: LoadPlan) -> None:
-    """Carry the plan out. Collective: ranks then show each other the weights they read."""
+    """Carry out the plan. Collective: ranks then gather the weights they read."""
     store = subject.store
     if store is not None:
         store.prepare_change()
@@ -92,12 +92,12 @@ def _write_trained(store: ParameterStore, subject: Subject, plan: LoadPlan) -> N
         store.all_gather_params(index).wait()
     if any(group is not None for group in plan.groups):
         _write_optimizer(subject, plan)
-    subject.assembly.reducer.clear()  # gradients of the old weights; and the optimizer may want others from now on
+    subject.assembly.reducer.clear()  # gradients belong to the old weights
     _write_errors(subject, plan)
 
 
 def _write_errors(subject: Subject, plan: LoadPlan) -> None:
-    """Restore the errors of quantised gradients along with the optimizer's states."""
+    """Restore the errors of quantised gradients with the optimizer's states."""
     view, shard = plan.view, subject.groups.shard
     goes_on = view.world == shard.size and any(group is not None for group in plan.groups)
     saved = view.gradient_errors[shard.rank] if goes_on and view.gradient_errors else ()
@@ -105,7 +105,7 @@ def _write_errors(subject: Subject, plan: LoadPlan) -> None:
 
 
 class _Weights:
-    """Whole weights of a view by name, whatever they were in the checkpoint."""
+    """Whole weights of a view by name, trained or frozen in the checkpoint."""
 
     def __init__(self, view: CheckpointView) -> None:
         self._view = view
@@ -117,7 +117,7 @@ class _Weights:
     def find(self, name: str, shape: tuple[int, ...]) -> Parts | None:
         view = self._view
         owner = name if name in view.shapes or name in view.frozen else view.aliases.get(name, "")
-        if not owner:  # the model may call the first name of a tied pair what the checkpoint calls the second
+        if not owner:  # the model's first name of a tied pair may be the checkpoint's second
             owner = next((alias for alias, main in view.aliases.items() if main == name), "")
         if owner in view.shapes:
             elements, index = view.elements[MASTER], view.indices[owner]
@@ -160,7 +160,7 @@ def _other_shape(view: CheckpointView, name: str, have: tuple[int, ...], want: t
 
 
 def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
-    """The saved group of each of ours: the one that holds its first parameter."""
+    """The saved group of each optimizer group: the one with its first parameter."""
     if not view.groups:
         raise CheckpointError(
             view.folder.path,
@@ -188,7 +188,7 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
 
 
 def _refuse_other_kinds(updater: Updater, view: CheckpointView) -> None:
-    """Raise where states of whole tensors meet an optimizer of elements, or the other way round."""
+    """Raise an error if states of whole tensors meet an elementwise optimizer, or vice versa."""
     kind, whole_names = type(updater.optimizer).__name__, updater.whole_state_names()
     saved = {name for state in view.whole_states.values() for name in state}
     if view.whole_states and whole_names == ():
@@ -227,7 +227,7 @@ def _write_frozen(parameter: nn.Parameter, parts: Parts) -> None:
     handle = of(parameter)
     if handle is None and parameter.is_contiguous():
         fill(parameter.detach().view(-1), parts(0, parameter.numel()))
-    elif handle is None:  # channels_last, for one
+    elif handle is None:  # for example channels_last
         whole = torch.empty(parameter.numel(), dtype=parameter.dtype)
         fill(whole, parts(0, parameter.numel()))
         parameter.detach().copy_(whole.view(parameter.shape))
@@ -274,7 +274,7 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
         if group is not None:
             _write_options(options, group.options)
     if type(updater.optimizer).__module__.startswith("torch.optim"):
-        updater.optimizer.__setstate__({})  # turns plain numbers into the tensors that this class wants
+        updater.optimizer.__setstate__({})  # converts plain numbers to tensors if this class needs them
     updater.state_replaced()
     if steps:
         updater.restore_steps(steps)
@@ -287,7 +287,7 @@ def _start_anew(updater: Updater, sub_group: SubGroup) -> None:
         for tensor in sub_group.tensors:
             for value in updater.optimizer.state.pop(tensor.parameter, {}).values():
                 if isinstance(value, Tensor):
-                    value.zero_()  # its memory may be used again
+                    value.zero_()  # keep the memory for reuse
     updater.stager.forget_states(sub_group)
 
 
@@ -299,7 +299,7 @@ def _write_sub_group_state(
     options = subject.assembly.optimizer.param_groups[sub_group.group]
     wanted = updater.state_names(options)
     there = {piece.parameter: view.states_of(names[piece.parameter]) for piece in sub_group.pieces}
-    # A shard that is padding alone has what others of its group have.
+    # A shard that only has padding gets the values of other shards of its group.
     has_any = set().union(*(there.values() if there else map(view.states_of, group.names)))
     kinds = [kind for kind in view.states() if kind in has_any and (wanted is None or kind in wanted)]
     for tensor in sub_group.tensors:
@@ -328,7 +328,7 @@ def _write_sub_group_state(
 
 
 def _write_bound_state(updater: Updater, sub_group: SubGroup, view: CheckpointView, names: Sequence[str]) -> None:
-    """Restore states that fit this shard only."""
+    """Restore states that only fit this shard."""
     saved = view.shard_states.get(pieces_of(sub_group, names))
     if saved is None:
         kind = type(updater.optimizer).__name__
@@ -360,13 +360,13 @@ def _write_whole_states(subject: Subject, plan: LoadPlan) -> None:
 
 
 def _restores_whole(updater: Updater, view: CheckpointView) -> bool:
-    """Whether states go to the updater by whole tensors; else they were read element by element already."""
+    """Whether states are passed to the updater as whole tensors; otherwise they were read by element."""
     reads_elements = any(tensor.whole is not None for sub_group in updater.sub_groups for tensor in sub_group.tensors)
     return bool(view.whole_states) or not reads_elements
 
 
 def _from_elements(view: CheckpointView, name: str, group: Group) -> dict[str, Any]:
-    """A parameter's states of one value per element, whole; empty if it has seen no update."""
+    """A parameter's whole per-element states; empty if it has had no update."""
     if name not in view.indices or (view.whole_states and name not in view.whole_states):
         return {}
     steps = view.steps.get(name, group.scalars.get(ds.STEP))
@@ -379,7 +379,7 @@ def _from_elements(view: CheckpointView, name: str, group: Group) -> dict[str, A
 
 
 def _write_options(options: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Hyper-parameters of a group, in place: schedulers hold on to the dictionary."""
+    """Update a group's hyperparameters in place, because schedulers reference the dictionary."""
     for key, value in saved.items():
         if key not in options or key == ds.PARAMS:
             continue

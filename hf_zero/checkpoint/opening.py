@@ -1,4 +1,4 @@
-"""`open_checkpoint` returns a view of a checkpoint folder of any writer and stage; checks that ranks make together."""
+"""`open_checkpoint` returns a view of a checkpoint of any writer and stage; and collective checks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ T = TypeVar("T")
 def open_checkpoint(
     directory: str | os.PathLike[str], tag: str | None = None, groups: Sequence[Shapes] | None = None
 ) -> CheckpointView:
-    """The checkpoint `tag` in `directory` (default: the latest), as plain intervals of mapped files.
+    """Open the checkpoint `tag` in `directory` (default: the latest) as intervals of mapped files.
 
     Args:
-        groups: names and shapes of the optimizer groups that the caller expects; needed for the optimizer state of a
-            stage 0 checkpoint of DeepSpeed, which has no names.
+        groups: names and shapes of the expected optimizer groups; needed for the optimizer state of a stage 0
+            checkpoint of DeepSpeed, which has no names.
 
-    Presence and sizes of all files are checked, not their checksums: that would read everything.
+    Checks presence and sizes of all files, but not checksums, which would read everything.
 
     Raises:
-        CheckpointError: naming the file that is missing, damaged, foreign or not part of one checkpoint.
+        CheckpointError: names the file that is missing, damaged, foreign or from another checkpoint.
     """
     folders = find(directory, tag)
     if len(folders) == 1:
@@ -49,16 +49,16 @@ def view_of_part(
     *,
     with_optimizer: bool = True,
 ) -> CheckpointView:
-    """This tensor rank's part of a checkpoint, however many ranks per tensor group have written it.
+    """This tensor rank's part of a checkpoint written with any number of ranks per tensor group.
 
     Args:
-        folders: as `find` returns them.
+        folders: the result of `find`.
         groups: as for `open_checkpoint`, with the shapes of this rank's parts.
-        cuts: how the model's parameters are cut; empty without tensor parallelism.
-        part: which parts of the weights this rank holds, and how many ranks hold all of them.
+        cuts: how the model's parameters are split; empty without tensor parallelism.
+        part: (index of this rank's parts of the weights, number of ranks that hold all parts).
 
     Raises:
-        CheckpointError: it cannot be put together, or is of another model.
+        CheckpointError: if it cannot be assembled, or belongs to another model.
     """
     rank, size = part
     if len(folders) == size:
@@ -72,7 +72,7 @@ def view_of_part(
 
 
 def view_of(folder: Folder, groups: Sequence[Shapes] | None = None) -> CheckpointView:
-    """The view of files that have been found already."""
+    """The view of files that have already been found."""
     if folder.is_universal:
         return read_universal(folder)
     if not folder.optimizer_files and not folder.model_file_per_rank:
@@ -81,7 +81,7 @@ def view_of(folder: Folder, groups: Sequence[Shapes] | None = None) -> Checkpoin
 
 
 def together(act: Callable[[], T], collectives: Collectives) -> T:
-    """Run `act` on every rank; when it fails on one, all raise that rank's error. Collective."""
+    """Run `act` on every rank; if it fails on one, all raise that rank's error. Collective."""
     error: Exception | None = None
     result: Any = None
     try:
@@ -95,10 +95,10 @@ def together(act: Callable[[], T], collectives: Collectives) -> T:
 
 
 def check_together(folder: Folder, collectives: Collectives) -> None:
-    """Every file present, of the right size and content, and nothing foreign. Collective.
+    """Check that every file is present with the right size and content, and no file is foreign. Collective.
 
-    Universal checkpoints have no list of their files: each is checked against the checksums in it, and reading finds
-    out what is missing.
+    Universal checkpoints have no manifest: each file is checked against the checksums in it, and reading detects
+    missing files.
     """
     files = together(lambda: _files(folder), collectives)
 
@@ -116,10 +116,10 @@ def _files(folder: Folder) -> Sequence[Written | Path]:
 
 
 def name_alternative(error: CheckpointError, root: Path, tag: str, collectives: Collectives) -> CheckpointError:
-    """The same error with an intact older checkpoint to turn to, if there is one. Collective."""
+    """The error with the name of an intact older checkpoint, if there is one. Collective."""
     alternatives = None
     if collectives.rank == 0:
-        # Trainer keeps every checkpoint in a folder of its own: look beside this one, too.
+        # Trainer keeps every checkpoint in a separate folder: also search the folders next to this one.
         siblings = [path for path in root.resolve().parent.glob("checkpoint-*") if path.resolve() != root.resolve()]
         alternatives = intact_alternatives(root, tag, siblings)
     everybodys = collectives.gather_objects(alternatives)[0]
@@ -129,5 +129,5 @@ def name_alternative(error: CheckpointError, root: Path, tag: str, collectives: 
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that can travel to other ranks."""
+    """An error that can be sent to other ranks."""
     return error if isinstance(error, CheckpointError) else RuntimeError(f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Saving: this rank's files of a checkpoint, in DeepSpeed's layout, from a live training."""
+"""Creates this rank's files of a checkpoint, in DeepSpeed's layout, from a live training."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ from hf_zero.params.consolidation import persistent_buffers, state_dict_order, w
 from hf_zero.params.sharded_parameter import local_chunk
 from hf_zero.params.store import of
 
-# Moves elements between ranks so that each has what its file holds: the copies of `reshard`, carried out.
+# Moves elements between ranks so that each has the contents of its file: carries out the copies of `reshard`.
 
 
-ROUND_BYTES = 8 << 20  # what a rank has on its way to others at one time; it stays in the cache
+ROUND_BYTES = 8 << 20  # bytes that a rank sends per round, which fit in the cache
 
 
 Share = Callable[[Sequence[Tensor], Collectives], Sequence[Sequence[Tensor]]]  # own buffers -> those of each rank
@@ -72,18 +72,18 @@ Share = Callable[[Sequence[Tensor], Collectives], Sequence[Sequence[Tensor]]]  #
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Elements that belong at `offset` of a buffer."""
+    """Elements and their `offset` in a buffer."""
 
     offset: int
     values: Tensor
 
 
 class Exchange:
-    """The copies of one resharding, as this rank sees them; `fill` carries them out for one kind of state."""
+    """This rank's copies of one resharding; `fill` carries them out for one kind of state."""
 
     def __init__(self, copies: Sequence[Copy], collectives: Collectives, share: Share | None = None) -> None:
-        """`copies` are those of all ranks, the same on every rank; `share`: how to read the others' memory instead of
-        being sent what is there."""
+        """`copies`: of all ranks, the same on every rank; `share`: gives access to other ranks' memory, which replaces
+        sending."""
         rank = collectives.rank
         self._collectives = collectives
         self._share = share
@@ -97,16 +97,16 @@ class Exchange:
                 self._outgoing[copy.target_rank].append(copy)
             if not copy.is_local:
                 between[copy.source_rank, copy.target_rank] += copy.numel
-        # What any rank sends to any other, at most: all take part in as many rounds as that takes.
+        # The maximum that any rank sends to another, which determines the number of rounds of all ranks.
         self._longest = max(between.values(), default=0)
 
     @property
     def is_local(self) -> bool:
-        """Whether no data moves between any two ranks."""
+        """Whether no data is sent between ranks."""
         return self._longest == 0
 
     def fill(self, buffers: Sequence[Tensor]) -> dict[int, list[Placed]]:
-        """The pieces of each target buffer with their places. Local elements stay views of `buffers`. Collective."""
+        """The pieces of each target buffer with their offsets. Local elements are views of `buffers`. Collective."""
         placed: dict[int, list[Placed]] = defaultdict(list)
         rank = self._collectives.rank
         if self._share is not None and not self.is_local:
@@ -130,7 +130,7 @@ class Exchange:
     def _swap(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Receive every peer's copies for this rank, one after the other.
 
-        In rounds, so that what is on its way takes little memory: fresh pages cost as much as the copying.
+        Sends in rounds to save memory, because new pages cost as much as copying.
         """
         rank, like = self._collectives.rank, buffers[0]
         received = [
@@ -152,9 +152,9 @@ class Exchange:
 
 
 def _packed(copies: Sequence[Copy], buffers: Sequence[Tensor], start: int, space: Tensor) -> Tensor:
-    """Elements of `copies`, counted from the first one's first: those from `start` on that `space` has room for.
+    """The elements of the concatenated `copies` from `start` on that fit into `space`.
 
-    They are put together in `space` where they do not lie together already.
+    They are copied to `space` unless they are already contiguous.
     """
     cursor, parts = 0, []
     for copy in copies:
@@ -169,7 +169,7 @@ def _packed(copies: Sequence[Copy], buffers: Sequence[Tensor], start: int, space
 
 
 def join(placed: Sequence[Placed], numel: int, dtype: torch.dtype) -> Streamed:
-    """A buffer of `numel` elements from its pieces; what none of them covers is zero."""
+    """A buffer of `numel` elements from its pieces; the rest is zero."""
     parts: list[Tensor] = []
     cursor = 0
     for piece in sorted(placed, key=lambda piece: piece.offset):
@@ -183,7 +183,7 @@ def join(placed: Sequence[Placed], numel: int, dtype: torch.dtype) -> Streamed:
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    """Zeros that take no memory."""
+    """Zeros without memory."""
     return torch.zeros(1, dtype=dtype).expand(numel)
 
 
@@ -197,12 +197,12 @@ def files_of(
     exclude_trained: bool = False,
     snapshot: Snapshot | None = None,
 ) -> dict[str, Any]:
-    """This rank's files, name -> content; tensors are still where training keeps them. Collective.
+    """This rank's files, name -> content; tensors are not copied. Collective.
 
     Args:
         writes_shared_file: whether this rank writes the model file that all ranks share below stage 3.
-        exclude_trained: leave trained weights out where their masters are saved, as all loads of ours do with them.
-        snapshot: keeps them as they are now, if given.
+        exclude_trained: leave out trained weights whose masters are saved, which is enough for hf_zero's loads.
+        snapshot: keeps their present values, if given.
     """
     subject.assembly.store.sync_masters()
     if not subject.writes:
@@ -220,8 +220,8 @@ def files_of(
 
 @dataclass(frozen=True, slots=True)
 class _Collected:
-    """States of this rank's shards and of whole tensors, what all ranks know of the groups, and how to read the
-    others' states without being sent them."""
+    """States of this rank's shards and of whole tensors, the groups' summaries over all ranks, and access to other
+    ranks' states without sending them."""
 
     states: Sequence[ShardState]
     whole: WholeStates
@@ -238,16 +238,16 @@ class _Collected:
 
     @property
     def is_bound(self) -> bool:
-        """Whether states fit the shards of this very layout only: on some rank, so on all."""
+        """Whether states only fit the shards of this layout, on any rank and so on all."""
         return any(group.is_bound for group in self.groups)
 
     @property
     def has_forms(self) -> bool:
-        """Whether this rank has states in forms of their own."""
+        """Whether this rank has states in storage formats."""
         return any(isinstance(moment, Stored) for state in self.states for moment in state.moments.values())
 
     def part(self, subject: Subject) -> OptimizerPart:
-        """Data that the groups of all files share."""
+        """Data shared by the groups of all files."""
         names = subject.names
         steps = {}
         for group in self.groups:
@@ -274,7 +274,7 @@ class _Collected:
         return bound_for_file(updater.sub_groups, states, subject.names)
 
     def kinds(self) -> dict[str, torch.dtype]:
-        """All kinds of state of any group, in an order that all ranks share."""
+        """All kinds of state of any group, in the same order on all ranks."""
         dtypes: dict[str, torch.dtype] = {}
         for group in self.groups if not self.is_bound else ():
             for kind, dtype in group.kinds.items():
@@ -297,15 +297,14 @@ Arrivals = Iterator[Sequence[tuple[Awaited, Streamed]]]
 def _group_states(
     subject: Subject, collected: _Collected, targets: Sequence[_Target], wanted: Sequence[Extent]
 ) -> tuple[list[GroupState], Arrivals | None]:
-    """The targets of this rank, made from the shards of all.
+    """Build this rank's targets from the shards of all ranks.
 
     Args:
-        wanted: what lies where in the targets of all ranks; buffers are numbered as `targets`.
+        wanted: the extents in the targets of all ranks; buffers are numbered like `targets`.
 
     Returns:
-        Where something has to travel between ranks, or to be made of another form, the groups hold `Awaited` tensors,
-        which the second value brings about, one kind of state at a time: all kinds at once would take as much memory as
-        the shards themselves.
+        If elements must be sent between ranks or converted, the groups hold `Awaited` tensors, which the second value
+        produces, one kind of state at a time: all kinds at once would take as much memory as the shards themselves.
     """
     shard = subject.groups.shard
     source = [extent for rank in range(shard.size) for extent in subject.extents(rank)]
@@ -334,7 +333,7 @@ def _group_states(
 
 @dataclass(frozen=True, slots=True)
 class _TargetStates:
-    """One kind of state of all targets: where its elements are now, and how many each target takes."""
+    """One kind of state of all targets: its present buffers, and the number of elements of each target."""
 
     kind: str
     dtype: torch.dtype
@@ -342,7 +341,7 @@ class _TargetStates:
     buffers: Callable[[], list[Tensor]]
 
     def fill(self, exchange: Exchange) -> list[Streamed]:
-        """The targets. Collective."""
+        """Fill the targets. Collective."""
         placed = exchange.fill(self.buffers())
         return [join(placed.get(number, ()), numel, self.dtype) for number, numel in enumerate(self.lengths)]
 
@@ -353,7 +352,7 @@ def _target_states(subject: Subject, collected: _Collected, targets: Sequence[_T
     fp32 = torch.float32
     for sub_group in own:
         fp32 = torch.promote_types(fp32, sub_group.master.dtype)
-    held = [sub_group.master.detach() for sub_group in own]  # in memory now; later they may be on a drive
+    held = [sub_group.master.detach() for sub_group in own]  # in memory now, but maybe on a drive later
     masters = _TargetStates("", fp32, [t.master_numel for t in targets], lambda: [master.to(fp32) for master in held])
     lengths = [target.moment_numel for target in targets]
     return [
@@ -368,7 +367,7 @@ def _target_states(subject: Subject, collected: _Collected, targets: Sequence[_T
 def _batch(
     of_kind: _TargetStates, exchange: Exchange, awaited: Sequence[Awaited | Streamed], groups: Sequence[GroupState]
 ) -> list[tuple[Awaited, Streamed]]:
-    """Results of one exchange, as far as the groups want them."""
+    """The results of one exchange that the groups need."""
     used = {id(content) for group in groups for content in (group.master, *group.moments.values())}
     return [
         (place, content)
@@ -382,9 +381,9 @@ def _arriving(content: dict[str, Any], arrivals: Arrivals | None) -> Any:
 
 
 def _scalars(subject: Subject, scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Counters in the form of the optimizer: torch's own keep them as tensors, DeepSpeed's (and ours) as numbers.
+    """Counters in the optimizer's format: torch's own use tensors, DeepSpeed's and hf_zero's use numbers.
 
-    DeepSpeed hands them on as they are when it converts a checkpoint to its universal form.
+    DeepSpeed passes them on unchanged when it converts a checkpoint to its universal format.
     """
     optimizer = subject.assembly.optimizer.updater.optimizer
     if ds.STEP not in scalars or not type(optimizer).__module__.startswith("torch.optim"):
@@ -441,7 +440,7 @@ def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: Mo
 
 
 def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights) -> dict[str, Any]:
-    """Every rank holds everything, and one writes it: nothing travels."""
+    """Every rank holds everything and one rank writes it, without sending."""
     own, names, shapes = subject.assembly.optimizer.sub_groups, subject.names, subject.shapes
     states: dict[str, GroupState] = {}
     for parameter, parts in parts_by_parameter(own, collected.states).items():
@@ -460,7 +459,7 @@ def _stage_0(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     optimizer = optimizer_states_0(part, in_order, states, has_masters=has_masters)
     extras = ours(part)
     if outside := {name: states[name].master for name in names if name not in weights.module}:
-        extras[ds.OUTSIDE_WEIGHTS] = outside  # DeepSpeed's `module` has the model's alone
+        extras[ds.OUTSIDE_WEIGHTS] = outside  # DeepSpeed's `module` only has the model's
     return {ds.model_file(0, 0, subject.model_rank): model_states(run, weights, in_order, optimizer, extras)}
 
 
@@ -477,12 +476,12 @@ def _whole_state(subject: Subject, master: Tensor, state: Mapping[str, Any]) -> 
 def model_files_of(
     subject: ModelSubject, run: RunState, *, writes_shared_file: bool, exclude_frozen: bool
 ) -> dict[str, Any]:
-    """This rank's files of a model without optimizer: as at stage 0, or at stage 3 the shards of all ranks."""
+    """This rank's files of a model without optimizer: like stage 0, or at stage 3 its shard."""
     if subject.store is not None:
         subject.store.sync_masters()
     weights = _weights(subject, exclude_frozen=exclude_frozen)
     if subject.stage < 3:
-        weights = replace(weights, frozen=None, frozen_shapes=None)  # they are in `module`
+        weights = replace(weights, frozen=None, frozen_shapes=None)  # already in `module`
     elif weights.frozen is None:
         weights = replace(weights, frozen={}, frozen_shapes={})
     if not subject.writes or (subject.stage < 3 and not writes_shared_file):
@@ -501,7 +500,7 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool, exclude_trained: bo
     parameters: dict[str, Tensor] = {}
     frozen_ids = {id(parameter) for parameter in subject.frozen().values()}
     for name, parameter in subject.module.named_parameters(remove_duplicate=False):
-        # No rank has whole experts; they are in the files of the optimizer.
+        # No rank has whole experts; they are in the optimizer files.
         is_apart = sharded or subject.groups.of(parameter) is not subject.groups
         is_apart |= exclude_trained and subject.stage > 0 and id(parameter) not in frozen_ids
         parameters[name] = torch.empty(0, dtype=parameter.dtype) if is_apart else parameter.detach()
@@ -523,7 +522,7 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool, exclude_trained: bo
 
 
 def _extra_states(subject: ModelSubject) -> dict[str, Any]:
-    """Those that can be read back; a save does not fail for the others."""
+    """Extra states that can be read back; others do not make the save fail."""
     states: dict[str, Any] = {}
     for name, inner in with_extra_states(subject.module):
         state = plain(inner.get_extra_state())
@@ -535,13 +534,13 @@ def _extra_states(subject: ModelSubject) -> dict[str, Any]:
 
 
 def _file_value(subject: ModelSubject, parameter: torch.nn.Parameter) -> Tensor:
-    """A frozen parameter as files hold it. Collective for those of experts."""
+    """A frozen parameter in the form of the files. Collective for experts."""
     if subject.groups.of(parameter) is subject.groups:
         return parameter if of(parameter) is not None else parameter.detach()
     return whole_value(parameter, parameter.detach()).cpu()
 
 
 def _fragment(parameter: Tensor, rank: int, world: int) -> Tensor:
-    """This rank's chunk of a frozen parameter of stage 3."""
+    """This rank's chunk of a frozen parameter at stage 3."""
     handle = of(parameter)
     return handle.view() if handle is not None else local_chunk(parameter.detach(), rank, world)

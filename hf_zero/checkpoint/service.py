@@ -1,4 +1,4 @@
-"""The engine's calls: save a live training under a tag, load a checkpoint into it. Both are collective."""
+"""The engine's calls: save a live training under a tag, and load a checkpoint. Both are collective."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class LoadRequest:
 
 
 def save_checkpoint(subject: ModelSubject, run: RunState, request: SaveRequest, background: BackgroundSave) -> Path:
-    """Write one checkpoint; returns its folder. Every rank learns of any rank's failure.
+    """Write one checkpoint and return its folder. A failure on any rank is raised on all ranks.
 
     With `hf_zero.checkpoint.async` it returns when everything is copied to host memory, but for what only the next
     update will change; the rest goes on beside training (`background.py`).
 
     Raises:
-        CheckpointError: when it could not be written; earlier checkpoints are as they were.
+        CheckpointError: if it could not be written; earlier checkpoints are unchanged.
     """
     root = _named_folder("save_checkpoint(save_dir", request.directory)
     background.wait()
@@ -83,7 +83,7 @@ def save_checkpoint(subject: ModelSubject, run: RunState, request: SaveRequest, 
     with ledger.phase("checkpoint"):
         _check_drives(subject)
         snapshot = None
-        if getattr(subject.resolved.section(OurCheckpoints), "async"):  # a keyword of Python
+        if getattr(subject.resolved.section(OurCheckpoints), "async"):  # `async` is a keyword
             updater = subject.assembly.optimizer.updater if isinstance(subject, Subject) else None
             snapshot = Snapshot(background.arena, updater)
         files = together(lambda: _files(subject, run, request, snapshot, is_leader=is_leader), collectives)
@@ -104,16 +104,16 @@ def keep_checkpoint(
     add: Callable[[], object],
     kept: Callable[[Sequence[str]], object],
 ) -> None:
-    """Keep a checkpoint in host memory: what `save_checkpoint` writes, with values in the files of the save's arena.
-    Returns when that is copied which the next update will not wait for. Collective.
+    """Keep a checkpoint in host memory: the files of `save_checkpoint`, with values in the files of the save's arena.
+    Returns when everything is copied except what the next update waits for. Collective.
 
     Args:
-        folder: of the tag, in a tmpfs; the arena's files lie beside it.
-        add: adds to it what only the caller knows.
-        kept: called beside training with the names of this rank's files, when its part is complete.
+        folder: of the tag, in a tmpfs; the arena's files are next to it.
+        add: adds the caller's own data.
+        kept: called in the background with the names of this rank's files, when its part is complete.
 
     Raises:
-        CheckpointError: on all ranks, when one has no room.
+        CheckpointError: on all ranks, if one has too little space.
     """
     background.wait()
     arena, collectives = background.arena, subject.groups.world
@@ -132,7 +132,7 @@ def keep_checkpoint(
             path.unlink(missing_ok=True)
             stated = {**content.get(ds.HF_ZERO, {}), ds.MANIFEST_KEY: False}  # no checksums here
             whole = {IN_PIECES: True, **described({**content, ds.HF_ZERO: stated}, arena)}
-            if subject.stage == 3 and ds.MODULE in content:  # buffers: rank 0's are read on all hosts
+            if subject.stage == 3 and ds.MODULE in content:  # all hosts read rank 0's buffers
                 whole[ds.MODULE] = content[ds.MODULE]
             write_torch_file(path, whole)
         kept(list(contents))
@@ -141,7 +141,7 @@ def keep_checkpoint(
         _check_drives(subject)
         snapshot = Snapshot(arena, subject.assembly.optimizer.updater, _lasting(subject.frozen().values()))
         groups = subject.groups
-        # A host reads its own files only, when training goes on.
+        # When training resumes, a host only reads its own files.
         leads = collectives.rank == hosts().beside(collectives.rank)[0]
         leads = groups.is_first_beside(per_host=True) if groups.model_size > 1 else leads
         files = files_of(subject, run, writes_shared_file=leads, exclude_trained=True, snapshot=snapshot)
@@ -150,7 +150,7 @@ def keep_checkpoint(
 
 
 def _lasting(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """This rank's parts of frozen parameters, where they are not created anew on each request."""
+    """This rank's parts of frozen parameters, unless they are created on each request."""
     for parameter in parameters:
         handle = of(parameter)
         first, second = (parameter, parameter) if handle is None else (handle.view(), handle.view())
@@ -159,13 +159,13 @@ def _lasting(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
 
 
 def _has_room(arena: Arena, num_bytes: int, collectives: Collectives) -> bool:
-    """Whether every rank has room in host memory for a second copy of what it saves. Collective."""
+    """Whether every rank has enough host memory for a second copy of what it saves. Collective."""
     num_beside = len(hosts().beside(collectives.rank))
     has_room = max(0, num_bytes - arena.num_bytes) * num_beside <= host_available()
     if all(collectives.gather_objects(has_room)):
         return True
     logger.warning(
-        "hf_zero.checkpoint.async: host memory has no room for a second copy of masters and optimizer states "
+        "hf_zero.checkpoint.async: host memory is too small for a second copy of masters and optimizer states "
         "(%.1f GB a rank), so training waits until this checkpoint is written",
         num_bytes / 1e9,
     )
@@ -176,7 +176,7 @@ def _files(
     subject: ModelSubject, run: RunState, request: SaveRequest, snapshot: Snapshot | None, *, is_leader: bool
 ) -> dict[str, Any]:
     writes_shared = is_leader
-    if subject.groups.model_size > 1:  # ranks that hold other parts of the weights have a shared file of their own
+    if subject.groups.model_size > 1:  # ranks with other parts of the weights have a separate shared file
         policy = subject.resolved.section(Checkpoint)
         writes_shared = subject.groups.is_first_beside(per_host=policy.use_node_local_storage)
     if isinstance(subject, Subject):
@@ -194,7 +194,7 @@ def _write(
 
 
 def _check_drives(subject: ModelSubject) -> None:
-    """Raises StorageError on all ranks, when one has lost what is to be saved, or what was loaded."""
+    """Raise StorageError on all ranks if a drive of one rank has failed."""
     if isinstance(subject, Subject) and subject.assembly.placements.drives:
         subject.assembly.optimizer.updater.stager.flush()
         subject.assembly.placements.check(subject.groups.world)
@@ -228,10 +228,10 @@ def _common_tag(tag: str, policy: Checkpoint, collectives: Collectives) -> str:
 
 
 def load_checkpoint(subject: ModelSubject, request: LoadRequest) -> CheckpointView | None:
-    """Load a checkpoint of any stage, world size and writer; None (and a warning) where there is none.
+    """Load a checkpoint of any stage, world size and writer; None (with a warning) if there is none.
 
     Raises:
-        CheckpointError: on all ranks, naming the file that is missing, damaged or does not fit; nothing has changed.
+        CheckpointError: on all ranks; names the file that is missing, damaged or does not fit. Nothing has changed.
     """
     collectives, root = subject.groups.world, _named_folder("load_checkpoint(load_dir", request.directory)
     if collectives.rank == 0:
@@ -266,7 +266,7 @@ def _latest(root: Path, policy: Checkpoint) -> str | None:
 
 
 def _refuse_to_guess(root: Path) -> None:
-    """Refuse a folder of checkpoints without `latest`: a new training would soon replace them."""
+    """Reject a folder with checkpoints but without `latest`, which a new training would soon replace."""
     if not root.is_dir():
         return
     if any(ds.parse(entry.name) for entry in root.iterdir()):

@@ -20,10 +20,10 @@ from hf_zero.step.assemble import Assembly
 
 @dataclass(frozen=True, slots=True)
 class ModelSubject:
-    """A live model that is not trained: its weights are all there is to save.
+    """A live model without optimizer, of which only weights are saved.
 
     Attributes:
-        store: holds the model's weights at stage 3; None where they are ordinary tensors.
+        store: stores the model's weights at stage 3; None if they are ordinary tensors.
     """
 
     module: nn.Module
@@ -33,18 +33,18 @@ class ModelSubject:
 
     @property
     def stage(self) -> int:
-        """The configured stage, also where a world of one needs no sharding."""
+        """The configured stage, even if a single rank does not shard."""
         return self.resolved.zero.stage
 
     @property
     def writes(self) -> bool:
-        """Whether this rank's shard goes to its files: of several copies one is written, on each host where ranks of
-        a host have files of their own."""
+        """Whether this rank writes its shard: one of several replicas is written, or one per host if hosts have
+        separate files."""
         return self.groups.is_first_copy(per_host=self.resolved.section(Checkpoint).use_node_local_storage)
 
     @property
     def model_rank(self) -> int:
-        """Which parts of the weights this rank holds; its files say so."""
+        """The index of this rank's parts of the weights, as in its files."""
         return self.groups.model_rank
 
     @property
@@ -58,7 +58,7 @@ class ModelSubject:
 
     @property
     def file_shapes(self) -> list[tuple[int, ...]]:
-        """The same as files have them: experts of all ranks together."""
+        """Shapes of the trained parameters in files, where experts of all ranks are joined."""
         return [self.file_shape(parameter) for parameter in self.store.parameters] if self.store is not None else []
 
     def file_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class ModelSubject:
         return {name: p for name, p in self.module.named_parameters() if id(p) not in trained}
 
     def excludable(self) -> set[str]:
-        """What `exclude_frozen_parameters` leaves out: without an optimizer, what could not be trained anyway."""
+        """Names that `exclude_frozen_parameters` leaves out: frozen parameters, also without an optimizer."""
         return {name for name, parameter in self.frozen().items() if not parameter.requires_grad}
 
     def aliases(self) -> dict[str, str]:
@@ -92,12 +92,12 @@ class Subject(ModelSubject):
 
     @property
     def bf16(self) -> bool:
-        """Whether the model trains in bf16; DeepSpeed's file names say so."""
+        """Whether the model trains in bf16, which is part of DeepSpeed's file names."""
         return self.resolved.precision.model == "bf16"
 
     @property
     def round_robin(self) -> bool:
-        """The order that `round_robin_gradients` gives the files of stages 1 and 2."""
+        """Whether the files of stages 1 and 2 use the order of `round_robin_gradients`."""
         return self.resolved.section(Zero).round_robin_gradients
 
     @property
@@ -115,7 +115,7 @@ class Subject(ModelSubject):
         return [{names[index]: shapes[index] for index in group} for group in self.assembly.members]
 
     def extents(self, rank: int) -> Iterator[Extent]:
-        """Elements of files that rank number `rank` of the shard group updates."""
+        """The file elements that rank `rank` of the shard group updates."""
         assembly, groups = self.assembly, self.groups
         sharded, limit = assembly.optimizer.sharding.shards_optimizer, assembly.store.sub_group_numel
         place, number = (0, 0) if groups.of_parts is None else groups.place_of(groups.shard.ranks[rank])

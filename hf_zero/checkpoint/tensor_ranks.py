@@ -1,11 +1,11 @@
-"""Checkpoints of training whose ranks hold parts of matrices: the whole out of all ranks' files, and other parts of it.
+"""Tensor-parallel checkpoints: assembles whole parameters from all ranks' files, and splits them into other parts.
 
     saved by 2 ranks per tensor group          loaded by 4, or by 1
         mp_rank_00   [a a a a]                     [a a] [a a] [b b] [b b]
         mp_rank_01   [b b b b]                     [a a a a b b b b]
 
-Model files say how their parameters are cut. Nothing is copied before it is read: intervals of a part are looked up in
-the whole, and those of the whole in the parts that were saved.
+Model files say how their parameters are split. Nothing is copied before it is read: intervals of a part are looked up
+in the whole, and those of the whole in the saved parts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _FIX = "restore the files of one checkpoint from a copy, or load another checkpo
 
 
 def cuts_of(module: nn.Module, *, in_files: bool = False) -> dict[str, Cut]:
-    """How the parameters are cut of which this rank holds parts, by name; `in_files`: those whose files have parts, too
-    (not those of experts)."""
+    """How the parameters are split of which this rank holds parts, by name; `in_files`: only those whose files also
+    have parts (not experts)."""
     parts = ((name, held_part(parameter)) for name, parameter in module.named_parameters())
     return {name: part.cut for name, part in parts if part is not None and not (in_files and part.is_mixed)}
 
 
 def tensor_parts_for_file(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """The same in plain containers."""
+    """`cuts_of` the files, in plain containers."""
     return {
         name: {
             _SHAPE: list(cut.shape),
@@ -51,10 +51,10 @@ def tensor_parts_for_file(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def saved_cuts(view: CheckpointView) -> dict[str, Cut] | None:
-    """How what was saved is cut; None: the file does not say.
+    """How the saved parameters are split; None if the file does not say.
 
     Raises:
-        CheckpointError: the value has another form.
+        CheckpointError: if the value has an unexpected form.
     """
     ours = view.meta.get(ds.HF_ZERO)
     stated = ours.get(ds.TENSOR_PARTS) if isinstance(ours, Mapping) else None
@@ -72,11 +72,11 @@ def _cut(name: object, entry: Any, path: Path) -> Cut:
 
 
 def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> CheckpointView:
-    """The checkpoint of one rank that has all, out of those of the ranks of a tensor group, in their order.
+    """Join the checkpoints of a tensor group's ranks, in order, into one checkpoint of whole parameters.
 
     Raises:
-        CheckpointError: the files do not say how parameters are cut, or something is of another size than they say;
-            or the optimizer's states are not one value per element, and are wanted.
+        CheckpointError: if the files do not say how parameters are split, or sizes do not match; or if optimizer states
+            are needed and are not per element.
     """
     first = views[0]
     cuts = saved_cuts(first)
@@ -110,8 +110,8 @@ def in_parts(
     """A tensor rank's part of a checkpoint of whole parameters.
 
     Raises:
-        CheckpointError: a parameter has another shape there; or the optimizer's states are not one value per element,
-            and are wanted.
+        CheckpointError: if a parameter has another shape there; or if optimizer states are needed and are not per
+            element.
     """
     for name, cut in cuts.items():
         have = view.shapes.get(name) or (view.frozen[name].shape if name in view.frozen else cut.shape)
@@ -181,7 +181,7 @@ class _Joined:
 
 @dataclass(frozen=True, slots=True)
 class _InParts:
-    """One kind of state of a rank's parts of parameters, from a checkpoint of whole ones."""
+    """One kind of state of a rank's parts, from a checkpoint of whole parameters."""
 
     elements: Elements
     names: tuple[str, ...]
@@ -201,7 +201,7 @@ class _InParts:
 
 
 def _runs(cut: Cut | None, start: int, stop: int) -> Iterable[tuple[int, Interval]]:
-    """Uncut parameters are the same on all ranks."""
+    """The runs of a parameter; unsplit parameters are the same on all ranks."""
     return [(0, Interval(start, stop))] if cut is None else cut.in_parts(start, stop)
 
 

@@ -1,12 +1,12 @@
-"""Writes a checkpoint so that every earlier one survives whatever happens: write aside, fsync, rename, `latest` last.
+"""Writes a checkpoint atomically: write to a temporary folder, fsync, rename, and update `latest` last.
 
-    1  the leader makes  root/.TAG.RANDOM.partial                             everybody learns its name
-    2  every rank writes its files there, fsynced                             everybody reports: files or an error
+    1  the leader creates  root/.TAG.RANDOM.partial                           all ranks receive its name
+    2  every rank writes its files there, fsynced                             all ranks report files or an error
     3  the leader adds the manifest, renames the folder to root/TAG
-    4  the leader replaces  root/latest                                       everybody learns that it is done
+    4  the leader replaces  root/latest                                       all ranks learn that it is done
 
-A kill at any moment leaves an old `latest` that names a whole folder, and at most one folder that begins with a dot.
-Whether anything can be saved at all is asked at the start, not after hours (`check_output_folder`).
+After a kill at any moment `latest` names a complete folder, and at most one folder that starts with a dot is left over.
+Whether the output folder is writable is checked at the start, not after hours (`check_output_folder`).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from hf_zero.staging import PARTIAL, StagingFolder, alone_in
 _RESTORE = "restore it from a copy, or load an older checkpoint"
 MAX_BYTES = 64 << 20  # 100,000 ranks would take 20 MB
 _PART_BYTES = 64 << 20
-_READ_BYTES = 4 << 20  # read again and again into the same memory
+_READ_BYTES = 4 << 20  # size of the reused read buffer
 
 
 def write_manifest(folder: Path, files: Iterable[Written]) -> None:
-    """Put the list into `folder`, fsynced."""
+    """Write the manifest into `folder` and fsync it."""
     in_order = sorted(files, key=attrgetter("name"))
     body = {"format": 1, "files": {file.name: {"bytes": file.num_bytes, "crc32": file.crc32} for file in in_order}}
     write_small(folder / ds.MANIFEST, (json.dumps({**body, "crc32": _seal(body)}, indent=1) + "\n").encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Written] | None:
-    """The files that belong to `folder`; None when it has no list (DeepSpeed writes none).
+    """The files in the manifest of `folder`; None if it has none (DeepSpeed writes none).
 
     Raises:
-        CheckpointError: when the list itself is damaged.
+        CheckpointError: if the manifest itself is damaged.
     """
     path = folder / ds.MANIFEST
     if not path.exists():
@@ -84,10 +84,10 @@ def read_manifest(folder: Path) -> dict[str, Written] | None:
 
 
 def files_to_check(folder: Path) -> list[Written | Path]:
-    """Everything in `folder` whose content can be checked, after the cheap checks: presence, size, nothing foreign.
+    """Check presence and sizes, reject foreign files, and return the files whose content can be checked.
 
     Raises:
-        CheckpointError: naming the file that is missing, of another size, or not part of the checkpoint.
+        CheckpointError: names the file that is missing, has another size, or is not part of the checkpoint.
     """
     listed = read_manifest(folder)
     present = {entry.name for entry in folder.iterdir() if entry.name.endswith((ds.MODEL_SUFFIX, ds.OPTIMIZER_SUFFIX))}
@@ -116,13 +116,13 @@ def check_content(folder: Path, file: Written | Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check every file of one checkpoint, in this process alone."""
+    """Check every file of one checkpoint, in this process only."""
     for file in files_to_check(folder):
         check_content(folder, file)
 
 
 def checksum_of(path: Path) -> int:
-    """CRC-32 of a whole file, read in a few parts at once."""
+    """CRC-32 of a whole file, reading a few parts concurrently."""
     size = path.stat().st_size
     starts = range(0, size, _PART_BYTES)
     with path.open("rb") as file, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="hf_zero_check") as pool:
@@ -140,14 +140,14 @@ def _checksum_at(file: int, start: int, length: int) -> int:
     while start < stop:
         count = os.preadv(file, [buffer[: stop - start]], start)
         if not count:
-            return checksum ^ 1  # shorter than it was a moment ago
+            return checksum ^ 1  # the file has been truncated meanwhile
         checksum = crc.checksum(buffer[:count], checksum)
         start += count
     return checksum
 
 
 def intact_alternatives(root: Path, broken: str, also: Sequence[Path] = ()) -> list[Path]:
-    """Other checkpoints that are whole, newest first, at most one of them: finding out reads it completely."""
+    """The newest other intact checkpoint, if any; only one, because checking it reads it completely."""
     folders = [entry for place in (root, *also) if place.is_dir() for entry in place.iterdir() if entry.is_dir()]
     candidates = [
         folder
@@ -171,7 +171,7 @@ _REPLACED = ".replaced"
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2(2)
 _HERE = -100  # AT_FDCWD
 
-# Goes beside the checkpoints, where `./zero_to_fp32.py . pytorch_model.bin` runs it.
+# Written next to the checkpoints, for `./zero_to_fp32.py . pytorch_model.bin`.
 ZERO_TO_FP32 = '''\
 #!/usr/bin/env python
 """Ordinary weights from the sharded checkpoint in this folder:  ./zero_to_fp32.py . pytorch_model.bin  (or --help)."""
@@ -190,14 +190,14 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a checkpoint goes.
+    """The destination of a checkpoint.
 
     Attributes:
-        is_leader: whether this rank makes folders and renames them: rank 0, or one rank per node under
+        is_leader: whether this rank creates and renames folders: rank 0, or one rank per node under
             `use_node_local_storage`.
         node: equal for ranks that share a folder.
-        save_latest: whether `latest` shall name this checkpoint.
-        adds_script: whether a zero_to_fp32.py goes beside it.
+        save_latest: whether to write this checkpoint to `latest`.
+        adds_script: whether to write zero_to_fp32.py next to it.
     """
 
     root: Path
@@ -215,13 +215,13 @@ class Destination:
 def write_checkpoint(
     place: Destination, files: Mapping[str, Any], collectives: Collectives, write: WriteRecords = write_records
 ) -> None:
-    """Write this rank's `files` (name -> content) as its part of one checkpoint. Collective.
+    """Write this rank's `files` (name -> content) of one checkpoint. Collective.
 
     Args:
-        write: brings records to a file.
+        write: writes records to a file.
 
     Raises:
-        CheckpointError: on every rank, when it failed on any; the folder of the tag is then as it was before.
+        CheckpointError: on every rank, if it failed on any; the folder of the tag is unchanged.
     """
     staging: StagingFolder | None = None
 
@@ -247,7 +247,7 @@ def write_checkpoint(
 def _all_or_nothing(
     place: Destination, collectives: Collectives, what: str, act: Callable[[], Any]
 ) -> list[tuple[str, Any]]:
-    """Run `act` on every rank and wait for all; returns (node, result) of every rank."""
+    """Run `act` on every rank and wait for all. Returns (node, result) of every rank."""
     problem, result = "", None
     try:
         result = act()
@@ -272,12 +272,12 @@ def _prepare(place: Destination) -> StagingFolder:
 
 
 def leftovers(root: Path) -> list[Path]:
-    """Folders of saves that were killed."""
+    """Leftover folders of interrupted saves."""
     return sorted(root.glob(f".*{PARTIAL}")) if root.is_dir() else []
 
 
 def _write_files(folder: Path, files: Mapping[str, Any], write: WriteRecords) -> list[Written]:
-    # Other ranks wait for this one's part of what arrives, so that comes first, and comes even if it cannot be written.
+    # Other ranks wait for this rank's part of arriving tensors, so these come first, even if writing fails.
     in_order = sorted(files.items(), key=lambda item: not isinstance(item[1], Arriving))
     return [_write_file(folder / name, content, write) for name, content in in_order]
 
@@ -305,8 +305,8 @@ def _finish(place: Destination, partial: Path, reports: Sequence[tuple[str, list
 
 
 def move_into_place(new: Path, final: Path) -> None:
-    """Give `new` its name; a folder that has it already is exchanged in one step where the system can, then removed.
-    Of a symbolic link the link goes, and the folder that it names stays."""
+    """Rename `new` to `final`. An existing folder is exchanged atomically if the system supports it, then removed. Of a
+    symbolic link only the link is removed."""
     with alone_in(final.parent):
         if not os.path.lexists(final):
             new.rename(final)
@@ -330,7 +330,7 @@ def _remove(folder: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one system call; False where there is no such call."""
+    """Swap two names in one system call; False if there is no such call."""
     try:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -347,10 +347,10 @@ def _add_script(root: Path) -> None:
 
 
 def check_output_folder(folder: str, collectives: Collectives) -> None:
-    """Refuse, on every rank, a folder in which some rank cannot make files. Collective.
+    """Raise an error on every rank if some rank cannot create files in the folder. Collective.
 
     Raises:
-        CheckpointError: naming the ranks and what the system says.
+        CheckpointError: names the ranks and the system's error.
     """
     obstacles = collectives.gather_objects(_obstacle(Path(folder)))
     hindered = [(rank, why) for rank, why in enumerate(obstacles) if why]
@@ -361,7 +361,7 @@ def check_output_folder(folder: str, collectives: Collectives) -> None:
 
 
 def _obstacle(folder: Path) -> str:
-    """Why no file can be made in a folder, existing or not; "" if one can."""
+    """The reason why no file can be created in a folder, existing or not; "" if one can."""
     there = folder.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent

@@ -1,4 +1,4 @@
-"""One view of any checkpoint: parameters, any interval of which can be read without the rest."""
+"""A uniform view of any checkpoint, of whose parameters any interval can be read without the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MASTER = "fp32"
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One optimizer group: its parameters in the order of the file, its hyper-parameters, its counters."""
+    """One optimizer group: its parameters in the order of the file, its hyperparameters, its counters."""
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
@@ -32,7 +32,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Where one whole tensor lies: 1-D parts that follow one another, in `shape`."""
+    """One whole tensor as consecutive 1-D parts, with its `shape`."""
 
     shape: tuple[int, ...]
     parts: Parts
@@ -49,10 +49,10 @@ class Elements(Protocol):
     """All state of one kind of all trainable parameters that have it."""
 
     def has(self, parameter: int) -> bool:
-        """Groups may have other states than each other; a parameter that has seen no update may have none."""
+        """Whether the parameter has this state: groups may differ, and a parameter without updates may have none."""
 
     def parts(self, parameter: int, start: int, stop: int) -> Iterable[Tensor]:
-        """The elements [start, stop) of one parameter: 1-D tensors that follow one another."""
+        """The elements [start, stop) of one parameter, as consecutive 1-D tensors."""
 
     def whole(self, parameter: int, numel: int) -> Parts:
         """All `numel` elements of one parameter."""
@@ -95,13 +95,13 @@ class CheckpointView:
         buffers: persistent buffers by name.
         aliases: second names of tied parameters -> the name that holds the weights.
         groups: optimizer groups; empty when the checkpoint holds no optimizer.
-        elements: state kind ("fp32", "exp_avg", ...) -> where its elements lie.
-        steps: updates seen by a parameter, where they differ from the group's counter.
-        meta: everything in the model file but the weights.
-        scaler: state of the loss scaler as plain values; empty when there was none.
-        whole_states: by parameter name those of its optimizer states that are not in `elements`; at stage 0 all, if
-            any does not hold one value per element. A parameter without an entry has seen no update then.
-        shard_states: states of flat shards that fit these very shards only; see `hf_zero.checkpoint.extra_states`.
+        elements: state kind ("fp32", "exp_avg", ...) -> its elements.
+        steps: updates of a parameter, if they differ from the group's counter.
+        meta: everything in the model file except the weights.
+        scaler: state of the loss scaler as plain values; empty if there was none.
+        whole_states: optimizer states that are not in `elements`, by parameter name; at stage 0 all states, if any is
+            not per element. A parameter without an entry has had no update.
+        shard_states: states of flat shards that only fit these shards; see `hf_zero.checkpoint.extra_states`.
         gradient_errors: by rank; see `hf_zero.checkpoint.extra_states`.
     """
 
@@ -126,11 +126,11 @@ class CheckpointView:
         object.__setattr__(self, "indices", {name: index for index, name in enumerate(self.shapes)})
 
     def states(self) -> tuple[str, ...]:
-        """Kinds of state beside the weights, of any parameter."""
+        """Kinds of state of any parameter, besides weights."""
         return tuple(kind for kind in self.elements if kind != MASTER)
 
     def states_of(self, name: str) -> tuple[str, ...]:
-        """Kinds of state of one parameter, beside its weights."""
+        """Kinds of state of one parameter, besides its weights."""
         index = self.indices.get(name)
         return tuple(kind for kind in self.states() if index is not None and self.elements[kind].has(index))
 
@@ -165,7 +165,7 @@ def by_parameter(extents: Iterable[Extent]) -> dict[int, list[Extent]]:
 
 
 def buffer_sizes(extents: Iterable[Extent]) -> dict[tuple[int, int], int]:
-    """How many elements each buffer, by (rank, buffer), has to have."""
+    """The required number of elements of each buffer, by (rank, buffer)."""
     sizes: dict[tuple[int, int], int] = {}
     for extent in extents:
         place = (extent.rank, extent.buffer)

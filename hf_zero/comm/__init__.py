@@ -1,5 +1,5 @@
 """Groups and collectives: the only package that calls torch.distributed."""
-# ruff: noqa: F401  (what other packages import from here)
+# ruff: noqa: F401  (re-exported for other packages)
 
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Channel, Collectives, LoneCollectives, gather_lane, uncompiled
 from hf_zero.comm.groups import (

@@ -1,4 +1,4 @@
-"""The few collectives the engine needs, as one small base class with one file per way of doing them."""
+"""The collectives that the engine needs: a small base class, with one file per implementation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import DONE, Event
 
-MAX_SEND_BUFFERS = 2  # one whose reduction is under way, one that is being filled
+MAX_SEND_BUFFERS = 2  # one being reduced, one being filled
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Keep a function that communicates out of compiled code: `torch.compiler.disable`, once something has loaded the
-    compiler, which takes seconds. Until then there is nothing that could compile it."""
+    """Exclude a communicating function from compiled code, like `torch.compiler.disable`, but without importing the
+    compiler, which takes seconds; before it is imported nothing could compile the function."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
@@ -45,8 +45,8 @@ def uncompiled(function: F) -> F:
 
 
 def _never_compile(code: CodeType) -> None:
-    """Keep the compiler from a function that is called between compiled parts: a hook of a compiled module. Asked of
-    the part of it that is always there, so that it need not be loaded."""
+    """Exclude a function that is called between compiled parts, such as a hook of a compiled module. Uses a part of the
+    compiler that is always loaded."""
     if hasattr(eval_frame, "set_code_exec_strategy"):
         strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
         eval_frame.set_code_exec_strategy(code, strategy)
@@ -55,48 +55,48 @@ def _never_compile(code: CodeType) -> None:
 
 
 class Channel(IntEnum):
-    """Streams of collectives that may interleave differently on different ranks; within one the order is the same."""
+    """Streams of collectives that may interleave differently on different ranks; each has the same order everywhere."""
 
-    REDUCE = 0  # gradients, the step, set-up
+    REDUCE = 0  # gradients, the step, setup
     GATHER = 1  # parameters of stage 3, gathered around their use
     ACCESS = 2  # parameters that the user gathers
-    LAYERS = 3  # what layers exchange in forward and backward
+    LAYERS = 3  # exchanges of layers in forward and backward
 
 
 class ControlMessages(ABC):
-    """One group of ranks as far as it decides together. Booked apart from the payload traffic.
+    """Small control messages of one group of ranks, counted separately from payload traffic.
 
     Attributes:
-        rank: this one's place in the group.
+        rank: this rank's number in the group.
         size: number of ranks.
-        ranks: of the world, in the order of the group.
-        num_beside: how many of them are on this rank's host, itself among them.
+        ranks: global ranks, in the order of the group.
+        num_beside: number of ranks on this rank's host, including itself.
     """
 
     def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
-        """`ranks`: default the first `size` ones."""
+        """`ranks`: default: the first `size` ranks."""
         self.rank = rank
         self.size = size
         self.ranks = tuple(range(size) if ranks is None else ranks)
         self.num_beside = size
 
     def sum_small(self, values: Tensor) -> None:
-        """Sum a small vector over all ranks, in place; returns when done."""
+        """Sum a small vector over all ranks in place, and wait for it."""
         with self._booked(num_bytes(values)):
             self._sum_small(values)
 
     def sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
-        """Sum `values` (1-D, fp64, in place) and `facts`, which the hosts know, over all ranks; returns the latter.
+        """Sum `values` (1-D, fp64, in place) and `facts`, which hosts know, over all ranks. Returns the summed facts.
 
-        Where `values` lie on an accelerator they are only on their way when this returns: hosts exchange `facts` by
-        themselves, and wait for no device.
+        If `values` are on an accelerator, their sum may still be in flight on return: hosts exchange `facts` separately
+        and do not wait for the device.
         """
         size = num_bytes(values) + len(facts) * values.element_size()
         with self._booked(size):
             return self._sum_with_facts(values, facts)
 
     def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
-        """All in one message, because all of it is in host memory."""
+        """Send everything in one message, because all of it is in host memory."""
         message = torch.cat([values, torch.tensor(facts, dtype=values.dtype, device="cpu")])
         self._sum_small(message)
         values.copy_(message[: values.numel()])
@@ -104,7 +104,7 @@ class ControlMessages(ABC):
 
     @abstractmethod
     def gather_objects(self, value: object) -> list[object]:
-        """Every rank's `value`, in rank order (small Python objects, set-up only)."""
+        """Every rank's `value`, in rank order (small Python objects, only for setup)."""
 
     @abstractmethod
     def _sum_small(self, values: Tensor) -> None: ...
@@ -116,31 +116,31 @@ class ControlMessages(ABC):
 
 
 class Collectives(ControlMessages):
-    """Sums and gathers of tensors over one group of ranks, and what else they tell each other.
+    """Sums and gathers of tensors over one group of ranks, and their control messages.
 
-    Reductions always SUM; callers that want a mean divide, because averaging inside a backend is not reliable on
-    gloo. Flat buffers have a multiple of `size` elements; rank r owns the r-th of `size` equal shards.
+    Reductions always SUM; callers that need a mean divide, because gloo does not average reliably. Flat buffers have a
+    multiple of `size` elements; rank r owns the r-th of `size` equal shards.
 
     Attributes:
         negotiation: how ranks agree on the gathers of stage 3.
-        has_gather_lane: gathers of rows are asked of the device's lane for them.
+        has_gather_lane: whether gathers of rows run on the device's gather lane.
     """
 
     has_gather_lane = False
 
     def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
-        """`ranks`: default the first `size` ones."""
+        """`ranks`: default: the first `size` ranks."""
         super().__init__(rank, size, ranks)
         self.negotiation: Negotiation = AlikeNegotiation(self)
         self._send_buffers: list[Tensor] = []
 
     def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer (1-D) to fill and reduce from, which saves a copy where data change hands in shared memory.
+        """A buffer (1-D) to fill and reduce from, which saves a copy with shared memory.
 
-        There are at most MAX_SEND_BUFFERS of those; one is waited for if need be.
+        There are at most MAX_SEND_BUFFERS; if necessary this waits for one.
 
         Args:
-            numel: the same for all buffers of a dtype, so that few of them rotate.
+            numel: the same for all buffers of a dtype, so that they can be reused.
         """
         for index, candidate in enumerate(self._send_buffers):
             if candidate.dtype == dtype and candidate.numel() >= numel:
@@ -148,7 +148,7 @@ class Collectives(ControlMessages):
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_send_buffer(self, buffer: Tensor) -> None:
-        """Return `buffer`: its reduction has arrived and has been read."""
+        """Return `buffer`, whose reduction has arrived and been read."""
         if len(self._send_buffers) < MAX_SEND_BUFFERS:
             self._send_buffers.append(buffer)
 
@@ -158,25 +158,25 @@ class Collectives(ControlMessages):
             return call.follow(self._all_reduce(flat), flat)
 
     def new_subject(self) -> int:
-        """A number for something that makes calls; the same on all ranks, if all make the same things."""
+        """A number for a new caller; the same on all ranks if all create the same callers."""
         return 0
 
     def about(self, subject: int, backward: int, bucket: int) -> None:
-        """Say what the next call is about; ranks compare it where messages have room for it."""
+        """Describe the next call, which ranks compare if messages have room for it."""
         return None
 
     def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
-        """Sum `flat` over all ranks and leave this rank's shard of the result in `shard`. `flat` is left undefined."""
+        """Sum `flat` over all ranks and write this rank's shard of the sum to `shard`. `flat` becomes undefined."""
         with _counted(self, "reduce_scatter", num_bytes(flat)) as call:
             return call.follow(self._reduce_scatter(shard, flat), flat)
 
     def all_gather(self, flat: Tensor) -> Pending:
-        """Fill every other rank's shard of `flat` from its owner, in place; the own shard is already right."""
+        """Fill every other rank's shard of `flat` from its owner, in place; the own shard is already filled."""
         with _counted(self, "all_gather", num_bytes(flat)) as call:
             return call.follow(self._all_gather(flat), flat)
 
     def gather_rows(self, row: Tensor, take: Callable[[int], Tensor]) -> Rows:
-        """Start to gather every rank's `row` (1-D, the same length everywhere) into a buffer.
+        """Start gathering every rank's `row` (1-D, the same length everywhere) into a buffer.
 
         Args:
             take: gives a buffer of at least so many elements; not asked where none is needed.
@@ -191,35 +191,35 @@ class Collectives(ControlMessages):
         return FlatRows(buffer, flat, self.size, self._all_gather(flat))
 
     def exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
-        """Start to send the r-th of `world` equal shards of `flat` (1-D) to rank r.
+        """Start sending the r-th of `world` equal shards of `flat` (1-D) to rank r.
 
         Args:
-            flat: stays as it is until the rows have arrived.
+            flat: must not change until the rows have arrived.
             take: gives a buffer of at least so many elements; not asked where none is needed.
 
         Returns:
-            What every rank has sent to this one.
+            The rows that all ranks have sent to this rank.
         """
         with _counted(self, "all_to_all", num_bytes(flat)) as call:
             return call.follow_rows(self._exchange_rows(flat, take), flat)
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Send `sent[r]` to rank r and fill `received[r]` from it; returns when done. 1-D, any sizes, one dtype.
+        """Send `sent[r]` to rank r, fill `received[r]` from it, and wait. 1-D, any sizes, one dtype.
 
-        Sizes must agree between sender and receiver; empty tensors travel nowhere. The own part is copied.
+        Sizes must agree between sender and receiver; empty tensors are not sent. The own part is copied.
         """
         with _counted(self, "all_to_all", sum(num_bytes(tensor) for tensor in sent)):
             received[self.rank].copy_(sent[self.rank])
             self._all_to_all(received, sent)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Overwrite `tensors` with the values of rank `source`; returns when done."""
+        """Overwrite `tensors` with the values of rank `source`, and wait."""
         for tensor in tensors:
             with _counted(self, "broadcast", num_bytes(tensor)):
                 self._broadcast(tensor, source)
 
     def buffers(self) -> list[Tensor]:
-        """Memory of this rank's that is kept from call to call."""
+        """Memory of this rank that is kept between calls."""
         return self._send_buffers
 
     @abstractmethod
@@ -233,7 +233,7 @@ class Collectives(ControlMessages):
 
     @abstractmethod
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Everything but the own part."""
+        """Exchange all parts except the own one."""
 
     @abstractmethod
     def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows: ...
@@ -247,7 +247,7 @@ def _counted(group: Collectives, operation: str, *sizes: int) -> Call:
 
 
 class LoneCollectives(Collectives):
-    """A group of one: every sum is what it was, every gather is complete."""
+    """A group of one rank: sums and gathers are no-ops."""
 
     def __init__(self, rank_in_world: int = 0) -> None:
         super().__init__(rank=0, size=1, ranks=(rank_in_world,))
@@ -286,17 +286,17 @@ class LoneCollectives(Collectives):
 
 
 def gather_lane(group: Collectives, device: torch.device, after: Event | None = None) -> AbstractContextManager[None]:
-    """Inside, rows on `device` are prepared for a gather, and gathered: on a lane of their own where there is one.
+    """Context that prepares and gathers rows on `device`, on a separate lane if there is one.
 
     Args:
-        group: whose gathers they are.
+        group: the group of the gathers.
         after: see `Runtime.gather_lane`.
     """
     return runtime_of(device).gather_lane(after) if group.has_gather_lane else nullcontext()
 
 
 def start_gather(collectives: Collectives, source: Source, rows: Sequence[Tensor]) -> list[Rows]:
-    """Gather the rows that `source` has opened, beside what is computed."""
+    """Start gathering the rows that `source` has opened, overlapped with compute."""
 
     def take(row: Tensor, numel: int) -> Tensor:
         return source.take_buffer(numel, row)
@@ -306,7 +306,7 @@ def start_gather(collectives: Collectives, source: Source, rows: Sequence[Tensor
 
 
 class AlikeNegotiation(Negotiation):
-    """For a world of one, and where all ranks are known to do the same: nothing to agree on."""
+    """For one rank, or ranks known to do the same: there is nothing to agree on."""
 
     def __init__(self, collectives: Collectives) -> None:
         super().__init__(collectives.rank, collectives.ranks)
@@ -320,5 +320,5 @@ class AlikeNegotiation(Negotiation):
             gathering.call.started(gathering.rows, rows)
 
     def settle(self, gathering: Gathering) -> Decision:
-        assert gathering.decision is not None, "everything is decided at once"
+        assert gathering.decision is not None, "everything is decided immediately"
         return gathering.decision

@@ -1,9 +1,9 @@
-"""How ranks that stand still learn that others wait for them, where no shared memory says so.
+"""Tells blocked ranks that others wait for them, if ranks do not share memory.
 
 While ranks follow a plan (`hf_zero.comm.lockstep`), each issues its gathers without messages to the others. A rank that
-waits for a reduction issues none meanwhile; another one may need them before it can start that reduction. A rank that
-waits for long writes to the process group's store how far the others must have come, and a rank that waits for a
-reduction looks there now and then. Without such waits nothing is written or read.
+waits for a reduction issues no gathers, but another rank may need them before it can start that reduction. So a rank
+that waits for long writes to the process group's store how many gathers the others must issue, and a rank that waits
+for a reduction polls the store. Without such waits nothing is written or read.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import torch.distributed as dist
 
 from hf_zero.comm.rows import Pending
 
-FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # between two looks at the store: the first time, and after many
+FIRST_LOOK_S, LAST_LOOK_S = 0.01, 0.25  # polling interval: at first, and after many polls
 
 
 class Demand(ABC):
-    """Positive numbers that ranks publish by topic (a number, too); each topic keeps the latest."""
+    """Positive numbers that ranks publish by topic (also a number); each topic keeps the latest."""
 
     @abstractmethod
     def say(self, topic: int, value: int) -> None:
-        """Publish a number; repeated while this rank waits, so that no rank hides another's for long."""
+        """Publish a number. Repeated while this rank waits, because another rank may overwrite it."""
 
     @abstractmethod
     def look(self, topic: int) -> int:
-        """The latest number; 0: none."""
+        """The latest number; 0 if there is none."""
 
     @abstractmethod
     def forget(self, topic: int) -> None:
-        """Drop a topic that is not read any more."""
+        """Drop a topic that is no longer read."""
 
     @abstractmethod
     def wait(self, pending: Pending, act: Callable[[], None]) -> None:
-        """Return when what `pending` waits for has arrived; until then, call `act` now and then."""
+        """Wait until `pending` has arrived, calling `act` periodically."""
 
 
 class StoreDemand(Demand):
-    """In the store of the process group; waits happen in threads of their own."""
+    """Demand through the process group's store; waits run in separate threads."""
 
     def __init__(self, store: dist.Store, name: str) -> None:
-        """`name`: of the group of ranks, the same on all of them and no other group's."""
+        """`name`: of the group of ranks; the same on all its ranks and unique."""
         self._store = store
         self._name = name
         self._said: set[int] = set()
@@ -79,11 +79,11 @@ class StoreDemand(Demand):
 
 
 class _Waiter:
-    """A thread that blocks in the place of the caller.
+    """A thread that blocks instead of the caller.
 
     Attributes:
-        is_done: set when what was begun has returned or raised.
-        error: what it has raised.
+        is_done: set when the call has returned or raised.
+        error: the exception raised by the call.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class _Waiter:
             arrive = self._todo.get()
             try:
                 arrive()
-            except Exception as error:  # noqa: BLE001 (whatever it is, the caller gets it)
+            except Exception as error:  # noqa: BLE001 (re-raised in the caller)
                 self.error = error
             del arrive
             self.is_done.set()

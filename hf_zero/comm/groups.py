@@ -1,6 +1,6 @@
-"""Groups of ranks, made once for an engine, and collectives over them, the cheapest way there is.
+"""The groups of ranks of an engine, created once, and the fastest collectives over them.
 
-On channels, the orders of calls need not agree.
+Calls on different channels need not have the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def collectives_for(
     partition: Partition | None = None,
     reduced_over: Partition | None = None,
 ) -> Collectives:
-    """The cheapest way to do collectives on `device` over this rank's group of `partition`, by default over all ranks.
+    """The fastest collectives on `device` over this rank's group of `partition`; default: over all ranks.
 
     Collective at first use.
 
     Args:
-        reduced_over: of gathers around use: the groups that gradients are reduced over meanwhile; default the same.
+        reduced_over: for gathers around use: the groups of concurrent gradient reductions; default: the same groups.
     """
     rank = get_rank()
     if partition is None:
@@ -61,8 +61,8 @@ def collectives_for(
 
 
 def torch_group(partition: Partition) -> dist.ProcessGroup | None:
-    """torch's own group of those that share this rank's sequences or matrices, for programs that call it themselves;
-    None without a process group. Collective at first use.
+    """torch's process group of the ranks that share this rank's sequences or matrices, for programs that use it
+    directly; None without a process group. Collective at first use.
 
     Args:
         partition: the ranks of every such group.
@@ -73,7 +73,7 @@ def torch_group(partition: Partition) -> dist.ProcessGroup | None:
 
 
 def adopt(group: dist.ProcessGroup) -> Partition:
-    """Take a group that exists as the one of `torch_group`; returns those of all ranks. Collective."""
+    """Use an existing group as the one of `torch_group`. Returns the groups of all ranks. Collective."""
     ranks = tuple(dist.get_process_group_ranks(group))
     groups = NativeCollectives().gather_objects(ranks)
     partition: Partition = tuple(dict.fromkeys(cast("list[tuple[int, ...]]", groups)))
@@ -85,19 +85,19 @@ def adopt(group: dist.ProcessGroup) -> Partition:
 
 
 def hosts() -> Hosts:
-    """Which ranks share a host. Collective at first use."""
+    """The ranks of each host. Collective at first use."""
     return Hosts.one(1) if get_world_size() == 1 else _known().hosts
 
 
 def background_collectives() -> Collectives:
-    """A group for a background thread alone, for small objects. Collective at first use."""
+    """A separate group for a background thread, for small objects. Collective at first use."""
     if get_world_size() == 1:
         return LoneCollectives()
     return NativeCollectives(_known().gloo_group(0, "background"))
 
 
 def watching_collectives() -> Collectives:
-    """A group for reports about a run alone, whose gathers no rank waits for.
+    """A separate group for reports about a run, whose gathers no rank waits for.
     Collective at first use."""
     if get_world_size() == 1:
         return LoneCollectives()
@@ -108,8 +108,8 @@ _worlds: dict[int, KnownGroups] = {}
 
 
 def _known() -> KnownGroups:
-    """Groups made of the process group of all ranks. Collective at first use."""
-    from hf_zero.comm.known_groups import KnownGroups  # here: one rank alone needs nothing of it
+    """Groups derived from the process group of all ranks. Collective at first use."""
+    from hf_zero.comm.known_groups import KnownGroups  # imported here because one rank does not need it
 
     key = id(dist.group.WORLD)
     if key not in _worlds:
@@ -121,7 +121,7 @@ def _known() -> KnownGroups:
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """How long ranks wait for one another: in the group of all ranks, which exists, and in what is made of it."""
+    """Set how long ranks wait for each other, in the existing group of all ranks and in groups derived from it."""
     if not is_initialized():
         return
     _set_pg_timeout(timeout)
@@ -132,36 +132,36 @@ def set_timeout(timeout: timedelta) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelGroups:
-    """The groups of a `Mesh` that this rank is in. Each is a `Collectives` with its rank and size, also one of a single
+    """The groups of a `Mesh` that this rank is in. Each is a `Collectives` with its rank and size, even for a single
     rank.
 
         world 8, shard 4, two hosts       rank 0 1 2 3 | 4 5 6 7
             shard of rank 1                    0 1 2 3              four shards of the states
             replicate of rank 1                  1         5        two copies of each shard
 
-    Plain ZeRO is shard = world, with groups of one to replicate in. What other dimensions the mesh has is asked by what
-    is true of their ranks.
+    In plain ZeRO `shard` is `world`, and `replicate` a group of one. Code queries other dimensions of the mesh by their
+    properties, not by name.
 
     Attributes:
         mesh: of all ranks.
-        world: all ranks: what must be the same everywhere is agreed on here.
-        same_weights: ranks that hold the same parts of all weights: all, where none holds parts.
-        shard: ranks that hold shards of the same states; gradients are reduced here, updated weights gathered.
+        world: all ranks, for agreements between all of them.
+        same_weights: ranks that hold the same parts of all weights: all ranks, if none holds parts.
+        shard: ranks that shard the same states; gradients are reduced and updated weights gathered here.
         replicate: ranks that hold copies of this rank's shard; reduced gradients are summed here.
-        gather: ranks among which stage 3 gathers around use, on a channel of their own: those of `shard`, or with hpZ
-            consecutive ones of these, which keep all rows of a unit between them. Shard number
-            `across_gather.rank * gather.size + gather.rank` is this rank's.
-        across_gather: the ranks of `shard` with the same place in their `gather` groups, which keep the same rows:
-            updated ones are gathered here. A group of one without hpZ.
+        gather: ranks among which stage 3 gathers around use, on a separate channel: those of `shard` or, with hpZ,
+            consecutive ranks of these, which keep all rows of a unit between them. This rank has shard number
+            `across_gather.rank * gather.size + gather.rank`.
+        across_gather: the ranks of `shard` with the same number in their `gather` groups, which keep the same rows:
+            updated rows are gathered here. A group of one without hpZ.
         access: the ranks of `shard` on another channel, for parameters that the user gathers.
-        access_copies: those of `same_weights` on that channel.
-        data: ranks of which each sees other samples: these count for the batch size.
-        sample: ranks that see parts of this one's samples; a group of one where each sees whole ones.
-        host, across_hosts: the ranks of `shard` on this host, and those with the same place on its other hosts: shard
-            number `across_hosts.rank * host.size + host.rank` is this rank's. Where ranks do not stand host by host, or
-            hosts have different numbers of them, `shard` itself and a group of one.
-        dimensions: along the dimensions beside those of the states, by name; see `along`.
-        of_parts: those of the parameters that have groups of their own, see `of`; None: no parameter has.
+        access_copies: the ranks of `same_weights` on that channel.
+        data: ranks that see different samples, which count for the batch size.
+        sample: ranks that see parts of this rank's samples; a group of one if each sees whole samples.
+        host, across_hosts: the ranks of `shard` on this host, and those with the same number on its other hosts. This
+            rank has shard number `across_hosts.rank * host.size + host.rank`. If ranks are not ordered by host, or
+            hosts have different numbers of ranks, these are `shard` itself and a group of one.
+        dimensions: groups along the other dimensions, by name; see `along`.
+        of_parts: the groups of parameters with separate groups, see `of`; None: no parameter has them.
     """
 
     mesh: Mesh
@@ -186,13 +186,13 @@ class ParallelGroups:
         return self.of_parts if self.of_parts is not None and part is not None and part.is_mixed else self
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Which shard, and of which part, a rank of the world holds of parameters with groups of their own."""
-        assert self.of_parts is not None, "only asked where there are some"
+        """(shard, part) that a global rank holds of parameters with separate groups."""
+        assert self.of_parts is not None, "only called if there are some"
         mesh = self.of_parts.mesh
         return group_of(rank, mesh.shard).index(rank), group_of(rank, mesh.whole_model).index(rank)
 
     def along(self, name: str) -> Collectives:
-        """The ranks that differ from this one along a dimension; itself alone where the mesh has none of that name."""
+        """The ranks that differ from this one along a dimension; only itself if the mesh does not have it."""
         return self.dimensions.get(name) or LoneCollectives(self._rank)
 
     @property
@@ -201,37 +201,37 @@ class ParallelGroups:
 
     @property
     def model_rank(self) -> int:
-        """Which parts of the weights this rank holds: its number among the ranks that hold all of them together."""
+        """The index of this rank's parts of the weights: its number among the ranks that hold all parts together."""
         return group_of(self._rank, self.mesh.whole_model).index(self._rank)
 
     @property
     def model_size(self) -> int:
-        """Ranks that hold all parts of the weights together; 1: each has all."""
+        """Number of ranks that hold all parts of the weights together; 1: each has all."""
         return len(self.mesh.whole_model[0])
 
     @property
     def holds_parts(self) -> bool:
-        """Whether there are parameters of which a rank holds a part at most, at any stage."""
+        """Whether ranks only hold parts of some parameters, at any stage."""
         return self.model_size > 1 or self.of_parts is not None
 
     @property
     def ranks_per_sample(self) -> int:
-        """Ranks that see the same samples, whole."""
+        """Number of ranks that see the same whole samples."""
         return self.world.size // (self.data.size * self.sample.size)
 
     @property
     def replica(self) -> int:
-        """Number of this rank's copy of the states."""
+        """The index of this rank's replica."""
         copies = self.mesh.copies_beside(self._rank)
         return next(number for number, ranks in enumerate(copies) if self._rank in ranks)
 
     def place_beside(self, rank: int) -> int:
-        """In `same_weights`, that of the one which holds the rest of the weights together with `rank` of the world."""
+        """The number in `same_weights` of the rank that completes the weights of global rank `rank`."""
         beside = group_of(rank, self.mesh.whole_model)
         return next(place for place, own in enumerate(self.same_weights.ranks) if own in beside)
 
     def is_first_beside(self, *, per_host: bool) -> bool:
-        """Whether no rank before this one has the same weights, or with `per_host` none on its host."""
+        """Whether this is the first rank with its weights, or with `per_host` the first on its host."""
         host_of = self.mesh.hosts.of_rank
         return not any(
             rank < self._rank and not (per_host and host_of[rank] != host_of[self._rank])
@@ -239,8 +239,8 @@ class ParallelGroups:
         )
 
     def is_first_copy(self, *, per_host: bool) -> bool:
-        """Whether this rank's copy of the states is the first, or with `per_host` the first that lies on its hosts;
-        the same on all ranks of a shard group."""
+        """Whether this rank's replica is the first, or with `per_host` the first on its hosts; the same on all ranks of
+        a shard group."""
         if not per_host:
             return self.replica == 0
         host_of = self.mesh.hosts.of_rank
@@ -249,7 +249,7 @@ class ParallelGroups:
 
     @classmethod
     def plain(cls, channels: Mapping[Channel, Collectives], hosts: Hosts | None = None) -> ParallelGroups:
-        """All ranks hold shards of the same states. `channels`: all ranks; `hosts`: default, all on one."""
+        """Groups of plain ZeRO. `channels`: collectives of all ranks; `hosts`: default: one host."""
         world, access = channels[Channel.REDUCE], channels[Channel.ACCESS]
         lone = LoneCollectives(world.ranks[world.rank])
         return cls(
@@ -275,10 +275,10 @@ def parallel_groups(
     gather_size: ShardSize = None,
     dimensions: Sequence[Dimension] = (),
 ) -> ParallelGroups:
-    """The groups of this rank, for collectives on `device`. Collective. The other arguments are those of `Mesh.of`.
+    """Create this rank's groups for collectives on `device`. Collective. See `Mesh.of` for the other arguments.
 
     Raises:
-        ValueError: when the ranks cannot be cut like that.
+        ValueError: if the ranks cannot be divided like that.
     """
     mesh = Mesh.of(hosts(), shard_size, gather_size, dimensions)
     whole: Partition = (tuple(range(len(mesh.hosts.of_rank))),)
@@ -290,7 +290,7 @@ def parallel_groups(
         return made[partition, channel]
 
     def apart(partition: Partition, channel: Channel = Channel.REDUCE) -> Collectives:
-        """A separate group, with send buffers of its own."""
+        """A separate group with its own send buffers."""
         return collectives_for(device, channel, partition, mesh.shard if channel is Channel.GATHER else None)
 
     groups = ParallelGroups(
@@ -312,7 +312,7 @@ def parallel_groups(
     inner = mesh.of_parts()
     if inner is None:
         return groups
-    assert set(inner.replicate) == set(mesh.replicate), "each copy of the states has all parts"
+    assert set(inner.replicate) == set(mesh.replicate), "each replica has all parts"
     shard, lone = apart(inner.shard), group(agreeing(len(whole[0]), inner.dimensions))
     of_parts = replace(
         groups,
@@ -333,29 +333,29 @@ Self = TypeVar("Self", bound="ProgramGroups")
 
 
 def in_hops(groups: ParallelGroups, hops: Literal["auto", 1, 2], device: torch.device) -> ParallelGroups:
-    """`groups`, whose `shard` takes as many hops as are wanted; "auto": on CPUs as many as are faster, else one."""
+    """`groups` with the requested number of hops in `shard`; "auto": the faster number on CPUs, else one."""
     if hops == 1 or groups.host.size == 1 or groups.across_hosts.size == 1 or (hops == "auto" and device.type != "cpu"):
         return groups
-    from hf_zero.comm.hops import Links, TwoHops  # for several hosts alone
+    from hf_zero.comm.hops import Links, TwoHops  # only needed for several hosts
 
     links = None if hops == 2 else Links()
     return replace(groups, shard=TwoHops(groups.shard, groups.host, groups.across_hosts, links))
 
 
 class ProgramGroups(ABC):
-    """Ranks along one dimension of a mesh, as programs ask for them and query them; registered in
-    `hf_zero.features.DIMENSIONS`. An engine with several has one object of each.
+    """The groups along one mesh dimension, as programs request and query them; registered in
+    `hf_zero.features.DIMENSIONS`. An engine has one object per dimension.
 
     Attributes:
         partition: the ranks of every group.
     """
 
-    name: ClassVar[str]  # of the dimension
+    name: ClassVar[str]  # name of the dimension
     samples: ClassVar[Literal["own", "parts", "same"]]  # see `Dimension`
     weights: ClassVar[Literal["copies", "parts", "mixed"]] = "copies"
-    group_name: ClassVar[str]  # of ranks along it, for people
-    size_name: ClassVar[str]  # where a program sets the size, for messages
-    resolved_size: ClassVar[str | None] = None  # what the config calls the size, in `resolve` and `Resolved`
+    group_name: ClassVar[str]  # name of a group, for messages
+    size_name: ClassVar[str]  # the setting of the size, for messages
+    resolved_size: ClassVar[str | None] = None  # name of the size in `resolve` and `Resolved`
     _of_engines: ClassVar[list[tuple[weakref.ref[Any], ProgramGroups]]] = []
 
     def __init__(self, partition: Partition) -> None:
@@ -379,15 +379,15 @@ class ProgramGroups(ABC):
     @classmethod
     @abstractmethod
     def given(cls: type[Self], model: Any, mpu: Any, mesh_param: Any) -> Self | None:
-        """Groups of this dimension from a program, in the arguments of `initialize` or before; None: none.
+        """Groups of this dimension that a program passed to `initialize` or set before; None: none.
         Collective."""
 
     @classmethod
     def of_size(cls: type[Self], size: int, others: Sequence[Dimension] = ()) -> Self:
-        """Groups of `size` consecutive ranks of those that have the same place along `others`. Collective.
+        """Groups of `size` consecutive ranks among those with the same place along `others`. Collective.
 
         Raises:
-            WrongArgument: the number of ranks is no multiple of `size`.
+            WrongArgument: if the number of ranks is not a multiple of `size`.
         """
         world = this_process().size
         beside = agreeing(world, others)
@@ -400,7 +400,7 @@ class ProgramGroups(ABC):
 
     @classmethod
     def size_in(cls, resolved: Resolved) -> int:
-        """What the config says."""
+        """The size in the config."""
         return 1 if cls.resolved_size is None else int(getattr(resolved, cls.resolved_size))
 
     @property
@@ -411,31 +411,31 @@ class ProgramGroups(ABC):
     def size(self) -> int:
         return len(self._ranks)
 
-    # What programs ask for, by the names that a subclass gives these three.
+    # Queries of programs, under the names that a subclass gives to these three.
 
     def own_group(self) -> Any:
-        """torch's group of the ranks along it."""
+        """torch's process group along this dimension."""
         return self._group
 
     def own_size(self) -> int:
         return self.size
 
     def own_rank(self) -> int:
-        """This rank's place among them."""
+        """This rank's number in its group."""
         return self._ranks.index(self._process.rank)
 
     @classmethod
     @abstractmethod
     def prepare(cls: type[Self], model: Any, groups: ParallelGroups, asked: Self | None) -> None:
-        """Make `model`, which is about to train, what `asked` says; None: it has nothing to do with this dimension.
+        """Prepare `model` for training with `asked`; None: the model does not use this dimension.
         Collective."""
 
     def own_part(self, batch: Any, group: Collectives) -> Any:
-        """The part of a loader's batch that this rank of `group` sees."""
+        """This rank's part of a loader's batch in `group`."""
         return batch
 
     def belong_to(self, engine: Any, beside: Sequence[ProgramGroups], mesh: Mesh) -> None:
-        """Belong to this engine, with the groups `beside`, itself among them. Collective."""
+        """Assign these groups to an engine, together with the groups `beside` (including itself). Collective."""
         self._beside = beside
         if mesh.data != self._data_partition:
             self._see_other_samples(mesh.data)
@@ -443,18 +443,18 @@ class ProgramGroups(ABC):
 
     @property
     def of_all_dimensions(self) -> ProgramGroups:
-        """The one of this engine's that answers for all."""
+        """The object of this engine that answers queries about all dimensions."""
         return self._beside[0]
 
     @classmethod
     def current(cls: type[Self]) -> Self | None:
-        """Those of the latest engine that has some; None: there is none."""
+        """The groups of the latest engine with this dimension; None if there is none."""
         alive = [(engine, groups) for engine, groups in ProgramGroups._of_engines if engine() is not None]
         ProgramGroups._of_engines[:] = alive
         return next((groups for _, groups in reversed(alive) if isinstance(groups, cls)), None)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of another dimension of the same engine."""
+        """Look up an attribute in the other dimensions of the same engine."""
         for other in () if name.startswith("_") else self._beside:
             if hasattr(type(other), name):
                 return getattr(other, name)

@@ -1,12 +1,12 @@
-"""Reductions and gathers of whole buffers over several hosts in two hops: within each host, and across between equals.
+"""Reductions and gathers of whole buffers over several hosts in two hops: within each host, and across hosts.
 
     four ranks, two hosts      rank 0   1   2   3           of n ranks, g on a host, in bytes that leave a host
-    reduce-scatter   one hop   every rank sends every other one its shard        g * payload * (n - g) / n
+    reduce-scatter   one hop   every rank sends every other rank its shard       g * payload * (n - g) / n
                      two hops  0-1, 2-3: sums of a host; then 0-2, 1-3               payload * (n - g) / n
-    all-gather                 the other way round: 0-2, 1-3; then 0-1, 2-3
+    all-gather                 in reverse: 0-2, 1-3; then 0-1, 2-3
 
-Where pieces go straight from rank to rank (gloo) that is g times less on the wire between hosts, for one exchange more
-and a copy in shared memory. NCCL finds its own way through a cluster. Sums of 16-bit values are rounded once per hop.
+If pieces are sent directly from rank to rank (gloo), two hops send g times less between hosts, for one more exchange
+and a copy in shared memory. NCCL routes by itself. Sums of 16-bit values are rounded once per hop.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Speed of links: bytes per second, and seconds that the smallest exchange takes.
+    """Speed of links: bytes per second, and seconds of the smallest exchange.
 
-    The numbers are those of shared memory and of 10 Gbit/s between hosts; what matters is where they put the limit
-    below which a second exchange does not pay, some hundred kilobytes.
+    The defaults are shared memory, and 10 Gbit/s between hosts. They only determine the size below which a second
+    exchange does not pay off, some hundred kilobytes.
     """
 
     within: float = 8e9
@@ -33,16 +33,16 @@ class Links:
     within_s: float = 50e-6
 
     def two_are_faster(self, payload: int, per_host: int, hosts: int) -> bool:
-        """Whether a buffer of so many bytes is there sooner in two hops."""
+        """Whether two hops are faster for a buffer of `payload` bytes."""
         leaves = payload * (hosts - 1) / hosts / self.across
         return self.within_s + 2 * payload / self.within + leaves < per_host * leaves
 
 
 class TwoHops(Collectives):
-    """Everything but large sums and gathers goes as `direct` does it."""
+    """Large sums and gathers in two hops; everything else uses `direct`."""
 
     def __init__(self, direct: Collectives, host: Collectives, across: Collectives, links: Links | None = None) -> None:
-        """`links`: by which the faster way is chosen; None: always two hops."""
+        """`links`: speeds to choose the faster way; None: always two hops."""
         super().__init__(direct.rank, direct.size, direct.ranks)
         self.num_beside = direct.num_beside
         self.negotiation = direct.negotiation
@@ -112,14 +112,14 @@ class TwoHops(Collectives):
 
 
 class _ScatteredSum(Pending):
-    """Sums of a host for the ranks of one place on all hosts, then the sum of these."""
+    """Sums within a host, then the sum of these across hosts."""
 
     has_more_rounds = True
 
     def __init__(self, hops: TwoHops, shard: Tensor, flat: Tensor) -> None:
         self._hops, self._shard = hops, shard
         per_host, hosts = hops.host.size, hops.across.size
-        # Shards of one place on all hosts do not lie side by side.
+        # The shards of ranks with the same number on all hosts are not contiguous.
         self._sent = hops.host.take_send_buffer(flat.numel(), flat.dtype, flat.device)
         sent = self._sent.narrow(0, 0, flat.numel())
         sent.view(per_host, hosts, -1).copy_(flat.view(hosts, per_host, -1).transpose(0, 1))
@@ -142,7 +142,7 @@ class _ScatteredSum(Pending):
 
 
 class _Sum(Pending):
-    """A host's sum of this rank's part, that of all hosts, and the parts of the others of this host."""
+    """The host's sum of this rank's part, then the sum over hosts, then the parts of the other ranks of this host."""
 
     has_more_rounds = True
 
@@ -164,7 +164,7 @@ class _Sum(Pending):
 
 
 class _Gather(Pending):
-    """The shards of this rank's place on all hosts, then what the others of this host have got."""
+    """Shards of the ranks with this rank's number on all hosts, then those gathered by other ranks of this host."""
 
     def __init__(self, hops: TwoHops, flat: Tensor) -> None:
         self._hops, self._flat = hops, flat

@@ -1,4 +1,4 @@
-"""State of a process group of several ranks: hosts, groups for all purposes, links, negotiations."""
+"""State of a process group of several ranks: hosts, derived groups, links, negotiations."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from hf_zero.comm.process_group import (
 from hf_zero.comm.torch_backend import GatherStreamCollectives, NativeCollectives
 from hf_zero.log import logger
 
-# Names the rank that died, where a back-end knows only that some connection was closed.
+# Names the rank that died, if a backend only knows that a connection was closed.
 #
-# Every rank knows the others' processes. When an error of torch.distributed ends this one, those of them that ran on
-# this machine and have ended by then are named in the log, beside the traceback. Of other machines' those are named
-# that have not said in the job's store that they end, too. Our own exchange through shared memory names the rank in its
-# errors, and needs none of this.
+# Every rank knows the others' processes. When an error of torch.distributed ends this process, the log names, next to
+# the traceback, ranks of this machine that have exited. Of other machines' ranks it names those that have not recorded
+# their own exit in the job's store. The exchange through shared memory names the rank in its errors and does not need
+# this.
 
 
 _OF_CONNECTIONS = re.compile(
     r"connection|broken pipe|timed? ?out|timeout|remote process|socket|gloo|nccl", re.IGNORECASE
 )
-_LEFT = "hf_zero/left/{}"  # in the store: this rank ends because of another one
-_ENDED, _STOPPED = "ZX", "Tt"  # states of proc(5); a launcher may not have collected what has ended
+_LEFT = "hf_zero/left/{}"  # store key: this rank exits because of another one
+_ENDED, _STOPPED = "ZX", "Tt"  # states of proc(5); a launcher may not have reaped an exited process
 _PATIENCE_S = 5.0  # between the end of a connection and that of its process
 
 
@@ -56,12 +56,12 @@ _PATIENCE_S = 5.0  # between the end of a connection and that of its process
 class _Process:
     rank: int
     host: str
-    place: str  # where its number means something: a machine, or a container on it
+    place: str  # the scope of its pid: a machine, or a container on it
     pid: int
 
 
 class _Ranks:
-    """This process's knowledge of the others; empty where there are none."""
+    """This process's knowledge of the other ranks; empty if there are none."""
 
     def __init__(self) -> None:
         self.world: object = None
@@ -78,7 +78,7 @@ _known = _Ranks()
 
 
 def remember_ranks(gather_objects: Callable[[object], list[object]]) -> None:
-    """Learn of all processes, once for a process group. Collective."""
+    """Exchange information about all processes, once per process group. Collective."""
     if _known.world is dist.group.WORLD:
         return
     own = _Process(dist.get_rank(), os.uname().nodename, _place(), os.getpid())
@@ -103,7 +103,7 @@ def _stand_before(hook: Callable[..., None]) -> None:
 
 
 def describe_dead(others: Sequence[_Process], store: dist.Store | None = None, patience_s: float = _PATIENCE_S) -> str:
-    """Which ranks have ended, as far as this machine and what others have said in `store` can tell."""
+    """Describe which ranks have exited, from this machine's processes and the entries in `store`."""
     here = [process for process in others if process.place == _place()]
     deadline = time.monotonic() + patience_s
     while not (dead := [process for process in here if _state(process.pid) in _ENDED]) and time.monotonic() < deadline:
@@ -125,10 +125,10 @@ def describe_dead(others: Sequence[_Process], store: dist.Store | None = None, p
 
 
 def _silent(others: Sequence[_Process], store: dist.Store | None) -> list[_Process]:
-    """Ranks that have not said that they end because of another one."""
+    """Ranks that have not recorded that they exit because of another one."""
     try:
         return [] if store is None else [each for each in others if not store.check([_LEFT.format(each.rank)])]
-    except RuntimeError:  # who keeps the store does not answer
+    except RuntimeError:  # the host of the store does not answer
         return []
 
 
@@ -137,7 +137,7 @@ def _names(processes: Sequence[_Process]) -> str:
 
 
 def _state(pid: int) -> str:
-    """The kernel's state of a process of this machine; one that is gone counts as dead."""
+    """The kernel's state of a process on this machine; a missing process counts as dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -152,31 +152,31 @@ def _place() -> str:
 
 
 class KnownGroups:
-    """Objects made of one process group: its hosts, and for each way to cut it into groups, numbered as they
-    came, what these need. Kept for as long as the process group is the one of all ranks."""
+    """Objects derived from one process group: its hosts, and the objects of each partition into groups, numbered in
+    order of first use. Kept as long as the process group is that of all ranks."""
 
     def __init__(self) -> None:
-        self.world: dist.ProcessGroup | None = dist.group.WORLD  # alive here, so that no other one can get its id
+        self.world: dist.ProcessGroup | None = dist.group.WORLD  # referenced so that its id is not reused
         gather_objects = NativeCollectives().gather_objects
         remember_ranks(gather_objects)
         self.hosts = Hosts.named(map(str, gather_objects(shared_memory.host_name())))
         self.partitions: list[Partition] = [(tuple(range(get_world_size())),)]
-        # All engines of a process take turns in them. By number, and whether a rank in a reduction attends.
+        # Shared by all engines of a process. By number, and whether a rank in a reduction serves others.
         self.negotiations: dict[tuple[int, bool], Negotiation] = {}
         self._link: tuple[SharedMemoryLink | None, frozenset[int]] | None = None
         self._groups: dict[tuple[int, Channel | str], dist.ProcessGroup] = {}
-        self._side_groups: list[dist.ProcessGroup] = []  # of gloo, whatever the world's backend is
+        self._side_groups: list[dist.ProcessGroup] = []  # gloo groups, for any backend of the world
         releases_groups_at_exit(self)
 
     def number_of(self, partition: Partition) -> int:
-        """The number of a partition, which is the same on all ranks because all of them ask for the same ones."""
+        """The number of a partition, which is equal on all ranks because all request the same partitions in order."""
         if partition not in self.partitions:
             self.partitions.append(partition)
         return self.partitions.index(partition)
 
     @property
     def link(self) -> SharedMemoryLink | None:
-        """To the ranks of this host that share memory with this one. Collective at first use."""
+        """The link to the ranks that share memory with this one. Collective at first use."""
         return self._linked()[0]
 
     def _linked(self) -> tuple[SharedMemoryLink | None, frozenset[int]]:
@@ -186,7 +186,7 @@ class KnownGroups:
         return self._link
 
     def group_link(self, ranks: tuple[int, ...], number: int) -> GroupLink | None:
-        """A group's view of the link; None where its ranks do not share memory."""
+        """A group's view of the link; None if its ranks do not share memory."""
         link, linked = self._linked()
         on = {self.hosts.of_rank[rank] for rank in ranks}
         if link is None or len(on) > 1 or not on <= linked:
@@ -200,7 +200,7 @@ class KnownGroups:
             return ExchangeCollectives(group, channel) if link is None else HostCollectives(link, channel, group)
         asks_hosts = channel in (Channel.REDUCE, Channel.LAYERS) and device.type != "cpu"
         hosts = self.gloo_group(number, "hosts" if channel is Channel.REDUCE else channel.name) if asks_hosts else None
-        # Alone: what two channels ask of one stream would have to come in the same order on all ranks.
+        # A separate stream: calls of two channels on one stream would need the same order on all ranks.
         kind = GatherStreamCollectives if channel is Channel.GATHER and device.type != "cpu" else NativeCollectives
         return kind(self.native_group(number, channel), hosts)
 
@@ -210,7 +210,7 @@ class KnownGroups:
         """The negotiation that all engines on these ranks share. Collective at first use.
 
         Args:
-            can_attend: a rank that waits for a reduction waits in shared memory, and looks after the others meanwhile.
+            can_attend: whether ranks wait for reductions in shared memory, serving others meanwhile.
         """
         if (number, can_attend) not in self.negotiations:
             link = self.group_link(ranks, number) if can_attend and isinstance(collectives, HostCollectives) else None
@@ -226,17 +226,17 @@ class KnownGroups:
         return self.negotiations[number, can_attend]
 
     def native_group(self, number: int, channel: Channel = Channel.REDUCE) -> dist.ProcessGroup | None:
-        """This rank's, on the backend of the world. For the first channel of all ranks: that of the world itself."""
+        """This rank's group on the world's backend. For the first channel of all ranks: the world's group itself."""
         if number == 0 and channel is Channel.REDUCE:
             return None
         return self._group(number, channel, None)
 
     def gloo_group(self, number: int, purpose: str) -> dist.ProcessGroup:
-        """This rank's, for host memory, used for one purpose alone. Collective at first use."""
+        """This rank's group for host memory, for a single purpose. Collective at first use."""
         return self._group(number, purpose, "gloo")
 
     def adopt(self, number: int, group: dist.ProcessGroup) -> None:
-        """Use an existing group for what layers exchange, where there is none yet."""
+        """Use an existing group for the exchanges of layers, if there is none yet."""
         self._groups.setdefault((number, Channel.LAYERS), group)
 
     def _group(self, number: int, use: Channel | str, backend: str | None) -> dist.ProcessGroup:
@@ -250,16 +250,16 @@ class KnownGroups:
         return self._groups[number, use]
 
     def release_groups(self) -> None:
-        # The link stays: ranks that are not as far may still read from it.
+        # Keep the link: slower ranks may still read from it.
         for group in self._side_groups:
             if is_initialized():
-                with suppress(ValueError):  # of a world that has been left already
+                with suppress(ValueError):  # the world has already been destroyed
                     dist.destroy_process_group(group)
         self.world = None
         self._groups.clear()
         self._side_groups.clear()
 
     def close(self) -> None:
-        """The process group has been replaced."""
+        """Close, because the process group has been replaced."""
         if self._link is not None and self._link[0] is not None:
             self._link[0].close()

@@ -1,4 +1,4 @@
-"""Counts every collective the engine issues: how many, how many bytes, in which phase."""
+"""Counts the engine's collectives and their bytes by phase."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Call:
         return pending
 
     def follow_rows(self, rows: Rows, row: Tensor) -> Rows:
-        """The same for rows."""
+        """Like `follow`, for rows."""
         return rows
 
     def started(self, pending: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
-        """These are under way; a caller waits inside `waiting`."""
+        """Record that these are in flight; the caller waits inside `waiting`."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """The caller waits for the result inside."""
+        """Context in which the caller waits for the result."""
         return _NOTHING
 
 
@@ -50,7 +50,7 @@ UNWATCHED = Call()
 
 
 class CallWatcher(Protocol):
-    """Observes how long collectives take."""
+    """Observes the duration of collectives."""
 
     def call(self, phase: str, operation: str, sizes: Sequence[int], num_ranks: int) -> Call: ...
 
@@ -60,8 +60,8 @@ class Tally:
     """Calls of one collective.
 
     Attributes:
-        num_bytes: payload, of the whole buffer (not what one link carries).
-        within, across: bytes that this rank receives from ranks of its host, and of others.
+        num_bytes: payload of the whole buffer (not the traffic of one link).
+        within, across: bytes that this rank receives from its host, and from other hosts.
     """
 
     calls: int = 0
@@ -71,8 +71,8 @@ class Tally:
 
 
 def received(operation: str, num_bytes: int, num_ranks: int, num_beside: int) -> tuple[int, int]:
-    """Bytes that a rank gets from its host and from others, of a payload that `num_ranks` ranks share, of which
-    `num_beside` are on its host. Of a broadcast: what ranks get on average."""
+    """Bytes that a rank receives from its host and from other hosts, for a payload over `num_ranks` ranks, of which
+    `num_beside` are on its host. For a broadcast: the average over ranks."""
     if num_ranks == 1:
         return 0, 0
     parts = num_ranks - 1 if operation == "broadcast" else num_ranks
@@ -94,10 +94,10 @@ class Ledger:
     watcher: CallWatcher | None = None
 
     def call(self, operation: str, *sizes: int, num_ranks: int, num_beside: int | None = None) -> Call:
-        """Record one collective per size, which travel as one, and return what follows them.
+        """Record one collective per size, which are sent together, and return their `Call`.
 
         Args:
-            num_beside: how many of the ranks are on one host with this one, itself among them; None: all.
+            num_beside: number of ranks on this rank's host, including itself; None: all.
         """
         for num_bytes in sizes:
             tally = self.tallies.setdefault((self.current_phase, operation), Tally())
@@ -112,7 +112,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Book everything inside under `name`."""
+        """Context that counts collectives under phase `name`."""
         previous, self.current_phase = self.current_phase, name
         try:
             yield
@@ -120,11 +120,11 @@ class Ledger:
             self.current_phase = previous
 
     def tally(self, phase: str, operation: str) -> Tally:
-        """Counts so far; a zero tally where there are none."""
+        """The counts so far; zero if there are none."""
         return self.tallies.get((phase, operation), Tally())
 
     def received(self) -> dict[str, tuple[int, int]]:
-        """By phase: bytes that this rank has got from ranks of its host, and of others."""
+        """Bytes that this rank has received from its host and from other hosts, by phase."""
         by_phase: dict[str, tuple[int, int]] = {}
         for (phase, _), tally in self.tallies.items():
             within, across = by_phase.get(phase, (0, 0))

@@ -1,31 +1,31 @@
-"""Negotiation where ranks meet in collectives alone: nearly every pass follows a plan, and is only checked at its end.
+"""Negotiation for ranks that only communicate by collectives: most passes follow a plan, which is checked at the end.
 
     STEP    every rank            0 1 2 3 4 5    units of the plan, each issued as far ahead as memory allows
-            END                   one small all-gather: all have run the plan, so it stands
+            END                   one small all-gather: all have run the plan, so it stays valid
 
-*Alike is the rule.* Where all ranks have used the same units in the same order, that is a plan, which all of them have.
-The next such pass follows it: every rank issues the plan's gathers in the plan's order, without messages to the others.
-At END each says what it has used, as one number; so a plan is renewed or dropped by all ranks at once
-(`hf_zero.comm.lockstep`). How an unforeseen pass begins is agreed on with its first unit.
+*Usually all ranks do the same.* If all ranks have used the same units in the same order, this sequence becomes a plan
+that all of them have. The next such pass follows it: every rank issues the plan's gathers in order, without messages to
+the others. At END each rank sends a digest of the units it has used, so that all ranks renew or drop a plan together.
+The start of an unforeseen pass is agreed on with its first unit.
 
-*Divergence is the exception.* A rank that asks for something else than the plan goes on with the plan to its end, for
-the others' sake, and negotiates then. What ranks have asked for is decided one after the other, each decision being one
-small all-gather of all heads (`hf_zero.comm.negotiation`), until all are at END. The exchange is started when a request
-is made, a unit ahead of its use. Rows travel by the backend's own all-gather, in which every rank takes part.
+*Divergence is the exception.* A rank that requests something other than the plan still issues the plan's gathers to the
+end, because the others need them, and then negotiates. Requests are decided one after the other, each decision by one
+small all-gather of all heads (`hf_zero.comm.negotiation`), until all ranks are at END. The exchange starts with a
+request, one unit ahead of its use. Rows use the backend's own all-gather, in which every rank takes part.
 
-Why no two ranks ever match different gathers: which plan a pass has is decided at a meeting, from what all ranks have
-heard there; before its first head in that pass (GATHER, END, STEP or WAIT) every rank issues all gathers of that plan,
-in order, whether it wants them or not; after it, gathers are those decided from heads that all have seen. Whether a
-rank wants the result, and how far ahead it asks, is its own affair. Rows are those of the same update on all ranks:
-every update is a meeting, and each rank issues the gathers that follow it after its own update.
+Why ranks never match different gathers: the plan of a pass is decided at a synchronisation, from facts that all ranks
+received there. Before its first head in that pass (GATHER, END, STEP or WAIT) every rank issues all gathers of that
+plan in order, whether it needs them or not; afterwards, gathers are those decided from heads that all ranks have seen.
+Whether a rank needs the result, and how far ahead it requests it, does not affect the others. Rows belong to the same
+update on all ranks: every update synchronises, and each rank issues the following gathers after its own update.
 
-Why nothing hangs: up to the plan's end a rank waits for rows of the plan, or for a reduction. Take the rank that has
-issued least of the plan. It does not wait for rows of others: they have issued as much. If it waits for a reduction
-that has not been started everywhere, some other rank stands still before it, waiting for rows that this one has not
-issued, or for its head. Where the host waits, that rank says so (`hf_zero.comm.demand`), and this one issues what is
-needed while it waits, to the plan's end if need be, and then negotiates with WAIT. (On an accelerator the host waits
-for neither and comes to the end of its pass.) From the plan's end on, what stands in `hf_zero.comm.negotiation` is
-true.
+Why nothing hangs: until the plan's end a rank waits for rows of the plan, or for a reduction. Consider the rank that
+has issued the fewest gathers of the plan. It does not wait for rows of others, which have issued at least as many. If
+it waits for a reduction that has not started everywhere, some other rank is blocked before that reduction, waiting for
+rows that this rank has not issued, or for its head. If the host waits, that rank says so (`hf_zero.comm.demand`), and
+this rank issues what is needed while it waits, if necessary to the plan's end, and then negotiates with WAIT. (On an
+accelerator the host waits for neither and reaches the end of its pass.) After the plan's end, the argument in
+`hf_zero.comm.negotiation` holds.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from hf_zero.comm.ledger import ledger
 from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request
 from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
 
-# What ranks know in common of the passes behind them, and so which plan the next pass follows.
+# The common history of past passes, which determines the plan of the next pass.
 #
-# A *pass* is what lies between two meetings of all ranks (END or STEP): a forward, a backward, an evaluation. Its
-# *plan* is the sequence of units that it has used, kept where all ranks have used the same ones. Every method is called
-# at a meeting, with what all ranks have told one another there, so that all ranks have the same history. Integers only.
+# A *pass* is the work between two synchronisations of all ranks (END or STEP): a forward, a backward, an evaluation.
+# Its *plan* is the sequence of units it has used, kept if all ranks have used the same ones. Every method is called at
+# a synchronisation with the facts exchanged there, so that all ranks have the same history. Integers only.
 
 
-MOST_NEEDED = 16  # times in a row that something has to hold, however often it has not
+MOST_NEEDED = 16  # maximum number of consecutive successes required after failures
 _MODULUS = (1 << 61) - 1
 _BASE = 0x9E3779B97F4A7C15 % _MODULUS
 
 
 class Start(NamedTuple):
-    """How a pass begins."""
+    """The start of a pass, which identifies its plan."""
 
     unit: int
     in_backward: bool
@@ -65,7 +65,7 @@ class Start(NamedTuple):
 
 
 def digest(start: Start | None, units: Iterable[int]) -> int:
-    """Below 2^61; equal for equal passes, and for others with a probability of some 1e-16 only."""
+    """A digest below 2^61; different passes have equal digests with a probability of about 1e-16."""
     value = 1 if start is None else 2 + 2 * start.in_backward + 4 * start.trains
     for unit in units:
         value = (value * _BASE + unit + 1) % _MODULUS
@@ -74,7 +74,7 @@ def digest(start: Start | None, units: Iterable[int]) -> int:
 
 @dataclass(slots=True)
 class _Trust:
-    """Whether something that has held is expected to hold again: each time it does not, more proof is needed."""
+    """Whether a prediction is expected to hold again: after each failure, more successes are required."""
 
     num_right: int = 0
     needed: int = 1
@@ -93,42 +93,42 @@ class _Trust:
 
 @dataclass(slots=True)
 class _Successor:
-    """The training pass that has come at some place of an update; None: the update was over."""
+    """The training pass observed at some point of an update; None: the update was over."""
 
     start: Start | None
     trust: _Trust = field(default_factory=_Trust)
 
 
 class PassHistory:
-    """Plans by how a pass begins, and which pass comes when.
+    """Plans by the start of a pass, and the order of passes.
 
-    A pass is foreseen by its place: the engine of the last update, and the number of training passes since. Passes that
-    do not train come when they come; none is foreseen after one.
+    A pass is predicted from its place: the engine of the last update, and the number of training passes since. Passes
+    without gradients are not predicted, nor is a pass that follows one.
     """
 
     def __init__(self) -> None:
         self._plans: dict[Start, tuple[int, ...]] = {}
         self._trust: dict[Start, _Trust] = {}
         self._successors: dict[tuple[int, int], _Successor] = {}
-        self._place: tuple[int, int] | None = (-1, 0)  # None: after something that tells nothing about what comes
+        self._place: tuple[int, int] | None = (-1, 0)  # None: the next pass cannot be predicted
 
     def foreseen(self) -> Start | None:
-        """How the next pass begins; None: unknown."""
+        """The predicted start of the next pass; None: unknown."""
         successor = None if self._place is None else self._successors.get(self._place)
         if successor is None or successor.start is None or not successor.trust.is_enough:
             return None
         return successor.start if self.plan(successor.start) is not None else None
 
     def plan(self, start: Start) -> tuple[int, ...] | None:
-        """The units that a pass beginning like this uses, in order; None: ranks have to agree on each."""
+        """The units of a pass with this start, in order; None: ranks must agree on each."""
         return self._plans[start] if start in self._plans and self._trust[start].is_enough else None
 
     def end(self, start: Start | None, units: tuple[int, ...], *, are_alike: bool, followed: Start | None) -> None:
         """Record that all ranks have ended a pass.
 
         Args:
-            start, units: this rank's pass; looked at only where ranks have run the same.
-            followed: how the plan begins that the pass has followed, to its end or not.
+            start, units: this rank's pass; only used if all ranks have run the same.
+            followed: the start of the plan that the pass has followed, to its end or not.
         """
         if followed is not None and not (are_alike and start != followed):
             is_right = are_alike and units == self._plans.get(followed)
@@ -139,7 +139,7 @@ class PassHistory:
             self._place = None
             return
         if start is None:
-            return  # nothing was gathered: as if it had not been
+            return  # nothing was gathered: ignore the pass
         self._learn(start, units)
         if self._place is None:
             return
@@ -153,13 +153,13 @@ class PassHistory:
             self._place = None
 
     def step(self, first_unit: int) -> None:
-        """Record that all ranks have come to an update of the engine with this unit."""
+        """Record that all ranks have reached an update of the engine with this unit."""
         if self._place is not None:
             self._follow(self._place, None)
         self._place = first_unit, 0
 
     def lose_count(self) -> None:
-        """Ranks have met at different places."""
+        """Record that ranks have synchronised at different places."""
         self._place = None
 
     def _learn(self, start: Start, units: tuple[int, ...]) -> None:
@@ -178,10 +178,10 @@ class PassHistory:
 
 @dataclass(slots=True)
 class Plan:
-    """Gathers that all ranks issue in the present pass.
+    """The gathers that all ranks issue in the current pass.
 
     Attributes:
-        issued: units that this rank has started to gather.
+        issued: number of units that this rank has started to gather.
     """
 
     start: Start
@@ -192,22 +192,22 @@ class Plan:
         return (self.start.in_backward, self.start.trains) == (in_backward, trains)
 
     def goes_on_with(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
-        """Whether this is what comes next."""
+        """Whether this unit comes next."""
         is_next = self.issued < len(self.units) and self.units[self.issued] == unit
         return is_next and self.is_of(in_backward=in_backward, trains=trains)
 
 
 @dataclass(slots=True)
 class Pass:
-    """This rank's work between two meetings.
+    """This rank's work between two synchronisations.
 
     Attributes:
         number: of the pass, the same on all ranks.
-        plan: until its end has been issued, or it was left.
-        followed: how the plan begins that the pass has, or had.
-        start, used: how the pass has begun, and the units that it has used.
-        num_decisions: in it so far.
-        has_served_gone: rows were served of an engine that is gone here.
+        plan: the plan, until its end has been issued or it was left.
+        followed: the start of the plan that the pass has, or had.
+        start, used: the start of the pass, and the units it has used.
+        num_decisions: number of decisions so far.
+        has_served_gone: whether rows of an engine that no longer exists here were served.
     """
 
     number: int
@@ -227,13 +227,13 @@ class Pass:
 
     @property
     def topics(self) -> tuple[int, int]:
-        """What is said of it: gathers that must have been issued, and (one more than) reductions that a rank has
-        started which stands at its end."""
+        """Topics of `Demand` for this pass: gathers that must be issued, and (plus one) the reductions started by a
+        rank that is at its end."""
         return 2 * self.number, 2 * self.number + 1
 
 
 _NUM_FACTS = 7
-_ALL = 1 << 30  # more units than a plan has: this rank waits for the others' heads
+_ALL = 1 << 30  # more units than any plan: this rank waits for the others' heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +241,9 @@ class _Head:
     """One rank's message in an exchange.
 
     Attributes:
-        request: its first that was not granted yet.
-        used: digest of its pass; of an END.
-        facts: of a STEP.
+        request: its first open request.
+        used: digest of its pass; END only.
+        facts: STEP only.
     """
 
     request: Request
@@ -261,7 +261,7 @@ class _Head:
 
 
 class _Exchange:
-    """One small all-gather of all ranks' heads, under way from when this rank's is known."""
+    """One small all-gather of all ranks' heads, started when this rank's head is known."""
 
     def __init__(self, hosts: Collectives, head: _Head) -> None:
         self._heads = torch.zeros(hosts.size * _Head.NUM_FIELDS, dtype=torch.int64)
@@ -271,16 +271,16 @@ class _Exchange:
             self.pending = hosts.all_gather(self._heads)
 
     def heads(self) -> list[_Head]:
-        """The heads of all ranks, once all have arrived."""
+        """Wait for the heads of all ranks."""
         self.pending.wait()
         table = self._heads.view(self._size, -1)
-        if bool((table == table[0]).all()):  # the usual case, which is to cost little among many ranks
+        if bool((table == table[0]).all()):  # the usual case, which must be fast with many ranks
             return [_Head.of(table[0].tolist())] * self._size
         return [_Head.of(fields) for fields in table.tolist()]
 
 
 class LockstepNegotiation(Negotiation):
-    """For ranks on several machines, and on accelerators."""
+    """The negotiation of ranks on several machines, and on accelerators."""
 
     num_facts = _NUM_FACTS
 
@@ -289,9 +289,9 @@ class LockstepNegotiation(Negotiation):
     ) -> None:
         """
         Args:
-            hosts: the same ranks, for small tensors in host memory, used here only.
-            host_waits: waiting for a reduction stops this process, rather than a stream of its device.
-            demand: where `host_waits`: how a rank that waits learns that it is waited for.
+            hosts: the same ranks, for small tensors in host memory; only used here.
+            host_waits: whether waiting for a reduction blocks this process instead of a device stream.
+            demand: with `host_waits`: tells a waiting rank that others wait for it.
         """
         super().__init__(collectives.rank, collectives.ranks)
         self.num_beside = collectives.num_beside
@@ -301,11 +301,11 @@ class LockstepNegotiation(Negotiation):
         self._demand = demand if host_waits else None
         self._history = PassHistory()
         self._pass = Pass(number=0)
-        self._shapes: dict[int, list[tuple[int, torch.dtype, torch.device]]] = {}  # of the rows of units in plans
+        self._shapes: dict[int, list[tuple[int, torch.dtype, torch.device]]] = {}  # rows of units in plans
         # Negotiated
         self._rows: dict[Gathering, Sequence[Tensor]] = {}
         self._exchange: _Exchange | None = None
-        self._heads = [_Head(Request(Kind.WAIT), 0, ())]  # of the last decision
+        self._heads = [_Head(Request(Kind.WAIT), 0, ())]  # heads of the last decision
 
     # Following a plan
 
@@ -330,7 +330,7 @@ class LockstepNegotiation(Negotiation):
         if not self._host_waits or all(head.request.launched > reduction for head in self._heads):
             return
         if self._mine and not self._pass.num_decisions:
-            self.settle(self._mine[0])  # a plan may come of it
+            self.settle(self._mine[0])  # this may start a plan
         if self._pass.plan is not None and self._demand is not None and pending.can_arrive:
             with pending.waiting():
                 self._demand.wait(pending, lambda: self._issue_needed(reduction))
@@ -344,19 +344,19 @@ class LockstepNegotiation(Negotiation):
             self._finish(plan)
 
     def _finish(self, plan: Plan) -> None:
-        """Issue what is left of the plan for the sake of the others."""
+        """Issue the rest of the plan, which the other ranks need."""
         self._pass.plan = None
         for place in range(plan.issued, len(plan.units)):
             self._serve(plan.units[place], place)
 
     def _issue_needed(self, reduction: int) -> None:
-        """Others may wait for this rank, which waits for a reduction: issue what they need."""
+        """Issue gathers that other ranks wait for, while this rank waits for a reduction."""
         plan = self._pass.plan
         if plan is None or self._demand is None:
             return
         needed, ended = (self._demand.look(topic) for topic in self._pass.topics)
         if 0 < ended <= reduction + 1:
-            needed = _ALL  # that rank does not start the reduction before this one has met it
+            needed = _ALL  # that rank only starts the reduction after synchronising with this one
         while plan.issued < min(needed, len(plan.units)):
             if self.sources.is_gone(plan.units[plan.issued]):
                 needed = _ALL
@@ -408,9 +408,9 @@ class LockstepNegotiation(Negotiation):
         self._exchange = _Exchange(self._hosts, _Head(asked.request, used, asked.facts))
 
     def _take_heads(self) -> list[_Head]:
-        """The heads of all ranks; where a plan was left, others have to be told that theirs are waited for."""
+        """Wait for the heads of all ranks; after leaving a plan, first tell the others that they are awaited."""
         exchange, self._exchange = self._exchange, None
-        assert exchange is not None, "nothing has been asked for"
+        assert exchange is not None, "nothing has been requested"
         if self._pass.followed is not None and self._demand is not None and exchange.pending.can_arrive:
             has_ended = self._mine[0].request.kind in (Kind.END, Kind.STEP)
             demand, topic = self._demand, self._pass.topics[has_ended]
@@ -439,7 +439,7 @@ class LockstepNegotiation(Negotiation):
             self._show_head()
 
     def _try_plan(self) -> None:
-        """All ranks know how the pass begins: follow a plan where there is one that begins like this."""
+        """Follow a plan if there is one for the start of the pass, which all ranks know now."""
         begins = {
             Start(asked.unit, asked.in_backward, asked.trains) if asked.kind is Kind.GATHER else None
             for asked in (head.request for head in self._heads)
@@ -455,7 +455,7 @@ class LockstepNegotiation(Negotiation):
             self._ask(gathering, self._rows.pop(gathering))
 
     def _end_pass(self) -> None:
-        """The present pass is over, for all ranks or at least for some."""
+        """End the current pass, which is over for all or some ranks."""
         ended, kinds = self._pass, {head.request.kind for head in self._heads}
         if kinds == {Kind.END}:
             used = {head.used for head in self._heads}
@@ -471,7 +471,7 @@ class LockstepNegotiation(Negotiation):
         self._pass = Pass.begin(ended.number + 1, self._history, follows=self.follows)
 
     def _launch(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
-        """Start to gather what has been granted to this rank."""
+        """Start a gather that has been granted to this rank."""
         source, _ = self.sources.find(gathering.request.unit)
         gathering.rows = start_gather(self._collectives, source, rows)
         gathering.call.started(gathering.rows, rows)
@@ -490,7 +490,7 @@ class LockstepNegotiation(Negotiation):
         source.close_rows(local)
 
     def _serve_gone(self, unit: int, place: int) -> None:
-        """Serve the plan of an engine that was dropped here; no rank uses it if all have dropped it."""
+        """Serve the plan of an engine that was dropped here; if all ranks dropped it, no rank uses it."""
         self._pass.has_served_gone = True
         for numel, dtype, device in self._shapes[unit]:
             row = torch.full((numel,), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
@@ -498,7 +498,7 @@ class LockstepNegotiation(Negotiation):
                 self.wait_for_rows(self._collectives._gather_rows(row, row.new_empty), place)
 
     def _refuse_gone(self, used: set[int]) -> None:
-        """Raise if a rank has used what this rank no longer had."""
+        """Raise an error if a rank has used an engine that this rank no longer had."""
         start = self._pass.followed
         if self._pass.has_served_gone and start is not None:
             units = self._history.plan(start) or ()

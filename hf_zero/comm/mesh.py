@@ -1,4 +1,4 @@
-"""Which ranks share a host, and the mesh of all ranks, from which all groups follow: integers only."""
+"""The hosts of ranks, and the mesh of all ranks, from which all groups are derived: integers only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# Disjoint groups of as many ranks each, which together are all ranks; ranks ascend in a group.
+# Disjoint groups of equal size that together contain all ranks, in ascending order within a group.
 Partition = tuple[tuple[int, ...], ...]
 ShardSize = int | Literal["host"] | None
 
@@ -18,14 +18,14 @@ class Hosts:
     """The hosts of a job, numbered by their first ranks.
 
     Attributes:
-        of_rank: every rank's host.
+        of_rank: the host of every rank.
     """
 
     of_rank: tuple[int, ...]
 
     @classmethod
     def named(cls, names: Iterable[Hashable]) -> Hosts:
-        """From what every rank calls its host, in rank order."""
+        """Create from every rank's host name, in rank order."""
         numbers: dict[Hashable, int] = {}
         return cls(tuple(numbers.setdefault(name, len(numbers)) for name in names))
 
@@ -41,12 +41,12 @@ class Hosts:
         return tuple(rank for rank, theirs in enumerate(self.of_rank) if theirs == host)
 
     def beside(self, rank: int) -> tuple[int, ...]:
-        """The ranks of this rank's host, itself among them."""
+        """The ranks of this rank's host, including itself."""
         return self.ranks_on(self.of_rank[rank])
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks of every host."""
+        """Number of ranks of every host."""
         return tuple(len(self.ranks_on(host)) for host in range(self.num_hosts))
 
     def in_order(self) -> tuple[int, ...]:
@@ -54,15 +54,15 @@ class Hosts:
         return tuple(rank for host in range(self.num_hosts) for rank in self.ranks_on(host))
 
     def crossed_by(self, ranks: Sequence[int]) -> bool:
-        """Whether what these ranks tell each other leaves a host."""
+        """Whether these ranks are on several hosts."""
         return len({self.of_rank[rank] for rank in ranks}) > 1
 
 
 def consecutive(ranks: Sequence[int], size: int) -> Partition:
-    """Groups of `size` ranks that stand side by side in `ranks`.
+    """Groups of `size` ranks that are consecutive in `ranks`.
 
     Raises:
-        ValueError: when `size` does not divide the number of ranks.
+        ValueError: if `size` does not divide the number of ranks.
     """
     if size < 1 or len(ranks) % size:
         raise ValueError(f"{len(ranks)} ranks cannot be cut into groups of {size}")
@@ -70,7 +70,7 @@ def consecutive(ranks: Sequence[int], size: int) -> Partition:
 
 
 def across(groups: Partition) -> Partition:
-    """The first ranks of all groups, the second ones, and so on."""
+    """Groups of the first ranks of all `groups`, the second ranks, and so on."""
     return tuple(tuple(sorted(ranks)) for ranks in zip(*groups, strict=True))
 
 
@@ -80,7 +80,7 @@ def group_of(rank: int, groups: Partition) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimension:
-    """One direction of a mesh of ranks, and what is true of ranks that differ in it alone.
+    """One dimension of a mesh of ranks, with properties of ranks that only differ in it.
 
     | name      | samples | weights | states  |
     |-----------|---------|---------|---------|
@@ -92,11 +92,11 @@ class Dimension:
 
     Attributes:
         groups: the ranks of every group along it.
-        samples: each rank sees samples of its "own", "parts" of the same ones, or the "same" ones, whole.
-        weights: ranks hold "copies" of all weights; or there are parameters of which they hold "parts", or each one
-            of its own, and whose gradients they do not share; or they are "mixed": parts of some parameters, which have
-            groups of their own (`Mesh.of_parts`), and copies of all others, whose states they share.
-        states: those of an optimizer are "copied" or "sharded"; None: `replicate` and `shard` cut these ranks, too.
+        samples: ranks see their "own" samples, "parts" of the same samples, or the "same" whole samples.
+        weights: ranks hold "copies" of all weights; or "parts" of some parameters (or entirely different ones), whose
+            gradients they do not share; or "mixed": parts of some parameters, which have separate groups
+            (`Mesh.of_parts`), and copies of all others, whose states they share.
+        states: optimizer states are "copied" or "sharded"; None: `replicate` and `shard` also divide these ranks.
     """
 
     name: str
@@ -108,8 +108,8 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """The mesh of ranks, derived from what is true of each dimension. Ranks with the same weights are cut
-    twice: into `replicate` x `shard` for the states, and by what they see.
+    """The mesh of ranks, derived from the properties of each dimension. Ranks with the same weights are divided
+    twice: into `replicate` x `shard` for the states, and by the samples they see.
 
         world 8, tensor 2, sequence 2, shard size 2      rank 0 1 2 3 4 5 6 7
             tensor of rank 0                                  0 1                  parts of the same matrices
@@ -120,7 +120,7 @@ class Mesh:
             data of rank 0                                    0       4            other samples
 
     Attributes:
-        gather, across_gather, host, across_hosts: how each group of `shard` is cut, see `ParallelGroups`.
+        gather, across_gather, host, across_hosts: divisions of each group of `shard`, see `ParallelGroups`.
     """
 
     hosts: Hosts
@@ -140,14 +140,14 @@ class Mesh:
     ) -> Mesh:
         """
         Args:
-            shard_size: ranks with the same weights that share the states of one copy of them, host by host; "host":
+            shard_size: number of ranks with the same weights that shard one copy of the states, host by host; "host":
                 those of a host; None: all.
-            gather_size: consecutive ones of these that gather among themselves; "host": those of a host, where that
-                comes out even; None, or as many as there are: all.
-            dimensions: beside `replicate` and `shard`.
+            gather_size: number of consecutive ranks of these that gather among themselves; "host": those of a host, if
+                that divides evenly; None, or their number: all.
+            dimensions: besides `replicate` and `shard`.
 
         Raises:
-            ValueError: the ranks do not come out even.
+            ValueError: if the ranks cannot be divided evenly.
         """
         places = Counter(_coordinates(len(hosts.of_rank), dimensions))
         if len(set(places.values())) > 1 or len(places) != math.prod(len(each.groups[0]) for each in dimensions):
@@ -178,16 +178,16 @@ class Mesh:
         )
 
     def of_parts(self) -> Mesh | None:
-        """The mesh of those parameters of which ranks along a "mixed" dimension hold parts; None: there is none.
+        """The mesh of the parameters of which ranks along a "mixed" dimension hold parts; None if there are none.
 
         world 4, 2 ranks along `expert`      rank 0 1 2 3
             shard of rank 0 here                  0   2          the same experts
             shard of rank 0 in this mesh          0 1 2 3        everything else
 
-        Where there are copies of the states, each has all parts.
+        Each replica of the states has all parts.
 
         Raises:
-            ValueError: groups of shards do not hold whole groups of parts.
+            ValueError: if shard groups do not contain whole groups of parts.
         """
         mixed = [each for each in self.dimensions if each.weights == "mixed"]
         if not mixed:
@@ -203,7 +203,7 @@ class Mesh:
 
     @property
     def same_weights(self) -> Partition:
-        """Ranks that hold the same parts of all weights: here states are sharded and copied."""
+        """Ranks that hold the same parts of all weights, over which states are sharded and replicated."""
         return agreeing(len(self.hosts.of_rank), (each for each in self.dimensions if each.weights == "parts"))
 
     @property
@@ -213,7 +213,7 @@ class Mesh:
 
     @property
     def data(self) -> Partition:
-        """Ranks of which each sees other samples: these count for the batch size."""
+        """Ranks that see different samples, which count for the batch size."""
         return agreeing(len(self.hosts.of_rank), (each for each in self.dimensions if each.samples != "own"))
 
     @property
@@ -230,12 +230,12 @@ class Mesh:
         return self._along(each.groups for each in self.dimensions if each.states == "copied")
 
     def copies_beside(self, rank: int) -> Partition:
-        """Shard groups of the ranks that hold the same weights as `rank`: as many copies of their states."""
+        """Shard groups of the ranks that hold the same weights as `rank`, one per replica of their states."""
         alike = group_of(rank, self.same_weights)
         return tuple(ranks for ranks in self.shard if ranks[0] in alike)
 
     def _along(self, partitions: Iterable[Partition]) -> Partition:
-        """Ranks that differ in these directions alone."""
+        """Ranks that only differ in these dimensions."""
         merged: Partition = tuple((rank,) for rank in range(len(self.hosts.of_rank)))
         for partition in partitions:
             if len(merged[0]) == 1:
@@ -247,7 +247,7 @@ class Mesh:
 
 
 def agreeing(world: int, dimensions: Iterable[Dimension]) -> Partition:
-    """Ranks with the same place in all of `dimensions`."""
+    """Groups of ranks with the same place in all of `dimensions`."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank, places in enumerate(_coordinates(world, tuple(dimensions))):
         alike.setdefault(places, []).append(rank)

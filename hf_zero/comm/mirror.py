@@ -36,7 +36,7 @@ from torch.distributed import (
     send,
 )
 
-from hf_zero.comm.process_group import get_world_group  # noqa: F401  (one of the names)
+from hf_zero.comm.process_group import get_world_group  # noqa: F401  (re-exported)
 from hf_zero.device.kinds import kind_of_backend
 from hf_zero.rank_environment import set_rank_environment
 
@@ -81,19 +81,19 @@ __all__ = [
     "send",
 ]
 
-# Older names of the same calls.
+# Older names of the same functions.
 allgather_fn, reduce_scatter_fn, inference_all_reduce = all_gather_into_tensor, reduce_scatter_tensor, all_reduce
 
 
 def get_all_ranks_from_group(group: _torch.ProcessGroup | None = None) -> list[int]:
-    """Global ranks of a group's members, in its order; before there is a process group, this one rank."""
+    """Global ranks of a group, in its order; this rank only, if there is no process group."""
     if not _torch.is_initialized():
         return [0]
     return list(_torch.get_process_group_ranks(group or _torch.group.WORLD))
 
 
 def scatter_all_to_all(group: Any, received: Sequence[Tensor], sent: Sequence[Tensor]) -> bool:
-    """`sent[r]` to rank r of a gloo group, by one scatter for each; False where the group has another backend."""
+    """Send `sent[r]` to rank r of a gloo group by one scatter per rank; False if the group has another backend."""
     if _torch.get_backend(group) != "gloo":
         return False
     own = _torch.get_rank(group)
@@ -109,7 +109,7 @@ def all_gather_coalesced(
     group: _torch.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> list[Any]:
-    """`all_gather_into_tensor` for each pair; what `async_op` gives to wait for, one for each."""
+    """`all_gather_into_tensor` for each pair; with `async_op` one handle per pair."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     return [all_gather_into_tensor(output, own, group=group, async_op=async_op) for output, own in pairs]
 
@@ -137,7 +137,7 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def mesh_of_group(group: Any, name: str) -> Any:
-    """torch's device mesh of one dimension, over ranks that have a group already."""
+    """torch's one-dimensional device mesh over an existing group."""
     from torch.distributed.device_mesh import DeviceMesh
 
     kind = kind_of_backend(str(_torch.get_backend_config())) or "cpu"
@@ -145,5 +145,5 @@ def mesh_of_group(group: Any, name: str) -> Any:
 
 
 def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
-    """Set RANK, WORLD_SIZE and their kin from what mpirun or srun have set; nothing where they are set already."""
+    """Set RANK, WORLD_SIZE and similar variables from those of mpirun or srun, unless they are already set."""
     set_rank_environment(os.environ, distributed_port)

@@ -1,33 +1,32 @@
-"""Ranks of stage 3 agree on what they gather next, whatever each of them runs, and in whatever order.
+"""Stage 3 ranks agree on the next gather, whatever modules each of them runs, in whatever order.
 
-Every rank asks for what it needs, in the order of its own program. What ranks have asked for and not got yet are
-queues, one per rank; what happens next depends on the heads of all queues and on nothing else, so that all ranks come
-to the same decisions without further messages:
+Every rank requests the units it needs, in the order of its own program. Open requests form one queue per rank. The next
+action only depends on the heads of all queues, so that all ranks reach the same decisions without further messages:
 
     queues   rank 0: layer 3, layer 4          decision 1: layer 2, for rank 1; rank 0 sends its row and still waits
              rank 1: layer 2, layer 3          decision 2: layer 3, for both
-                                               decision 3: layer 4 once rank 1 has asked for something, or has ended
+                                               decision 3: layer 4, once rank 1 has requested something or has ended
 
-A request is GATHER (this unit), END (my pass is over), STEP (my weights are about to change), or WAIT (I wait for
-something else, go on without me). END and STEP are granted when all ranks are there, so that nobody leaves while others
-may still need its rows. Ranks that run the same modules in the same order always have equal heads: no rank sends
-anything for another one's sake then, and nothing is gathered twice.
+A request is GATHER (a unit), END (my pass is over), STEP (my weights are about to change), or WAIT (I wait for
+something else, continue without me). END and STEP are granted when all ranks are there, so that no rank leaves while
+others may still need its rows. Ranks that run the same modules in the same order always have equal heads: then no rank
+takes part in a gather that it does not need, and nothing is gathered twice.
 
-Why values are right: a row is found by unit and number of updates, which every request carries and every decision
-compares; never by its place in an order of calls.
+Why values are right: a row is identified by its unit and the number of updates, which every request carries and every
+decision compares, never by the order of calls.
 
-Why nothing hangs: suppose that all ranks wait, for a decision or for a message, and that nothing is under way. Say
-that a rank waits for a decision. Every rank whose queue is empty waits for a message then, has been told that a
-request of its is waited for, and has asked WAIT. So all heads are there, and a decision has been made, which `decide`
-either refuses, on all ranks, or which grants something; and who is not granted anything has sent what the others
-need, as everybody who waits also decides. So there is no GATHER among the heads, and none of those that wait for a
-message can wait for a rank at END or STEP: words between two ranks arrive in order, so what such a rank has not said
-it does not say before it is granted, and who waits for that asks WAIT with `lets_go`: END is granted then, and STEP
-is refused, because ranks have not run backward, or gathered parameters by hand, equally often. So they wait for each
-other. But what is waited for are calls that every rank makes in the same order and posts before it waits for the
-others': the rank that has come least far waits for nobody. (That is true of each kind of call by itself: of
-reductions, and of parameters that the user gathers. A program that does the latter inside backward, at other places
-on other ranks, is on its own.)
+Why nothing hangs: suppose that all ranks wait for a decision or a message, and that nothing is in flight. Suppose that
+a rank waits for a decision. Then every rank with an empty queue waits for a message, has been told that its request is
+awaited, and has requested WAIT. So all heads have arrived, and a decision has been made. `decide` either raises an
+error on all ranks or grants something, and ranks that were not granted anything have sent what the others need, because
+every waiting rank also decides. So there is no GATHER among the heads, and no rank that waits for a message can wait
+for a rank at END or STEP: words between two ranks arrive in order, so a rank at END or STEP sends nothing more before
+it is granted, and a rank that waits for it requests WAIT with `lets_go`. Then END is granted, and STEP raises an error,
+because ranks have not run backward, or gathered parameters explicitly, equally often. So the ranks wait for each
+other's messages. But these belong to calls that every rank makes in the same order and posts before it waits for the
+others: the rank that has made the fewest calls waits for nobody. (This holds for each kind of call separately: for
+reductions, and for explicit gathers by the user. A program that gathers explicitly inside backward, at different places
+on different ranks, may deadlock.)
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from hf_zero.comm.ledger import UNWATCHED, Call, ledger
 from hf_zero.comm.rows import Pending, Rows, num_bytes
 from hf_zero.spans import SPANS
 
-NUM_FIELDS = 5  # integers of a request on its way
+NUM_FIELDS = 5  # integers of an encoded request
 
 
 class Kind(IntEnum):
@@ -61,15 +60,15 @@ class Request:
     """A rank's request.
 
     Attributes:
-        unit: number of the unit to gather; of STEP: the first unit of the engine that updates.
-        order: of two units that different ranks ask for, the one with the lower number is gathered first. Lets ranks
-            that have skipped something fall into step with the others again; any number is right.
-        in_backward: asked for in a backward pass.
-        trains: asked for in a pass that trains.
-        version: how often this rank has updated weights.
-        launched: reductions that this rank has started.
-        failed: END only: this rank could not read what it had to send.
-        lets_go: WAIT only: waits for a rank that stands at END.
+        unit: number of the unit to gather; for STEP: the first unit of the updated engine.
+        order: if ranks request different units, the lowest number is gathered first. This lets ranks that have skipped
+            something align with the others again; any number is correct.
+        in_backward: whether the request was made in a backward pass.
+        trains: whether the request was made in a pass that trains.
+        version: number of weight updates on this rank.
+        launched: number of reductions that this rank has started.
+        failed: END only: this rank could not read the rows it had to send.
+        lets_go: WAIT only: waits for a rank that is at END.
     """
 
     kind: Kind
@@ -99,10 +98,10 @@ class Decision:
     """The next action, the same on all ranks.
 
     Attributes:
-        unit: to be gathered; None: nothing.
-        granted: ranks whose request this fulfils.
-        any_failed: all ranks have come to the end of a pass, and some could not read what it had to send.
-        facts: of every rank, told with STEP; empty where there is no room for any.
+        unit: the unit to gather; None: nothing.
+        granted: ranks whose request is granted.
+        any_failed: all ranks have reached the end of a pass, and some rank could not read its rows.
+        facts: every rank's facts, sent with STEP; empty if messages have no room for facts.
     """
 
     unit: int | None
@@ -112,11 +111,11 @@ class Decision:
 
 
 class Disagreement(RuntimeError):
-    """Ranks ask for what cannot be had together; all of them raise it."""
+    """Raised on all ranks if their requests contradict each other."""
 
 
 def decide(heads: Sequence[Request]) -> Decision | None:
-    """The decision about every rank's first request; None where they contradict one another."""
+    """The decision about every rank's first request; None if these contradict each other."""
     if _are_alike(heads):
         return Decision(heads[0].unit, frozenset(range(len(heads))))
     gathers = [head for head in heads if head.kind is Kind.GATHER]
@@ -140,7 +139,7 @@ def decide(heads: Sequence[Request]) -> Decision | None:
 
 
 def _are_alike(heads: Sequence[Request]) -> bool:
-    """Whether all ranks gather the same unit: the usual case, which is to cost little."""
+    """Whether all ranks gather the same unit: the usual case, which must be fast."""
     first = heads[0]
     return first.kind is Kind.GATHER and all(
         head.unit == first.unit and head.kind is Kind.GATHER and head.version == first.version for head in heads
@@ -148,10 +147,10 @@ def _are_alike(heads: Sequence[Request]) -> bool:
 
 
 class Source(Protocol):
-    """Where the rows of some units are."""
+    """Provides the rows of some units."""
 
     def name(self, unit: int) -> str:
-        """For messages; `unit` counts from the source's first."""
+        """The unit's name for messages; `unit` counts from the source's first."""
 
     def open_rows(self, unit: int) -> Sequence[Tensor]:
         """This rank's row of each part of a unit (1-D; the same sizes on all ranks), until `close_rows`."""
@@ -159,30 +158,30 @@ class Source(Protocol):
     def close_rows(self, unit: int) -> None: ...
 
     def take_buffer(self, numel: int, row: Tensor) -> Tensor:
-        """A buffer of at least so many elements like `row`, for rows that arrive in one."""
+        """A buffer of at least `numel` elements like `row`, for rows that arrive in one buffer."""
 
     def give_buffer(self, rows: Rows) -> None:
         """Return rows that were not needed here, and their buffer."""
 
     def ask_ahead(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
-        """Gather a unit now that such a pass will need; False: it cannot be, or another pass is under way."""
+        """Prefetch a unit for such a pass; False if it cannot be gathered, or another pass is running."""
 
 
 class Sources:
-    """The units of all engines, numbered as engines come."""
+    """The units of all engines, numbered in order of registration."""
 
     def __init__(self) -> None:
-        # Of each unit, and its number there; weak, so that an engine which is only dropped is gone too.
+        # The source of each unit and its number there; weak references, so that dropped engines are freed.
         self._known: list[tuple[weakref.ref[Source], int] | None] = []
 
     def register(self, source: Source, num_units: int) -> int:
-        """Number of the first of these units. Ranks register the same ones in the same order."""
+        """Register units and return the number of the first. Ranks register the same units in the same order."""
         first = len(self._known)
         self._known.extend((weakref.ref(source), unit) for unit in range(num_units))
         return first
 
     def forget(self, first: int, num_units: int) -> None:
-        """An engine is gone."""
+        """Unregister the units of an engine."""
         self._known[first : first + num_units] = [None] * num_units
 
     def is_gone(self, unit: int) -> bool:
@@ -201,7 +200,7 @@ class Sources:
         return source, known[1]
 
     def describe(self, head: Request) -> str:
-        """For messages: what a rank does that asks for this."""
+        """Describe a rank with this request, for messages."""
         state = f"after {head.version} updates and {head.launched} reductions"
         if head.kind is Kind.GATHER:
             source, local = self.find(head.unit)
@@ -211,7 +210,7 @@ class Sources:
         return f"{'is at the end of a pass' if head.kind is Kind.END else 'waits for a message'} {state}"
 
     def contradiction(self, ranks: Sequence[int], heads: Sequence[Request]) -> str:
-        """Why these cannot be had together."""
+        """Describe contradictory requests."""
         asked = "; ".join(f"rank {rank} {self.describe(head)}" for rank, head in zip(ranks, heads, strict=True))
         return (
             f"ranks have come to different places: {asked}. Between two updates every rank has to run the same number "
@@ -220,10 +219,10 @@ class Sources:
 
 
 class Gathering:
-    """A gather that this rank has asked for.
+    """A gather that this rank has requested.
 
     Attributes:
-        place: in the plan that all ranks follow; None: it was agreed on.
+        place: index in the plan that all ranks follow; None: it was negotiated.
         facts: of a STEP.
     """
 
@@ -239,10 +238,10 @@ class Gathering:
         self._negotiation = negotiation
 
     def wait(self, *, is_used: bool = True) -> Sequence[Rows]:
-        """All ranks' rows of every part, to be given back one by one.
+        """Wait for all ranks' rows of every part, which the caller returns one by one.
 
         Args:
-            is_used: False: they were asked for ahead, and in vain.
+            is_used: False if they were prefetched but are not needed.
         """
         with self.call.waiting():
             self._negotiation.settle(self)
@@ -255,22 +254,22 @@ class Gathering:
 
 
 class Negotiation(ABC):
-    """One rank's side; one object per group of ranks, whatever engines use it.
+    """One rank's side of the negotiation; one object per group of ranks, shared by all engines.
 
     Attributes:
-        version: updates so far.
-        launched: reductions that this rank has started.
-        num_beside: ranks of the group on this one's host, itself among them.
-        num_facts: integers that every rank can tell all others in `step`; 0: there is no room.
-        follows: gathers may follow the plan of the last pass that all ranks have run alike; the same on all of them.
-        sources: where the rows of every unit are.
+        version: number of updates so far.
+        launched: number of reductions that this rank has started.
+        num_beside: number of the group's ranks on this rank's host, including itself.
+        num_facts: number of integers that ranks can exchange in `step`; 0: none.
+        follows: whether gathers may follow the plan of the last pass that all ranks ran alike; the same on all.
+        sources: providers of every unit's rows.
     """
 
     num_facts = 0
     follows = True
 
     def __init__(self, rank: int, ranks: Sequence[int]) -> None:
-        """`ranks`: of the world, in the order of the group; `rank` is this one's place in there."""
+        """`ranks`: global ranks, in the order of the group; `rank`: this rank's number in the group."""
         self.rank = rank
         self.size = self.num_beside = len(ranks)
         self._ranks = tuple(ranks)
@@ -278,16 +277,16 @@ class Negotiation(ABC):
         self.launched = 0
         self._mine: deque[Gathering] = deque()
         self.sources = Sources()
-        self._is_open = True  # whether rows are what others expect them to be
+        self._is_open = True  # whether rows are up to date and may be served
 
-    # What an engine calls
+    # The interface for engines
 
     def upcoming(self, *, in_backward: bool, trains: bool) -> Sequence[int] | None:
-        """The units that such a pass will gather next, in order, as all ranks know; None: unknown."""
+        """The units that such a pass will gather next, in order, if all ranks know them; None: unknown."""
         return None
 
     def gather(self, unit: int, *, order: int, in_backward: bool, trains: bool = True) -> Gathering:
-        """Ask for a unit; returns at once."""
+        """Request a unit, without waiting."""
         request = self._request(Kind.GATHER, unit=unit, order=order, in_backward=in_backward, trains=trains)
         self._about_to_ask(request)
         source, local = self.sources.find(unit)
@@ -300,16 +299,16 @@ class Negotiation(ABC):
         return gathering
 
     def end(self, *, in_backward: bool, failed: bool = False) -> bool:
-        """A pass is over here: returns when no rank needs anything of this one for it. Collective.
+        """End a pass: wait until no rank needs rows of this rank for it. Collective.
 
         Returns:
-            Whether some rank could not read what it had to send.
+            Whether some rank could not read its rows.
         """
         decision = self._run(self._request(Kind.END, in_backward=in_backward, failed=failed))
         return decision.any_failed
 
     def step(self, first_unit: int, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
-        """Weights are about to change: returns when all ranks have come to this. Rows stay closed until `reopen`.
+        """Wait until all ranks are ready for a change of weights. Rows are not served until `reopen`.
 
         Args:
             facts: at most `num_facts`, the same number on all ranks.
@@ -318,44 +317,44 @@ class Negotiation(ABC):
             The facts of every rank; empty without any.
 
         Raises:
-            Disagreement: when ranks have not run backward equally often, or update other engines.
+            Disagreement: if ranks have not run backward equally often, or update different engines.
         """
-        assert len(facts) <= self.num_facts, "facts that would not be sent"
+        assert len(facts) <= self.num_facts, "too many facts to send"
         decision = self._run(self._request(Kind.STEP, unit=first_unit), facts)
         self.version += 1
         self._is_open = False
         return decision.facts
 
     def reopen(self) -> None:
-        """Rows are up to date again."""
+        """Serve rows again, which are up to date."""
         self._is_open = True
 
     def wait_for(self, pending: Pending, reduction: int) -> None:
-        """Returns when this rank may wait for reduction `reduction` (counted as `launched` does) in `pending`: others
-        need nothing of it meanwhile. Nothing to do where one can look after others while waiting."""
+        """Return when this rank may block in `pending`, reduction number `reduction`, because others need nothing from
+        it meanwhile. A no-op if ranks can serve others while they wait."""
         return None
 
     def meanwhile(self, act: Callable[[], object]) -> None:
-        """Call `act` (a bound method; held weakly) while this rank waits for others, where it can do that."""
+        """Call `act` (a bound method, referenced weakly) while this rank waits for others, if possible."""
         return None
 
-    # Inside
+    # Internal
 
     def wait_for_rows(self, rows: Rows, place: int | None) -> None:
         """Wait for rows of a gather; `place`: see `Gathering`."""
         rows.wait()
 
     def note_use(self, request: Request) -> None:
-        """The unit that was asked for is used now."""
+        """Record that the requested unit is used now."""
         return None
 
     def _about_to_ask(self, request: Request) -> None:
-        """`request` will be queued next."""
+        """Called before `request` is queued."""
         return None
 
     @abstractmethod
     def settle(self, gathering: Gathering) -> Decision:
-        """Decide, and do this rank's part, until `gathering` is granted."""
+        """Make decisions, and carry out this rank's part, until `gathering` is granted."""
 
     def _count_gather(self, *sizes: int) -> Call:
         return ledger.call("all_gather", *sizes, num_ranks=self.size, num_beside=self.num_beside)
@@ -378,4 +377,4 @@ class Negotiation(ABC):
 
     @abstractmethod
     def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
-        """Queue a request and let the others know. `rows`: this rank's, of a GATHER."""
+        """Queue a request and announce it. `rows`: this rank's rows, for a GATHER."""

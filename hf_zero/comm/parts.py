@@ -1,4 +1,4 @@
-"""Parameters of which ranks hold different parts: which part, and the whole again."""
+"""Parameters of which ranks hold different parts: slicing out parts, and assembling whole parameters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class HeldPart:
 
     Attributes:
         group: the ranks that hold the parts.
-        cut: which rank holds what.
-        is_mixed: the ranks of `group` share the states of everything else (see `Dimension.weights`); files have the
-            parameter whole.
+        cut: the parts of all ranks.
+        is_mixed: whether the ranks of `group` share the states of everything else (see `Dimension.weights`); then files
+            have the whole parameter.
     """
 
     group: Collectives
@@ -32,12 +32,12 @@ class HeldPart:
     is_mixed: bool = False
 
     def of(self, whole: Tensor, rank: int | None = None) -> Tensor:
-        """A copy of what a rank (default this one) holds of `whole`."""
+        """A copy of a rank's part of `whole`; default: this rank."""
         return torch.cat(self._places(whole, self.group.rank if rank is None else rank), dim=self.cut.dim)
 
     @torch.no_grad()
     def whole(self, part: Tensor) -> Tensor:
-        """The parameter from what all ranks hold of it. Collective."""
+        """Assemble the whole parameter from all ranks' parts. Collective."""
         shapes = [self.cut.part_shape(rank) for rank in range(self.group.size)]
         row = max(torch.Size(shape).numel() for shape in shapes)
         flat = torch.zeros(self.group.size, row, dtype=part.dtype, device=part.device)
@@ -57,10 +57,10 @@ class HeldPart:
 
 @torch.no_grad()
 def keep_part(parameter: nn.Parameter, part: HeldPart) -> None:
-    """`parameter` holds only this rank's part from now on; it stays the same object, for optimizers that hold it."""
+    """Reduce `parameter` to this rank's part. It stays the same object, because optimizers may hold it."""
     parameter.data = part.of(parameter.data)
     setattr(parameter, _PART, part)
-    marks: Any = parameter  # what Megatron and DeepSpeed ask
+    marks: Any = parameter  # attributes that Megatron and DeepSpeed read
     if part.is_mixed:
         marks.allreduce, marks.group_name = False, f"ep_size_{part.group.size}"
     else:
@@ -68,12 +68,12 @@ def keep_part(parameter: nn.Parameter, part: HeldPart) -> None:
 
 
 def held_part(parameter: Tensor) -> HeldPart | None:
-    """None: every rank has all of it."""
+    """This rank's part of a parameter; None if every rank has the whole."""
     return cast("HeldPart | None", getattr(parameter, _PART, None))
 
 
 def whole_value(parameter: Tensor, values: Tensor) -> Tensor:
-    """`values` of this rank's `parameter`, with those of the ranks that hold the rest of it. Collective."""
+    """Assemble `values` of this rank's part of `parameter` with those of the other ranks. Collective."""
     part = held_part(parameter)
     return values if part is None else part.whole(values)
 
@@ -81,11 +81,11 @@ def whole_value(parameter: Tensor, values: Tensor) -> Tensor:
 def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[str] = ()) -> None:
     """
     Args:
-        values: what `save_pretrained` is about to write, by name.
-        of: words of which a name has to have one; default: all names.
+        values: the values that `save_pretrained` is about to write, by name.
+        of: substrings of the names to check; default: all names.
 
     Raises:
-        ValueError: one of them is this rank's part of a parameter.
+        ValueError: if one of them is this rank's part of a parameter.
     """
     for name in parts_among(model, values):
         if not of or any(word in name for word in of):
@@ -97,7 +97,7 @@ def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[st
 
 
 def parts_among(model: nn.Module, values: Mapping[str, object]) -> Iterator[str]:
-    """Names of the values that are this rank's part of a parameter."""
+    """Yield names of values that are this rank's part of a parameter."""
     for name, parameter in model.named_parameters():
         part, value = held_part(parameter), values.get(name)
         if part is not None and isinstance(value, Tensor) and tuple(value.shape) != part.cut.shape:
@@ -105,6 +105,6 @@ def parts_among(model: nn.Module, values: Mapping[str, object]) -> Iterator[str]
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Shape of all its parts together."""
+    """The shape of the whole parameter."""
     part = held_part(parameter)
     return tuple(parameter.shape) if part is None else part.cut.shape

@@ -1,4 +1,4 @@
-"""Joins the process group that a launcher describes, or makes a world of one where there is no launcher."""
+"""Joins the process group that a launcher describes, or runs as world size one without a launcher."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def init_distributed(
     """Join the process group of this job; does nothing when torch.distributed is already initialised.
 
     The arguments are DeepSpeed's. RANK and WORLD_SIZE come from the arguments or from the launcher's environment, with
-    `auto_mpi_discovery` also from what MPI's mpirun or Slurm's srun have set (without mpi4py); without any of these
-    this process is a world of one and opens no port. `verbose` and `config` are accepted because callers pass them.
+    `auto_mpi_discovery` also from the variables of MPI's mpirun or Slurm's srun (without mpi4py). Without any of these
+    the world size is one and no port is opened. `verbose` and `config` are accepted because callers pass them.
 
     Raises:
-        ValueError: when the launcher's variables contradict one another.
+        ValueError: if the launcher's variables contradict each other.
     """
     if is_initialized():
         _leave_at_exit()
@@ -52,7 +52,7 @@ def init_distributed(
     rank, world_size = _place_in_world(rank, world_size)
     backend = dist_backend or default_backend()
     if kind_of_backend(backend) is not None:
-        set_current_device(get_local_rank())  # NCCL takes its device from here, also for small Python objects
+        set_current_device(get_local_rank())  # NCCL uses the current device, also for small Python objects
     if world_size == 1 and init_method is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -66,7 +66,7 @@ class HoldsGroups(Protocol):
     """An object that keeps references to process groups."""
 
     def release_groups(self) -> None:
-        """Release all process groups: the process ends."""
+        """Release all process groups, because the process is exiting."""
 
 
 _HOLDERS: WeakSet[HoldsGroups] = WeakSet()
@@ -83,17 +83,17 @@ def _leave_at_exit() -> None:
 
 def _leave() -> None:
     # The threads of a gloo group end with the last reference to it, not when it is destroyed, and an engine that a
-    # program has never destroyed outlives the interpreter. A thread that is still there while the process takes itself
-    # apart may abort it: where it needs the interpreter, or sees a peer's connection close.
+    # program has not destroyed outlives the interpreter. A thread that still runs while the process is being torn down
+    # may abort it, if it needs the interpreter or sees a peer's connection close.
     for holder in list(_HOLDERS):
         holder.release_groups()
     _forget_default_arguments()
     if "gloo" in backend_name():
-        destroy_process_group()  # also of groups that others have made: accelerate makes some and leaves them
+        destroy_process_group()  # also destroys groups of other libraries, such as accelerate's
 
 
 def _forget_default_arguments() -> None:
-    """torch.distributed.nn.functional, which torch's compiler imports, has the group of all ranks as a default."""
+    """Drop default arguments of torch.distributed.nn.functional that reference the group of all ranks."""
     for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
         if isinstance(function, FunctionType) and function.__defaults__:
             kept = (None if isinstance(value, dist.ProcessGroup) else value for value in function.__defaults__)
@@ -129,19 +129,19 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """This process among all of the job."""
+    """This process's rank and the world size."""
 
     rank: int
     size: int
 
 
 def this_process() -> Process:
-    """For programs without an engine; an engine has its groups."""
+    """Rank and world size for programs without an engine."""
     return Process(get_rank(), get_world_size())
 
 
 def get_local_rank() -> int:
-    """Index of this process on its machine, as the launcher gave it; 0 without a launcher."""
+    """Index of this process on its machine, from the launcher; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -161,7 +161,7 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def local_device() -> torch.device:
-    """The device this rank computes on: its accelerator when the process group can use one, else the CPU."""
+    """The device of this rank: its accelerator if the process group can use it, else the CPU."""
     kind = kind_of_backend(backend_name())
     if kind is None:
         return torch.device("cpu")
@@ -169,12 +169,12 @@ def local_device() -> torch.device:
 
 
 def common_timeout() -> timedelta:
-    """How long the group of all ranks waits for a rank. Groups made of it would not take that over by themselves."""
+    """The timeout of the group of all ranks, which derived groups do not inherit by themselves."""
     backend = dist.group.WORLD._get_backend(local_device()) if dist.group.WORLD is not None else None
     timeout: timedelta = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
     return timeout
 
 
 def backend_name() -> str:
-    # The configuration string keeps both halves of "cpu:gloo,...:nccl"; get_backend reports one of them only.
+    # The configuration string has both halves of "cpu:gloo,...:nccl"; get_backend only reports one of them.
     return str(dist.get_backend_config()) if is_initialized() else default_backend()

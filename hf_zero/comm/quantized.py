@@ -1,11 +1,11 @@
-"""Reduce-scatters whose parts travel in 8 or 4 bits: ZeRO++'s qgZ (Wang et al. 2023, arXiv 2306.10209).
+"""Reduce-scatters in 8 or 4 bits: ZeRO++'s qgZ (Wang et al. 2023, arXiv 2306.10209).
 
-    one hop     every rank quantises its gradients row by row and sends row r to rank r, which adds up what it gets
-    two hops    within a host: the rows of all hosts for rank l of a host go to its rank l, which adds them up and
-                quantises the sums; across hosts: row h of these goes to host h, among the ranks of equal place
+    one hop     every rank quantises its gradients row by row and sends row r to rank r, which adds up all rows
+    two hops    within a host: the rows of all hosts for rank l of a host are sent to its rank l, which adds them up and
+                quantises the sums; across hosts: row h of these is sent to host h, among ranks with the same number
 
-Every element is quantised once per hop, however many ranks there are, and added up in the order of ranks by the one
-rank that owns it: so all ranks go on with the same bits. Sums stay sums: callers that want a mean divide.
+Every element is quantised once per hop, for any number of ranks, and added up in rank order by the rank that owns it,
+so that all ranks continue with the same bits. Results are sums: callers that need a mean divide.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hf_zero.layout import RowLayout
 
 @dataclass(frozen=True, slots=True)
 class FeedbackRule:
-    """LoCo: what messages leave out is added to later ones.
+    """LoCo error feedback: quantisation errors are added to later messages.
 
     Attributes:
-        beta: how much of the old average of errors stays.
-        reset_after: errors are forgotten after so many reductions.
+        beta: weight of the previous average of errors.
+        reset_after: number of reductions after which errors are reset.
     """
 
     beta: float
@@ -37,18 +37,18 @@ class FeedbackRule:
 
 
 class QuantizedReduction:
-    """How gradients of one engine travel.
+    """The quantised reduction of one engine's gradients.
 
     Attributes:
-        size: ranks that gradients are summed over.
+        size: number of ranks that gradients are summed over.
     """
 
     def __init__(self, hops: Sequence[Collectives], bits: int, feedback: FeedbackRule | None = None) -> None:
         """
         Args:
-            hops: all ranks; or the ranks of this host, which are consecutive ones, and then those of equal place on all
-                hosts.
-            bits: 8 or 4, of every element.
+            hops: all ranks; or the ranks of this host, which are consecutive, and then those with the same number on
+                all hosts.
+            bits: 8 or 4 per element.
         """
         assert 1 <= len(hops) <= 2
         self.hops = tuple(hops)
@@ -60,11 +60,11 @@ class QuantizedReduction:
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
     def wire(self, row_numel: int, device: torch.device) -> QuantizedWire:
-        """For a bucket of which every rank owns `row_numel` elements."""
+        """The wire of a bucket of which every rank owns `row_numel` elements."""
         return QuantizedWire(self, row_numel, device)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D buffer out of those that rotate: fresh ones would be paged in anew at every reduction."""
+        """Take a 1-D buffer from a pool, because new ones would be paged in again at every reduction."""
         free = self._free.get((dtype, numel))
         return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
 
@@ -73,11 +73,11 @@ class QuantizedReduction:
 
 
 class QuantizedWire:
-    """Reduces one bucket, and owns what its messages have left out so far.
+    """Reduces one bucket, and owns the quantisation errors of its messages.
 
     Attributes:
-        errors: of every hop, 8-bit messages (rows, bytes); empty without feedback. Zeros: nothing.
-        num_reduced: reductions since they were forgotten.
+        errors: errors of every hop as 8-bit messages (rows, bytes); empty without feedback. Zeros mean no error.
+        num_reduced: number of reductions since the last reset.
     """
 
     def __init__(self, reduction: QuantizedReduction, row_numel: int, device: torch.device) -> None:
@@ -94,14 +94,14 @@ class QuantizedWire:
         self._reduction.hops[0].about(subject, backward, bucket)
 
     def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of this rank's alone: what others get are messages."""
+        """A buffer private to this rank, because others receive messages."""
         return self._reduction.take(numel, dtype, device)
 
     def give_send_buffer(self, buffer: Tensor) -> None:
         self._reduction.give(buffer)
 
     def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
-        """Sum `flat` over all ranks and leave this rank's row in `shard`; both stay untouched until that is done."""
+        """Sum `flat` over all ranks and write this rank's row to `shard`; neither may be changed until that is done."""
         rule = self._reduction.feedback
         if rule is not None and self.num_reduced >= rule.reset_after:
             self.forget()
@@ -109,23 +109,23 @@ class QuantizedWire:
         return _QuantizedSum(self, shard, flat)
 
     def forget(self) -> None:
-        """Nothing has been left out."""
+        """Reset the errors."""
         self.num_reduced = 0
         for errors in self.errors:
             errors.zero_()
 
     def rescale(self, factor: float) -> None:
-        """Gradients are `factor` times as large from now on; a power of two changes scales exactly."""
+        """Scale the errors by `factor`, like all following gradients; exact for powers of two."""
         for errors in self.errors:
             split_message(errors, self._numel, 8)[1].mul_(factor)
 
     def send(self, hop: int, rows: Tensor) -> tuple[Tensor, Rows]:
-        """Quantise `rows` (count, row_numel) and send them on their way of this hop: (what is sent, what arrives)."""
+        """Quantise `rows` (count, row_numel) and send them in this hop. Returns (sent message, arriving rows)."""
         reduction, collectives = self._reduction, self._reduction.hops[hop]
         size = message_bytes(self._numel, reduction.bits)
         sent = reduction.take(rows.shape[0] * size, torch.uint8, self._device)
         messages = sent.view(-1, size)
-        # Of several rows for each rank of this hop, those for one rank are a stride of `world` apart.
+        # If there are several rows per rank of this hop, those for one rank are `world` apart.
         rows_per_rank = rows.shape[0] // collectives.size
         for peer in range(collectives.size if rows_per_rank > 1 else 1):
             part = slice(peer * rows_per_rank, (peer + 1) * rows_per_rank) if rows_per_rank > 1 else slice(None)
@@ -141,7 +141,7 @@ class QuantizedWire:
         return self._reduction.take(num_bytes, torch.uint8, self._device)
 
     def receive(self, hop: int, rows: Rows, sums: Tensor) -> None:
-        """Add up what has arrived in this hop into `sums` (count, row_numel)."""
+        """Add up the rows that arrived in this hop into `sums` (count, row_numel)."""
         rows.wait()
         size = message_bytes(self._numel, self._reduction.bits)
         shape = (-1, sums.shape[0], size)
@@ -160,7 +160,7 @@ class QuantizedWire:
 
 
 class _QuantizedSum(Pending):
-    """A reduction under way, in one hop or two."""
+    """A reduction in flight, in one hop or two."""
 
     def __init__(self, wire: QuantizedWire, shard: Tensor, flat: Tensor) -> None:
         self._wire = wire
@@ -203,43 +203,43 @@ class _QuantizedSum(Pending):
         self._wire._reduction.give(self._sent)
 
 
-# What travels when a unit's rows are gathered: the row itself, or an 8-bit message about it (ZeRO++'s qwZ).
+# What a gather of a unit's rows sends: the row itself, or an 8-bit message of it (ZeRO++'s qwZ).
 #
 #     plain       shard ----------------------------> row ............ rows -----> full
 #     rounded     shard --- quantise --> message ............ messages --- read --> full       the shard stays exact
 #     stored      message -------------> message ............ messages --- read --> full       the message is the shard
 #
-# A rank reads its own message, too, so that parameters have the same bits on all ranks.
+# A rank also reads its own message, so that parameters have the same bits on all ranks.
 
 
 BITS = 8
-Take = Callable[[int, Tensor], Tensor]  # a buffer of at least so many elements, of the dtype and device of a tensor
+Take = Callable[[int, Tensor], Tensor]  # returns a buffer of at least this size, with a tensor's dtype and device
 
 
 class PlainRows:
-    """Rows travel as they are.
+    """Rows that are sent unquantised.
 
     Attributes:
-        is_exact: what a gather brings is what is kept.
+        is_exact: whether a gather delivers exactly the stored values.
     """
 
     is_exact = True
 
     def buffers(self, layout: RowLayout, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
-        """(elements, dtype) of the buffers that a gather takes."""
+        """(elements, dtype) of the buffers that a gather needs."""
         return [(layout.row_numel * layout.world, dtype)]
 
     def sent(self, rows: Tensor) -> Tensor:
-        """The form in which `rows` travel, as this rank keeps them: (rows, elements), or one of them (1-D)."""
+        """The form in which `rows` are sent: (rows, elements), or a single row (1-D)."""
         return rows
 
     def opened(self, rows: Rows, layout: RowLayout, like: Tensor, take: Take, per_rank: int = 1) -> Rows:
-        """The rows that `rows` have brought, `per_rank` of each rank, in the dtype and on the device of `like`."""
+        """The gathered rows, `per_rank` of each rank, in the dtype and on the device of `like`."""
         return rows
 
 
 class StoredMessages(PlainRows):
-    """Rows are kept as messages."""
+    """Rows that are stored as messages."""
 
     def buffers(self, layout: RowLayout, dtype: torch.dtype) -> list[tuple[int, torch.dtype]]:
         return [*super().buffers(layout, dtype), (message_bytes(layout.row_numel, BITS) * layout.world, torch.uint8)]
@@ -258,7 +258,7 @@ class StoredMessages(PlainRows):
 
 
 class RoundedRows(StoredMessages):
-    """Rows are kept exactly, and quantised on their way."""
+    """Rows that are stored exactly, and quantised for sending."""
 
     is_exact = False
 
@@ -270,7 +270,7 @@ class RoundedRows(StoredMessages):
 
 
 def rounded(row: Tensor) -> Tensor:
-    """`row` (1-D) as ranks see it after a gather."""
+    """`row` (1-D) as ranks read it after a gather."""
     message, values = new_messages(1, row.numel(), BITS, row.device), torch.empty_like(row)
     write_messages(row.view(1, -1), message, BITS)
     read_messages(message, values.view(1, -1), BITS)

@@ -1,4 +1,4 @@
-"""Handles of collectives under way, and rows that arrive from all ranks."""
+"""Handles of collectives in flight, and rows that arrive from all ranks."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Pending:
-    """A collective under way. Its buffers must not be touched before `wait` returns (on a GPU: is ordered).
+    """A collective in flight. Its buffers must not be used before `wait` returns (on a GPU: is queued).
 
-    This base class has nothing left to do.
+    This base class is a completed collective.
 
     Attributes:
-        has_more_rounds: `advance` starts another round, in which all ranks have to take part.
-        can_arrive: a thread may wait in `arrive`, while the process does something else.
+        has_more_rounds: whether `advance` starts another round, in which all ranks must take part.
+        can_arrive: whether a thread may wait in `arrive` while the process does something else.
     """
 
     has_more_rounds = False
     can_arrive = False
 
     def advance(self) -> None:
-        """Take the next step of a collective that has several and needs this process for them; may wait for others."""
+        """Start the next round of a multi-round collective that needs this process; may wait for others."""
 
     def is_ready(self) -> bool:
-        """Whether `wait` would return at once; False where that cannot be known."""
+        """Whether `wait` would return at once; False if unknown."""
         return False
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Context in which to wait for `arrive`, so that it is counted."""
+        """Context in which to wait for `arrive`, so that the wait is counted."""
         return _NOTHING
 
     def arrive(self) -> None:
-        """Return when everything has come that this process waits for in the present round; called in any thread, once,
-        before `advance` or `wait`, which have little left to wait for then."""
+        """Wait for everything this process receives in the current round. Called once, in any thread, before `advance`
+        or `wait`, which then hardly wait."""
 
     def wait(self) -> None:
-        """Return when the result is there."""
+        """Wait for the result."""
 
 
 class Rows(Pending):
-    """A gather of every rank's row. Rows may be read after `wait` and until `give_back`, where they arrived.
+    """A gather of every rank's row. Rows may be read in place after `wait` and until `give_back`.
 
     Attributes:
-        flat: all rows, one behind the other, where they lie like that.
-        buffer: what the gather took for them.
+        flat: all rows, if they are contiguous.
+        buffer: the buffer that the gather took for them.
     """
 
     flat: Tensor | None = None
@@ -56,7 +56,7 @@ class Rows(Pending):
         raise NotImplementedError
 
     def give_back(self) -> None:
-        """The rows have been read."""
+        """Return the rows, which have been read."""
 
 
 class FlatRows(Rows):

@@ -1,4 +1,4 @@
-"""Collectives as the backend itself does them (NCCL and its kin): asynchronous, ordered by streams."""
+"""Collectives of the backend itself (NCCL and similar): asynchronous, ordered by streams."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _AS_BYTES = ("torch.int16", "torch.uint16", "torch.uint32", "torch.uint64", "tor
 
 
 class NativeCollectives(Collectives):
-    """Hands every flat buffer to the process group as one call."""
+    """Passes every flat buffer to the process group in one call."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, hosts: dist.ProcessGroup | None = None) -> None:
-        """`hosts`: the same ranks on a backend for host memory, where `group` is one for a device."""
+        """`hosts`: the same ranks on a backend for host memory, if `group` is for a device."""
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         super().__init__(ranks.index(dist.get_rank()), len(ranks), ranks)
         self._group = group
@@ -81,7 +81,7 @@ class NativeCollectives(Collectives):
 
 
 class GatherStreamCollectives(NativeCollectives):
-    """Those of an accelerator for gathers of stage 3, which have a lane of their own."""
+    """Collectives of an accelerator for gathers of stage 3, which have a separate lane."""
 
     has_gather_lane = True
 
@@ -95,7 +95,7 @@ class GatherStreamCollectives(NativeCollectives):
         return FlatRows(buffer, flat, self.size, _Recorded(runtime, gathered))
 
     def _gather_into(self, flat: Tensor, row: Tensor) -> None:
-        """In order with what else is asked of the present lane. The host goes on."""
+        """Gather in order with other work on the present lane. The host does not wait."""
         _all_gather_flat(flat, row, group=self._group)
 
 
@@ -114,7 +114,7 @@ class _Recorded(Pending):
 
 
 class _Work(Pending):
-    """A collective that the backend carries through by itself."""
+    """A collective that the backend completes by itself."""
 
     can_arrive = True
 

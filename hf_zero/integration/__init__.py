@@ -1,1 +1,1 @@
-"""How hf_zero answers to the name `deepspeed`: the import hook, the alias package, and small helpers it re-exports."""
+"""Provides the name `deepspeed`: the import hook, the alias package, and helpers that it re-exports."""

@@ -1,4 +1,4 @@
-"""The metadata of `deepspeed` as importlib.metadata shows it: name, version, top-level package."""
+"""The metadata of `deepspeed` for importlib.metadata: name, version, top-level package."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FILES = {
 
 
 class AliasDistribution(Distribution):
-    """A distribution that exists in memory only: nothing named deepspeed lies in site-packages."""
+    """A distribution that only exists in memory: site-packages has nothing named deepspeed."""
 
     def __init__(self, folder: str) -> None:
-        """`folder`: where the alias package lies."""
+        """`folder`: location of the alias package."""
         self._root = os.path.dirname(folder)
 
     def read_text(self, filename: str) -> str | None:

@@ -1,6 +1,6 @@
-"""Import hook, live from interpreter start, through which `deepspeed` finds hf_zero; it imports nothing costly.
+"""The import hook, active from interpreter start, through which `deepspeed` finds hf_zero; imports nothing costly.
 
-Which package `deepspeed` means:
+The package that `deepspeed` means:
   HF_ZERO=0                            never hf_zero
   HF_ZERO=1 or hf_zero.install()       always hf_zero
   otherwise                            a real DeepSpeed if one is installed, else hf_zero
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # not typing's: importing typing costs several times the whole budget of this file
+TYPE_CHECKING = False  # not typing's, because importing typing takes several times this file's time budget
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from importlib.machinery import ModuleSpec
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NAME = "deepspeed"
 ALIAS_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), NAME)
 ALIAS_FILE = os.path.join(ALIAS_FOLDER, "__init__.py")
-# Modules in which hf_zero patches a few functions, right after they have been loaded (integration/patches).
+# Modules in which hf_zero patches a few functions right after loading (integration/patches).
 PATCHED = frozenset(
     (
         "accelerate.accelerator",
@@ -46,20 +46,20 @@ PATCHED = frozenset(
         "trl.trainer.utils",
     )
 )
-# Patched also where a real DeepSpeed answers: `accelerate launch` has --use_hf_zero there too.
+# Also patched if a real DeepSpeed is used, so that `accelerate launch` always has --use_hf_zero.
 LAUNCHER = frozenset(("accelerate.commands.config.config_args", "accelerate.commands.launch"))
 
 
 class AliasFinder:
-    """The one object on sys.meta_path: answers import lookups and distribution metadata for `deepspeed`.
+    """The finder on sys.meta_path: provides import specs and distribution metadata for `deepspeed`.
 
-    It is the first finder and gives way to a real DeepSpeed by itself. The last place would be simpler, but there any
-    plain folder called `deepspeed` (people keep their ds.json files in one) hides it as a namespace package.
+    It is the first finder and defers to a real DeepSpeed. As the last finder it would be simpler, but then any plain
+    folder named `deepspeed` (people keep their ds.json files in one) would hide it as a namespace package.
     """
 
     def __init__(self) -> None:
         self.forced = False
-        self._looking: set[int] = set()  # threads that are asking the other finders
+        self._looking: set[int] = set()  # threads that are querying the other finders
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name == NAME:
@@ -76,7 +76,7 @@ class AliasFinder:
         if context.name not in (None, NAME) and str(context.name).lower() != NAME:
             return []
         if context.name is None and "path" in vars(context):
-            return []  # pip lists what lies in given folders: what exists in memory only can't be frozen or uninstalled
+            return []  # pip lists given folders; a distribution in memory cannot be frozen or uninstalled
         if not self.answers():
             return []
         from hf_zero.integration.distribution import AliasDistribution
@@ -97,7 +97,7 @@ class AliasFinder:
         return self.forced or switch is True or not self._real_is_installed()
 
     def _real_spec(self, path: Sequence[str] | None) -> ModuleSpec | None:
-        """The spec of a real DeepSpeed, whose import is then logged; None to a finder that asks us while we ask it."""
+        """The spec of a real DeepSpeed, whose import is then logged; None for a nested query from another finder."""
         from _thread import get_ident
 
         thread = get_ident()
@@ -112,7 +112,7 @@ class AliasFinder:
     def _spec_with(
         self, name: str, path: Sequence[str] | None, afterwards: Callable[[ModuleType], None]
     ) -> ModuleSpec | None:
-        """The spec that others find; `afterwards` is called when the module's own code has run."""
+        """The spec from other finders; `afterwards` is called when the module's own code has run."""
         for finder in sys.meta_path:
             find_spec = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if finder is self or find_spec is None else find_spec(name, path)
@@ -134,7 +134,7 @@ class AliasFinder:
                 if name in LAUNCHER:
                     loader.get_code = _program
             except AttributeError:
-                return spec  # a loader that cannot be changed: the module stays as it is
+                return spec  # the loader cannot be changed: the module stays unpatched
         return spec
 
     def _real_is_installed(self) -> bool:
@@ -142,7 +142,7 @@ class AliasFinder:
 
         thread = get_ident()
         if thread in self._looking:
-            return True  # a finder that passes questions on asks us while we ask it: our own answer says nothing
+            return True  # a nested query from a finder that delegates: our own answer is meaningless
         self._looking.add(thread)
         try:
             return any(self._finds_real(finder) for finder in sys.meta_path)
@@ -152,7 +152,7 @@ class AliasFinder:
     def _finds_real(self, finder: object) -> bool:
         find_spec = getattr(finder, "find_spec", None)
         spec: ModuleSpec | None = None if finder is self or find_spec is None else find_spec(NAME, None)
-        # No origin: a namespace package, that is a folder that merely has the name.
+        # No origin: a namespace package, which is only a folder of that name.
         return spec is not None and spec.origin not in (None, ALIAS_FILE)
 
 
@@ -166,7 +166,7 @@ def enable() -> None:
 
 
 def install() -> None:
-    """Make `import deepspeed` mean hf_zero in this process, also where a real DeepSpeed is installed."""
+    """Make `import deepspeed` import hf_zero in this process, even if a real DeepSpeed is installed."""
     if _switch() is False:
         raise RuntimeError("hf_zero.install() was called, but HF_ZERO=0 turns hf_zero off: unset it or set it to 1.")
     loaded = sys.modules.get(NAME)
@@ -185,7 +185,7 @@ def install() -> None:
 
 
 def _program(name: str) -> CodeType:
-    """The code for `python -m`, which takes it without importing the module, so that nothing would be patched."""
+    """The code for `python -m`, which otherwise runs the module without importing it, so without patches."""
     return compile(f"from {name} import main\nmain()", name, "exec")
 
 
@@ -196,7 +196,7 @@ def _patch(module: ModuleType) -> None:
 
 
 def _say_who_answers(module: ModuleType) -> None:
-    """A real DeepSpeed has been imported where hf_zero is installed too: one line, of the first rank."""
+    """Log one line on the first rank if a real DeepSpeed was imported although hf_zero is installed."""
     if is_ours(module) or getattr(module, "__file__", None) is None or os.environ.get("RANK", "0") != "0":
         return
     version = getattr(module, "__version__", "of unknown version")

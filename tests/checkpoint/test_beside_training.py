@@ -100,7 +100,7 @@ def test_without_room_for_a_copy_training_waits(tmp_path: Path, monkeypatch: Any
     train(engine, 0, 1, range(1))
     engine.save_checkpoint(str(tmp_path))
     assert open_checkpoint(tmp_path).meta["global_steps"] == 1  # already
-    assert "host memory has no room for a second copy" in caplog.text
+    assert "host memory is too small for a second copy" in caplog.text
 
 
 def test_memory_is_kept_for_the_next_save_and_given_back_at_the_end(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""DeepSpeed's files: their keys and names, the dictionaries in them, and how each kind is read."""
+"""DeepSpeed's files: their names, keys and dictionaries, and the readers of each kind."""

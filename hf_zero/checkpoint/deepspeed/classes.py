@@ -1,8 +1,8 @@
-"""The four classes that DeepSpeed's pickles name, as plain values without behaviour.
+"""The four classes in DeepSpeed's pickles, as plain values without behaviour.
 
-They carry DeepSpeed's module paths, so that what we write opens in a real DeepSpeed where hf_zero is not installed, and
-what it writes opens here. Attributes of a loss scaler are complete: DeepSpeed replaces its own scaler by the one it
-finds in a stage 3 file.
+They have DeepSpeed's module paths, so that files written here open in a real DeepSpeed without hf_zero, and the other
+way round. Attributes of a loss scaler are complete, because DeepSpeed replaces its own scaler by the one in a stage 3
+file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class _Values:
-    """An object that is its attributes."""
+    """An object that only has attributes."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in vars(self).items())})"
@@ -36,7 +36,7 @@ class _Values:
 
 
 class fragment_address(_Values):  # noqa: N801
-    """Where a parameter's part starts in a partition, and its length."""
+    """The start and length of a parameter's part in a partition."""
 
     def __init__(self, numel: int, start: int) -> None:
         self.numel = numel
@@ -52,7 +52,7 @@ class LossScaler(_Values):
 
 
 class DynamicLossScaler(_Values):
-    """State of a scale that follows overflows."""
+    """State of a dynamic loss scale."""
 
     def __init__(self, **state: Any) -> None:
         self.__dict__.update(_DYNAMIC_DEFAULTS | state)

@@ -1,4 +1,4 @@
-"""Finds a checkpoint in a folder and lists its state files; reads nothing but `latest` and the manifest."""
+"""Finds a checkpoint in a folder and lists its state files; only reads `latest` and the manifest."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MAX_TAG_BYTES = 4096
 class Folder:
     """One checkpoint: the folder of its tag and the state files in it, by rank.
 
-    `model_files` has the single key 0 where all ranks share one file (stages 0 to 2). Where ranks hold parts of
-    matrices, the files are those of the ranks that hold the same parts, and there is a `Folder` for each part.
+    `model_files` only has the key 0 if all ranks share one file (stages 0 to 2). With tensor parallelism there is a
+    `Folder` for each part, with the files of the ranks that hold this part.
     """
 
     path: Path
@@ -31,12 +31,12 @@ class Folder:
 
 
 def find(directory: str | os.PathLike[str], tag: str | None = None) -> Sequence[Folder]:
-    """The checkpoint `tag` in `directory`, by default the one that `latest` names; of every tensor rank.
+    """Find the checkpoint `tag` in `directory` (default: the one that `latest` names), for every tensor rank.
 
     `directory` may also be the folder of a tag itself.
 
     Raises:
-        CheckpointError: when there is none, or its set of files is not that of one checkpoint.
+        CheckpointError: if there is none, or its files are not those of one checkpoint.
     """
     root = Path(directory)
     if not root.is_dir():
@@ -55,7 +55,7 @@ def find(directory: str | os.PathLike[str], tag: str | None = None) -> Sequence[
 
 
 def tag_in_latest(root: Path, *names: str) -> str | None:
-    """What `latest`, else the file of a universal checkpoint, names; None without such a file."""
+    """The tag in `latest`, or in the corresponding file of a universal checkpoint; None without such a file."""
     for name in names or (ds.LATEST, ds.LATEST_UNIVERSAL):
         path = root / name
         if path.is_dir():
@@ -83,13 +83,13 @@ def _plain_tag(path: Path, content: bytes) -> str:
 
 
 def list_files(path: Path, tag: str) -> Sequence[Folder]:
-    """The state files in the folder of one tag, by tensor rank; all those that its manifest lists are there in full
-    size."""
+    """List the state files in the folder of one tag, by tensor rank, after checking presence and size of all files in
+    its manifest."""
     if not path.is_dir():
         raise CheckpointError(path, f"there is no checkpoint with the tag {tag!r}", _other_tags(path.parent))
     if (path / ds.UNIVERSAL_FOLDER).is_dir():
         return [_universal(path, tag)]
-    files_to_check(path)  # knows which file is missing; what follows only sees that some are not there
+    files_to_check(path)  # names the missing file; the code below only sees that some are missing
     folders: dict[int, Folder] = {}
     for entry in sorted(path.iterdir()):
         if not entry.name.endswith((ds.MODEL_SUFFIX, ds.OPTIMIZER_SUFFIX)):
@@ -141,7 +141,7 @@ def _check_ranks(folder: Folder) -> None:
                 "all nodes in one folder",
             )
     num_model, num_optimizer = len(folder.model_files), len(folder.optimizer_files)
-    # A model without an optimizer has none at all; the files say whether this is one.
+    # A model without an optimizer has no optimizer files; the model files say whether this is one.
     if folder.model_file_per_rank and num_optimizer and num_model != num_optimizer:
         raise CheckpointError(
             folder.path,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 FORMAT_VERSION = "0.19.8"
-"""The DeepSpeed version whose files we write; its readers compare it, so it carries no suffix of ours."""
+"""The DeepSpeed version of the files; DeepSpeed compares it, so it has no suffix."""
 
 # Files of a checkpoint folder
 
@@ -31,9 +31,9 @@ LR_SCHEDULER = "lr_scheduler"
 DATA_SAMPLER = "data_sampler"
 RANDOM_LTD = "random_ltd"
 TRAINING_FEATURES = "training_features"
-"""Ours: states of the features that have no key of their own in DeepSpeed's file."""
+"""Additional key: states of features without a key in DeepSpeed's file."""
 EXTRA_STATES = "extra_states"
-"""Of a view, not of files: states of modules' own, which files have among the weights."""
+"""Only in views: extra states of modules, which files store among the weights."""
 SKIPPED_STEPS = "skipped_steps"
 GLOBAL_STEPS = "global_steps"
 GLOBAL_SAMPLES = "global_samples"
@@ -62,7 +62,7 @@ NOT_CLIENT_STATE = frozenset(
         "hf_zero",
     }
 )
-"""Keys that `load_checkpoint` keeps to itself; every other one is returned as client state."""
+"""Keys that `load_checkpoint` does not return; all others are client state."""
 
 # Keys of the optimizer files
 
@@ -77,7 +77,7 @@ BASE_OPTIMIZER_STATE = "base_optimizer_state"
 BASE_OPTIMIZER_STATE_STEP = "base_optimizer_state_step"
 FP32_PARTITIONS = "single_partition_of_fp32_groups"
 FP32_FLAT_GROUPS = "fp32_flat_groups"
-FP32_GROUPS_FLAT = "fp32_groups_flat"  # stage 0 under 16 bit: one flat master per group
+FP32_GROUPS_FLAT = "fp32_groups_flat"  # stage 0 with 16-bit weights: one flat master per group
 FP32_GROUPS = "fp32_groups"  # or one master per parameter
 ZERO_STAGE = "zero_stage"
 GROUP_PADDINGS = "group_paddings"
@@ -91,14 +91,14 @@ STEP = "step"
 CAT_DIM = "cat_dim"
 PARAM = "param"
 
-# Expert parallelism: not supported here, but the scripts in DeepSpeed's checkpoint folders import these names.
+# Expert parallelism is not supported here, but scripts in DeepSpeed's checkpoint folders import these names.
 AUTOEP_LAYERS_KEY = "ds_autoep_layers"
 AUTOEP_LAYERS_KEY_LEGACY = "autoep_layers"
 AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY = "checkpoint_format"
 AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT = "zero3_partitioned"
 
-# Ours, beside DeepSpeed's. Its globs look for *_model_states.pt and *_optim_states.pt only, its loaders skip keys that
-# they do not know.
+# Additional files and keys. DeepSpeed's globs only match *_model_states.pt and *_optim_states.pt, and its loaders skip
+# unknown keys.
 MANIFEST = "hf_zero_manifest.json"
 HF_ZERO = "hf_zero"
 STEPS = "steps"
@@ -107,7 +107,7 @@ SHARD_STATES = "shard_states"
 GRADIENT_ERRORS = "gradient_errors"
 TENSOR_PARTS = "tensor_parts"
 OUTSIDE_WEIGHTS = "outside_weights"
-"""At stage 0: trained parameters of the optimizer that are not the model's."""
+"""At stage 0: trained parameters that are not part of the model."""
 MANIFEST_KEY = "manifest"
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
@@ -116,7 +116,7 @@ _OPTIMIZER_FILE = re.compile(r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """The parts of a state file's name. `rank` is None for the model file that all ranks share."""
+    """The parts of a state file's name. `rank` is None for the shared model file."""
 
     kind: str  # "model" or "optimizer"
     rank: int | None
@@ -124,7 +124,7 @@ class FileName:
 
 
 def parse(name: str) -> FileName | None:
-    """The parts of a state file's name, None for any other file."""
+    """Parse a state file's name; None for any other file."""
     match = _MODEL_FILE.fullmatch(name)
     if match:
         return FileName("model", None if match["rank"] is None else int(match["rank"]), int(match["mp"]))
@@ -133,7 +133,7 @@ def parse(name: str) -> FileName | None:
 
 
 def model_file(rank: int, stage: int, model_rank: int = 0) -> str:
-    """Name of the model file that `rank` of those that hold the same parts reads; below stage 3 it is one for all."""
+    """Name of the model file of `rank` (among ranks with the same parts); below stage 3 all share one file."""
     return f"{f'zero_pp_rank_{rank}_' if stage == 3 else ''}mp_rank_{model_rank:02d}{MODEL_SUFFIX}"
 
 

@@ -39,7 +39,7 @@ _FIX = "restore the files of one checkpoint from a copy, or load another checkpo
 
 @dataclass(frozen=True, slots=True)
 class _RankFile:
-    """One rank's optimizer file, its inner dictionary."""
+    """The inner dictionary of one rank's optimizer file."""
 
     path: Path
     inner: Mapping[str, Any]
@@ -47,7 +47,7 @@ class _RankFile:
 
 
 def read_sharded(folder: Folder) -> CheckpointView:
-    """Open every file of a checkpoint of stages 1 to 3 and lay out what it holds."""
+    """Open every file of a checkpoint of stages 1 to 3 and create its view."""
     model_paths = list(folder.model_files.values())
     models = [read_torch_file(path) for path in model_paths]
     files = [_rank_file(path) for path in folder.optimizer_files.values()]
@@ -84,7 +84,7 @@ def _of_all(files: Sequence[_RankFile], key: str) -> list[tuple[Path, Any]]:
 
 
 def _untrained(folder: Folder, models: Sequence[Any], paths: Sequence[Path]) -> CheckpointView:
-    """A model of stage 3 without optimizer."""
+    """The view of a stage 3 model without optimizer."""
     check_manifest_is_there(models[0].get(ds.HF_ZERO), paths[0])
     part = module_part(models, paths, ())
     return CheckpointView(
@@ -116,7 +116,7 @@ def _stage(folder: Folder, files: Sequence[_RankFile]) -> int:
     inner = files[0].inner
     if ds.ZERO_STAGE in inner:
         stage = int(inner[ds.ZERO_STAGE])
-    else:  # missing from one optimizer class of DeepSpeed (bf16, stage 1, fp32 accumulation)
+    else:  # one optimizer class of DeepSpeed lacks it (bf16, stage 1, fp32 accumulation)
         stage = 3 if ds.FP32_FLAT_GROUPS in inner else 1
     if stage not in (1, 2, 3) or (stage == 3) != (ds.FP32_FLAT_GROUPS in inner):
         raise CheckpointError(files[0].path, f"says stage {stage}, and its content is of another", _FIX)
@@ -215,7 +215,7 @@ def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_R
 
 
 def _groups_3(pieces: Sequence[Mapping[str, Any]], stated: Sequence[Any], states: Any) -> tuple[Group, ...]:
-    """Sub-groups put together again, as the optimizer's own groups list them."""
+    """Join sub-groups into the optimizer's own groups."""
     groups = []
     for group in stated:
         members = [int(number) for number in group.get(ds.PARAMS, ()) if int(number) < len(pieces)]
@@ -244,7 +244,7 @@ def _scalars(states: Sequence[Sequence[Mapping[str, Any]]], number: int) -> dict
 def _elements(
     extents: Sequence[Extent], buffers: Mapping[str, Mapping[tuple[int, int], Parts]]
 ) -> dict[str, StateElements]:
-    """By kind of state, where every rank has it for any group (before the first step there is none)."""
+    """Elements by kind of state, if every rank has it for some group (before the first step there are none)."""
     ordered = by_parameter(extents)
     by_kind = {kind: StateElements(ordered, mine) for kind, mine in buffers.items()}
     return {kind: elements for kind, elements in by_kind.items() if any(map(elements.has, ordered))}
@@ -255,7 +255,7 @@ def _check_count(have: int, wanted: int, path: Path) -> None:
         raise CheckpointError(path, f"holds {have} groups where the model file lists {wanted}", _FIX)
 
 
-# Views of stage 0 checkpoints (everything in the model file) and of universal ones (a folder per parameter).
+# Views of stage 0 checkpoints (everything in the model file) and of universal checkpoints (a folder per parameter).
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -266,8 +266,8 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
     """A checkpoint of whole weights.
 
     Args:
-        groups: names and shapes of the optimizer's groups. DeepSpeed writes no names at stage 0; without them its
-            optimizer state cannot be told apart, and the view has the model's weights only, as frozen ones.
+        groups: names and shapes of the optimizer's groups. DeepSpeed writes no names at stage 0; without `groups` its
+            optimizer state cannot be assigned, and the view only has the model's weights, as frozen parameters.
     """
     (path,) = folder.model_files.values()
     model = read_torch_file(path)
@@ -322,7 +322,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
 def _whole_states(
     states: Mapping[int, Any], numbered: Mapping[int, tuple[str, tuple[int, ...]]]
 ) -> dict[str, Mapping[str, Any]]:
-    """All states by parameter name, if any of them is a tensor that does not hold one value per element."""
+    """All states by parameter name, if any of them is a tensor that is not per element."""
     named = {numbered[number][0]: state for number, state in states.items() if number in numbered}
     shapes = dict(numbered.values())
     has_other_shapes = any(
@@ -334,7 +334,7 @@ def _whole_states(
 
 
 def read_universal(folder: Folder) -> CheckpointView:
-    """A universal checkpoint: `zero/<parameter>/fp32.pt` and its moments, whole."""
+    """The view of a universal checkpoint: whole `zero/<parameter>/fp32.pt` and moments."""
     paths = list(folder.model_files.values())
     if not paths:
         raise CheckpointError(folder.path, f"holds no *{ds.MODEL_SUFFIX} file", _FIX)
@@ -373,7 +373,7 @@ def read_universal(folder: Folder) -> CheckpointView:
 
 
 def _check_complete(folder: Folder, pieces: Sequence[Shapes], buffers: Mapping[str, Mapping[int, Tensor]]) -> None:
-    """Every parameter has its weights, and the moments that any other one of its group has."""
+    """Check that every parameter has its weights and all moments of its group."""
     numbers = iter(range(sum(map(len, pieces))))
     for group in pieces:
         members = dict(zip(group, numbers))
@@ -390,7 +390,7 @@ def _universal_groups(
     scalars: Mapping[int, Mapping[str, Any]],
     steps: Mapping[str, int],
 ) -> tuple[Group, ...]:
-    """Sub-groups joined as `params` lists them (stage 3), or one to one."""
+    """Sub-groups joined as in `params` (stage 3), or one to one."""
     joins = [[int(number) for number in group.get(ds.PARAMS, ())] for group in stated]
     if sorted(number for join in joins for number in join) != list(range(len(pieces))):
         joins = [[number] for number in range(len(pieces))]
@@ -440,7 +440,7 @@ def _whole_elements(
 
 
 def _scalars_0(states: Mapping[int, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Single values of the parameter that has seen most updates."""
+    """Single values of the parameter with the most updates."""
     latest: dict[str, Any] = {}
     for number in group.get(ds.PARAMS, ()):
         state = states.get(number)
@@ -454,7 +454,7 @@ def _scalars_0(states: Mapping[int, Any], group: Mapping[str, Any]) -> dict[str,
 def _steps_0(
     states: Mapping[int, Any], stated: Sequence[Mapping[str, Any]], groups: Sequence[Shapes], is_flat: bool
 ) -> dict[str, int]:
-    """Updates by parameter: at stage 0 each has a counter of its own, none before its first update."""
+    """Updates by parameter: at stage 0 each has a separate counter, or none before its first update."""
     if is_flat:
         return {}
     steps = {}

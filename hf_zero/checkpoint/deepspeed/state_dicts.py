@@ -1,5 +1,5 @@
-"""Dictionaries from files: errors about missing keys and wrong types name the file. And, from model files, the
-weights: buffers, frozen parameters, second names of tied ones, and everything else."""
+"""Reads dictionaries from files, with errors about missing keys and wrong types that name the file; and, from model
+files, buffers, frozen parameters, second names of tied parameters, and everything else."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def need_int(mapping: Any, key: Any, path: Path) -> int:
 
 
 def check_manifest_is_there(ours: Any, path: Path) -> None:
-    """Raise when a file of ours says that a manifest belongs to it and there is none."""
+    """Raise an error if a file says that it has a manifest and there is none."""
     states_one = isinstance(ours, Mapping) and ours.get(ds.MANIFEST_KEY)
     if states_one and not (path.parent / ds.MANIFEST).exists():
         raise CheckpointError(path.parent / ds.MANIFEST, "this file of the checkpoint is missing", _FIX)
 
 
 def flat(value: Any, what: str, path: Path, at_least: int = 0) -> Tensor:
-    """`value` as a 1-D tensor of at least so many elements."""
+    """`value` as a 1-D tensor of at least `at_least` elements."""
     if not isinstance(value, Tensor) or not value.is_contiguous():
         raise CheckpointError(path, f"{what} is not a plain tensor", _FIX)
     if value.numel() < at_least:
@@ -72,12 +72,12 @@ def flat(value: Any, what: str, path: Path, at_least: int = 0) -> Tensor:
 
 
 def numel_of(value: Any) -> int:
-    """Of a tensor, also of one in parts; -1 for anything else."""
+    """Number of elements of a tensor, also of one in parts; -1 for anything else."""
     return value.numel() if isinstance(value, Tensor) else value.numel if isinstance(value, Streamed) else -1
 
 
 def parts_of(value: Any, what: str, path: Path, at_least: int) -> Parts:
-    """As `flat`, where it may lie in several parts."""
+    """Like `flat`, for a tensor that may be in several parts."""
     if not isinstance(value, Streamed):
         return (flat(value, what, path, at_least),)
     if value.numel < at_least:
@@ -107,10 +107,10 @@ def shapes_in_groups(model: Mapping[str, Any], key: str, path: Path) -> list[dic
 
 
 def element_states(state: Mapping[str, Any], numel: int, *, of_scalar: bool = False) -> dict[str, Any]:
-    """Those entries of one optimizer state that hold a value per element, at least `numel` of them.
+    """The per-element entries of one optimizer state, with at least `numel` elements.
 
     Args:
-        of_scalar: the state belongs to a parameter without dimensions, so its moments have none either.
+        of_scalar: whether the parameter has no dimensions, so that its moments have none either.
     """
     return {
         str(kind): value
@@ -123,7 +123,7 @@ def element_states(state: Mapping[str, Any], numel: int, *, of_scalar: bool = Fa
 
 
 def scalar_states(state: Mapping[str, Any], elements: Mapping[str, Any]) -> dict[str, Any]:
-    """The others: step counters and the like, 0-dim tensors as numbers."""
+    """The other entries, such as step counters; 0-dim tensors as numbers."""
     return {
         str(kind): value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
         for kind, value in state.items()
@@ -138,7 +138,7 @@ def scaler_values(scaler: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ModulePart:
-    """Contents of a model file apart from the trainable weights."""
+    """Contents of a model file except the trainable weights."""
 
     frozen: dict[str, Pieces]
     buffers: dict[str, Tensor]
@@ -164,7 +164,7 @@ def module_part(models: Sequence[Mapping[str, Any]], paths: Sequence[Path], trai
             and name not in trainable
             and name not in buffer_names
             and name not in aliases
-            # Stage 3 leaves placeholders without elements where the weights are sharded.
+            # Stage 3 stores empty placeholders for sharded weights.
             and (value.numel() or len(models) == 1)
         }
     owners = {*trainable, *frozen}
@@ -179,7 +179,7 @@ def _aliases(models: Sequence[Mapping[str, Any]], module: Mapping[str, Any], buf
         stated.update(model.get(ds.SHARED_PARAMS) or {})
     if stated or any(model.get(ds.SHARED_PARAMS) is not None for model in models):
         return stated
-    # Stage 0 does not state them, but tied tensors share one place in the file.
+    # Stage 0 does not list them, but tied tensors share one storage in the file.
     first: dict[object, str] = {}
     aliases = {}
     for name, value in module.items():
@@ -193,7 +193,7 @@ def _aliases(models: Sequence[Mapping[str, Any]], module: Mapping[str, Any], buf
 
 
 def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> dict[str, Pieces]:
-    """Frozen parameters as DeepSpeed's extra keys hold them: whole, or one shard in the file of every rank."""
+    """Frozen parameters from DeepSpeed's extra keys: whole, or one shard in the file of every rank."""
     shapes = models[0].get(ds.FROZEN_PARAM_SHAPES)
     fragments = [model.get(ds.FROZEN_PARAM_FRAGMENTS) for model in models]
     if not shapes or fragments[0] is None:

@@ -1,4 +1,4 @@
-"""From plain descriptions to the dictionaries that DeepSpeed's files hold, at every stage: no files, no ranks."""
+"""Builds the dictionaries of DeepSpeed's files at every stage from plain descriptions, without files or ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """The progress of training, and what its caller wants to keep."""
+    """The progress of training, and the caller's client state."""
 
     stage: int
     world: int
@@ -46,7 +46,7 @@ class ModelWeights:
         shared: second names of tied parameters -> first names.
         frozen_shapes, frozen: parameters that are not trained: whole, or this rank's shard at stage 3. None leaves
             them out of the file (`exclude_frozen_parameters`).
-        tensor_parts: how parameters are cut of which this file has parts; see `tensor_ranks`.
+        tensor_parts: how parameters are split of which this file has parts; see `tensor_ranks`.
     """
 
     module: Mapping[str, Content]
@@ -62,7 +62,7 @@ class GroupState:
     """This rank's part of one optimizer group (at stage 3: of one sub-group), in DeepSpeed's layout.
 
     Attributes:
-        master: fp32 weights, with or without the padding at its end as the stage wants it.
+        master: fp32 weights, with or without padding at the end, depending on the stage.
         moments: per-element states by name, padded.
         scalars: step counters and other single values.
     """
@@ -72,21 +72,21 @@ class GroupState:
     scalars: Mapping[str, Any]
 
     def torch_state(self) -> dict[str, Any]:
-        """The optimizer's `state` of it; empty before the first step."""
+        """The optimizer's `state` of the group; empty before the first step."""
         return {**_scalars(self.scalars), **self.moments} if self.moments or self.scalars else {}
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPart:
-    """Data shared by all groups.
+    """Optimizer data shared by all groups.
 
     Attributes:
-        options: per optimizer group its hyper-parameters, without `params`.
+        options: hyperparameters per optimizer group, without `params`.
         scaler: attributes of the loss scaler; empty for a scale of one.
-        steps: updates by parameter name, where not all have seen the same number.
-        whole: by parameter name this rank's states of whole tensors; see `whole_states`.
-        bound: this rank's states that fit its own shards only.
-        errors: what this rank's quantised gradients have left out; see `gradient_errors`.
+        steps: updates by parameter name, if these differ.
+        whole: this rank's states of whole tensors by parameter name; see `whole_states`.
+        bound: this rank's states that only fit its own shards.
+        errors: error feedback of this rank's quantised gradients; see `gradient_errors`.
     """
 
     options: Sequence[Mapping[str, Any]]
@@ -109,10 +109,10 @@ def model_states(
     """Content of a model file.
 
     Args:
-        group_shapes: trainable parameters in the order in which they lie in the optimizer files, one dictionary per
-            group (stage 3: per sub-group); None without an optimizer.
-        optimizer: at stage 0, its whole state.
-        ours: what only hf_zero reads.
+        group_shapes: trainable parameters in the order of the optimizer files, one dictionary per group (stage 3: per
+            sub-group); None without an optimizer.
+        optimizer: at stage 0, the whole optimizer state.
+        ours: values that only hf_zero reads.
     """
     extras = {**(ours or {}), **({ds.TENSOR_PARTS: dict(weights.tensor_parts)} if weights.tensor_parts else {})}
     frozen_shapes = None if weights.frozen is None else _sizes(weights.frozen_shapes or {})
@@ -136,13 +136,13 @@ def model_states(
         ds.DS_VERSION: ds.FORMAT_VERSION,
         ds.UNIVERSAL_INFO: {ds.UNIVERSAL_VERSION_KEY: ds.UNIVERSAL_VERSION},
     }
-    # What `load_checkpoint` has returned of an earlier checkpoint may be given again: it describes other files.
+    # The client state may contain keys of an earlier checkpoint, which describe other files.
     client_state = {key: value for key, value in run.client_state.items() if key not in states}
     return {**states, **plain(client_state), **({ds.HF_ZERO: extras} if extras else {})}
 
 
 def _features(states: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed's two entries, and one of ours for all other features, where there are any."""
+    """DeepSpeed's two entries, and one additional entry for all other features, if any."""
     entries = {key: plain(states.get(key)) for key in (ds.DATA_SAMPLER, ds.RANDOM_LTD)}
     others = {name: plain(state) for name, state in states.items() if name not in entries}
     return {**entries, ds.TRAINING_FEATURES: others} if others else entries
@@ -178,8 +178,8 @@ def optimizer_states_3(
     """Content of one rank's optimizer file at stage 3.
 
     Args:
-        sub_groups: per optimizer group the numbers of its sub-groups.
-        groups: per sub-group; masters and moments with the padding of every parameter.
+        sub_groups: the numbers of its sub-groups, per optimizer group.
+        groups: per sub-group; masters and moments include the padding of every parameter.
     """
     inner = {
         ds.ZERO_STAGE: ZeroStageEnum(3),
@@ -206,7 +206,7 @@ def optimizer_states_0(
 
     Args:
         states: by parameter name, whole; masters in the parameter's shape.
-        has_masters: whether weights of 16 bits have fp32 masters beside them.
+        has_masters: whether 16-bit weights have separate fp32 masters.
     """
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
     torch_form = {
@@ -238,7 +238,7 @@ class Partition:
     layout: GroupPartition
 
     def slices(self, rank: int) -> OrderedDict[str, fragment_address]:
-        """Which parameters lie where in `rank`'s part."""
+        """The places of parameters in `rank`'s part."""
         by_parameter = {member.parameter: name for member, name in zip(self.layout.members, self.names, strict=True)}
         return OrderedDict(
             (by_parameter[extent.parameter], fragment_address(extent.numel, extent.offset))
@@ -247,7 +247,7 @@ class Partition:
 
 
 def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler:
-    """The object that DeepSpeed's files hold for a loss scaler with these attributes."""
+    """The object in DeepSpeed's files for a loss scaler with these attributes."""
     if not attributes.get("dynamic"):
         return LossScaler(float(attributes.get("cur_scale", 1.0)))
     return DynamicLossScaler(**attributes)
@@ -259,7 +259,7 @@ def _file(run: RunState, part: OptimizerPart, inner: dict[str, Any]) -> dict[str
 
 
 def ours(part: OptimizerPart) -> dict[str, Any]:
-    """Keys that only hf_zero reads: that a manifest belongs to this file, and what DeepSpeed's keys cannot hold."""
+    """Keys that only hf_zero reads: that the file has a manifest, and values without a key in DeepSpeed."""
     extras = {ds.STEPS: dict(part.steps), ds.WHOLE_STATES: dict(part.whole), ds.SHARD_STATES: list(part.bound)}
     extras[ds.GRADIENT_ERRORS] = list(part.errors)
     return {ds.MANIFEST_KEY: True, **{key: value for key, value in extras.items() if value}}
@@ -270,7 +270,7 @@ def _sizes(shapes: Shapes) -> OrderedDict[str, torch.Size]:
 
 
 def _scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Step counters first, as ints unless they are tensors, for which torch's own optimizers ask."""
+    """Step counters first, as ints unless they are tensors, which torch's own optimizers require."""
     values = {key: plain(value) for key, value in scalars.items()}
     if ds.STEP in values:
         step = values.pop(ds.STEP)

@@ -1,7 +1,7 @@
-"""Writes DeepSpeed's universal form of a checkpoint: a folder per parameter, from which any number of ranks resumes.
+"""Writes a checkpoint in DeepSpeed's universal format: a folder per parameter, for resuming at any world size.
 
-hf_zero itself needs no such step: every checkpoint loads on any number of ranks and at any stage. It is for going
-back to DeepSpeed.
+hf_zero itself does not need this: every checkpoint loads at any world size and stage. It is for going back to
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hf_zero.checkpoint.view import MASTER, CheckpointView
 from hf_zero.errors import CheckpointError
 from hf_zero.staging import StagingFolder
 
-# Keys of rank 0's state that the parameters' folders hold.
+# Keys of rank 0's state that are stored in the parameters' folders.
 _IN_FOLDERS = (ds.BASE_OPTIMIZER_STATE, ds.BASE_OPTIMIZER_STATE_STEP, ds.FP32_PARTITIONS, ds.SLICE_MAPPINGS)
 
 
 def convert_to_universal(source: Path, target: Path, on_parameter: Callable[[str], object] = lambda _: None) -> None:
-    """Write the checkpoint in the folder `source` (that of a tag) as `target`, and `latest_universal` beside it.
+    """Write the checkpoint in the folder `source` (of a tag) to `target`, and `latest_universal` next to it.
 
-    One parameter is in memory at a time. What was at `target` stays until all is written.
+    One parameter is in memory at a time. An existing `target` stays until everything is written.
 
     Raises:
-        CheckpointError: for a checkpoint that cannot be read, or whose states have no universal form.
+        CheckpointError: if the checkpoint cannot be read, or its states have no universal format.
     """
     view = open_checkpoint(source)
     _refuse_unfit(view)
@@ -75,7 +75,7 @@ def _write(view: CheckpointView, folder: Path, on_parameter: Callable[[str], obj
             value = flat if view.stage == 3 else {ds.CAT_DIM: 0, ds.PARAM: flat.view(shape)}
             _write_file(parameters / name / f"{kind}.pt", value)
         if view.stage < 3 and steps.get(name) is not None:
-            # A tensor: torch's own optimizers take nothing else when DeepSpeed hands it to them.
+            # A tensor, because DeepSpeed passes it to torch's own optimizers, which require one.
             _write_file(parameters / name / f"{ds.STEP}.pt", torch.tensor(float(steps[name] or 0)))
         on_parameter(name)
     for name, whole in _untrained(view).items() if view.stage < 3 else ():
@@ -94,7 +94,7 @@ def _untrained(view: CheckpointView) -> dict[str, Tensor]:
 
 
 def _common_state(view: CheckpointView) -> dict[str, Any]:
-    """State shared by all parameters: rank 0's file without what the folders hold."""
+    """State shared by all parameters: rank 0's file without the contents of the folders."""
     path = view.folder.optimizer_files[min(view.folder.optimizer_files)]
     inner: Mapping[str, Any] = read_torch_file(path)[ds.OPTIMIZER_STATE_DICT]
     if view.stage == 3:

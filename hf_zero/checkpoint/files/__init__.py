@@ -1,1 +1,1 @@
-"""Files as bytes: formats, checksums, and writing that a crash leaves whole or absent."""
+"""Files as bytes: formats, checksums, and atomic writing."""

@@ -1,14 +1,14 @@
-"""Writes objects as torch.save does, except that tensors are streamed and classes need not be importable here.
+"""Writes objects like torch.save, but streams tensors and does not need to import their classes.
 
-Two things torch.save cannot do: write a tensor that is never whole in memory, and name DeepSpeed's classes in a pickle
-while another object goes by that name in this process (a real DeepSpeed, or none).
+torch.save can neither write a tensor that is never whole in memory, nor name DeepSpeed's classes in a pickle while
+another object has that name in this process (a real DeepSpeed, or none).
 
 A torch file is a ZIP archive of uncompressed records, each starting at a multiple of 64 bytes:
 
     local header, name, padding | record | local header, name, padding | record | ... | directory
 
-Sizes are known before the first byte is written, so every place is planned first and the records can be written in any
-order; only their checksums come later and are put into the headers then.
+Sizes are known in advance, so all offsets are planned first and records can be written in any order; only their
+checksums are added to the headers afterwards.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from hf_zero.checkpoint.files.stream import (
 from hf_zero.errors import CheckpointError
 
 ALIGN_BYTES = 64
-WriteRecords = Callable[[int, Sequence[Record]], list[int]]  # as `stream.write_records`
+WriteRecords = Callable[[int, Sequence[Record]], list[int]]  # like `stream.write_records`
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _DIRECTORY = struct.Struct("<IHHHHHHIIIHHHHHII")
 _ZIP64_END = struct.Struct("<IQHHIIQQQQ")
 _ZIP64_LOCATOR = struct.Struct("<IIQI")
 _END = struct.Struct("<IHHHHIIH")
 _SIZES64 = struct.Struct("<HHQQ")  # id, length, size, stored size
-_ENTRY64 = struct.Struct("<HHQQQ")  # and the header's offset
-_TIME, _DATE = 0, 33  # 1980-01-01: the same content gives the same bytes
+_ENTRY64 = struct.Struct("<HHQQQ")  # the same with the header's offset
+_TIME, _DATE = 0, 33  # 1980-01-01, so that equal content gives equal bytes
 _LIMIT32 = 0xFFFFFFFF
 _VERSION64, _UTF8 = 45, 0x800
-_PROTOCOL = 2  # torch's own choice, and the one that its restricted reader knows best
+_PROTOCOL = 2  # torch's own choice, which its restricted reader supports best
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,12 @@ class Member:
 
 
 def write_torch_file(path: Path, value: object, write: WriteRecords = write_records) -> Written:
-    """Write `value` to `path`, fsynced; tensors and `Streamed` leaves become records.
+    """Write `value` to `path` and fsync it; tensors and `Streamed` leaves become records.
 
     `path` must not exist: to replace a file, write under another name first.
 
     Raises:
-        TypeError: when `value` holds an object that a restricted reader would refuse to build.
+        TypeError: if `value` contains an object that a restricted reader would reject.
     """
     members = _plan(value, path)
     with created(path) as file:
@@ -91,12 +91,12 @@ def write_torch_file(path: Path, value: object, write: WriteRecords = write_reco
 
 
 def write_torch_file_as_it_comes(path: Path, arriving: Arriving) -> Written:
-    """The same where tensors arrive in batches: leaves of the content are `Awaited`, each of which arrives once."""
+    """`write_torch_file` for tensors that arrive in batches: leaves are `Awaited`, and each arrives once."""
     members = _plan(arriving.content, path)
     place = {id(member.content): number for number, member in enumerate(members)}
     checksums = [0] * len(members)
     with created(path) as file:
-        # No name may hold on to a batch while the next one is made.
+        # No variable may reference a batch while the next one is created.
         while (batch := next(arriving.batches, None)) is not None:
             numbers = [place.pop(id(awaited)) for awaited, _ in batch]
             records = [Record(members[number].offset, content) for number, (_, content) in zip(numbers, batch)]
@@ -124,7 +124,7 @@ def _plan(value: object, path: Path) -> tuple[Member, ...]:
 
 
 def _finish(file: int, path: Path, members: Sequence[Member], checksums: Sequence[int]) -> Written:
-    """Headers and directory, which need the checksums."""
+    """Write headers and directory, which need the checksums."""
     heads = archive_headers(members, checksums)
     records = [*(member.record for member in members), *heads]
     all_checksums = [*checksums, *write_records(file, heads)]
@@ -146,14 +146,14 @@ def _pickle(value: object, name: str) -> tuple[bytes, list[Streamed | Awaited]]:
 
 
 def _readable_globals() -> set[str]:
-    """Globals that torch's restricted reader builds by default, and those that the user has allowed."""
+    """Globals that torch's restricted reader allows by default, and those that the user has added."""
     allowed = set(_weights_only_unpickler._get_allowed_globals())
-    # Listed by torch under the names of Python 2, which pickles of protocol 2 use.
+    # torch lists them under Python 2 names, which pickles of protocol 2 use.
     return allowed | {name.replace("builtins.", "__builtin__.") for name in allowed}
 
 
 class _Storage:
-    """Stands for one record while pickling."""
+    """Represents one record while pickling."""
 
     def __init__(self, key: int, content: Streamed | Awaited) -> None:
         self.id = ("storage", _storage_class(content.dtype), str(key), "cpu", content.numel)
@@ -166,15 +166,15 @@ def _storage_class(dtype: torch.dtype) -> type:
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-# The pickler in Python, not the one in C: only it lets a class be written under a name that is not importable.
+# The Python pickler, because the one in C cannot write a class under a name that is not importable.
 class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-ignore]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self._file = file
         self.contents: list[Streamed | Awaited] = []
-        self.named: set[str] = set()  # globals that the reader will have to find
+        self.named: set[str] = set()  # globals that the reader needs
         self._storages: dict[object, _Storage] = {}
-        self._alive: list[object] = []  # so that no address is used twice while we compare addresses
+        self._alive: list[object] = []  # keeps objects alive so that addresses stay unique
 
     def persistent_id(self, obj: object) -> Any:
         return obj.id if isinstance(obj, _Storage) else None
@@ -199,7 +199,7 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-igno
         self.memoize(obj)  # type: ignore[attr-defined]
 
     def _note(self, start: int) -> None:
-        """Remember the name that was just written, as the file has it: module and name of a GLOBAL instruction."""
+        """Record the module and name of the GLOBAL instruction that was just written."""
         self._file.seek(start)
         pickled = self._file.read()
         if pickled.startswith(pickle.GLOBAL):
@@ -218,7 +218,7 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-igno
         return torch._utils._rebuild_tensor_v2, arguments
 
     def _identity(self, tensor: Tensor) -> object:
-        """Equal for tensors that are one and the same memory in one shape: tied weights are written once."""
+        """A key that is equal for tensors with the same memory and shape, so that tied weights are written once."""
         self._alive.append(tensor)
         if tensor.numel() == 0:
             return id(tensor)
@@ -226,7 +226,7 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-igno
 
 
 def why_unreadable(value: object) -> str | None:
-    """Why a file with it could not be written, or read back; None: it can."""
+    """The reason why `value` could not be written or read back; None if it can."""
     try:
         _pickle(value, "the file")
     except Exception as error:
@@ -235,7 +235,7 @@ def why_unreadable(value: object) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """`value` with dict, list, str and number subclasses (config classes, numpy scalars) turned into builtins."""
+    """`value` with subclasses of dict, list, str and numbers (config classes, numpy scalars) as builtins."""
     if value is None or isinstance(value, (bool, torch.Size, Tensor, torch.dtype, OrderedDict)):
         return value
     simple: type[Any]
@@ -252,12 +252,12 @@ def plain(value: Any) -> Any:
 
 
 def place_records(contents: Sequence[tuple[str, Streamed | Awaited | bytes]]) -> tuple[Member, ...]:
-    """Placements for all records, in order."""
+    """Assign offsets to all records, in order."""
     members, cursor = [], 0
     for name, content in contents:
         encoded = name.encode()
         fixed = _LOCAL.size + len(encoded) + _SIZES64.size
-        padding = -(cursor + fixed + 4) % ALIGN_BYTES + 4  # four bytes announce the padding
+        padding = -(cursor + fixed + 4) % ALIGN_BYTES + 4  # including the padding's 4-byte header
         member = Member(encoded, content, cursor, cursor + fixed + padding)
         members.append(member)
         cursor = member.offset + member.record.num_bytes
@@ -265,7 +265,7 @@ def place_records(contents: Sequence[tuple[str, Streamed | Awaited | bytes]]) ->
 
 
 def archive_headers(members: Sequence[Member], checksums: Sequence[int]) -> list[Record]:
-    """Everything but the records' data: local headers, and the directory at the end."""
+    """Everything except the records' data: local headers, and the directory at the end."""
     headers = [
         Record(m.header_offset, _local_header(m, checksum)) for m, checksum in zip(members, checksums, strict=True)
     ]
@@ -300,43 +300,43 @@ def _directory_end(count: int, start: int, num_bytes: int) -> bytes:
     return _ZIP64_END.pack(*fields) + _ZIP64_LOCATOR.pack(0x07064B50, 0, start + num_bytes, 1) + tail
 
 
-# Reads torch files from others: memory-mapped, without running any code in them.
+# Reads torch files: memory-mapped, without running any code from them.
 
 
-# The description of a checkpoint of 100,000 parameters takes about 30 MB; what is larger is not a description.
+# The description of a checkpoint with 100,000 parameters takes about 30 MB; anything much larger is invalid.
 MAX_PICKLE_BYTES = 1 << 30
 MAX_RECORDS = 1 << 20
 
 _RESTORE = "restore it from a copy, or load an older checkpoint"
 IN_PIECES = "hf_zero_in_pieces"
-"""Key of what stands for a tensor of a checkpoint in host memory: (file, first byte, bytes) of its parts, dtype, shape.
+"""Key of a tensor's description in a checkpoint in host memory: (file, first byte, bytes) of its parts, dtype, shape.
 
-The files, with nothing in them but values, lie beside the folder of the tag; without a name they are zeros. An empty
-file stands for one on another host. As a key of the whole content it says that there are such tensors.
+The files only contain values and are next to the folder of the tag; a part without a file name is zeros. An empty file
+represents one on another host. As a key of the whole content it says that there are such tensors.
 """
 
 
 @functools.cache
 def _known() -> list[tuple[Any, str]]:
-    """What is built besides torch's own: DeepSpeed's states, and numbers of numpy and arrays of them, which its users
+    """Classes that are allowed in addition to torch's: DeepSpeed's states, and numpy numbers and arrays, which users
     put into `client_state`, under their names in numpy 1 and 2."""
     core: Any = getattr(numpy, "_core", None) or numpy.core
-    found: list[Any] = [numpy.dtype, numpy.ndarray, *{type(numpy.dtype(code)) for code in "?bBhHiIlLqQefdFD"}]
-    known = [(each, f"{each.__module__}.{each.__name__}") for each in found]
+    allowed: list[Any] = [numpy.dtype, numpy.ndarray, *{type(numpy.dtype(code)) for code in "?bBhHiIlLqQefdFD"}]
+    known = [(each, f"{each.__module__}.{each.__name__}") for each in allowed]
     for home in ("numpy.core.multiarray", "numpy._core.multiarray"):
         known += [(getattr(core.multiarray, name), f"{home}.{name}") for name in ("scalar", "_reconstruct")]
     return known + [(each, f"{home}.{each.__name__}") for each, home in classes.HOMES.items()]
 
 
 def read_torch_file(path: Path, *, stays_in_parts: Callable[[Any], bool] = lambda key: False) -> Any:
-    """The content of `path`; tensors of torch's zip format stay in the file until they are touched.
+    """Read `path`; tensors of torch's zip format stay in the file until they are accessed.
 
     Args:
-        stays_in_parts: below which of its keys a tensor that lies in several parts is a `Streamed`, so that nothing is
-            copied that nobody asks for.
+        stays_in_parts: keys below which a tensor in several parts is returned as `Streamed`, to avoid unnecessary
+            copies.
 
     Raises:
-        CheckpointError: for a file that is missing, damaged, or names a class that a checkpoint does not need.
+        CheckpointError: if the file is missing, damaged, or names a class that checkpoints do not need.
     """
     if not path.is_file():
         raise CheckpointError(path, "this file of the checkpoint is missing", _RESTORE)
@@ -368,7 +368,7 @@ def _put_together(value: Any, folder: Path, mapped: dict[str, Tensor]) -> Any:
             continue
         if name not in mapped:
             path = folder / Path(name).name
-            if not path.stat().st_size:  # on another host, whose ranks read it: these bytes are NaN
+            if not path.stat().st_size:  # on another host, whose ranks read it: fill with NaN
                 parts.append(torch.full((num_bytes,), 255, dtype=torch.uint8))
                 continue
             mapped[name] = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
@@ -384,7 +384,7 @@ def _materialised(value: Any) -> Any:
 
 
 def check_container(path: Path) -> None:
-    """Raise unless the archive's directory describes plain records that lie inside the file."""
+    """Raise an error unless the archive's directory only describes plain records inside the file."""
     num_bytes = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
@@ -405,11 +405,11 @@ def check_container(path: Path) -> None:
 
 
 def check_records(path: Path) -> None:
-    """Raise unless every record of a zip file has the checksum that the file itself states."""
+    """Raise an error unless every record of a zip file matches the checksum in the file."""
     if not path.is_file():
         raise CheckpointError(path, "this file of the checkpoint is missing", _RESTORE)
     if not _starts_like_a_zip(path):
-        return  # the old stream format states none
+        return  # the old stream format has none
     check_container(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -439,14 +439,14 @@ def _refusal(path: Path, error: Exception, is_zip: bool) -> CheckpointError:
 
 
 def _foreign_globals(path: Path, error: Exception, is_zip: bool) -> list[str]:
-    # A class that the pickle does not name: dtypes of numpy are made by `numpy.dtype`, and are classes of their own.
+    # A class that the pickle does not name: `numpy.dtype` creates dtypes, which have separate classes.
     if made := re.findall(r"but got <class '([\w.]+)'>", str(error)):
         return sorted(set(made))
     if is_zip:
         known = {name for _, name in _known()}
         try:
             return sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - known)
-        except Exception:  # a pickle so broken that it cannot even be listed
+        except Exception:  # a pickle too damaged to be listed
             return []
     return sorted(set(re.findall(r"GLOBAL ([\w.]+)", str(error))))
 

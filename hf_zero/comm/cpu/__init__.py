@@ -1,1 +1,1 @@
-"""Collectives of ranks on CPUs: shared memory within a machine, pairs of ranks over gloo between machines."""
+"""Collectives for CPU ranks: shared memory within a machine, pairs of ranks over gloo between machines."""

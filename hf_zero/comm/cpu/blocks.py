@@ -1,4 +1,4 @@
-"""Blocks of memory that ranks of one machine share: one as such, and those that this rank has made."""
+"""Blocks of memory shared by the ranks of one machine, and the pool of this rank's own blocks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from hf_zero.comm.rows import num_bytes
 from hf_zero.layout.buckets import round_up
 
-ALIGN_BYTES = 64  # of what lies behind something else in a block
+ALIGN_BYTES = 64  # alignment of consecutive pieces in a block
 _GRAIN_BYTES = 1 << 12
-_MAX_IDLE = 256  # takes of other blocks; about a step of a model of fifty layers
-_HOLDER = -1  # stands among a block's readers for the rank that made it
+_MAX_IDLE = 256  # takes of other blocks; about one step of a model with fifty layers
+_HOLDER = -1  # entry in a block's readers for the rank that created it
 
 
 def aligned_bytes(piece: Tensor) -> int:
-    """Bytes that `piece` takes in a block, up to where the next one may lie."""
+    """Bytes of `piece` in a block, including alignment of the next piece."""
     return round_up(num_bytes(piece), ALIGN_BYTES)
 
 
@@ -28,9 +28,9 @@ class Block:
     """One piece of shared memory, mapped into this process.
 
     Attributes:
-        last_take: the number of its last use; of own blocks only.
-        last_call: the call that it was posted as the last time; of own blocks only.
-        receivers: to whom.
+        last_take: number of its last use; own blocks only.
+        last_call: the last call it was posted for; own blocks only.
+        receivers: the receivers of that call.
     """
 
     def __init__(self, number: int, descriptor: int, num_bytes: int) -> None:
@@ -49,27 +49,27 @@ class Block:
 
 
 class OwnBlocks:
-    """The blocks that this rank has made: which are free, and who has still to read the others."""
+    """The blocks that this rank has created: which are free, and which ranks still have to read the others."""
 
     def __init__(self) -> None:
         self._all: dict[int, Block] = {}
         self._num_made = 0
         self._num_takes = 0
         self._free: list[Block] = []
-        self._readers: dict[int, set[int]] = {}  # of a block that is not free
+        self._readers: dict[int, set[int]] = {}  # remaining readers of blocks that are not free
 
     @property
     def tensors(self) -> list[Tensor]:
         return [block.bytes for block in self._all.values()]
 
     def take(self, num_bytes: int, show: Callable[[int, int, int], None], *, is_held: bool) -> Block:
-        """A block that no rank reads; `show` gets number, size and descriptor of a new one.
+        """Return a block that no rank reads; `show` is called with number, size and descriptor of a new one.
 
-        One that `is_held` is not free again before `release`.
+        A block with `is_held` is not free again before `release`.
         """
         self._num_takes += 1
         size = max(1, -(-num_bytes // _GRAIN_BYTES)) * _GRAIN_BYTES
-        # A block that is much larger stays for those who need it, or they would make another one.
+        # Keep much larger blocks for calls that need them, which would otherwise create new ones.
         fitting = [block for block in self._free if size <= block.num_bytes <= size + size // 4]
         if fitting:
             block = min(fitting, key=lambda block: block.num_bytes)
@@ -88,11 +88,11 @@ class OwnBlocks:
         return block
 
     def release(self, block: Block) -> None:
-        """The holder is done with `block`."""
+        """Release `block` on behalf of its holder."""
         self.strike_reader(block.number, _HOLDER)
 
     def readers(self, block: Block) -> AbstractSet[int]:
-        """Ranks that have not read it yet."""
+        """Ranks that have not read the block yet."""
         return self._readers.get(block.number, set())
 
     def add_readers(self, block: Block, readers: Iterable[int]) -> None:
@@ -105,7 +105,7 @@ class OwnBlocks:
             self._free.append(self._all[number])
 
     def drop_idle(self) -> list[int]:
-        """Numbers of the blocks that were not taken for a while; they are gone."""
+        """Drop blocks that have not been used for a while, and return their numbers."""
         idle = [block for block in self._free if self._num_takes - block.last_take > _MAX_IDLE]
         for block in idle:
             self._free.remove(block)
@@ -114,7 +114,7 @@ class OwnBlocks:
 
 
 def anonymous_file(num_bytes: int) -> int:
-    """Descriptor of memory that other processes can map."""
+    """Return a descriptor of memory that other processes can map."""
     descriptor = os.memfd_create("hf_zero")
     os.ftruncate(descriptor, num_bytes)
     return descriptor

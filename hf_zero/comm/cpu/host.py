@@ -1,9 +1,8 @@
-"""Collectives between ranks of one machine without a network in between: pieces change hands in shared memory.
+"""Collectives between ranks of one machine through shared memory, without a network.
 
-A piece is copied once into memory that its receivers can see and once, or while it is added, out of it; gradients are
-written there in the first place. Against sending it through gloo's sockets that saves the copies in the kernel and most
-of what a small message costs (bench/collectives.py). What is summed is summed in the order of ranks, as by the
-exchanges.
+A piece is copied once into shared memory and once out of it (or added directly); gradients are written there in the
+first place. Compared with gloo's sockets this saves the copies in the kernel and most of the latency of small messages
+(bench/collectives.py). Sums are computed in rank order, like those of the exchanges.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ CHANNELS_PER_GROUP = 8
 
 
 class GroupLink:
-    """The memory that the ranks of a host share, as one group of them uses it: ranks are those of the group.
+    """A group's view of the memory that the ranks of a host share; ranks are numbered within the group.
 
-    It is a view of the one link of this process, so that a wait in any group looks after all of them.
+    It is a view of this process's only link, so that a wait in any group serves all groups.
 
     Attributes:
-        link: to all ranks of the host, which it knows by their ranks in the world.
-        ranks: of the world, in the order of the group.
-        rank: this one's place in there.
+        link: to all ranks of the host, by global rank.
+        ranks: global ranks, in the order of the group.
+        rank: this rank's number in the group.
     """
 
     def __init__(self, link: SharedMemoryLink, ranks: Sequence[int], rank: int, number: int = 0) -> None:
-        """`number`: of the group; the same on all its ranks, and unlike those of other groups that share a rank."""
+        """`number`: of the group; the same on all its ranks, and different from other groups that share a rank."""
         self.link = link
         self.ranks = tuple(ranks)
         self.rank = rank
@@ -91,7 +90,7 @@ class GroupLink:
         self.link.mail([self.ranks[peer] for peer in peers], self._number, kind, block, argument, details)
 
     def listen(self, take_in: Callable[[Mail], None], attend: Callable[[Callable[[], AbstractSet[int]]], bool]) -> None:
-        """Give `take_in` the group's mail, and call `attend` in every wait of this process."""
+        """Pass the group's mail to `take_in`, and call `attend` in every wait of this process."""
 
         def attend_group(awaited: Callable[[], AbstractSet[int]]) -> bool:
             return attend(lambda: {self._place[peer] for peer in awaited() if peer in self._place})
@@ -106,7 +105,7 @@ class GroupLink:
 
 
 def filled(link: GroupLink, rows: Sequence[Tensor]) -> Block:
-    """A block of this rank's with all of `rows` (1-D), at `offsets`."""
+    """A block of this rank that holds all `rows` (1-D) at `offsets`."""
     block = link.take(sum(map(aligned_bytes, rows)))
     for row, offset in zip(rows, offsets(rows), strict=True):
         block.view(offset, row.numel(), row.dtype).copy_(row)
@@ -114,12 +113,12 @@ def filled(link: GroupLink, rows: Sequence[Tensor]) -> Block:
 
 
 def offsets(rows: Sequence[Tensor]) -> list[int]:
-    """Where each row begins in a block, in bytes."""
+    """The byte offset of each row in a block."""
     return [sum(map(aligned_bytes, rows[:index])) for index in range(len(rows))]
 
 
 class Arrival:
-    """The blocks of one gather by peer, shared by the rows of its parts and given back with the last of them."""
+    """The blocks of one gather by peer, shared by the rows of its parts and returned with the last of them."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class Arrival:
         num_parts: int = 1,
         is_here: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`claim` waits for the blocks, `is_here` says whether they are there."""
+        """`claim` waits for the blocks, `is_here` says whether they have arrived."""
         self._link = link
         self._claim = claim
         self._left = num_parts
@@ -150,10 +149,10 @@ class Arrival:
 
 
 class SharedRows(Rows):
-    """Rows of all ranks, the others' read at byte `offset` of their blocks.
+    """Rows of all ranks; those of the others are read at byte `offset` of their blocks.
 
     Attributes:
-        arrival: brings the blocks; None until the gather is granted.
+        arrival: provides the blocks; None until the gather is granted.
     """
 
     def __init__(self, rank: int, row: Tensor, offset: int = 0, arrival: Arrival | None = None) -> None:
@@ -185,7 +184,7 @@ _OFFSETS = torch.int64
 
 
 class _Posted(Pending):
-    """This rank's pieces are there for the others; theirs are taken when they are wanted."""
+    """A call whose pieces this rank has posted; the others' pieces are read in `wait`."""
 
     def __init__(self, finish: Callable[[], None], is_ready: Callable[[], bool]) -> None:
         self._finish: Callable[[], None] | None = finish
@@ -201,7 +200,7 @@ class _Posted(Pending):
 
 
 class _Call(IntEnum):
-    """A call, as its label describes it."""
+    """The kind of a call, as in its label."""
 
     REDUCE_SCATTER = 1
     ALL_GATHER = 2
@@ -212,17 +211,17 @@ class _Call(IntEnum):
 
 
 class HostCollectives(ExchangeCollectives):
-    """Exchanges through a `GroupLink`. Set-up calls and broadcasts stay with gloo.
+    """Exchanges through a `GroupLink`. Setup calls and broadcasts use gloo.
 
-    Every message says which call it belongs to, of how many bytes, and what it is about; a rank that has called
-    something else in this place finds out, and so do the others.
+    Every message is labelled with its call, its size and its subject. If a rank has made another call in this place, it
+    and all others notice.
     """
 
     def __init__(self, link: GroupLink, channel: int = 0, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group, channel)
         self._link = link
         self._subject: tuple[int, ...] = ()
-        self._filled: dict[int, Block] = {}  # by address: blocks that are out as send buffers
+        self._filled: dict[int, Block] = {}  # by address: blocks in use as send buffers
         self._sent: deque[tuple[Block, int]] = deque()
 
     def buffers(self) -> list[Tensor]:
@@ -242,8 +241,8 @@ class HostCollectives(ExchangeCollectives):
         return self._link.next_call(self._channel)
 
     def take_send_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor in shared memory. The buffers that are waited for are read by peers once those have sent as much:
-        see `hf_zero.grads.reducer` for why they will."""
+        """A tensor in shared memory. This may wait until peers have read earlier buffers, which they do once they have
+        sent as much: see `hf_zero.grads.reducer` for why they will."""
         while len(self._sent) >= MAX_SEND_BUFFERS:
             self._link.wait_until_read(*self._sent.popleft())
         block = self._link.take(numel * dtype.itemsize, is_held=True)
@@ -260,7 +259,7 @@ class HostCollectives(ExchangeCollectives):
         block = self._filled.get(flat.data_ptr())
         if block is None:
             block = self._link.take(num_bytes(flat))
-            for peer in self._peers():  # the own piece stays where it is, and its place in the block takes no memory
+            for peer in self._peers():  # the own piece is not copied, and its place in the block takes no memory
                 place = block.view(peer * num_bytes_each, shard.numel(), dtype)
                 place.copy_(own_shard(flat, peer, self.size))
         self._link.post(block, call, label)
@@ -295,7 +294,7 @@ class HostCollectives(ExchangeCollectives):
         return SharedRows(self.rank, row, arrival=Arrival(self._link, lambda: self._claim(call, label)))
 
     def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
-        """Peers' rows for this rank are read where they lie."""
+        """Read the peers' rows for this rank in place."""
         call, label = self._post_same(flat, _Call.EXCHANGE_ROWS)
         arrival = Arrival(self._link, lambda: self._claim(call, label), is_here=lambda: self._all_have_posted(call))
         own = own_shard(flat, self.rank, self.size)
@@ -304,7 +303,7 @@ class HostCollectives(ExchangeCollectives):
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         call, label = self._next_call(), self._new_label(_Call.ALL_TO_ALL, 0)
         block = self._link.take(sum(map(aligned_bytes, sent)) + ALIGN_BYTES * self.size)
-        # The sender alone knows where each piece begins, so the block begins with a table.
+        # Only the sender knows the start of each piece, so the block begins with a table.
         table = block.view(0, self.size, _OFFSETS)
         offset = aligned_bytes(table)
         for peer in self._peers():
@@ -327,7 +326,7 @@ class HostCollectives(ExchangeCollectives):
         self._link.finish(blocks)
 
     def _post_same(self, values: Tensor, kind: _Call) -> tuple[int, Label]:
-        """Show `values` (1-D) to all peers."""
+        """Post the same `values` (1-D) to all peers."""
         call, label = self._next_call(), self._new_label(kind, num_bytes(values))
         self._link.post(filled(self._link, [values]), call, label)
         return call, label

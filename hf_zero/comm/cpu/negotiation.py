@@ -1,11 +1,11 @@
-"""Negotiation between ranks that share memory: a request is a word to everybody, with the row beside it.
+"""Negotiation between ranks that share memory: a request is a word to all ranks, together with the row.
 
-    rank 0 asks for unit 2     "my request 7: gather 2" and its row of 2, to all
-    rank 1 asks for the same   the same; both have heads and rows, nothing more is sent
-    rank 1 asks for unit 1     decision: 1. Rank 0 sends its row of 1 to rank 1 (SERVED); its own request stands
+    rank 0 requests unit 2     "my request 7: gather 2" and its row of 2, to all
+    rank 1 requests the same   the same; both have all heads and rows, nothing more is sent
+    rank 1 requests unit 1     decision: 1. Rank 0 sends its row of 1 to rank 1 (SERVED); its own request stays open
 
-A rank that waits for another's next request nudges it. One that is nudged while it waits for something else, and has
-nothing to ask for, asks WAIT.
+A rank that waits for another rank's next request nudges it. A rank that is nudged while it waits for something else,
+and has no request of its own, requests WAIT.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class _Word(IntEnum):
 @dataclass(slots=True)
 class _Asked:
     request: Request
-    block: Block | None  # of a peer's GATHER: its rows
+    block: Block | None  # the rows of a peer's GATHER
 
 
 class HostNegotiation(Negotiation):
-    """For ranks of one host."""
+    """The negotiation of ranks on one host."""
 
     def __init__(self, link: GroupLink) -> None:
         super().__init__(link.rank, link.ranks)
@@ -52,7 +52,7 @@ class HostNegotiation(Negotiation):
         self._nudges: dict[int, int] = {}  # number of the last request that each peer was nudged for
         self._num_decisions = 0
         self._served: dict[tuple[int, int], Block] = {}  # (peer, decision)
-        self._is_waiting = False  # for others' requests or rows, rather than for something else
+        self._is_waiting = False  # for others' requests or rows, not for something else
         self._acts: list[weakref.WeakMethod[Callable[[], object]]] = []
         link.listen(self._take_in, self._attend)
 
@@ -68,7 +68,7 @@ class HostNegotiation(Negotiation):
                 self._wait(missing, f"to learn what it needs, for this rank {self.sources.describe(gathering.request)}")
         return gathering.decision
 
-    # Asking
+    # Requests
 
     def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
         block = filled(self._link, rows) if gathering.request.kind is Kind.GATHER else None
@@ -79,10 +79,10 @@ class HostNegotiation(Negotiation):
             gathering.rows = [SharedRows(self.rank, row, offset) for row, offset in zip(rows, offsets(rows))]
         self._link.mail(self._peers, _Word.REQUEST, block, number, gathering.request.fields())
 
-    # Deciding
+    # Decisions
 
     def _decide_all(self) -> bool:
-        """Every decision that can be made now; whether there was one."""
+        """Make every decision that can be made now. Returns whether there was one."""
         has_decided = False
         while all(self._queues.values()):
             self._carry_out(self._agreed([self._queues[rank][0].request for rank in range(self.size)]))
@@ -106,7 +106,7 @@ class HostNegotiation(Negotiation):
             self._serve(decision.unit, number, blocks)
 
     def _serve(self, unit: int, number: int, blocks: dict[int, Block]) -> None:
-        """Send this rank's rows to those that gather `unit`, and give theirs back unread."""
+        """Send this rank's rows to the ranks that gather `unit`, and return theirs unread."""
         source, local = self.sources.find(unit)
         rows = source.open_rows(local)
         sizes = [num_bytes(row) * self.size for row in rows]
@@ -118,7 +118,7 @@ class HostNegotiation(Negotiation):
     # Waiting
 
     def _claim(self, number: int, blocks: dict[int, Block]) -> dict[int, Block]:
-        """All peers' rows for decision `number`: `blocks`, and what the others send because of it."""
+        """All peers' rows for decision `number`: `blocks`, and those that others send because of it."""
         others = [peer for peer in self._peers if peer not in blocks]
         self._wait(lambda: {peer for peer in others if (peer, number) not in self._served}, "to send its shard")
         return blocks | {peer: self._served.pop((peer, number)) for peer in others}
@@ -134,7 +134,7 @@ class HostNegotiation(Negotiation):
         return lambda: self._silent() if gathering.decision is None else set()
 
     def _silent(self) -> set[int]:
-        """Peers whose head is not there yet; they are told that they are waited for."""
+        """Peers whose head has not arrived; nudges them."""
         silent = {peer for peer in self._peers if not self._queues[peer]}
         for peer in silent:
             if self._nudges.get(peer) != self._num_asked[peer]:
@@ -143,7 +143,7 @@ class HostNegotiation(Negotiation):
         return silent
 
     def _attend(self, awaited: Callable[[], AbstractSet[int]]) -> bool:
-        """Look after the others while this rank waits: whether anything was done."""
+        """Serve other ranks while this rank waits. Returns whether anything was done."""
         if not self._is_open:
             return False
         for act in self._acts:
@@ -154,14 +154,14 @@ class HostNegotiation(Negotiation):
             return True
         if self._is_waiting or self._mine:
             return False
-        in_vain = any(self._stands(peer) for peer in awaited())  # now: what was just taken in may be all
+        in_vain = any(self._stands(peer) for peer in awaited())  # after taking in all messages
         if in_vain or self._nudged >= self._num_asked[self.rank]:
             self._ask(Gathering(self, self._request(Kind.WAIT, lets_go=in_vain)), ())
             return True
         return False
 
     def _stands(self, peer: int) -> bool:
-        """Whether `peer` does nothing more before its END or STEP is granted."""
+        """Whether `peer` is blocked until its END or STEP is granted."""
         queue = self._queues[peer]
         return bool(queue) and queue[-1].request.kind in (Kind.END, Kind.STEP)
 

@@ -1,7 +1,7 @@
-"""Collectives for gloo as plain exchanges of the right pieces between all pairs of ranks.
+"""Collectives over gloo as direct exchanges of pieces between all pairs of ranks.
 
-Gloo's own reduce-scatter and all-gather cost about four times the processor time of sending each piece straight to its
-owner (bench/collectives.py measures it), and its reduce-scatter is built from one all-reduce per rank. Here every rank
+Gloo's own reduce-scatter and all-gather take about four times the CPU time of sending each piece directly to its
+owner (bench/collectives.py measures it), and its reduce-scatter consists of one all-reduce per rank. Here every rank
 sends shard j to rank j, receives its own shard from everyone, and adds. Sums of 16-bit pieces from more than two ranks
 are accumulated in fp32 and rounded once.
 """
@@ -22,7 +22,7 @@ from hf_zero.kernels.accumulate import sum_parts
 
 
 class _Exchange(Pending):
-    """Sends and receives under way, and what to do with the pieces once they are there."""
+    """Sends and receives in flight, and a function for the pieces that have arrived."""
 
     can_arrive = True
 
@@ -31,7 +31,7 @@ class _Exchange(Pending):
         self._finish = finish
 
     def arrive(self) -> None:
-        works, self._works = self._works, []  # a send that is waited for twice never ends
+        works, self._works = self._works, []  # waiting twice for a send would block forever
         for work in works:
             work.wait()
 
@@ -43,8 +43,8 @@ class _Exchange(Pending):
 
 
 class _AllReduce(Pending):
-    """A reduce-scatter, then a gather of the sums. The pieces leave before their places are overwritten: the
-    reduce-scatter's `wait` covers its sends too."""
+    """A reduce-scatter, then a gather of the sums. Pieces are sent before their places are overwritten, because the
+    reduce-scatter's `wait` also waits for its sends."""
 
     def __init__(self, scattered: Pending, start_gather: Callable[[], Pending]) -> None:
         self._scattered = scattered
@@ -69,9 +69,9 @@ _calls: Counter[tuple[tuple[int, ...], int]] = Counter()
 
 
 class ExchangeCollectives(NativeCollectives):
-    """Point-to-point collectives. Every call gets a tag of its own, so several may be under way at once.
+    """Point-to-point collectives. Every call has a separate tag, so several may be in flight at once.
 
-    Ranks may interleave the calls of different channels as they like; within one the order is the same everywhere.
+    Ranks may interleave calls of different channels differently; within a channel the order must be the same.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, channel: int = 0) -> None:
@@ -127,7 +127,7 @@ class ExchangeCollectives(NativeCollectives):
         return FlatRows(buffer, rows, self.size, _Exchange(works))
 
     def _peers(self) -> list[int]:
-        # Starting behind the own rank spreads the load: no rank is everybody's first target.
+        # Starting after the own rank spreads the load: no rank is the first target of all others.
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _next_tag(self) -> int:
@@ -145,10 +145,10 @@ class ExchangeCollectives(NativeCollectives):
         return work
 
     def _take_scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A receive buffer from the few that rotate (fresh ones would be paged in anew at every step)."""
+        """Take a receive buffer from a small pool, because new ones would be paged in again at every step."""
         for index, candidate in enumerate(self._scratch):
             if candidate.dtype == dtype and candidate.numel() >= numel:
                 return self._scratch.pop(index)
-        # Too small for this call means too small for the largest bucket: let the old one go.
+        # A buffer too small for this call is too small for the largest bucket: drop it.
         self._scratch = [kept for kept in self._scratch if kept.dtype != dtype]
         return torch.empty(numel, dtype=dtype)

@@ -1,14 +1,14 @@
-"""Memory that the ranks of one machine share, and the word between them that something lies in it.
+"""Memory shared by the ranks of one machine, and the words that announce its contents.
 
     sender      take a block | copy into it | post "call 7 is in block 2" to all peers
     receiver    claim call 7: the sender's block 2, mapped here too | read it | finish: "block 2 is read"
     sender      all peers have read block 2: it is free again
 
-Words travel over Unix sockets, one per pair of ranks, and are 64 bytes long; blocks are anonymous files whose
-descriptors travel the same way once. A sender without a fitting free block makes another one, unless it chooses to wait
-until one has been read; blocks that are not taken for a while are dropped.
+Words of 64 bytes are sent over Unix sockets, one per pair of ranks. Blocks are anonymous files whose descriptors are
+sent once over the same sockets. A sender without a suitable free block creates one, unless it chooses to wait until one
+has been read; blocks that are not used for a while are dropped.
 
-Ranks of one host meet at sockets in a temporary folder, until every rank is linked to every other one (`connect`).
+Ranks of one host connect through sockets in a temporary folder until all pairs are linked (`connect`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from hf_zero.log import logger
 
 
 class Gone(Exception):
-    """The rank at the other end has stopped."""
+    """Raised if the rank at the other end has exited."""
 
 
 class Wires(ABC):
-    """One rank's connections to all others. Words are of one size, and in order between any two ranks.
+    """One rank's connections to all others. Words have one size, and are ordered between any two ranks.
 
     Attributes:
         peers: the other ranks, ascending.
@@ -48,23 +48,23 @@ class Wires(ABC):
 
     @abstractmethod
     def send(self, peer: int, word: bytes, descriptor: int | None = None) -> bool:
-        """Send one word, with an open file if one is given; False where there is no room for it yet.
+        """Send one word, with an open file if given. Returns False if there is no room for it yet.
 
         Raises:
-            Gone: when the peer has stopped.
+            Gone: if the peer has exited.
         """
 
     @abstractmethod
     def receive(self, peer: int) -> tuple[bytes, list[int]]:
-        """Whole words that have arrived and the files that came with them, without waiting; empty when there are none.
+        """Return whole words that have arrived and their files, without waiting; empty if there are none.
 
         Raises:
-            Gone: when the peer has stopped, and has said nothing more before that.
+            Gone: if the peer has exited and all its words have been received.
         """
 
     @abstractmethod
     def wait(self, timeout_s: float, *, room_for: int | None = None) -> bool:
-        """Wait until any message arrives, or there is room to send to `room_for`; False on a timeout."""
+        """Wait until a message arrives, or there is room to send to `room_for`. Returns False on a timeout."""
 
     def close(self) -> None:
         return None
@@ -90,7 +90,7 @@ class SocketWires(Wires):
             return False
         except (BrokenPipeError, ConnectionResetError) as error:
             raise Gone from error
-        assert sent == len(word), "a word is sent whole or not at all"
+        assert sent == len(word), "words are sent completely or not at all"
         return True
 
     def receive(self, peer: int) -> tuple[bytes, list[int]]:
@@ -117,7 +117,7 @@ class SocketWires(Wires):
             way.close()
 
     def _forget(self, peer: int) -> None:
-        """A connection that has ended would be ready for ever."""
+        """Stop polling a closed connection, which would always be ready."""
         try:
             self._poller.unregister(self._sockets[peer])
         except KeyError:
@@ -125,13 +125,13 @@ class SocketWires(Wires):
 
 
 NUM_DETAILS = 5
-Label = tuple[int, ...]  # of a call: NUM_DETAILS integers that are the same on all ranks
+Label = tuple[int, ...]  # label of a call: NUM_DETAILS integers that are the same on all ranks
 NO_LABEL: Label = (0,) * NUM_DETAILS
-FIRST_MAIL = 100  # kinds of words from here on are those of `mail`
-MAIL_KINDS = 8  # of a group
+FIRST_MAIL = 100  # kinds of words from here on belong to `mail`
+MAIL_KINDS = 8  # per group
 WORD = struct.Struct(f"<{3 + NUM_DETAILS}q")  # kind, block, argument, details
 _CALLS_PER_CHANNEL = 1 << 48
-STALL_S = 60.0  # without any message; then a warning names the ranks that are waited for
+STALL_S = 60.0  # without any message, until a warning names the awaited ranks
 
 
 def pack_word(kind: int, block: int, argument: int = 0, *details: int) -> bytes:
@@ -139,7 +139,7 @@ def pack_word(kind: int, block: int, argument: int = 0, *details: int) -> bytes:
 
 
 def call_number(channel: int, count: int) -> int:
-    """The number of the `count`-th call on a channel, unlike all others."""
+    """A unique number for the `count`-th call on a channel."""
     return channel * _CALLS_PER_CHANNEL + count
 
 
@@ -148,18 +148,18 @@ def channel_of(call: int) -> int:
 
 
 class _Kind(IntEnum):
-    BLOCK = 0  # a new block of so many bytes; its descriptor comes along
-    POSTED = 1  # the data of this call lie in the block
+    BLOCK = 0  # a new block, with its size and descriptor
+    POSTED = 1  # the block has the data of this call
     READ = 2  # the receiver is done with the block
     DROPPED = 3  # the block is gone
-    BLAMED = 4  # the sender ends, because this rank has stopped
+    BLAMED = 4  # the sender exits because this rank has exited
 
 
 class Mail(NamedTuple):
-    """A word that the link only carries, for those who use it.
+    """A word that the link delivers to its users.
 
     Attributes:
-        block: data that came with it, to be given back by `finish`; None without.
+        block: data of the word, to be returned by `finish`; None without data.
     """
 
     peer: int
@@ -170,7 +170,7 @@ class Mail(NamedTuple):
 
 
 class Mismatch(RuntimeError):
-    """Two ranks have made different calls in the same place.
+    """Raised if two ranks have made different calls in the same place.
 
     Attributes:
         ours, theirs: the labels of the two calls.
@@ -184,17 +184,17 @@ class Mismatch(RuntimeError):
 class SharedMemoryLink:
     """This rank's end of the connections to all other ranks.
 
-    A waiting rank receives all ranks' messages, and `attendants` may act on them, so that waiting for one thing keeps
-    nothing else from going on.
+    A waiting rank receives all ranks' messages, and `attendants` may act on them, so that a wait does not block
+    anything else.
 
     Attributes:
-        timeout_s: how long an answer is waited for.
-        on_mail: by group, takes what is not the link's own business; see `take_mail`.
-        attendants: called in every wait with what gives the peers whose next message is waited for; say whether they
-            did anything.
+        timeout_s: maximum time to wait for an answer.
+        on_mail: handlers of mail by group; see `take_mail`.
+        attendants: called in every wait with a function that returns the awaited peers; they return whether they did
+            anything.
         calls: number of the last call on each channel.
-        num_subjects: how many things have been given a number, see `Collectives.new_subject`.
-        own: the blocks that this rank has made.
+        num_subjects: number of subjects so far, see `Collectives.new_subject`.
+        own: the blocks that this rank has created.
     """
 
     def __init__(self, wires: Wires, timeout_s: float) -> None:
@@ -208,17 +208,17 @@ class SharedMemoryLink:
         self._peers = wires.peers
         self._theirs: dict[tuple[int, int], Block] = {}
         self._posted: dict[tuple[int, int], tuple[int, Label]] = {}  # (peer, call) -> block, label; until claimed
-        self._last_call: dict[tuple[int, int], int] = {}  # that was heard of (peer, channel)
+        self._last_call: dict[tuple[int, int], int] = {}  # last call received, by (peer, channel)
         self._gone: set[int] = set()
-        self._blamed: dict[int, int] = {}  # a rank that ended because of another one, and which
-        self._early: dict[int, list[Mail]] = {}  # by group: for those who have not asked for mail yet
+        self._blamed: dict[int, int] = {}  # a rank that exited -> the rank that caused it
+        self._early: dict[int, list[Mail]] = {}  # by group: mail that arrived before its handler
         self._is_attending = False
         self._num_heard = 0
 
     # Blocks
 
     def take(self, num_bytes: int, *, is_held: bool = False) -> Block:
-        """A block of this rank that no rank reads; one that `is_held` is not free again before `own.release`."""
+        """Return an unused block of this rank; with `is_held` it is not free again before `own.release`."""
         self._listen_to_all()
         block = self.own.take(num_bytes, self._show, is_held=is_held)
         for number in self.own.drop_idle():
@@ -227,20 +227,20 @@ class SharedMemoryLink:
         return block
 
     def wait_until_read(self, block: Block, take: int) -> None:
-        """Return when all peers have read what was put into `block` at that take. It must have been released."""
+        """Wait until all peers have read the contents of `block` from that take. It must have been released."""
 
         def readers() -> AbstractSet[int]:
             return self.own.readers(block) if block.last_take == take else set()
 
         def not_posted() -> set[int]:
-            # A peer reads what this rank has posted once everybody has posted as much.
+            # A peer reads this rank's post once all ranks have posted as much.
             channel = channel_of(block.last_call)
             return {peer for peer in block.receivers if self._last_call.get((peer, channel), -1) < block.last_call}
 
         self.wait_for(readers, not_posted)
 
     def finish(self, blocks: Mapping[int, Block]) -> None:
-        """These blocks, by peer, have been read."""
+        """Return these blocks, by peer, which have been read."""
         for peer, block in blocks.items():
             self._send(peer, pack_word(_Kind.READ, block.number), optional=True)
 
@@ -255,10 +255,10 @@ class SharedMemoryLink:
             self._send(peer, word)
 
     def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> Block:
-        """The block that `peer` posts as `call`; waits for it.
+        """Wait for the block that `peer` posts as `call`.
 
         Raises:
-            Mismatch: when it was something else.
+            Mismatch: if `peer` has made another call.
         """
 
         def missing() -> set[int]:
@@ -271,7 +271,7 @@ class SharedMemoryLink:
         return self._theirs[peer, number]
 
     def has_heard(self, peer: int, call: int) -> bool:
-        """Whether `peer` has posted `call`, so that claiming it takes no waiting."""
+        """Whether `peer` has posted `call`, so that claiming it does not wait."""
         self._listen(peer)
         return (peer, call) in self._posted
 
@@ -286,10 +286,10 @@ class SharedMemoryLink:
         argument: int,
         details: Sequence[int] = (),
     ) -> None:
-        """Send a word of others' making to `peers`, who are to read `block` if one is given.
+        """Send mail to `peers`, who must read `block` if one is given.
 
         Args:
-            group: the number of the group of ranks that it is about.
+            group: number of the group that the mail belongs to.
             kind: less than MAIL_KINDS.
         """
         receivers = tuple(peers)
@@ -301,7 +301,7 @@ class SharedMemoryLink:
             self._send(peer, word)
 
     def take_mail(self, group: int, take: Callable[[Mail], None]) -> None:
-        """Give `take` all mail about a group, beginning with what has come already."""
+        """Pass all mail of a group to `take`, starting with mail that has already arrived."""
         self.on_mail[group] = take
         for mail in self._early.pop(group, ()):
             take(mail)
@@ -314,15 +314,15 @@ class SharedMemoryLink:
         not_posted: Callable[[], AbstractSet[int]] | None = None,
         purpose: str = "to exchange data with it",
     ) -> None:
-        """Return when `missing` is empty. Receives messages, and lets the attendants act, while it waits.
+        """Wait until `missing` is empty, receiving messages and calling attendants meanwhile.
 
         Args:
-            missing: peers from whom something is waited for.
-            not_posted: those among all peers whose next message this rank needs to go on.
-            purpose: why it waits, for messages.
+            missing: returns the awaited peers.
+            not_posted: returns the peers whose next message this rank needs to continue.
+            purpose: reason of the wait, for messages.
 
         Raises:
-            RuntimeError: when one of them has stopped, or none has said anything for `timeout_s`.
+            RuntimeError: if one of them has exited, or none has sent anything for `timeout_s`.
         """
         if not missing():
             return
@@ -331,7 +331,7 @@ class SharedMemoryLink:
             heard = self._num_heard
             acted = self._attend(not_posted or set)
             if acted or self._num_heard != heard:
-                continue  # an attendant may have taken in what is waited for
+                continue  # an attendant may have received the awaited message
             lost = self._gone & absent
             if lost:
                 raise self._stopped(min(lost))
@@ -359,17 +359,17 @@ class SharedMemoryLink:
             raise RuntimeError(f"rank {peer} has not answered for {self.timeout_s:g} seconds ({purpose})")
 
     def _attend(self, awaited: Callable[[], AbstractSet[int]]) -> bool:
-        if self._is_attending:  # an attendant that waits has others attend to nothing new
+        if self._is_attending:  # no nested calls from a wait inside an attendant
             return False
         self._is_attending = True
         try:
-            acted = [attend(awaited) for attend in self.attendants]  # all of them
+            acted = [attend(awaited) for attend in self.attendants]  # call all of them
             return any(acted)
         finally:
             self._is_attending = False
 
     def _show(self, number: int, num_bytes: int, descriptor: int) -> None:
-        """Tell all peers of a new block."""
+        """Announce a new block to all peers."""
         for peer in self._peers:
             self._send(peer, pack_word(_Kind.BLOCK, number, num_bytes), descriptor)
 
@@ -381,12 +381,12 @@ class SharedMemoryLink:
                 self._listen(peer)
         except Gone as gone:
             if not optional:
-                self._listen(peer)  # what it sent before it ended
+                self._listen(peer)  # words that it sent before it exited
                 raise self._stopped(peer) from gone
             self._gone.add(peer)
 
     def _stopped(self, peer: int) -> RuntimeError:
-        """The rank that caused the stop: `peer`, or the one because of which `peer` ended. Tells the others, too."""
+        """An error that names the rank that exited first: `peer`, or the one it blames. Also informs the others."""
         self._gone.add(peer)
         culprit = peer
         while culprit in self._blamed:
@@ -444,8 +444,8 @@ def connect(
     """Link all ranks of each host. Collective.
 
     Returns:
-        This rank's link to the others of its host, None where it is alone or where they cannot share memory; and the
-        hosts that have one, the same on all ranks.
+        This rank's link to the others of its host, None if it is alone or they cannot share memory; and the hosts that
+        have one, the same on all ranks.
     """
     beside = hosts.beside(rank)
     with _socket_folder() as folder:
@@ -466,7 +466,7 @@ def connect(
             return None, linked
         assert listener is not None and peers is not None
         for _ in range(len(beside) - 1 - beside.index(rank)):
-            caller, _ = listener.accept()  # all have called before anyone came here
+            caller, _ = listener.accept()  # all ranks have already called connect()
             peers[WORD.unpack(caller.recv(WORD.size, socket.MSG_WAITALL))[0]] = caller
         listener.close()
     return SharedMemoryLink(SocketWires(peers, WORD.size), timeout_s), linked
@@ -474,7 +474,7 @@ def connect(
 
 @contextmanager
 def _socket_folder() -> Iterator[str | None]:
-    """A folder for the time of meeting; None where none can be made: no temporary folder, or none with room."""
+    """A temporary folder for the sockets; None if none can be created."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="hf_zero-")
     except OSError as error:
@@ -492,12 +492,12 @@ def _listen_at(path: str, world: int) -> socket.socket | None:
         listener.bind(path)
         listener.listen(world)
         return listener
-    except (OSError, AttributeError):  # not Linux, no room, or a folder whose name is too long for a socket
+    except (OSError, AttributeError):  # not Linux, no space, or a folder name too long for a socket
         return None
 
 
 def _call(rank: int, addresses: Mapping[int, object]) -> dict[int, socket.socket] | None:
-    """Connections to the lower ranks of this host; None when some rank of it cannot be reached."""
+    """Connect to the lower ranks of this host; None if one of them cannot be reached."""
     peers: dict[int, socket.socket] = {}
     try:
         for peer, address in addresses.items():
@@ -507,13 +507,13 @@ def _call(rank: int, addresses: Mapping[int, object]) -> dict[int, socket.socket
                 peers[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 peers[peer].connect(address)
                 peers[peer].sendall(pack_word(rank, 0))
-    except OSError:  # another file system or another user: a container of its own
+    except OSError:  # another file system or user: a separate container
         return None
     return peers
 
 
 def host_name() -> str:
-    """The same for ranks of one host: its name, and that of the running system (clones of a host share one of them)."""
+    """An id that is equal for ranks of one host: its name and boot id (clones of a host share only one of them)."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text() + os.uname().nodename
     except OSError:  # not Linux

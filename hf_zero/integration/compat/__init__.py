@@ -1,1 +1,1 @@
-"""DeepSpeed's modules beside the engine: accelerator, groups, logging, command-line flags, utilities."""
+"""DeepSpeed's modules besides the engine: accelerator, groups, logging, command-line flags, utilities."""

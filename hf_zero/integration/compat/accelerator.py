@@ -1,6 +1,6 @@
 """The device this process trains on, as the object that `deepspeed.accelerator.get_accelerator()` returns.
 
-`HostRuntime` is the CPU under the names of torch.cuda, so that an accelerator asks either in the same words.
+`HostRuntime` is the CPU with the interface of torch.cuda, so that `Accelerator` can query both in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_zero.integration.compat.kinds import builder_named
 
 
 class HostRuntime:
-    """One device that is always there and done. Memory is that of this process; streams are torch.cpu's.
+    """A single device that is always available and idle. Memory is that of this process; streams are torch.cpu's.
 
     Sizes are bytes; the peak is the highest value at any query.
     """
@@ -39,7 +39,7 @@ class HostRuntime:
         return True
 
     def device_count(self) -> int:
-        """The ranks that the launcher started on this machine (LOCAL_SIZE), else 1."""
+        """Number of ranks that the launcher started on this machine (LOCAL_SIZE), else 1."""
         size = os.environ.get("LOCAL_SIZE", "")
         return max(1, int(size)) if size.isdecimal() else 1
 
@@ -47,7 +47,7 @@ class HostRuntime:
         return 0
 
     def nothing(self, device: object = None) -> None:
-        """A no-op: devices need it, a CPU does not."""
+        """A no-op on a CPU."""
 
     set_device = synchronize = empty_cache = nothing
 
@@ -87,16 +87,16 @@ _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "hpu"
 
 
 class DeepSpeedAccelerator:
-    """The questions that programs ask about a kind of device; `Accelerator` answers them, and so may classes of others.
+    """The base class of accelerators, which programs may subclass; `Accelerator` implements it.
 
     The name is DeepSpeed's: programs test for it with isinstance.
     """
 
 
 class Accelerator(DeepSpeedAccelerator):
-    """One kind of device ("cuda", "cpu", ...); queries that mean nothing on a CPU get a harmless answer.
+    """One kind of device ("cuda", "cpu", ...). Queries that are meaningless on a CPU return a harmless value.
 
-    Sizes are bytes. Methods of one expression are in `_ANSWERS` below.
+    Sizes are in bytes. One-line methods are in `_ANSWERS` below.
     """
 
     def __init__(self, kind: str) -> None:
@@ -137,11 +137,11 @@ class Accelerator(DeepSpeedAccelerator):
         return int(self.total_memory(device_index)) - int(self.memory_allocated(device_index))
 
     def pin_memory(self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True) -> Tensor:
-        """The tensor in page-locked memory; where there is no device to copy to, the tensor itself."""
+        """The tensor in page-locked memory, or the tensor itself without a device to copy to."""
         return tensor if self._is_cpu else tensor.pin_memory()
 
     def pin_empty(self, *size: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-        """A host tensor in page-locked memory, where there is a device to copy to."""
+        """A host tensor, page-locked if there is a device to copy to."""
         return torch.empty(*size, dtype=dtype, device=device, pin_memory=not self._is_cpu)
 
     def pin_empty_like(self, tensor: Tensor, device: str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
@@ -157,7 +157,7 @@ class Accelerator(DeepSpeedAccelerator):
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
     def _probe(self, name: str, otherwise: bool) -> bool:
-        """The answer of torch's module for the device, if it has that function."""
+        """The result of the device's torch module, if it has that function."""
         probe = getattr(self._runtime, name, None)
         return otherwise if probe is None else bool(probe())
 
@@ -168,7 +168,7 @@ class Accelerator(DeepSpeedAccelerator):
         return dtypes + ([torch.bfloat16] if self.is_bf16_supported() else [])
 
     def __getattr__(self, name: str) -> Any:
-        """`FloatTensor`, `HalfTensor` and their kin: the constructors that torch still has, for this device."""
+        """`FloatTensor`, `HalfTensor` and similar constructors that torch still has, for this device."""
         kind = _TENSORS.get(name)
         if kind is None:
             raise AttributeError(f"the accelerator {self.__dict__.get('_kind')!r} has no attribute {name!r}")
@@ -178,7 +178,7 @@ class Accelerator(DeepSpeedAccelerator):
         return self._runtime.graph(graph, pool, stream) if self._is_cuda else nullcontext()
 
     def set_compile_backend(self, backend: str) -> None:
-        """Set the back-end of `torch.compile` for callers of `get_compile_backend`."""
+        """Set the `torch.compile` backend for callers of `get_compile_backend`."""
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
             raise ValueError(f"set_compile_backend({backend!r}): torch.compile knows {', '.join(known)}")
@@ -191,10 +191,10 @@ class Accelerator(DeepSpeedAccelerator):
 
 
 def _asks(name: str) -> Callable[..., Any]:
-    """A method whose answer is that of torch's module for the device."""
+    """Create a method that calls the device's torch module."""
 
     def ask(self: Accelerator, *given: Any, **named: Any) -> Any:
-        # By position: DeepSpeed says device_index where torch says device.
+        # By position: DeepSpeed calls the argument device_index, torch calls it device.
         return getattr(self._runtime, name)(*given, *named.values())
 
     return ask
@@ -210,7 +210,7 @@ _ALIASES = {
     "max_memory_cached": "max_memory_reserved",
     "reset_max_memory_allocated": "reset_peak_memory_stats",
     "reset_max_memory_cached": "reset_peak_memory_stats",
-    # Whether a call returns when its work is done, and what follows from that.
+    # Properties of synchronous execution.
     "use_host_timers": "is_synchronized_device",
     "resolves_data_dependency": "is_synchronized_device",
     "handles_memory_backpressure": "is_synchronized_device",
@@ -222,7 +222,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "current_device_name": lambda self: self.device_name(self.current_device()),
     "on_accelerator": lambda self, tensor: tensor.device.type == self._kind,
     "communication_backend_name": lambda self: BACKENDS.get(self._kind, "gloo"),
-    # Environment variables: those that say which devices a process may see, and prefixes that a launcher hands on.
+    # Environment variables: visible devices of a process, and prefixes that a launcher exports.
     "visible_devices_envs": lambda self: [_VISIBLE.get(self._kind, "CUDA_VISIBLE_DEVICES")],
     "export_envs": lambda self: ["NCCL", "LD_LIBRARY", "PATH"] if self._is_cuda else [],
     "total_memory": lambda self, device_index=None: int(
@@ -290,7 +290,7 @@ _chosen: list[Any] = []  # at most one
 
 
 def get_accelerator() -> Any:
-    """The one given to `set_accelerator`; else the accelerator that torch was built for, if present; else the CPU."""
+    """The accelerator set by `set_accelerator`, else the one torch was built for, if present, else the CPU."""
     if not _chosen:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         # Apple's mps has no process group backend; training with several processes is not possible there.
@@ -300,7 +300,7 @@ def get_accelerator() -> Any:
 
 
 def set_accelerator(accelerator: DeepSpeedAccelerator) -> None:
-    """Set the result of `get_accelerator`. The engine itself asks torch, not this object.
+    """Set the result of `get_accelerator`. The engine itself uses torch, not this object.
 
     Raises:
         TypeError: for anything but a DeepSpeedAccelerator.

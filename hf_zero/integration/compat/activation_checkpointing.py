@@ -1,8 +1,8 @@
-"""`deepspeed.checkpointing`: recomputation of activations in backward, as torch.utils.checkpoint does it.
+"""`deepspeed.checkpointing`: recomputes activations in backward, like torch.utils.checkpoint.
 
-Where the inputs of a checkpointed call lie until then is what `configure` says; `hf_zero.activations` keeps them.
+`configure` sets where the inputs of a checkpointed call are kept until then; `hf_zero.activations` keeps them.
 
-`CudaRNGStatesTracker` has random states by name: what ranks of a tensor-parallel group draw apart or alike.
+`CudaRNGStatesTracker` has named random states, with which tensor-parallel ranks draw different or equal numbers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         """
         Raises:
-            Exception: for a name or a seed that is there already (the type is DeepSpeed's).
+            Exception: if the name or seed already exists (the type is DeepSpeed's).
         """
         if seed in self.seeds_:
             raise Exception(f"seed {seed} already exists")
@@ -60,7 +60,7 @@ class CudaRNGStatesTracker:
 
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
-        """Draw from the state `name` inside, and go on with the old one after."""
+        """Context that draws from the state `name` and restores the previous state at the end."""
         if name not in self.states_:
             raise Exception(f"cuda rng state {name} is not added")
         with _kept_state():
@@ -79,20 +79,20 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device as all ranks of a tensor-parallel group do, and the tracker's state as this rank alone does."""
+    """Seed the device equally on all ranks of a tensor-parallel group, and the tracker's state differently per rank."""
     _tracker.reset()
     torch.manual_seed(seed)
     _tracker.add(_MODEL_PARALLEL, seed + 2718 + CONFIGURED.tensor_rank)
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the tracker's state anew, and nothing else."""
+    """Reseed only the tracker's state."""
     with _tracker.fork():
         torch.manual_seed(seed + 2718 + CONFIGURED.tensor_rank)
 
 
 def with_named_states(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which draws from the named states what it drew the first time whenever it is called again."""
+    """Wrap `function` so that repeated calls draw the same numbers from the named states as the first call."""
     first: list[dict[str, torch.Tensor]] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -140,20 +140,20 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say where `checkpoint` keeps what it needs for backward, for the whole process.
+    """Set where `checkpoint` keeps inputs for backward, for the whole process.
 
     Args:
-        mpu_: says which ranks have the same activations (get_tensor_model_parallel_* or get_model_parallel_*), or None.
-        deepspeed_config: path or dict, of which the section activation_checkpointing counts where an argument is None.
+        mpu_: gives the ranks with the same activations (get_tensor_model_parallel_* or get_model_parallel_*), or None.
+        deepspeed_config: path or dict, whose section activation_checkpointing applies if an argument is None.
         partition_activations: each rank of that group keeps a part; gathered again in backward.
-        contiguous_checkpointing: in one buffer with room for `num_checkpoints` calls.
-        checkpoint_in_cpu: in host memory, copied beside the computation.
+        contiguous_checkpointing: keep inputs in one buffer for `num_checkpoints` calls.
+        checkpoint_in_cpu: keep inputs in host memory, copied asynchronously.
         synchronize: wait for the device before and after each call.
-        profile: log how long the calls of a forward and of its backward took.
+        profile: log the duration of the calls of a forward and of its backward.
 
     Raises:
-        ConfigError: for values in the section that cannot be.
-        ValueError: one buffer for an unknown number of calls.
+        ConfigError: for invalid values in the section.
+        ValueError: for one buffer with an unknown number of calls.
     """
     given: dict[str, Any] = {
         "partition_activations": partition_activations,
@@ -183,13 +183,13 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Give memory that nothing is kept in back; called between iterations that have no backward."""
+    """Free unused memory; called between iterations without backward."""
     if CONFIGURED.calls is not None:
         CONFIGURED.calls.release()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `function` without saving what is inside; backward runs it again, with the same random numbers."""
+    """Run `function` without saving its activations; backward recomputes it with the same random numbers."""
     return _run(function, *args, use_reentrant=not kwargs, **kwargs)
 
 
@@ -198,7 +198,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class CheckpointFunction:
-    """The call as others apply it: `CheckpointFunction.apply(function, all_outputs, *args)`."""
+    """`checkpoint` as `CheckpointFunction.apply(function, all_outputs, *args)`."""
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
@@ -208,7 +208,7 @@ class CheckpointFunction:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """How many calls the one buffer of contiguous_checkpointing holds."""
+    """Set the number of calls in the buffer of contiguous_checkpointing."""
     _change(number_checkpoints=nlayers)
 
 
@@ -223,10 +223,10 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
-    """Each tensor without its graph, on `device`, wanting a gradient if it did.
+    """Detach each tensor, move it to `device`, and keep requires_grad.
 
     Raises:
-        RuntimeError: `inputs` is no tuple.
+        RuntimeError: if `inputs` is not a tuple.
     """
     if not isinstance(inputs, tuple):
         raise RuntimeError(f"detach_variable takes a tuple, not {type(inputs).__name__}")
@@ -247,7 +247,7 @@ def _calls() -> CheckpointedCalls:
 
 
 def _change(**changes: Any) -> None:
-    """Settings of later calls; what earlier ones have kept stays where it is."""
+    """Change the settings of later calls; inputs of earlier calls stay where they are."""
     if CONFIGURED.calls is not None:
         _use(CheckpointedCalls(CONFIGURED.calls.policy.model_copy(update=changes), group=CONFIGURED.calls.group))
 
@@ -259,7 +259,7 @@ def _use(calls: CheckpointedCalls) -> None:
 
 
 def _tensor_group(mpu: Any) -> tuple[Collectives | None, str]:
-    """The ranks that have the same activations, or why there are none."""
+    """The ranks with the same activations, or the reason why there are none."""
     if mpu is None:
         return None, "there is no mpu that says which ranks have the same activations"
     kind = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_world_size") else "model"
@@ -267,6 +267,6 @@ def _tensor_group(mpu: Any) -> tuple[Collectives | None, str]:
     if size == 1:
         return None, "the tensor-parallel group of its mpu has one rank"
     if hasattr(mpu, "get_sequence_parallel_world_size") and kind == "model":
-        # Ulysses' module calls its sequence group a model-parallel one.
-        return None, "ranks of a sequence-parallel group have activations of their own"
+        # The mpu of Ulysses calls its sequence group a model-parallel group.
+        return None, "ranks of a sequence-parallel group have different activations"
     return NativeCollectives(getattr(mpu, f"get_{kind}_parallel_group")()), ""

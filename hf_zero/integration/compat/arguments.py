@@ -1,4 +1,4 @@
-"""How DeepSpeed scripts read settings: flags of the command line (config, schedules), and `DeepSpeedConfig`."""
+"""Settings of DeepSpeed scripts: command-line flags (config, schedules), and `DeepSpeedConfig`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """(scheduler section, None), or (None, why there is none)."""
+    """(scheduler section, None), or (None, reason)."""
     name = getattr(args, "lr_schedule", None)
     if name is None:
         return None, "--lr_schedule not specified on command line"
@@ -105,7 +105,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """(the rate that a scheduler section is about, ""), or (None, why there is none)."""
+    """(learning rate of a scheduler section, ""), or (None, reason)."""
     for key in ("type", "params"):
         if key not in config:
             return None, f"the scheduler section has no {key!r}"
@@ -125,7 +125,7 @@ class DeepSpeedConfig(ConfigView):
         """
         Args:
             config: dict, path, JSON text or base64.
-            mpu: its data-parallel size counts, where it has one.
+            mpu: provides the data-parallel size, if it has one.
 
         Raises:
             ConfigError: with all problems at once; a DeepSpeedConfigError and a ValueError.
@@ -137,7 +137,7 @@ class DeepSpeedConfig(ConfigView):
         self.global_rank = this_process().rank
 
 
-# Checkpoint files as tools find and read them: their names, and DeepSpeed's object that reads and writes one.
+# Checkpoint files for tools: their names, and DeepSpeed's object that reads and writes one.
 
 
 ZERO_STAGE = ds.ZERO_STAGE
@@ -148,10 +148,10 @@ def _natural(name: str) -> list[Any]:
 
 
 def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
-    """Files of a checkpoint folder that match, numbers in their order.
+    """Matching files of a checkpoint folder, in numerical order.
 
     Raises:
-        FileNotFoundError: when there is none.
+        FileNotFoundError: if there is none.
     """
     files = sorted((str(path) for path in Path(checkpoint_dir).glob(glob_pattern)), key=_natural)
     if not files:
@@ -170,7 +170,7 @@ def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: in
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str | os.PathLike[str], layer_id: str, tp_rank: int) -> str:
-    """The path of a layer's file, as pipelines write them; there are none here."""
+    """The path of a layer's file, as written by pipelines, which hf_zero does not have."""
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}{ds.MODEL_SUFFIX}")
 
 
@@ -187,7 +187,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
     """The file with the model's weights (stages up to 2), or rank 0's part of them.
 
     Raises:
-        FileNotFoundError: for a folder, or a file in it, that is not there.
+        FileNotFoundError: if the folder or the file does not exist.
     """
     if not os.path.isdir(checkpoint_dir):
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
@@ -199,7 +199,7 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 
 class CheckpointEngine:
-    """Reads and writes single files. An engine of ours writes its checkpoints itself and asks no such object."""
+    """Reads and writes single files. hf_zero's engine writes its checkpoints itself and does not use this object."""
 
     name = "TorchCheckpointEngine"
 
@@ -207,7 +207,7 @@ class CheckpointEngine:
         self.config_params = config_params
 
     def create(self, info: Any) -> None:
-        """A no-op that callers announce saves with."""
+        """A no-op, which callers use to announce saves."""
 
     def makedirs(self, path: str | os.PathLike[str], exist_ok: bool = False) -> None:
         os.makedirs(path, exist_ok=exist_ok)
@@ -216,11 +216,11 @@ class CheckpointEngine:
         torch.save(state_dict, path)
 
     def load(self, path: str | os.PathLike[str], map_location: Any = None) -> Any:
-        """Content of a file, unpickled as DeepSpeed does it: read only files that you trust."""
+        """Load a file by unpickling, like DeepSpeed: only load files that you trust."""
         return torch.load(path, map_location=map_location, weights_only=False)
 
     def commit(self, info: Any) -> bool:
-        """A no-op: what was saved is on disk when `save` returns."""
+        """A no-op: files are on disk when `save` returns."""
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
@@ -243,4 +243,4 @@ class CheckpointEngine:
 
 
 class TorchCheckpointEngine(CheckpointEngine):
-    """The one that DeepSpeed takes where nothing else is asked for."""
+    """DeepSpeed's default checkpoint engine."""

@@ -1,4 +1,4 @@
-"""`deepspeed.comm`'s log of collectives, which the section comms_logger switches on, or `configure`."""
+"""`deepspeed.comm`'s log of collectives, enabled by the section comms_logger or by `configure`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_zero.spans import SPANS
 
 
 class CommsLogger(CommsLog):
-    """A log that a program makes for itself; it sees what the engine's own does while it is the one that listens."""
+    """A log created by a program, which records the engine's collectives while it is the active listener."""
 
     def __init__(self, config: Section | None = None) -> None:
         super().__init__(config if isinstance(config, Section) else Section(enabled=True))
@@ -33,7 +33,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Log collectives of the engines that are made from now on; what is given beats the config's section."""
+    """Log collectives of engines created from now on; arguments override the config's section."""
     section = Section()
     if deepspeed_config is not None:
         given_config = getattr(deepspeed_config, "_param_dict", deepspeed_config)
@@ -45,11 +45,11 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Log on rank 0 the collectives of the engines: with times where the log is on, else their numbers and bytes.
+    """Log the engines' collectives on rank 0: with times if the log is enabled, else their numbers and bytes.
 
     Args:
-        show_straggler: also what of the times was waiting for other ranks. All ranks call then.
-        return_dict: give it back, on every rank: summary, straggler_analysis, metadata.
+        show_straggler: also log the time spent waiting for other ranks; then all ranks must call this.
+        return_dict: return it on every rank: summary, straggler_analysis, metadata.
     """
     log = _log()
     if log is None or ledger.crosses_hosts:
@@ -91,7 +91,7 @@ def get_logged_comm_ops() -> list[str]:
 
 
 def _log() -> CommsLog | None:
-    """The engine's, with everything that has happened; None where none is on."""
+    """The engine's log, up to date; None if it is disabled."""
     recorder = SPANS.watcher
     if not isinstance(recorder, Recorder):
         return None
@@ -115,21 +115,21 @@ def _metadata() -> dict[str, Any]:
     return {"world_size": this_process().size, "rank": this_process().rank, "timestamp": time.time()}
 
 
-# `deepspeed.monitor`: monitors that a program drives itself, made from their sections of the config.
+# `deepspeed.monitor`: monitors for programs, created from their sections of the config.
 
 
 class MonitorMaster(Monitors):
-    """All monitors that a config switches on. Rank 0 writes.
+    """All monitors that a config enables. Rank 0 writes.
 
     Attributes:
-        enabled: whether there is any.
+        enabled: whether there are any.
     """
 
     def __init__(self, monitor_config: Any) -> None:
         """`monitor_config`: `DeepSpeedConfig(...).monitor_config`.
 
         Raises:
-            ConfigError: for a monitor whose library is not installed.
+            ConfigError: if a monitor's library is not installed.
         """
         super().__init__({name: getattr(monitor_config, name) for name in monitors.MONITORS})
         if this_process().rank == 0:
@@ -164,7 +164,7 @@ class CometMonitor(_One):
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSections:
-    """The monitors' sections of a config; nothing else of it has to be there."""
+    """The monitors' sections of a config, which needs no other keys."""
     return ConfigView({"train_batch_size": 1, **param_dict}, 1).monitor_config
 
 
@@ -183,7 +183,7 @@ def check_comet_availability() -> None:
 def _check(section: str) -> None:
     """
     Raises:
-        ImportError: where its library is not installed.
+        ImportError: if its library is not installed.
     """
     module, package = monitors.LIBRARIES[section]
     try:

@@ -1,9 +1,9 @@
-"""`deepspeed.utils.groups`: which ranks share what.
+"""`deepspeed.utils.groups`: the process groups.
 
-Sequence groups are those that were registered last, or those of the latest engine that shares sequences; tensor groups
-those of the latest engine that has some; without any, the data-parallel ranks are all of them. Other groups (experts,
-and these without such engines) have size 1 and rank 0; asking for their group object, where DeepSpeed would have none
-either, is an error.
+Sequence groups are those registered last, or those of the latest engine with sequence parallelism. Tensor groups are
+those of the latest engine with tensor parallelism. Without such engines all ranks are data-parallel. Other groups
+(experts, and these without such engines) have size 1 and rank 0; requesting their group object, which DeepSpeed would
+not have either, raises an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from hf_zero.sequence.groups import SequenceGroups
 
-mpu: Any = None  # assigned by programs that have one
+mpu: Any = None  # may be assigned by programs
 mesh_device: Any = None
 
 
@@ -32,8 +32,7 @@ def _this_process() -> Any:
 
 
 def _ask(name: str, otherwise: Callable[[], Any]) -> Any:
-    """What a function of the mpu says that a program has assigned, else one of our own groups; where neither has it,
-    `otherwise`."""
+    """The result of a function of the program's mpu, else of hf_zero's own groups; if neither has it, `otherwise`."""
     groups: Any = mpu
     if groups is None:
         from hf_zero.sequence.groups import SequenceGroups
@@ -80,7 +79,7 @@ def _no_sequence_group() -> NoReturn:
 
 
 def _get_sequence_data_parallel_group() -> Any:
-    """The ranks that hold shards of the same states."""
+    """The ranks that shard the same states."""
     return _ask("get_sequence_data_parallel_group", _get_data_parallel_group)
 
 
@@ -137,7 +136,7 @@ _get_zero_param_intra_parallel_rank_in_mygroup = _get_broadcast_src_rank = _rank
 
 
 def _experts() -> Any:
-    """None where no config has asked for it."""
+    """The expert groups; None if no config enables them."""
     from hf_zero.features import DIMENSIONS_OF_FEATURES
 
     groups = sys.modules.get(DIMENSIONS_OF_FEATURES["experts"].partition(":")[0])
@@ -219,7 +218,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> NoReturn:
 
 
 def _no_group(kind: str) -> NoReturn:
-    # DeepSpeed asserts here, and its callers catch that.
+    # DeepSpeed raises AssertionError here, which its callers catch.
     raise AssertionError(f"{kind} group is not initialized: there is data parallelism only, see docs/features.md")
 
 
@@ -236,7 +235,7 @@ def __getattr__(name: str) -> object:
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """`sequence_parallel_size` consecutive ranks share sequences from now on. Collective; may be called again."""
+    """Make groups of `sequence_parallel_size` consecutive ranks share sequences. Collective; can be called again."""
     from hf_zero.sequence.groups import make_groups  # this module is imported without torch
 
     make_groups(sequence_parallel_size)

@@ -1,7 +1,7 @@
 """DeepSpeed's classes for isinstance checks on the engine's one optimizer, by stage and precision.
 
-They have no methods; the optimizer itself does the work, whatever it is called. Below are the names around zero.Init,
-of experts and of builders of operators.
+They have no methods; one optimizer class implements everything. Below are names around zero.Init, of experts, and of
+operator builders.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_zero.step.optimizer import ZeroOptimizer
 
 
 class _Kind(type):
-    """Lets isinstance and issubclass ask `_describes` instead of the inheritance."""
+    """Makes isinstance and issubclass call `_describes` instead of checking inheritance."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         describes = vars(cls).get("_describes")
@@ -51,37 +51,37 @@ def _refuse(name: str) -> NoReturn:
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """Those of stages 1 to 3, and of stage 0 with bf16 weights."""
+    """Optimizers of stages 1 to 3, and of stage 0 with bf16 weights."""
 
     _describes = staticmethod(lambda optimizer: optimizer.sharding.stage > 0 or _dtype(optimizer) == "bf16")
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """Those of stages 1 and 2."""
+    """Optimizers of stages 1 and 2."""
 
     _describes = staticmethod(lambda optimizer: optimizer.sharding.stage in (1, 2))
 
 
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
-    """Those of stage 3."""
+    """Optimizers of stage 3."""
 
     _describes = staticmethod(lambda optimizer: optimizer.sharding.stage == 3)
 
 
 class BF16_Optimizer(ZeROOptimizer):
-    """Those of stage 0 with bf16 weights."""
+    """Optimizers of stage 0 with bf16 weights."""
 
     _describes = staticmethod(lambda optimizer: optimizer.sharding.stage == 0 and _dtype(optimizer) == "bf16")
 
 
 class FP16_Optimizer(DeepSpeedOptimizer):
-    """Those of stage 0 with fp16 weights."""
+    """Optimizers of stage 0 with fp16 weights."""
 
     _describes = staticmethod(lambda optimizer: optimizer.sharding.stage == 0 and _dtype(optimizer) == "fp16")
 
 
 class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
-    """DeepSpeed's for LAMB at stage 0; here one optimizer does it all."""
+    """DeepSpeed's optimizer for LAMB at stage 0; never the class of hf_zero's optimizer."""
 
     _describes = staticmethod(lambda optimizer: False)
 
@@ -102,7 +102,7 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def is_zero_supported_optimizer(optimizer: Any) -> bool:
-    """Whether an optimizer works at stage 1 and above, on shards or on the tensors that they are gathered to."""
+    """Whether an optimizer works at stage 1 and above, on shards or on gathered tensors."""
     from hf_zero.config import ConfigError
     from hf_zero.optim.registry import refuse_unfit
     from hf_zero.optim.traits import traits_of
@@ -114,22 +114,22 @@ def is_zero_supported_optimizer(optimizer: Any) -> bool:
     return True
 
 
-# Callers of zero.Init replace these for a while; our Init wraps no constructor.
+# Callers of zero.Init replace these temporarily; hf_zero's Init does not wrap constructors.
 torch_arange = torch.arange
 RELEASED_SHAPE = [0]
-"""What a released parameter's `data` has in DeepSpeed. Here `shape` of a parameter is the whole one, always."""
+"""The shape of a released parameter's `data` in DeepSpeed. Here `shape` is always that of the whole parameter."""
 
 
 def unchanged_constructor(function: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Callable[..., Any]:
-    """Constructors keep their dtype and device inside zero.Init, so there is nothing to wrap."""
+    """Return the constructor unchanged, because constructors keep their dtype and device inside zero.Init."""
     return function
 
 
-# `deepspeed.moe.utils`: parameters marked as experts (`allreduce = False`), sorted into groups of their own.
+# `deepspeed.moe.utils`: parameters marked as experts (`allreduce = False`), moved into separate groups.
 
 
 def is_moe_param(param: Any) -> bool:
-    """Whether its layer says that other ranks hold other experts."""
+    """Whether the parameter is marked as an expert."""
     return not getattr(param, "allreduce", True)
 
 
@@ -143,7 +143,7 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 
 
 def split_params_into_shared_and_expert_params(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """(those of all ranks, those of experts)."""
+    """(shared parameters, expert parameters)."""
     shared: list[Any] = []
     experts: list[Any] = []
     for param in params:
@@ -152,7 +152,7 @@ def split_params_into_shared_and_expert_params(params: Iterable[Any]) -> tuple[l
 
 
 def split_params_grads_into_shared_and_expert_params(group: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """(gradients of those of all ranks, gradients of experts), where there are gradients."""
+    """(gradients of shared parameters, gradients of experts), if there are gradients."""
     shared, experts = split_params_into_shared_and_expert_params(param for param in group if param.grad is not None)
     return [param.grad for param in shared], [param.grad for param in experts]
 
@@ -160,7 +160,7 @@ def split_params_grads_into_shared_and_expert_params(group: Iterable[Any]) -> tu
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Sequence[dict[str, Any]], max_group_size: int | float = 178956971
 ) -> list[dict[str, Any]]:
-    """The groups, followed by one for the experts of each (`moe` true, at most `max_group_size` elements in each)."""
+    """The groups, followed by groups for the experts of each (`moe` true, at most `max_group_size` elements)."""
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     split: list[dict[str, Any]] = []
     for group in groups:
@@ -177,7 +177,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[Any]:
-    """`model_parameters` with the experts in groups of their own; unchanged where there are none."""
+    """`model_parameters` with experts in separate groups; unchanged if there are none."""
     entries = list(model_parameters)
     if not entries or not isinstance(entries[0], dict):
         entries = [{"params": entries, "name": "parameters"}]
@@ -198,10 +198,10 @@ def _of_size(members: Sequence[Any], most: int | float) -> list[list[Any]]:
     return parts
 
 
-# DeepSpeed's builders of compiled operators: there are none here, and what most of them are for works without.
+# DeepSpeed's builders of compiled operators. hf_zero has no compiled operators, and mostly does not need them.
 
 
-# Class -> the operator's name, under which `__compatible_ops__` and `installed_ops` list it.
+# Class -> the operator's name in `__compatible_ops__` and `installed_ops`.
 OPERATORS = {
     "AsyncIOBuilder": "async_io",
     "CCLCommBuilder": "deepspeed_ccl_comm",
@@ -231,18 +231,18 @@ OPERATORS = {
     "UtilsBuilder": "utils",
 }
 NO_OPERATORS = dict.fromkeys(sorted(OPERATORS.values()), False)
-"""`deepspeed.git_version_info.installed_ops`: what has been compiled."""
+"""`deepspeed.git_version_info.installed_ops`: the compiled operators."""
 _BY_ANOTHER_WAY = {
     *("async_io", "pin_memory", "cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"),
     *("quantizer", "random_ltd"),
 }
 COMPATIBLE = {name: name in _BY_ANOTHER_WAY for name in NO_OPERATORS}
-"""`deepspeed.ops.__compatible_ops__`: programs and tests that find false here leave out what needs the operator, so it
-is true where that works without one. A builder has nothing to load all the same."""
+"""`deepspeed.ops.__compatible_ops__`: programs and tests skip features whose operator is false here, so it is true if
+the feature works without an operator, although a builder has nothing to load."""
 
 
 class OpBuilder:
-    """A builder that builds nothing. Optimizers and offload need none: they run on PyTorch and Triton."""
+    """A builder that builds nothing, because optimizers and offload run on PyTorch and Triton."""
 
     NAME = ""
 
@@ -250,7 +250,7 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether the operator itself can be loaded: never. `__compatible_ops__` has what works without it."""
+        """Whether the operator itself can be loaded: never. `__compatible_ops__` lists what works without it."""
         return False
 
     def load(self, verbose: bool = False) -> NoReturn:
@@ -260,7 +260,7 @@ class OpBuilder:
 
 
 def builder_named(name: str) -> type[OpBuilder]:
-    """The builder class of this name; the one of no operator for an unknown name, as in DeepSpeed."""
+    """The builder class of this name; for an unknown name one without operator, as in DeepSpeed."""
     return _builders.get(name, _builders["NotImplementedBuilder"])
 
 
@@ -268,6 +268,6 @@ _builders: dict[str, type[OpBuilder]] = {
     name: type(name, (OpBuilder,), {"NAME": operator}) for name, operator in OPERATORS.items()
 }
 ALL_OPS = {kind.NAME: kind() for kind in _builders.values()}
-"""By name, an object each."""
+"""Builder objects by name."""
 
 globals().update(_builders)  # each is imported by its name

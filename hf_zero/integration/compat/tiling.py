@@ -3,8 +3,8 @@
     input [..., in]  =  | in_0 | in_1 |          linears[o][i]: in_i -> out_o, summed over i
     output [..., out] = | out_0 | out_1 |        the bias of out_o is that of its last tile
 
-At stage 3 each tile is a unit of its own, except inside a block of a list of layers, which is gathered as a whole
-(unless it is so large that it is opened: hf_zero.params.gathered_modules).
+At stage 3 each tile is a separate unit, except inside a block of a list of layers, which is gathered as a whole
+(unless it is so large that it is split: hf_zero.params.gathered_modules).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def split_tensor_along_last_dim(
 
 
 class TiledLinear(nn.Module):
-    """[..., in_features] -> [..., out_features], as `torch.nn.Linear`.
+    """[..., in_features] -> [..., out_features], like `torch.nn.Linear`.
 
     Attributes:
         linears: `out_splits` lists of `in_splits` layers.
-        in_parts, out_parts: where the tiles begin, and the end.
+        in_parts, out_parts: the starts of the tiles, and the end.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class TiledLinear(nn.Module):
     ) -> None:
         """
         Args:
-            input_is_already_split: forward gets a sequence of `in_splits` tensors.
+            input_is_already_split: forward takes a sequence of `in_splits` tensors.
             combine_out_splits: forward returns one tensor; else a list of `out_splits`.
             linear_cls: called with (in, out, bias=..., **kwargs) for every tile.
-            init_linear: whose weight and bias to copy.
+            init_linear: layer whose weight and bias are copied.
 
         Raises:
-            RuntimeError: more tiles than features, or none.
+            RuntimeError: if there are more tiles than features, or none.
         """
         super().__init__()
         for name, splits, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
@@ -115,10 +115,10 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: Any) -> None:
-        """Take weight and bias of a linear layer. Collective at stage 3: all ranks get rank 0's.
+        """Copy weight and bias of a linear layer. Collective at stage 3: all ranks get rank 0's.
 
         Raises:
-            ValueError: it has another shape, or a bias and this has none, or the other way round.
+            ValueError: if its shape differs, or only one of the layers has a bias.
         """
         with GatheredParameters(list(other.parameters())):
             if tuple(other.weight.shape) != (self.out_features, self.in_features):
@@ -139,7 +139,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """For layers that return (output, bias) and do not add the bias, as Megatron-LM's do; returns the same."""
+    """`TiledLinear` for layers that return (output, bias) without adding the bias, like Megatron-LM's."""
 
     def _reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
         output, bias = new_out

@@ -24,7 +24,7 @@ from hf_zero.log import log_dist, logger
 from hf_zero.precision import ForwardPrecision
 from hf_zero.surface import GIT_BRANCH, GIT_HASH, VERSION
 
-# The logging helpers of `deepspeed.utils.logging`, and what else reports on a run, on our logger.
+# The logging helpers of `deepspeed.utils.logging`, and other reports about a run, on hf_zero's logger.
 
 
 log_levels = {
@@ -48,12 +48,12 @@ def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """`log_dist`, the first time only."""
+    """`log_dist`, only the first time."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """To standard output on the given ranks; -1 among them, or None, means every rank."""
+    """Print to standard output on the given ranks; -1 among them, or None, means every rank."""
     if ranks is None or -1 in ranks or this_process().rank in ranks:
         sys.stdout.write(f"[Rank {this_process().rank}] {message}\n")
         sys.stdout.flush()
@@ -62,7 +62,7 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
 def print_json_dist(
     message: Mapping[str, Any], ranks: Sequence[int] | None = None, path: str | os.PathLike[str] | None = None
 ) -> None:
-    """Write `message` with the rank as a JSON file, on the given ranks; without a path nothing."""
+    """Write `message` with the rank as a JSON file on the given ranks; no-op without a path."""
     if path is None or not (ranks is None or -1 in ranks or this_process().rank in ranks):
         return
     with open(path, "w", encoding="utf-8") as file:
@@ -101,7 +101,7 @@ def print_configuration(args: Any, name: str) -> None:
 
 
 class LoggerFactory:
-    """Makes loggers; kept for programs that make their own through it."""
+    """Creates loggers, for programs that create their own through it."""
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
@@ -115,7 +115,7 @@ class LoggerFactory:
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-# What programs ask about the installation: version, where it was built from, what it was built with.
+# Information about the installation: version, source and build.
 version, git_hash, git_branch = VERSION, GIT_HASH, GIT_BRANCH
 version_major, version_minor, version_patch = (int(number) for number in version.partition("+")[0].split("."))
 installed_ops, compatible_ops = NO_OPERATORS, COMPATIBLE
@@ -132,8 +132,8 @@ torch_info = {
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """Copy every tensor inside nested dicts, lists and tuples, so that a view is saved without its whole storage.
 
-    Tied tensors (the same elements of the same memory) are one tensor in the copy, too, so that
-    whatever writes it to a file writes them once.
+    Tied tensors (the same elements of the same memory) stay one tensor in the copy, so that they are written to a file
+    only once.
     """
     return _clone(item, device, {})
 
@@ -153,11 +153,11 @@ def _clone(item: Any, device: torch.device | str, copies: dict[tuple[Any, ...], 
 
 
 def _clone_tensor(tensor: Tensor, device: torch.device | str, copies: dict[tuple[Any, ...], Tensor]) -> Tensor:
-    place: tuple[Any, ...] = (id(tensor),)  # memory that is empty or elsewhere says nothing
+    place: tuple[Any, ...] = (id(tensor),)  # empty or inaccessible memory does not identify a tensor
     if tensor.layout is torch.strided and tensor.numel() and tensor.data_ptr():
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     if place not in copies:
-        # A parameter that is a view of a flat buffer would drag that buffer into the file: hence always a copy.
+        # Always copy: a parameter that is a view of a flat buffer would write the whole buffer to the file.
         copies[place] = tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
     return copies[place]
 
@@ -182,7 +182,7 @@ class RepeatingLoader(Iterable[T]):
 
 @contextlib.contextmanager
 def OnDevice(dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> Iterator[None]:
-    """Build modules on a device (by default without memory) and in a floating dtype."""
+    """Context that builds modules on a device (by default meta) and in a floating-point dtype."""
     if not enabled:
         yield
         return
@@ -196,7 +196,7 @@ def OnDevice(dtype: torch.dtype, device: torch.device | str = "meta", enabled: b
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Tensors inside nested lists, tuples and dicts on `device`; with a criterion those for which it is true."""
+    """Move tensors in nested lists, tuples and dicts to `device`; with a criterion, only those for which it is true."""
     if isinstance(item, Tensor) or hasattr(item, "to"):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, dict):
@@ -207,7 +207,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """`move_to_device` with its arguments as DeepSpeed has them: the criterion is not optional."""
+    """`move_to_device` with DeepSpeed's signature, in which the criterion is not optional."""
     return move_to_device(item, device, criterion_func)
 
 
@@ -221,7 +221,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def get_global_norm(norm_list: Sequence[float]) -> float:
-    """The norm of the whole from the norms of its parts; infinite when a part is invalid (negative or not finite)."""
+    """The norm of the whole from the norms of its parts; infinite if a part is negative or not finite."""
     if any(norm < 0 or not math.isfinite(norm) for norm in norm_list):
         return math.inf
     return math.sqrt(sum(float(norm) ** 2 for norm in norm_list))
@@ -230,9 +230,9 @@ def get_global_norm(norm_list: Sequence[float]) -> float:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Tensor:
-    """torch's clipping, for gradients that are whole on this rank; returns the norm before it.
+    """torch's clipping for whole gradients on this rank; returns the norm before clipping.
 
-    An engine's gradients are not in `parameter.grad`: they are clipped by the key gradient_clipping.
+    An engine's gradients are not in `parameter.grad`; use the key gradient_clipping for them.
     """
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         raise NotImplementedError("clip_grad_norm_(mpu=...): model parallelism is not supported, see docs/features.md")
@@ -240,12 +240,12 @@ def clip_grad_norm_(
 
 
 def has_inf_or_nan(x: Tensor) -> Tensor:
-    """A 0-dim tensor: 1.0 when `x` has an element that is not finite."""
+    """A 0-dim tensor: 1.0 if `x` has a non-finite element."""
     return (~torch.isfinite(x)).any().float()
 
 
 class DummyOptim:
-    """Stands where an optimizer would, for a model that is not trained; has `param_groups` only."""
+    """A placeholder optimizer for a model that is not trained; only has `param_groups`."""
 
     def __init__(self, params: Iterable[Any]) -> None:
         self.param_groups = [{"params": params}]
@@ -259,7 +259,7 @@ noop_context = contextlib.nullcontext
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the folder that a file is going to lie in."""
+    """Create the parent folder of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)
 
 
@@ -277,7 +277,7 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
     """The single value of all items.
 
     Raises:
-        RuntimeError: when they differ.
+        RuntimeError: if they differ.
     """
     distinct = set(items)
     if len(distinct) != 1:
@@ -286,7 +286,7 @@ def get_only_unique_item(items: Iterable[Any]) -> Any:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Bounds of `num_parts` runs of equal length; the last takes what is left over, or the last ones are empty."""
+    """Bounds of `num_parts` runs of equal length; the last gets the remainder, or the last ones are empty."""
     if num_items <= num_parts:
         return [min(part, num_items) for part in range(num_parts + 1)]
     length, left = divmod(num_items, num_parts)
@@ -295,7 +295,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 @contextlib.contextmanager
 def autocast_if_enabled(engine: Any) -> Iterator[None]:
-    """The engine's torch_autocast around a computation outside its forward; switches another autocast off."""
+    """Context with the engine's torch_autocast for a computation outside its forward; disables another autocast."""
     precision = getattr(engine, "_forward_precision", None)
     if isinstance(precision, ForwardPrecision) and engine.amp_enabled():
         with precision.context():
@@ -306,7 +306,7 @@ def autocast_if_enabled(engine: Any) -> Iterator[None]:
 
 
 def instrument_w_nvtx(function: F) -> F:
-    """`function`, shown as a range of its name in a GPU's profiler."""
+    """Wrap `function` so that a GPU profiler shows it as a range."""
 
     @functools.wraps(function)
     def inside(*args: Any, **kwargs: Any) -> Any:
@@ -321,7 +321,7 @@ def is_compile_supported() -> bool:
 
 
 def disable_compile(function: F) -> F:
-    """`function`, left alone by torch.compile."""
+    """Exclude `function` from torch.compile."""
     disabled: F = torch.compiler.disable(function)
     return disabled
 
@@ -341,7 +341,7 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 
 def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
-    """Mark what Muon updates as matrices (`use_muon`), where the config names Muon; else nothing."""
+    """Mark the matrices that Muon updates (`use_muon`) if the config names Muon."""
     name = getattr(config_class, "optimizer_name", None)
     if str(name).lower() != "muon":
         return
@@ -351,14 +351,14 @@ def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
 
 
 class LinearModuleForZeroStage3(nn.Linear):
-    """torch's Linear: stage 3 gathers its weight around forward and backward by itself."""
+    """torch's Linear, because stage 3 gathers its weight around forward and backward automatically."""
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
-    """Whether the installed PyTorch lies within these versions, both ends included.
+    """Whether the installed PyTorch is within these versions, inclusive.
 
     Raises:
-        ValueError: without any.
+        ValueError: without any version.
     """
     from packaging.version import parse
 

@@ -1,6 +1,6 @@
-"""The package that `import deepspeed` finds: names only, each loaded from hf_zero on first use.
+"""The package that `import deepspeed` finds: only names, each loaded from hf_zero on first use.
 
-Its modules are made by the import hook, from the tables in hf_zero/integration/names.
+The import hook creates its modules from the tables in hf_zero/integration/names.
 """
 
 from __future__ import annotations

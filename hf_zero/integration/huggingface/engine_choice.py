@@ -1,9 +1,9 @@
-"""Engines under an Accelerator: which one a loss belongs to, and when it updates.
+"""Engines under an Accelerator: finds the engine of a loss, and decides when it updates.
 
-accelerate's own wrapper updates within `backward`, and leaves `optimizer.step()` and `optimizer.zero_grad()` without
-effect. Here they mean what they mean without an engine: gradients of all backwards add up, `step` applies them, and
-`zero_grad` drops them. So two losses before one step make one update, a step that a script leaves out is left out, and
-of two models that a loss depends on only the one moves whose optimizer is asked to.
+accelerate's own wrapper updates within `backward`, so that `optimizer.step()` and `optimizer.zero_grad()` have no
+effect. Here they behave as without an engine: gradients of all backwards add up, `step` applies them, and `zero_grad`
+drops them. Two losses before one step make one update, a step that a script omits is omitted, and of two models that a
+loss depends on, only the one whose optimizer steps is updated.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _BY_HAND = "call backward(loss) and step() of the engine yourself (an engine is 
 
 
 class PreparedEngine:
-    """An engine with optimizer, as `prepare` has made it."""
+    """An engine with optimizer, created by `prepare`."""
 
     def __init__(self, engine: Any, *, updates_at_step: bool) -> None:
-        """`updates_at_step`: the script has an optimizer object whose `step` it can call; else backward updates."""
+        """`updates_at_step`: whether the script has an optimizer object to step; otherwise backward updates."""
         self.engine = engine
         self._updates_at_step = updates_at_step
         self._has_stepped = self._has_told = self._has_told_of_kept = False
-        self._waits = False  # an accumulation has ended, and its gradients wait for the script's step()
+        self._waits = False  # whether gradients of a finished accumulation wait for the script's step()
         _PREPARED[engine.optimizer] = weakref.ref(self)
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -47,7 +47,7 @@ class PreparedEngine:
         self.engine.backward(loss, **options)
 
     def finish_backward(self, sync_gradients: bool | None) -> None:
-        """After any backward: learn the norm while all ranks are here, or update where no norm will be asked for."""
+        """After any backward: compute the norm while all ranks are here, or update if the script has no optimizer."""
         if not self._is_due:
             if sync_gradients is None and self.engine.optimizer.has_gradients:
                 self.engine.step()  # counts the micro-batch
@@ -59,7 +59,7 @@ class PreparedEngine:
 
     @property
     def _is_due(self) -> bool:
-        """Whether there are gradients that a step would apply now."""
+        """Whether a step would apply gradients now."""
         return bool(self.engine.optimizer.has_gradients) and bool(self.engine.is_gradient_accumulation_boundary())
 
     def step(self) -> None:
@@ -81,21 +81,21 @@ class PreparedEngine:
             )
 
 
-# By the engine's optimizer: all of this process, whatever accelerator they belong to.
+# By the engine's optimizer: all engines of this process, of any Accelerator.
 _PREPARED: weakref.WeakKeyDictionary[Any, weakref.ref[PreparedEngine]] = weakref.WeakKeyDictionary()
 
 
 def prepared_by(optimizer: Any) -> PreparedEngine | None:
-    """The optimizer inside accelerate's wrapper."""
+    """The prepared engine of the optimizer inside accelerate's wrapper."""
     reference = _PREPARED.get(optimizer) if isinstance(optimizer, Optimizer) else None
     return reference() if reference is not None else None
 
 
 class EngineChoice:
-    """Stands where accelerate keeps the wrapper of its one engine, and passes each loss on to the engine it belongs to.
+    """Replaces accelerate's wrapper of its one engine, and passes each loss to the engine it belongs to.
 
-    The engine is the one whose parameters the loss depends on; where several are, the one that was prepared first,
-    while the others keep the gradients that they get. With one trained model nothing is searched.
+    This is the engine whose parameters the loss depends on; of several, the one that was prepared first, while the
+    others keep their gradients. With one trained model no search is needed.
     """
 
     def __init__(self, engines: Sequence[Any], trained: Sequence[PreparedEngine]) -> None:
@@ -103,7 +103,7 @@ class EngineChoice:
         self.engines = tuple(engines)
         self.trained = tuple(trained)
         self._latest: Any = engines[-1]
-        self.answers_late = False  # whether `norm_of` may give a norm that has not been read yet
+        self.answers_late = False  # whether `norm_of` may return a norm that has not been read yet
 
     @property
     def engine(self) -> Any:
@@ -115,18 +115,18 @@ class EngineChoice:
             engine.destroy()
 
     def without(self, engine: Any) -> EngineChoice | None:
-        """The choice among the others; None where there are none."""
+        """The choice without `engine`; None if no engine is left."""
         others = [each for each in self.engines if each is not engine]
         return EngineChoice(others, [each for each in self.trained if each.engine is not engine]) if others else None
 
     def backward(self, loss: Tensor, sync_gradients: bool | None = None, **options: Any) -> None:
-        """Gradients of `loss`; at the end of an accumulation they are ready for `optimizer.step()`.
+        """Compute gradients of `loss`; at the end of an accumulation they are ready for `optimizer.step()`.
 
         Args:
-            sync_gradients: whether the accumulation ends here; None (accelerate does not say): the engine counts.
+            sync_gradients: whether the accumulation ends here; None (unknown to accelerate): the engine counts.
 
         Raises:
-            RuntimeError: when the loss visibly depends on no trained model.
+            RuntimeError: if the loss does not visibly depend on a trained model.
         """
         chosen = self._engine_of(loss)
         self._latest = chosen.engine
@@ -146,7 +146,7 @@ class EngineChoice:
         return self._latest.get_global_grad_norm()
 
     def norm_of(self, parameters: Iterable[Any]) -> Any:
-        """The norm, before clipping, of the gradients of the models that these parameters belong to; as last known."""
+        """The last known gradient norm, before clipping, of the models that these parameters belong to."""
         wanted = {id(parameter) for parameter in parameters}
         engines = [p.engine for p in self.trained if not wanted.isdisjoint(map(id, p.engine.module.parameters()))]
         if self.answers_late and len(engines) == 1:
@@ -175,7 +175,7 @@ class EngineChoice:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The tensors whose gradients backward would compute."""
+    """Yield the tensors whose gradients backward would compute."""
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -191,7 +191,7 @@ def joined(earlier: Any, latest: Any, *, updates_at_step: bool) -> Any:
     """The object for an accelerator's engines after one more model has been prepared.
 
     Args:
-        earlier: what stood for them before, or None.
+        earlier: the previous object, or None.
         latest: accelerate's wrapper of the new engine.
     """
     before = (earlier.engines, earlier.trained) if isinstance(earlier, EngineChoice) else ((), ())
@@ -200,20 +200,20 @@ def joined(earlier: Any, latest: Any, *, updates_at_step: bool) -> Any:
     return EngineChoice((*before[0], engine), (*before[1], *new))
 
 
-# The messages of transformers or accelerate, in their own words: the text that people search for.
+# Messages of transformers or accelerate in their own words, because users search for this text.
 
 
 def stepped_aside(place: str, error: Exception) -> None:
-    """A patch met objects that it does not know: upstream's code runs alone, and ours needs an update."""
+    """Log that a patch met unknown objects, so that only upstream's code runs."""
     line = f"{place}: hf_zero steps aside ({error}); autos and messages are those of that library"
     log_dist(" ".join(line.split()), level=logging.WARNING)
 
 
 def raise_both(problems: Sequence[Problem], check: Callable[[], object]) -> NoReturn:
-    """Raise our problems, with the message of the host library's own check first.
+    """Raise the problems, preceded by the message of the host library's own check.
 
     Args:
-        check: that check, on a copy of what it would change. When it finds nothing, our message is the only one.
+        check: runs that check on a copy of what it would change. If it finds nothing, only our message is raised.
 
     Raises:
         ConfigError: always.
@@ -228,11 +228,11 @@ def _words_of(check: Callable[[], object]) -> str:
     try:
         check()
     except ConfigError:
-        return ""  # our own, on the way through
+        return ""  # raised by hf_zero itself
     except ValueError as error:
         return str(error)
     except Exception:
-        return ""  # it failed on another error, which our message explains better
+        return ""  # it failed with another error, which our message explains better
     return ""
 
 
@@ -242,7 +242,7 @@ class _Passed(Exception):
 
 @contextmanager
 def no_engine() -> Iterator[None]:
-    """Inside, `deepspeed.initialize` ends the call that comes to it: no engine is to be built just for a message."""
+    """Context in which `deepspeed.initialize` raises, because no engine should be built just for a message."""
     package: Any = sys.modules["deepspeed"]
 
     def stop(*args: object, **kwargs: object) -> None:

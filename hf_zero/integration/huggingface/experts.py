@@ -1,7 +1,7 @@
 """Experts in transformers, under a ds.json.
 
-They are spread over ranks where a program asks for it by `DistributedConfig(ep_size=...)`. Checkpoints that have them
-one by one are read into a model that packs them: a pack is made where its parameter lies.
+They are distributed over ranks if a program requests it by `DistributedConfig(ep_size=...)`. Checkpoints with single
+experts are read into a model that packs them: a pack is assembled directly in its parameter.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ASKED = "_hf_zero_experts"
 
 
 def left_to_engine(distributed_config: Any) -> Any:
-    """The same with nothing for transformers to do; `write_asked_experts` finds in it what was asked for.
+    """A config that leaves nothing for transformers to do; `write_asked_experts` reads the request from it.
 
     Raises:
-        ConfigError: it cuts matrices or layers, too.
+        ConfigError: if it also shards matrices or layers.
     """
     cut = {name: size for name in ("tp_size", "pp_size") if (size := getattr(distributed_config, name, 1)) > 1}
     if cut and distributed_config.tp_plan != {}:
@@ -36,10 +36,10 @@ def left_to_engine(distributed_config: Any) -> Any:
 
 
 def write_asked_experts(config: dict[str, Any], model: Any) -> None:
-    """Into the ds.json, what `model` has been loaded with.
+    """Write the request that `model` was loaded with into the ds.json.
 
     Raises:
-        ConfigError: it says something else.
+        ConfigError: if the ds.json contradicts it.
     """
     size = getattr(getattr(getattr(model, "config", None), "distributed_config", None), _ASKED, 1)
     if size == 1:
@@ -53,7 +53,7 @@ def write_asked_experts(config: dict[str, Any], model: Any) -> None:
 
 
 def in_one_go(entry: Any) -> Any:
-    """`entry`, stacking and concatenating in one operation where those are the two it has."""
+    """`entry` with stacking and concatenating merged into one operation, if these are its two operations."""
     operations = getattr(entry, "operations", [])
     if [type(operation).__name__ for operation in operations] != ["MergeModulelist", "Concatenate"]:
         return entry
@@ -65,8 +65,8 @@ def in_one_go(entry: Any) -> Any:
 
 
 class _Pack:
-    """What transformers' MergeModulelist and then Concatenate make, without the stacks in between and, until somebody
-    asks for it, without the pack: all of those were in memory beside the parameter that they are for."""
+    """Replaces transformers' MergeModulelist and Concatenate, without intermediate stacks and, until it is accessed,
+    without the pack, all of which would be in memory in addition to the target parameter."""
 
     def __init__(self, merge: Any, concatenate: Any) -> None:
         self._operations = (merge, concatenate)
@@ -76,7 +76,7 @@ class _Pack:
     def convert(
         self, input_dict: dict[str, Any], *, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Experts by source pattern, as lists of equal shapes, to one pack under the only target pattern."""
+        """Convert experts by source pattern, as lists of equal shapes, to one pack under the only target pattern."""
         parts = [input_dict[pattern] for pattern in source_patterns if pattern in input_dict]
         if len(target_patterns) != 1 or len(parts) < 2 or not all(isinstance(part, list) for part in parts):
             for operation in self._operations:
@@ -88,9 +88,9 @@ class _Pack:
 
 
 class PackedExperts(Tensor):
-    """`cat([stack(part) for part in parts], dim)` that is put together where it is copied to.
+    """A lazy `cat([stack(part) for part in parts], dim)`, assembled in the tensor that it is copied to.
 
-    Copying it into a tensor writes every expert to its place there; any other operation sees an ordinary tensor.
+    Copying it into a tensor writes every expert to its place; any other operation uses an ordinary tensor.
     """
 
     _parts: Sequence[Sequence[Tensor]]

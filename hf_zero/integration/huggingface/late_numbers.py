@@ -1,11 +1,11 @@
-"""Answers to Trainer's questions after every step, without waiting for the device.
+"""Answers Trainer's queries after every step without waiting for the device.
 
-    Trainer asks                           and gets
+    Trainer queries                        and gets
     the gradient norm                      a `LateNorm`, which becomes a float where Trainer logs
-    whether the loss is NaN or infinite    no: the device itself has replaced such a loss, as Trainer would have
-    whether the update was skipped         what is known; without a loss scale there is no wait
+    whether the loss is NaN or infinite    no: the device has already replaced such a loss, as Trainer would
+    whether the update was skipped         what is known so far; without a loss scale there is no wait
 
-On a CPU all of it is known, and Trainer's own code answers.
+On a CPU everything is known, and Trainer's own code runs.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from hf_zero.integration.huggingface.engine_choice import EngineChoice
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.outcome import LateNorm
 
-_FILTERS = "_hf_zero_filters_losses"  # on a Trainer, while its own filter is off: what it is set to
+_FILTERS = "_hf_zero_filters_losses"  # attribute of a Trainer: the user's setting while its filter is off
 
 
 def runs_ahead(trainer: Any) -> bool:
-    """Whether this Trainer has an engine of ours whose host does not wait for its device."""
+    """Whether this Trainer has an hf_zero engine whose host runs ahead of its device."""
     engine = getattr(trainer, "model_wrapped", None)
     return isinstance(engine, ZeroEngine) and runtime_of(engine.device).runs_ahead
 
 
 @contextmanager
 def late_norms(trainer: Any) -> Iterator[None]:
-    """Inside, the accelerator's `clip_grad_norm_` answers with a `LateNorm` where the norm is not known yet."""
+    """Context in which the accelerator's `clip_grad_norm_` returns a `LateNorm` if the norm is not known yet."""
     engines = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
     if not isinstance(engines, EngineChoice) or not runs_ahead(trainer):
         yield
@@ -52,8 +52,8 @@ def as_float(norm: Any) -> Any:
 
 
 def filtered(trainer: Any, loss: Tensor) -> Tensor:
-    """A micro-batch's loss after Trainer's logging_nan_inf_filter: the mean of those before, if it is not
-    finite. Trainer would read the loss to see whether it is; here the device chooses."""
+    """A micro-batch's loss after Trainer's logging_nan_inf_filter: the mean of the previous ones if it is not finite.
+    Trainer would read the loss to check this; here the device chooses."""
     if not trainer.args.logging_nan_inf_filter or not runs_ahead(trainer):
         return loss
     before = trainer._tr_loss / (1 + trainer.state.global_step - trainer._globalstep_last_logged)
@@ -63,15 +63,15 @@ def filtered(trainer: Any, loss: Tensor) -> Tensor:
 
 
 def restore_filter(trainer: Any) -> None:
-    """Let the arguments say what the user has set; before every loss, log, save and evaluation."""
+    """Restore the user's setting in the arguments; before every loss, log, save and evaluation."""
     if vars(trainer).pop(_FILTERS, False):
         trainer.args.logging_nan_inf_filter = True
 
 
 def knows_skip(optimizer: Any) -> bool:
-    """Whether asking for the last step's overflow waits for nothing, or the loss scale depends on the answer.
+    """Whether the last step's overflow is known without waiting, or the loss scale depends on it.
 
-    Without a loss scale a skipped step is rare and told by itself: the engine logs it, and its schedule goes back.
+    Without a loss scale, skipped steps are rare; the engine logs them and rolls back its schedule.
     """
     if not isinstance(optimizer, ZeroOptimizer):
         return True

@@ -1,6 +1,6 @@
-"""`Accelerator.prepare` with ds.json: autos filled from its arguments, and several models in one call.
+"""`Accelerator.prepare` with ds.json: fills autos from its arguments, and takes several models in one call.
 
-`object_problems` says which combinations of optimizer and scheduler objects with sections of ds.json make sense.
+`object_problems` checks combinations of optimizer and scheduler objects with sections of ds.json.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ _TRAINING_ONLY = ("optimizer", "scheduler")
 
 
 def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) -> None:
-    """Fill the accelerator's ds.json from the objects given to `prepare`; raise ConfigError for what is wrong."""
+    """Fill the accelerator's ds.json from the objects given to `prepare`; raise ConfigError for problems."""
     optimizer = next((x for x in objects if isinstance(x, Optimizer) or is_dummy(x, "DummyOptim")), None)
     scheduler = next((x for x in objects if is_schedule(x)), None)
     try:
@@ -120,7 +120,7 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
             model=model_view(model),
             sequence_size=sequence_size(getattr(accelerator, "parallelism_config", None), {}),
         )
-    except AttributeError as error:  # an Accelerator that we do not know: it fills its own autos
+    except AttributeError as error:  # an unknown Accelerator, which fills its own autos
         stepped_aside("Accelerator._prepare_deepspeed", error)
         return
     problems: list[Problem] = [*object_problems(config, optimizer, scheduler)]
@@ -135,7 +135,7 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
 
 
 def show_filled(plugin: Any) -> None:
-    """transformers' deepspeed_config() shows a copy, made before `prepare` has filled anything in."""
+    """Update transformers' deepspeed_config(), a copy from before `prepare` filled in values."""
     shown = getattr(getattr(plugin, "dschf", None), "config", None)
     if shown is not None:
         shown.clear()
@@ -143,7 +143,7 @@ def show_filled(plugin: Any) -> None:
 
 
 def show_sequence_mesh(accelerator: Any, prepared: Sequence[Any]) -> None:
-    """accelerate makes no device mesh where DeepSpeed shares sequences, and its own example asks that for the group."""
+    """Set a device mesh, which accelerate does not create for DeepSpeed but its own sequence-parallel example uses."""
     engine = next((each for each in prepared if isinstance(each, ZeroEngine)), None)
     size = sequence_size(getattr(accelerator, "parallelism_config", None), {}) or 1
     if engine is not None and size > 1 and getattr(accelerator.state, "device_mesh", engine) is None:
@@ -151,11 +151,11 @@ def show_sequence_mesh(accelerator: Any, prepared: Sequence[Any]) -> None:
 
 
 def _other_ranks(accelerator: Any) -> Iterator[Problem]:
-    """Accelerate counts samples by a ParallelismConfig that may not fit the ranks."""
+    """Problems of a ParallelismConfig, by which accelerate counts samples, that does not fit the ranks."""
     parallelism, world = getattr(accelerator, "parallelism_config", None), accelerator.num_processes
     size = sequence_size(parallelism, {})
     if parallelism is None or size is None or world % size:
-        return  # the second is a problem of its own
+        return  # the latter is reported separately
     replicas, shards = parallelism.dp_replicate_size, parallelism.dp_shard_size
     if replicas * shards * size != world:
         equation = f"{world} != {replicas} x {shards} x {size}"
@@ -164,7 +164,7 @@ def _other_ranks(accelerator: Any) -> Iterator[Problem]:
 
 
 def _other_parallelism(accelerator: Any, config: Mapping[str, Any]) -> Iterator[Problem]:
-    """Accelerate deals the same batches to ranks that a ParallelismConfig groups, whether or not an engine does."""
+    """Problems of other ParallelismConfig sizes, by which accelerate distributes batches regardless of the engine."""
     parallelism = getattr(accelerator, "parallelism_config", None)
     tensor, context = (getattr(parallelism, name, None) or 1 for name in ("tp_size", "cp_size"))
     own = (config.get("tensor_parallel") or {}).get("autotp_size", 1)
@@ -199,7 +199,7 @@ def is_schedule(thing: Any) -> bool:
 def prepare_each(
     accelerator: Any, things: Sequence[Any], prepare: Callable[[Sequence[Any]], tuple[Any, ...]]
 ) -> tuple[Any, ...]:
-    """Loaders first (they tell the batch size), then what is trained, then what only runs forward."""
+    """Prepare loaders first (for the batch size), then trained models, then forward-only models."""
     families = _families(things)
     members = {id(member) for family in families for member in family}
     rest = [thing for thing in things if id(thing) not in members]
@@ -214,7 +214,7 @@ def prepare_each(
 
 
 def _families(things: Sequence[Any]) -> list[list[Any]]:
-    """[model, its optimizer, its schedule] for every model, as far as there is one."""
+    """[model, its optimizer, its schedule] for every model, if present."""
     models = [thing for thing in things if isinstance(thing, nn.Module)]
     families: list[list[Any]] = [[model] for model in models]
     for optimizer in (thing for thing in things if isinstance(thing, Optimizer) or is_dummy(thing, "DummyOptim")):
@@ -238,7 +238,7 @@ def _families(things: Sequence[Any]) -> list[list[Any]]:
 
 
 def _owner(optimizer: Any, models: Sequence[nn.Module]) -> int:
-    """The number of the model whose parameters the optimizer holds."""
+    """The index of the model whose parameters the optimizer holds."""
     held = {id(parameter) for parameter in parameters_of(optimizer)}
     owners = [number for number, model in enumerate(models) if not held.isdisjoint(map(id, model.parameters()))]
     if len(owners) != 1:
@@ -262,8 +262,8 @@ def parameters_of(optimizer: Any) -> Iterable[Any]:
 
 
 def _lasting(entry: Any) -> Any:
-    """A parameter, or a group with a list in it: what it has may be a generator, which the engine still has to read,
-    or one parameter."""
+    """A parameter, or a group with its parameters as a list: they may be a generator, which the engine still has to
+    read, or one parameter."""
     if not isinstance(entry, dict):
         return entry
     members = entry["params"]
@@ -271,7 +271,7 @@ def _lasting(entry: Any) -> Any:
 
 
 def _forward_only(accelerator: Any, model: nn.Module) -> Any:
-    """An engine without optimizer: whole weights on every rank, at stage 3 sharded as those of the trained models."""
+    """An engine without optimizer: whole weights on every rank, at stage 3 sharded like those of trained models."""
     fill_autos(accelerator, model)
     config = copy.deepcopy(accelerator.deepspeed_plugin.deepspeed_config)
     for name in _TRAINING_ONLY:
@@ -280,6 +280,6 @@ def _forward_only(accelerator: Any, model: nn.Module) -> Any:
     zero.pop("offload_optimizer", None)
     zero["stage"] = 3 if zero.get("stage") == 3 else 0
     engine = initialize(model=model, config=config)[0]
-    vars(engine)["_is_accelerate_prepared"] = True  # as accelerate marks what went through its prepare
+    vars(engine)["_is_accelerate_prepared"] = True  # accelerate's mark of prepared objects
     accelerator._models.append(engine)
     return engine

@@ -1,4 +1,4 @@
-"""Which ranks see the same samples under Accelerate, and what is gathered from them: each sample once, in order."""
+"""Ranks that see the same samples under Accelerate, and gathering from them: each sample once, in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_zero.comm.mirror import initialize_mesh_device
 
 
 def ranks_per_sample() -> int:
-    """How many consecutive ranks accelerate deals the same batches to: those of a tensor group."""
+    """Number of consecutive ranks that accelerate gives the same batches: those of a tensor group."""
     from accelerate.state import AcceleratorState
 
     mesh = AcceleratorState._shared_state.get("ds_device_mesh")  # made from tensor_parallel.autotp_size
@@ -19,7 +19,7 @@ def ranks_per_sample() -> int:
 
 
 def note_groups(accelerator: Any) -> None:
-    """accelerate knows of tensor groups before it deals out batches, also where no model has been prepared yet."""
+    """Tell accelerate about tensor groups before it distributes batches, even before a model is prepared."""
     if accelerator.distributed_type != "DEEPSPEED" or hasattr(accelerator.state, "ds_device_mesh"):
         return
     config = accelerator.deepspeed_plugin.deepspeed_config
@@ -29,7 +29,7 @@ def note_groups(accelerator: Any) -> None:
 
 
 def deal_to_groups(loader: Any) -> Any:
-    """The same loader. Where rank 0 reads for all, it deals to groups of ranks; upstream, one batch to all ranks."""
+    """Return the loader. If rank 0 reads for all, it serves groups of ranks; upstream, one batch to all ranks."""
     from accelerate.data_loader import DataLoaderDispatcher
 
     size = ranks_per_sample()
@@ -40,9 +40,9 @@ def deal_to_groups(loader: Any) -> Any:
 
 
 def gather_samples(gather: Callable[[Any], Any], values: Any, size: int) -> Any:
-    """`values` of the first rank of each `size`, gathered; numbers (no dimension) of all ranks.
+    """Gather `values` of the first rank of each `size`; numbers (without dimensions) of all ranks.
 
-    A number is no sample: programs that gather their counts divide by `Accelerator.num_processes`, which counts ranks.
+    A number is not a sample: programs divide gathered counts by `Accelerator.num_processes`, which counts ranks.
 
     Args:
         gather: takes one tensor; a collective of all ranks.
@@ -63,7 +63,7 @@ def gather_samples(gather: Callable[[Any], Any], values: Any, size: int) -> Any:
 
 
 def with_samples(values: Any) -> Any:
-    """Numbers (no dimension) as one sample each; everything else as it is."""
+    """Numbers (without dimensions) as one sample each; everything else unchanged."""
     from accelerate.utils.operations import recursively_apply
 
     return recursively_apply(lambda tensor: tensor[None] if tensor.dim() == 0 else tensor, values)
@@ -75,14 +75,14 @@ def gather_sample_objects(gather: Callable[[Any], list[Any]], objects: Any, size
 
 
 def split_between_groups(inputs: Any, apply_padding: bool, size: int) -> Any:
-    """accelerate's `split_between_processes` where `size` consecutive ranks get the same."""
+    """accelerate's `split_between_processes`, with the same inputs for `size` consecutive ranks."""
     from accelerate.state import PartialState
 
     return PartialState.split_between_processes(DataRanks(PartialState(), size), inputs, apply_padding=apply_padding)
 
 
 class DataRanks:
-    """accelerate's state as seen by what deals out batches: `size` consecutive ranks are one process."""
+    """accelerate's state for code that distributes batches: `size` consecutive ranks are one process."""
 
     def __init__(self, state: Any, size: int) -> None:
         self._state = state

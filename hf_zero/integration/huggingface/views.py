@@ -1,4 +1,4 @@
-"""Real TrainingArguments, accelerators and environments, read into the small views that the resolver takes."""
+"""Reads TrainingArguments, accelerators and environments into the small views that the resolver takes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAUNCHED: dict[str, tuple[str, str]] = {
     f"{_ZERO}offload_optimizer.nvme_path": ("offload_optimizer_nvme_path", f"{_PREFIX}OFFLOAD_OPTIMIZER_NVME_PATH"),
     f"{_ZERO}stage3_gather_16bit_weights_on_model_save": ("zero3_save_16bit_model", f"{_PREFIX}ZERO3_SAVE_16BIT_MODEL"),
 }
-# What DeepSpeedPlugin takes for an "auto" when neither flag nor variable says anything.
+# DeepSpeedPlugin's values for "auto" without a flag or variable.
 _PLUGIN_DEFAULTS: dict[str, object] = {
     f"{_ZERO}stage": 2,
     f"{_ZERO}offload_optimizer.device": "none",
@@ -55,7 +55,7 @@ def training_view(
 
 
 def _was_flag(name: str, value: object, words: Sequence[str]) -> bool:
-    """Whether the command line has the flag, with this very value: a script may use the name for something else."""
+    """Whether the command line has the flag with this value, because a script may use the name for something else."""
     for index, word in enumerate(words):
         flag, equals, text = word.partition("=")
         if flag.lstrip("-").replace("-", "_") != name or not flag.startswith("--"):
@@ -68,7 +68,7 @@ def _was_flag(name: str, value: object, words: Sequence[str]) -> bool:
 
 
 def launch_view(environment: Mapping[str, str]) -> AcceleratorView:
-    """The launcher's exports, with accelerate's defaults for the rest."""
+    """The view of the launcher's exports, with accelerate's defaults for the rest."""
     launched = {}
     for path, (_, variable) in LAUNCHED.items():
         value = _exported(path, environment[variable]) if variable in environment else _PLUGIN_DEFAULTS.get(path)
@@ -118,7 +118,7 @@ def accelerator_view(accelerator: Any, objects: Sequence[Any], optimizer: Any, s
 
 
 def _batch_sizes(accelerator: Any, objects: Sequence[Any]) -> tuple[int, ...]:
-    """Per process, of the loaders in this call; else of those that were prepared before."""
+    """Batch sizes per process of the loaders in this call, else of those prepared before."""
     from torch.utils.data import DataLoader
 
     processes = accelerator.num_processes
@@ -143,7 +143,7 @@ def _dummy_schedule(scheduler: Any, accelerator: Any) -> dict[str, object]:
         return {}
     values: dict[str, object] = {"warmup_num_steps": max(1, scheduler.warmup_num_steps)}
     if scheduler.total_num_steps is not None:
-        # A script counts the steps of one process over all batches; the engine's schedule steps once for all of them.
+        # A script counts one process's steps over all batches; the engine's schedule steps once for all processes.
         divisor = 1 if accelerator.split_batches else accelerator.num_processes
         values["total_num_steps"] = math.ceil(scheduler.total_num_steps / divisor)
     return values
@@ -156,8 +156,7 @@ def _rate(optimizer: Any) -> float | None:
 
 
 def sequence_size(parallelism: Any, environment: Mapping[str, str]) -> int | None:
-    """Ranks per sequence that a ParallelismConfig asks for, or where there is none the launcher's variables; None: it
-    leaves sequences to the config."""
+    """Ranks per sequence in a ParallelismConfig or else in the launcher's variables; None: the config decides."""
     if parallelism is None and environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         text = environment.get("PARALLELISM_CONFIG_SP_SIZE", "1")
         return int(text) if text.isdecimal() and int(text) > 1 else None
@@ -168,5 +167,5 @@ def sequence_size(parallelism: Any, environment: Mapping[str, str]) -> int | Non
 
 
 def is_dummy(thing: Any, name: str) -> bool:
-    """Whether this is accelerate's stand-in of that name."""
+    """Whether this is accelerate's dummy class of that name."""
     return type(thing).__name__ == name and hasattr(thing, "kwargs")

@@ -1,9 +1,9 @@
-"""The alias package: modules whose names load on first use, and the names that hf_zero does not have.
+"""The alias package: modules whose names load on first use, and placeholders for names that hf_zero does not have.
 
-The latter can be imported, because others import them, and are an error on use. names.json lists DeepSpeed's modules
-with the classes, errors, functions and constants that each defines, and with what each borrows from others: by name
-(`borrowed` where a rule cannot say from whom: `with_homes`) or (`stars`) all of it. Modules that we have nothing for
-are made of it, and modules of ours take from it what they lack. No name does anything.
+Placeholders can be imported, because other libraries import them, and raise an error on use. names.json lists
+DeepSpeed's modules with the classes, errors, functions and constants that each defines, and with the names that each
+imports from others: by name (`borrowed` if a rule cannot infer the source: `with_homes`) or all of them (`stars`).
+Modules without an implementation are built from it, and other modules take missing names from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from hf_zero.instead import alternative
 
 Homes = dict[str, str]
-# Modules that are others of the package, or of ours, under a second name.
+# Modules that are second names of others, in the package or in hf_zero.
 SAME_MODULE = {
     "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
     "dist": "deepspeed.comm",
@@ -33,11 +33,11 @@ _BUILDERS = "ops.op_builder"  # every module below it has all builders
 
 @functools.cache
 def all_homes() -> Mapping[str, Homes]:
-    """Where hf_zero keeps what DeepSpeed's modules offer: module without `deepspeed.` -> name -> dotted home.
+    """Locations of DeepSpeed's names in hf_zero: module without `deepspeed.` -> name -> dotted home.
 
-    homes.json, and that of every extra that is there, have rows `"module": {"home below hf_zero": "name theirs=ours"}`.
+    homes.json, and that of every present extra, have rows `"module": {"home below hf_zero": "name theirs=ours"}`.
     A name is listed once, at the module that defines it in DeepSpeed; names.json says which modules import it from
-    there (but for utils.z3_leaf_module, which has a function of that very name).
+    there (except for utils.z3_leaf_module, which has a function of that name).
     """
     here = Path(__file__)
     homes: dict[str, Homes] = {}
@@ -53,12 +53,12 @@ def _entries(row: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def homes_of(module: str) -> Homes:
-    """The names of ours in DeepSpeed's `module` (without `deepspeed.`)."""
+    """hf_zero's names in DeepSpeed's `module` (without `deepspeed.`)."""
     return all_homes().get(_BUILDERS if f"{module}.".startswith(f"{_BUILDERS}.") else module, {})
 
 
 ROOT = "deepspeed"
-# Gone from DeepSpeed 0.19.8, and still imported by programs.
+# Removed from DeepSpeed 0.19.8, but still imported by programs.
 REMOVED: dict[str, dict[str, Any]] = {
     "compression.compress": {"functions": "init_compression redundancy_clean student_initialization"},
     "compression.scheduler": {"classes": "compression_scheduler"},
@@ -69,7 +69,7 @@ REMOVED: dict[str, dict[str, Any]] = {
     "ops.sparse_attention": {"package": True},
     "ops.sparse_attention.sparsity_config": {"classes": ""},
 }
-# Imported by functions of these modules only; programs look for them there.
+# Only imported inside functions of these modules, where programs look for them.
 _INSIDE_FUNCTIONS = {
     "utils.z3_leaf_module": {
         "borrowed": dict.fromkeys(
@@ -83,14 +83,14 @@ FEATURES = "docs/features.md in the hf_zero repository lists what exists"
 
 @functools.cache
 def known_modules() -> Mapping[str, Mapping[str, Any]]:
-    """names.json: by module path without `deepspeed.`; read when a name is asked for that has no home of ours."""
+    """names.json, by module path without `deepspeed.`; read on the first access to a name without a home."""
     table = with_homes(json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8")))
     return {**table, **REMOVED, **{module: {**table[module], **more} for module, more in _INSIDE_FUNCTIONS.items()}}
 
 
 def with_homes(table: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The table with the module that defines it for every borrowed name, instead of `uses`: names, separated by blanks,
-    that one module alone defines."""
+    """The table with the defining module of every borrowed name, instead of `uses`: space-separated names that only one
+    module defines."""
     homes = {name: modules[0] for name, modules in definers(table).items()}
     rows = {}
     for module, row in table.items():
@@ -156,7 +156,7 @@ def is_package(module: str) -> bool:
 
 
 def _refused_class(path: str) -> type:
-    """A class to name, to subclass and to ask isinstance about; making one raises NotImplementedError."""
+    """A class for annotations, subclassing and isinstance checks; instantiation raises NotImplementedError."""
 
     def __new__(cls: type, *_args: object, **_kwargs: object) -> NoReturn:
         raise NotImplementedError(refusal(path))
@@ -165,7 +165,7 @@ def _refused_class(path: str) -> type:
 
 
 def _refused_error(path: str) -> type:
-    """An exception class for `except` clauses; nothing of ours raises it."""
+    """An exception class for `except` clauses, which hf_zero never raises."""
     return type(_last(path), (Exception,), _signs(path))
 
 
@@ -188,13 +188,13 @@ def _last(path: str) -> str:
 
 
 PACKAGE = Path(__file__).resolve().parents[2]
-COPIED = {"utils.zero_to_fp32": "zero_to_fp32.py"}  # scripts that programs copy beside their checkpoints
+COPIED = {"utils.zero_to_fp32": "zero_to_fp32.py"}  # scripts that programs copy next to their checkpoints
 
 
 def lazy_names(module: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of an alias module.
 
-    Names with a home are ours. What DeepSpeed's module has beyond them can be imported too, and refuses to be used.
+    Names with a home are hf_zero's. Other names of DeepSpeed's module can also be imported, but raise on use.
     """
     path = module.partition(".")[2]
 
@@ -202,7 +202,7 @@ def lazy_names(module: str) -> tuple[Callable[[str], object], Callable[[], list[
         homes = homes_of(path)
         if name in homes:
             home, _, attribute = homes[name].rpartition(".")
-            # Kept in the module: the second access is a plain lookup, and user code may replace it.
+            # Stored in the module, so that the next access is a plain lookup and user code may replace it.
             return vars(sys.modules[module]).setdefault(name, getattr(import_module(home), attribute))
         inner = f"{path}.{name}" if path else name
         if inner in SAME_MODULE or inner in known_modules():
@@ -220,8 +220,8 @@ def lazy_names(module: str) -> tuple[Callable[[str], object], Callable[[], list[
 
 
 def missing_module(name: str) -> ModuleNotFoundError:
-    # `name` is the home we lack. Were it the name asked for, `from deepspeed import x` would swallow this text and
-    # say "cannot import name" instead.
+    # `name` is the missing home. With the requested name, `from deepspeed import x` would replace this text by "cannot
+    # import name".
     return ModuleNotFoundError(_missing(name), name=f"hf_zero.integration.{name}")
 
 
@@ -233,7 +233,7 @@ def _missing(name: str) -> str:
 
 
 class GeneratedLoader:
-    """Makes a module of the alias package: its names, taken from the tables on demand."""
+    """Creates a module of the alias package, whose names are looked up in the tables on demand."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         """None: an ordinary module."""
@@ -244,7 +244,7 @@ class GeneratedLoader:
             sys.modules[module.__name__] = import_module(SAME_MODULE[path])
             return
         if path in COPIED:
-            # Not by __getattr__: inspect asks every module for its file, also in the middle of an import.
+            # Not by __getattr__: inspect queries every module's file, even during an import.
             module.__file__ = str(PACKAGE / COPIED[path])
         built = f"Names of DeepSpeed, from where hf_zero keeps them (homes.json): deepspeed.{path}."
         module.__doc__ = built if _has_names_of_ours(path) else refusal(path)
@@ -261,7 +261,7 @@ def _has_names_of_ours(path: str) -> bool:
 
 
 def generated_spec(name: str) -> ModuleSpec | None:
-    """The spec of a module `deepspeed....`; None where neither DeepSpeed nor we have such a one."""
+    """The spec of a module `deepspeed....`; None if neither DeepSpeed nor hf_zero has it."""
     path = name.partition(".")[2]
     if path not in known_modules() and path not in all_homes() and path not in SAME_MODULE:
         return None

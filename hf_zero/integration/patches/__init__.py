@@ -1,8 +1,8 @@
 """hf_zero's patches to functions of transformers, accelerate, peft, trl and torch: one file per library, and one more
 for each module that has many of them, named after it with underscores for dots.
 
-The import hook applies those of a module right after it has been loaded. A target that is gone or takes other
-parameters keeps upstream's code.
+The import hook applies a module's patches right after it has been loaded. If a target is missing or has other
+parameters, upstream's code stays.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ Function = Callable[..., Any]
 
 
 class Misfit(Exception):
-    """Upstream's function differs from the one that the patch was written for."""
+    """Raised if upstream's function differs from the one that the patch was written for."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One function of another library, and our wrapper around it."""
+    """One function of another library, and the wrapper around it."""
 
     module: str
     place: str  # a function, or Class.method
-    parameters: str  # as we know them, "self, model"; others are left unpatched
-    around: Function  # called with the original, then its arguments; its docstring says why the patch is there
+    parameters: str  # the expected ones, "self, model"; other signatures are not patched
+    around: Function  # called with the original and its arguments; its docstring has the reason for the patch
     without: str  # what does not work without the patch: the end of the log line
-    until: str  # the change upstream that would make it superfluous
-    older: tuple[str, ...] = ()  # parameters in older versions, which `around` takes as well
-    since: str = FLOOR  # the version of the library from which on the target has looked like this
-    importers: tuple[str, ...] = ()  # modules that have the function under its own name, if loaded before us
+    until: str  # the upstream change that would make the patch unnecessary
+    older: tuple[str, ...] = ()  # parameters in older versions, which `around` also accepts
+    since: str = FLOOR  # the first library version with this signature
+    importers: tuple[str, ...] = ()  # modules that import the function by name
 
     def find(self, module: ModuleType) -> tuple[Any, str, Function]:
         """The holder, the name and the original.
 
         Raises:
-            Misfit: the name is not there, or takes other parameters.
+            Misfit: if the name is missing, or takes other parameters.
         """
         holder, name, original = _look(module, self.place)
         if isinstance(original, property) and original.fget is not None:
@@ -82,7 +82,7 @@ class Patch:
 
 
 def _look(module: ModuleType, place: str) -> tuple[Any, str, Any]:
-    """The holder of a place, the name there, and its value: None if there is none."""
+    """The holder of a place, the name there, and its value; None if there is none."""
     *parents, name = place.split(".")
     holder: Any = module
     for parent in parents:
@@ -104,7 +104,7 @@ class Patches:
         return iter(self._all)
 
     def add(self, target: str, *, without: str, until: str, **more: Any) -> Callable[[Function], Function]:
-        """Register the function below as what is called for `target`, "Class.method(self, argument)"."""
+        """Decorator that registers a replacement for `target`, "Class.method(self, argument)"."""
         place, _, parameters = target.rstrip(")").partition("(")
 
         def register(around: Function) -> Function:
@@ -115,7 +115,7 @@ class Patches:
 
 
 def patches_of(module: str) -> Patches:
-    """The patches of a module that `startup.PATCHED` lists: in the file that has most of its name."""
+    """The patches of a module in `startup.PATCHED`, from the file with the longest matching name."""
     parts = module.split(".")
     names = (f"{__name__}.{'_'.join(parts[:length])}" for length in range(len(parts), 0, -1))
     import_module(next(filter(find_spec, names)))
@@ -123,7 +123,7 @@ def patches_of(module: str) -> Patches:
 
 
 def patch(module: ModuleType) -> None:
-    """Apply all patches of a freshly loaded module. Never raises: unpatched, upstream works as usual."""
+    """Apply all patches of a newly loaded module. Never raises, because upstream works without them."""
     listen()
     try:
         patches = patches_of(module.__name__)
@@ -134,7 +134,7 @@ def patch(module: ModuleType) -> None:
 
 
 def apply(patches: Iterable[Patch], module: ModuleType) -> None:
-    """Apply those that fit; log a line for each of the others."""
+    """Apply the matching patches, and log a line for each of the others."""
     for one in patches:
         try:
             one.apply(module)
@@ -145,7 +145,7 @@ def apply(patches: Iterable[Patch], module: ModuleType) -> None:
 
 
 def _leave_alone(one: Patch, reason: str) -> None:
-    """Log one line: this version of a library does not fit all of our patches."""
+    """Log one line about a patch that does not fit this version of a library."""
     place = f"{one.module}.{one.place}"
     _warn(f"{_library(one.module)}: {place} {reason}; hf_zero leaves it as it is: {one.without}")
 
@@ -159,5 +159,5 @@ def _library(module: str) -> str:
 
 
 def _warn(message: str) -> None:
-    """Once, not by every rank."""
+    """Warn on one rank only."""
     log_dist(" ".join(message.split()), level=logging.WARNING)

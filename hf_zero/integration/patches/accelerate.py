@@ -1,4 +1,4 @@
-"""accelerate, but for Accelerator and the commands: device and back-end, ds.json, loaders, the optimizer object."""
+"""accelerate, except Accelerator and the commands: device and backend, ds.json, loaders, the optimizer object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_zero.network import name_gloo_interface
 from hf_zero.rank_environment import set_rank_environment
 from hf_zero.sequence.batches import UlyssesSPDataLoaderAdapter
 
-# Device and back-end. With our engine, ranks on CPUs are ranks, joined by gloo.
+# Device and backend. With hf_zero, CPU ranks form a gloo process group.
 STATE = Patches("accelerate.state")
 _USE_CPU = "ACCELERATE_USE_CPU"
 _PORT = 29500
@@ -38,10 +38,10 @@ _PORT = 29500
 def around_prepare_backend(
     original: Function, self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
 ) -> Any:
-    """Where there is no accelerator, upstream finds no back-end for DeepSpeed: every rank believes itself alone.
+    """Without an accelerator, upstream finds no backend for DeepSpeed, and every rank runs as world size one.
 
-    It is also the moment before anybody asks which rank this is: what mpirun or srun have said is put into torchrun's
-    variables, and gloo's interface is set where it would choose one without a route.
+    This also runs before the rank is first queried: it sets torchrun's variables from those of mpirun or srun, and
+    gloo's interface if gloo would choose one without a route.
     """
     if _engine_is_wanted():
         set_rank_environment(os.environ, _PORT)
@@ -59,7 +59,7 @@ def around_prepare_backend(
     until="accelerate keeps to DeepSpeed under `cpu=True`",
 )
 def around_state(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Upstream ignores DeepSpeed when the CPU is asked for, and trains with DDP."""
+    """Upstream ignores DeepSpeed if the CPU is requested, and trains with DDP."""
     if type(self)._shared_state or not _engine_is_wanted():
         return original(self, *args, **kwargs)
     bound = inspect.signature(original).bind(self, *args, **kwargs)
@@ -76,7 +76,7 @@ def around_state(original: Callable[..., None], self: Any, *args: Any, **kwargs:
 
 
 def _state_of_cpu_ranks(options: dict[str, Any]) -> None:
-    """The part of the state that knows of ranks and device; `options` are those of the process group."""
+    """Create the state with ranks and device; `options` are those of the process group."""
     from accelerate.state import PartialState
 
     if not PartialState._shared_state:
@@ -91,9 +91,9 @@ def _is_on(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")
 
 
-# How ds.json is read, and what the script's optimizer object does.
+# Reading ds.json, and the script's optimizer object.
 READING = Patches("accelerate.utils.deepspeed")
-# Fields of DeepSpeedPlugin, flags of the launcher and arguments of Accelerator and Trainer state these.
+# Values that DeepSpeedPlugin, flags of the launcher, and arguments of Accelerator and Trainer also set.
 _STATED_ELSEWHERE = {STEPS: 1, "gradient_clipping": 1.0}
 _IN_BACKWARD = "the update is made in backward(), not in the script's optimizer.step()"
 _STEP_WORKS = "DeepSpeedEngineWrapper.backward no longer steps, and the optimizer's step() and zero_grad() do"
@@ -118,7 +118,7 @@ def around_reading(original: Callable[..., None], self: Any, config_file_or_dict
 
 @READING.add("DeepSpeedOptimizerWrapper.step(self)", without=_IN_BACKWARD, until=_STEP_WORKS)
 def around_step(original: Callable[..., None], self: Any) -> None:
-    """accelerate's has no effect: here the update happens where the script asks for it."""
+    """accelerate's step has no effect; here it makes the update."""
     prepared = prepared_by(self.optimizer)
     if prepared is None:
         original(self)
@@ -128,7 +128,7 @@ def around_step(original: Callable[..., None], self: Any) -> None:
 
 @READING.add("DeepSpeedOptimizerWrapper.zero_grad(self, set_to_none)", without=_IN_BACKWARD, until=_STEP_WORKS)
 def around_zero_grad(original: Callable[..., None], self: Any, set_to_none: Any = None) -> None:
-    """accelerate's has no effect: here it drops gradients that wait for step()."""
+    """accelerate's zero_grad has no effect; here it drops gradients that wait for step()."""
     prepared = prepared_by(self.optimizer)
     if prepared is None:
         original(self, set_to_none)
@@ -142,12 +142,12 @@ def around_zero_grad(original: Callable[..., None], self: Any, set_to_none: Any 
     until="accelerate asks only where there is a loss scale, as without an engine",
 )
 def around_step_was_skipped(original: Callable[..., bool], self: Any) -> bool:
-    """Asked after every update; where no loss scale depends on it, "no" as long as it is unknown, as without an engine,
-    where no update is skipped without a loss scale."""
+    """Called after every update. Without a loss scale, returns False while the answer is unknown, as without an engine,
+    which never skips updates then."""
     return original(self) if knows_skip(self.optimizer) else False
 
 
-# DeepSpeedPlugin, which fills and checks ds.json from flags and variables.
+# DeepSpeedPlugin fills and checks ds.json from flags and variables.
 PLUGIN = Patches("accelerate.utils.dataclasses")
 _SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 
@@ -165,7 +165,7 @@ def around_fill_match(
     must_match: bool = True,
     **kwargs: Any,
 ) -> None:
-    """Remembers which flag, variable or field gave the value of a single "auto", or of a number that was assumed."""
+    """Record which flag, variable or field provided the value of an "auto", or of an assumed number."""
     config = self.hf_ds_config.config
     before = self.hf_ds_config.get_value(ds_key_long)
     if isinstance(config, ConfigDict) and config.assumes(ds_key_long):
@@ -186,7 +186,7 @@ def around_fill_match(
     until="accelerate's check names both places, and says when fp16 or bf16 is switched off in the file",
 )
 def around_set_mixed_precision(original: Callable[..., None], self: Any, mixed_precision: str) -> None:
-    """A flag and a file that disagree are named with their places."""
+    """Report a flag and a file that disagree, with their places."""
     section = _SECTION.get(str(mixed_precision))
     if section is not None:
         problems = list(_the_other(self.deepspeed_config, section, mixed_precision))
@@ -233,7 +233,7 @@ def _is(config: Mapping[str, Any], section: str, expected: bool) -> bool:
     try:
         return as_flag(inside["enabled"]) is expected
     except ValueError:
-        return False  # "auto", or nonsense that the resolver names
+        return False  # "auto", or an invalid value that the resolver reports
 
 
 @PLUGIN.add(
@@ -242,9 +242,9 @@ def _is(config: Mapping[str, Any], section: str, expected: bool) -> bool:
     until="accelerate leaves the batch sizes out of the copy of ds.json that model loading reads",
 )
 def around_set_deepspeed_weakref(original: Callable[..., None], self: Any) -> None:
-    """Model loading reads a copy of ds.json: a batch equation that cannot be checked yet must not stop it."""
+    """Model loading reads a copy of ds.json, and must not fail on a batch equation that cannot be checked yet."""
     original(self)
-    # The original writes 1 for what is still open, which contradicts a fixed train_batch_size.
+    # The original writes 1 for unknown values, which contradicts a fixed train_batch_size.
     parts = (self.deepspeed_config.get(key) for key in (MICRO, STEPS))
     if any(part is None or is_auto(part) for part in parts):
         self.dschf.config.pop(TRAIN, None)
@@ -256,7 +256,7 @@ def around_set_deepspeed_weakref(original: Callable[..., None], self: Any) -> No
     until="accelerate's check names the settings that are given beside the file",
 )
 def around_config_checks(original: Callable[..., None], self: Any) -> None:
-    """accelerate refuses settings beside a config file: says which were given, and where."""
+    """accelerate rejects settings given in addition to a config file; report which ones, and where."""
     try:
         original(self)
     except ValueError as error:
@@ -285,7 +285,7 @@ def _doubles(hf_config: Any) -> Iterator[Problem]:
         )
 
 
-# Sequences and samples that ranks share: resuming in the middle of an epoch, and batches that rank 0 deals out.
+# Sequences and samples that ranks share: resuming within an epoch, and batches that rank 0 distributes.
 LOADERS = Patches("accelerate.data_loader")
 
 
@@ -296,7 +296,7 @@ LOADERS = Patches("accelerate.data_loader")
     importers=("accelerate", "transformers.trainer"),
 )
 def around_skip(original: Function, dataloader: Any, num_batches: int = 0) -> Any:
-    """The adapter wraps the loader that is to skip: a new one wraps the result. A loader that
+    """The adapter wraps the loader that skips, so a new adapter wraps the result. A loader that
     distributes to groups of ranks continues to do so."""
     if not isinstance(dataloader, UlyssesSPDataLoaderAdapter):
         return deal_to_groups(original(dataloader, num_batches))
@@ -310,7 +310,7 @@ def around_skip(original: Function, dataloader: Any, num_batches: int = 0) -> An
     until="DataLoaderDispatcher deals to groups of ranks",
 )
 def around_fetch(original: Function, self: Any, iterator: Any) -> Any:
-    """Rank 0 reads alone, though the other ranks of its group have the same place among those that are dealt to."""
+    """Only rank 0 reads, although the other ranks of its group have the same index among the receivers."""
     from accelerate.utils.operations import initialize_tensors
 
     groups = self.state

@@ -1,5 +1,5 @@
-"""accelerate.accelerator: Accelerator.prepare on ds.json, several models, no_sync, the gradient norm, and samples that
-several ranks see: dealt out to them, and gathered once."""
+"""accelerate.accelerator: Accelerator.prepare on ds.json, several models, no_sync, the gradient norm, and distributing
+and gathering samples that several ranks share."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ _ONCE = "accelerate gathers from one rank of those that it deals the same batche
     until="accelerate prepares several models under one DeepSpeed config, each with its optimizer and schedule",
 )
 def around_prepare(original: Function, self: Any, *args: Any, device_placement: Any = None) -> Any:
-    """Several models in one call, each with its own optimizer and schedule, or with neither; and what has been prepared
-    stays as it is, as without an engine: a cell of a notebook that runs again is no second engine around the first."""
+    """Prepare several models in one call, each with or without optimizer and schedule. Prepared objects stay unchanged,
+    as without an engine, so that running a notebook cell again does not wrap the engine in a second one."""
     if self.distributed_type != "DEEPSPEED" or device_placement is not None:
         return original(self, *args, device_placement=device_placement)
     wanted = {id(parameter) for thing in args if _is_new_optimizer(thing) for parameter in parameters_of(thing)}
@@ -68,8 +68,8 @@ def around_prepare(original: Function, self: Any, *args: Any, device_placement: 
 
 
 def _is_prepared(thing: Any, wanted: Collection[int]) -> bool:
-    """Whether `thing` is the optimizer of an engine, or a living engine; not where a new optimizer is to train
-    its parameters (`wanted`, by id)."""
+    """Whether `thing` is the optimizer of an engine, or a live engine, unless a new optimizer will train its parameters
+    (`wanted`, by id)."""
     if isinstance(thing, ZeroEngine):
         return not thing.is_destroyed and not any(id(parameter) in wanted for parameter in thing.module.parameters())
     return isinstance(thing, Optimizer) and prepared_by(getattr(thing, "optimizer", None)) is not None
@@ -101,7 +101,7 @@ def around_prepare_deepspeed(original: Function, self: Any, *args: Any) -> Any:
         _refuse(self, error, lambda: original(self, *args))
     if any(_is_new_optimizer(thing) for thing in args):
         _give_up_engines_of(self, model)
-    # accelerate keeps the first engine only, and warns: here a second model's loss finds its engine.
+    # accelerate only keeps the first engine, and warns; here a second model's loss finds its engine.
     earlier, self.deepspeed_engine_wrapped = self.deepspeed_engine_wrapped, None
     try:
         result = original(self, *args)
@@ -117,8 +117,8 @@ def around_prepare_deepspeed(original: Function, self: Any, *args: Any) -> Any:
 
 
 def _give_up_engines_of(accelerator: Any, model: nn.Module) -> None:
-    """A model that is prepared with another optimizer, for the second phase of a training, leaves its first engine: the
-    loss would still find that one."""
+    """Remove the first engine of a model that is prepared with another optimizer (for a second training phase), because
+    the loss would still find it."""
     engines = accelerator.deepspeed_engine_wrapped
     if not isinstance(engines, EngineChoice):
         return
@@ -132,7 +132,7 @@ def _give_up_engines_of(accelerator: Any, model: nn.Module) -> None:
 
 
 def _has_working_step(prepared: Sequence[Any]) -> bool:
-    """Whether the script gets an optimizer object whose `step` is ours."""
+    """Whether the script gets an optimizer object with hf_zero's `step`."""
     from accelerate.utils import DeepSpeedOptimizerWrapper
 
     methods = (DeepSpeedOptimizerWrapper.step, DeepSpeedOptimizerWrapper.zero_grad)
@@ -141,10 +141,10 @@ def _has_working_step(prepared: Sequence[Any]) -> bool:
 
 
 def _refuse(accelerator: Any, error: ConfigError, check: Callable[[], object]) -> NoReturn:
-    """Raise the problems, accelerate's own message first; its check changes the config, which is restored."""
+    """Raise the problems, preceded by accelerate's own message; its check changes the config, which is restored."""
     config = accelerator.deepspeed_plugin.deepspeed_config
     kept = copy.deepcopy(dict(config))
-    # An unknown size is no mistake here: the default holds.
+    # An unknown size is not an error here: the default applies.
     for path in unfilled_autos(config):
         if path[0] == "zero_optimization" and len(path) == 2:
             del config["zero_optimization"][path[1]]
@@ -164,7 +164,7 @@ def _refuse_lone_stand_in(things: Sequence[Any]) -> None:
 
 
 def _alone(accelerator: Any, prepared: Any) -> Any:
-    """A schedule in a call without its model: upstream leaves it as it is, so that it moves with every micro-batch."""
+    """Wrap a schedule in a call without its model; upstream leaves it, so that it advances with every micro-batch."""
     return accelerator.prepare_scheduler(prepared) if is_schedule(prepared) else prepared
 
 
@@ -174,7 +174,7 @@ def _alone(accelerator: Any, prepared: Any) -> Any:
     until="zero_force_ds_cpu_optimizer is false by default; as a key in ds.json it would show in the user's config",
 )
 def around_exchange(original: Function, optimizer: Any) -> Any:
-    """Under offload, accelerate replaces Adam and Adagrad by DeepSpeed's: here the script's optimizer is kept."""
+    """With offload, accelerate replaces Adam and Adagrad by DeepSpeed's; keep the script's optimizer."""
     return optimizer
 
 
@@ -185,7 +185,7 @@ def around_exchange(original: Function, optimizer: Any) -> Any:
 )
 @contextmanager
 def around_no_sync(original: Function, self: Any, model: Any) -> Iterator[None]:
-    """A backward inside it makes no update, at any stage; upstream's would step."""
+    """A backward inside no_sync makes no update at any stage; upstream's would step."""
     with original(self, model):
         if self.distributed_type != "DEEPSPEED":
             yield
@@ -204,7 +204,7 @@ def around_no_sync(original: Function, self: Any, model: Any) -> Iterator[None]:
     until="accelerate asks the engine of these parameters, and compares max_norm with its gradient_clipping",
 )
 def around_clip_grad_norm(original: Function, self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
-    """Return the norm of the model that is asked, and warn of another limit than the engine's."""
+    """Return the norm of the given model, and warn about a limit that differs from the engine's."""
     engines = getattr(self, "deepspeed_engine_wrapped", None)
     if not isinstance(engines, EngineChoice):
         return original(self, parameters, max_norm, norm_type)
@@ -214,7 +214,7 @@ def around_clip_grad_norm(original: Function, self: Any, parameters: Any, max_no
 
 
 def _tell_of_limit(engines: Sequence[Any], max_norm: float) -> None:
-    """Warn of a limit that differs from the engine's; infinity asks for the norm alone."""
+    """Warn about a limit that differs from the engine's; infinity only requests the norm."""
     limits = {float(engine.gradient_clipping()) for engine in engines if engine.optimizer is not None}
     for limit in limits:
         if math.isfinite(max_norm) and limit != max_norm and (limit, max_norm) not in _told:
@@ -232,8 +232,8 @@ def _tell_of_limit(engines: Sequence[Any], max_norm: float) -> None:
 
 @PATCHES.add("Accelerator.gather(self, tensor)", without=_EVERY_SAMPLE, until=_ONCE)
 def around_gather(original: Function, self: Any, tensor: Any) -> Any:
-    """Each sample once: the ranks of a tensor group see the same ones. Numbers are those of all ranks, as
-    `num_processes` is."""
+    """Gather each sample once, because the ranks of a tensor group see the same samples. Numbers are gathered from all
+    ranks, like `num_processes`."""
     size = ranks_per_sample()
     if size == 1:
         return original(self, tensor)
@@ -242,7 +242,7 @@ def around_gather(original: Function, self: Any, tensor: Any) -> Any:
 
 @PATCHES.add("Accelerator.gather_for_metrics(self, input_data, use_gather_object)", without=_EVERY_SAMPLE, until=_ONCE)
 def around_gather_for_metrics(original: Function, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-    """Gather for metrics by samples, numbers too."""
+    """Gather for metrics by samples, including numbers."""
     if ranks_per_sample() > 1 and not use_gather_object:
         input_data = with_samples(input_data)
     return original(self, input_data, use_gather_object)
@@ -250,7 +250,7 @@ def around_gather_for_metrics(original: Function, self: Any, input_data: Any, us
 
 @PATCHES.add("gather_object(object)", without=_EVERY_SAMPLE, until=_ONCE)
 def around_gather_object(original: Function, object: Any) -> Any:
-    """The name in this module, which `gather_for_metrics` uses; `accelerate.utils.gather_object` is of all ranks."""
+    """Patch the name in this module for `gather_for_metrics`; `accelerate.utils.gather_object` uses all ranks."""
     size = ranks_per_sample()
     return original(object) if size == 1 else gather_sample_objects(original, object, size)
 
@@ -262,7 +262,7 @@ def around_gather_object(original: Function, object: Any) -> Any:
     until="DataLoaderDispatcher deals to groups of ranks, and the device mesh is there before the first prepare()",
 )
 def around_prepare_data_loader(original: Function, self: Any, *args: Any, **options: Any) -> Any:
-    """Batches are distributed to tensor groups, however and whenever the loader is prepared."""
+    """Distribute batches to tensor groups, however and whenever the loader is prepared."""
     note_groups(self)
     return deal_to_groups(original(self, *args, **options))
 
@@ -273,7 +273,7 @@ def around_prepare_data_loader(original: Function, self: Any, *args: Any, **opti
     until="split_between_processes splits between groups of ranks",
 )
 def around_split(original: Function, self: Any, inputs: Any, apply_padding: bool = False) -> Any:
-    """The ranks of a tensor group get the same inputs."""
+    """Give the ranks of a tensor group the same inputs."""
     size = ranks_per_sample()
     if size == 1:
         return original(self, inputs, apply_padding)
@@ -286,8 +286,8 @@ def around_split(original: Function, self: Any, inputs: Any, apply_padding: bool
     until="get_state_dict asks an engine for its weights at every stage",
 )
 def around_get_state_dict(original: Function, self: Any, model: Any, unwrap: bool = True) -> Any:
-    """Whole weights, on the first rank, of an engine whose ranks hold parts. Upstream asks it only where the config has
-    stage 3 or autotp_size."""
+    """Return whole weights on the first rank for an engine whose ranks hold parts. Upstream only asks the engine if the
+    config has stage 3 or autotp_size."""
     if isinstance(model, ZeroEngine) and model.groups.holds_parts and model.zero_optimization_stage() < 3:
         return model.module_view.consolidated()
     return original(self, model, unwrap)

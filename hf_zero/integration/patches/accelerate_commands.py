@@ -26,13 +26,13 @@ _HELP = (
 _OTHERS = ("use_fsdp", "use_megatron_lm", "use_parallelism_config", "tpu", "tpu_use_cluster", "multi_gpu")
 _OFFLOADS = ("offload_optimizer", "offload_param")
 _DEVICES = ("none", "cpu", "nvme")
-# Who else may answer them: the script.
+# Flags that the script may also set.
 _MAY_BE_AUTO = {"gradient_accumulation_steps": int, "gradient_clipping": float}
 
 
 @LAUNCH.add("launch_command_parser(subparsers)", without=_NO_FLAG, until=_NO_NEED)
 def around_parser(original: Callable[..., argparse.ArgumentParser], subparsers: Any = None) -> argparse.ArgumentParser:
-    """The flag, its group in --help, and "auto" for what Trainer or the script may answer."""
+    """Add the flag, its group in --help, and "auto" for values that Trainer or the script may set."""
     parser = original(subparsers)
     group = parser.add_argument_group(_GROUP, "Arguments of ZeRO training without DeepSpeed.")
     group.add_argument(f"--{_KEY}", default=False, action="store_true", help=_HELP)
@@ -64,13 +64,13 @@ def _or_auto(kind: type) -> Callable[[str], Any]:
 
 @LAUNCH.add("_validate_launch_command(args)", without=_NO_FLAG, until=_NO_NEED)
 def around_validation(original: Function, args: Any) -> Any:
-    """Ours is --use_deepspeed with HF_ZERO=1; wrong values are named before ranks start, all at once."""
+    """--use_hf_zero is --use_deepspeed with HF_ZERO=1; report all wrong values before ranks start."""
     if not _asked_for(args, sys.modules[original.__module__]):
         validated = original(args)
         if args.use_deepspeed and FINDER.answers():
             _accept(args, [])
         return validated
-    os.environ["HF_ZERO"] = "1"  # for this process and all that it starts
+    os.environ["HF_ZERO"] = "1"  # for this process and its children
     problems = [
         Problem(f"--{name}", True, "this is another way to train", f"drop it, or drop --{_KEY}")
         for name in _OTHERS
@@ -89,7 +89,7 @@ def around_validation(original: Function, args: Any) -> Any:
 
 
 def _asked_for(args: Any, launch: Any) -> bool:
-    """Whether flag or config file want us. The file is the one that upstream will read."""
+    """Whether the flag or the config file, which upstream will read, requests hf_zero."""
     if args.use_hf_zero:
         return True
     if args.config_file is None and (args.cpu or not os.path.isfile(launch.default_config_file)):
@@ -99,7 +99,7 @@ def _asked_for(args: Any, launch: Any) -> bool:
 
 
 def _accept(args: Any, problems: list[Problem]) -> None:
-    """Flags and file are merged by now: name everything that is wrong, then complete what is left open."""
+    """Check the merged flags and file: report all problems, then fill in open values."""
     problems = [*problems, *_wrong_values(args)]
     if problems:
         raise ConfigError(problems, headline="accelerate launch cannot start this")
@@ -107,7 +107,7 @@ def _accept(args: Any, problems: list[Problem]) -> None:
         if getattr(args, name) == "auto":
             setattr(args, name, None)
     if str(args.zero_stage) == "3" and args.deepspeed_config_file is None and args.zero3_save_16bit_model is None:
-        args.zero3_save_16bit_model = "true"  # save_model leaves a model, unless told otherwise
+        args.zero3_save_16bit_model = "true"  # save_model writes a whole model by default
     if not args.num_processes:
         logger.info("no accelerator is there: 1 process trains on the CPU (--num_processes says how many)")
         args.num_processes = 1
@@ -153,7 +153,7 @@ def _at_least(value: object, kind: type) -> bool:
     until="accelerate hands these settings on with DeepSpeed, too",
 )
 def around_environment(original: Function, args: Any) -> tuple[Any, dict[str, str]]:
-    """Adds the variables that accelerate leaves out, and starts several machines by our launcher."""
+    """Add the variables that accelerate omits, and start several machines with hf_zero's launcher."""
     command, environment = original(args)
     if FINDER.answers():
         environment.update(_left_out(args))
@@ -163,7 +163,7 @@ def around_environment(original: Function, args: Any) -> tuple[Any, dict[str, st
 
 
 def _left_out(args: Any) -> Iterator[tuple[str, str]]:
-    """Settings that upstream parses, or takes from the config file, but does not pass on with DeepSpeed."""
+    """Settings that upstream parses or reads from the config file, but does not pass on with DeepSpeed."""
     for name in _OFFLOADS:
         path = getattr(args, f"{name}_nvme_path")
         if path not in (None, "none"):
@@ -185,7 +185,7 @@ _OTHER_TYPES = ("FSDP", "MEGATRON_LM", "XLA", "TP")
 def around_process_config(
     original: Callable[[dict[str, Any]], dict[str, Any]], config_dict: dict[str, Any]
 ) -> dict[str, Any]:
-    """Where accelerate's own settings for DeepSpeed are, the key travels with them."""
+    """Pass the key on together with accelerate's own settings for DeepSpeed."""
     if _is_true(config_dict.pop(_KEY, False)):
         kind = config_dict.get("distributed_type", "DEEPSPEED")
         if kind in _OTHER_TYPES:

@@ -16,7 +16,7 @@ from hf_zero.log import logger
 from hf_zero.params.partitioning import unpartition
 from hf_zero.params.store import of
 
-# Saving adapters around matrices of which ranks hold parts, and prompts whose encoder stage 3 has sharded.
+# Saving adapters around tensor-parallel matrices, and prompts whose encoder is sharded by stage 3.
 MODEL = Patches("peft.peft_model")
 
 
@@ -38,11 +38,11 @@ def around_save_pretrained(
     path_initial_model_for_weight_conversion: str | None = None,
     **kwargs: Any,
 ) -> None:
-    """Where no state dict is given, PEFT writes what this rank holds: an adapter that loads nowhere. Gathering here
-    would wait for ranks that do not call.
+    """Without a state dict, PEFT would write this rank's parts, an adapter that cannot be loaded. Gathering here would
+    wait for ranks that do not call.
 
-    What it writes of a prompt is the output of its encoder, whatever state dict there is, and the encoder gathers its
-    shards: with ranks that are not here. So it runs with the weights of the state dict, and ranks that have got none
+    For a prompt PEFT writes the output of its encoder, regardless of the state dict, and the encoder would gather its
+    shards from ranks that do not call. So the encoder runs with the weights of the state dict, and ranks that got none
     from `get_state_dict` do not run it.
     """
     values: Mapping[str, Tensor] | None = kwargs.get("state_dict")
@@ -67,7 +67,7 @@ def around_save_pretrained(
 
 @contextmanager
 def _encoding_with(encoders: Any, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Meanwhile the prompts are made with these weights, by encoders that gather nothing."""
+    """Context in which prompts are computed with these weights, by encoders that gather nothing."""
     kept = dict(encoders.items()) if values else {}
     try:
         for name, encoder in kept.items():
@@ -79,7 +79,7 @@ def _encoding_with(encoders: Any, values: Mapping[str, Tensor]) -> Iterator[None
 
 
 def _twin(module: nn.Module, values: Mapping[str, Tensor], prefix: str) -> nn.Module:
-    """The module with other weights and without hooks."""
+    """A copy of the module with other weights and without hooks."""
     twin = copy.copy(module)
     vars(twin).update({name: type(hooks)() for name, hooks in vars(module).items() if name.endswith("_hooks")})
     twin._parameters = {name: nn.Parameter(values[prefix + name], False) for name in module._parameters}
@@ -90,8 +90,8 @@ def _twin(module: nn.Module, values: Mapping[str, Tensor], prefix: str) -> nn.Mo
     return twin
 
 
-# Merging at stage 3. A layer is gathered while it is merged, and the result kept: PEFT writes into the base layer's
-# weights, which are there only between an evaluation and the next training step.
+# Merging at stage 3. A layer is gathered while it is merged, and the result is kept: PEFT writes into the base layer's
+# weights, which are otherwise only gathered between an evaluation and the next training step.
 TUNERS = Patches("peft.tuners.tuners_utils")
 _NO_MERGE = "merging adapters may not work at stage 3"
 
@@ -99,14 +99,14 @@ _NO_MERGE = "merging adapters may not work at stage 3"
 @TUNERS.add("onload_layer(layer)", without=_NO_MERGE, until="PEFT gathers the layer itself, as it does for copies")
 @contextmanager
 def around_onload_layer(original: Callable[[Any], AbstractContextManager[Any]], layer: Any) -> Iterator[None]:
-    """Around `onload_layer`, the context in which PEFT merges and unmerges a layer. Collective at stage 3."""
+    """Gather a layer in `onload_layer`, the context in which PEFT merges and unmerges it. Collective at stage 3."""
     is_tuned = hasattr(layer, "base_layer") or hasattr(layer, "unload_and_optionally_merge_module")
     with original(layer), GatheredParameters(_in_shards(layer) if is_tuned else [], modifier_rank=0):
         yield
 
 
 def _in_shards(layer: nn.Module) -> list[nn.Parameter]:
-    """Sharded parameters not held yet: a holder (TRL, to merge for a while) decides about edits itself."""
+    """Sharded parameters not held yet: an outer context (TRL, for a temporary merge) decides about edits itself."""
     handles = ((parameter, of(parameter)) for parameter in layer.parameters())
     return [parameter for parameter, handle in handles if handle is not None and not handle.unshard_count]
 
@@ -123,7 +123,7 @@ def around_merge_and_unload(
     safe_merge: bool = False,
     adapter_names: list[str] | None = None,
 ) -> Any:
-    """The merged model needs no engine: as long as stage3_max_live_parameters allows, its parameters are plain ones."""
+    """Give the merged model plain parameters if stage3_max_live_parameters allows, because it needs no engine."""
     merged = original(self, progressbar, safe_merge, adapter_names)
     limits = [handle.owner.max_live_numel for handle in map(of, merged.parameters()) if handle and handle.owner]
     if not limits:
@@ -142,7 +142,7 @@ def around_merge_and_unload(
     return merged
 
 
-# Modules that are trained whole beside adapters.
+# Modules that are trained whole in addition to adapters.
 WRAPPERS = Patches("peft.utils.other")
 
 
@@ -152,6 +152,6 @@ WRAPPERS = Patches("peft.utils.other")
     until="PEFT gathers wherever a parameter has a ds_id, instead of where it has no elements",
 )
 def around_update(original: Function, self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> Any:
-    """PEFT copies the module, and gathers for it where a sharded weight says that it has no elements; ours never do."""
+    """Gather for PEFT's copy of the module: PEFT only gathers weights of size 0, which hf_zero's never have."""
     with GatheredParameters(self.original_module.parameters()):
         return original(self, adapter_name, tied_module, **kwargs)

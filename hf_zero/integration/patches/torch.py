@@ -16,7 +16,7 @@ PATCHES = Patches("torch.distributed.nn.functional")
     until="torch's _AlltoAll gives dist.scatter ranks of the group (group_src) and not of the world",
 )
 def around_all_to_all(original: Function, ctx: Any, group: Any, out_tensor_list: Any, *tensors: Any) -> Any:
-    """torch takes the group's ranks 0, 1, ... for the world's; the backward of its all_gather relies on this."""
+    """torch uses the group's ranks 0, 1, ... as global ranks; the backward of its all_gather depends on this."""
     if not scatter_all_to_all(group, out_tensor_list, tensors):
         return original(ctx, group, out_tensor_list, *tensors)
     ctx.group, ctx.input_tensor_size_list = group, [tensor.size() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""transformers, but for its Trainer and its integration of DeepSpeed."""
+"""transformers, except its Trainer and its integration of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOTED = "_hf_zero_unexpected_keys"
     until="_load_state_dict_into_zero3_model reports unexpected keys itself",
 )
 def around_adjust_keys(original: Callable[..., None], self: Any, loading_info: Any) -> None:
-    """Keys noted while loading at stage 3 enter the report that every load gives."""
+    """Add keys recorded while loading at stage 3 to the loading report."""
     loading_info.unexpected_keys |= vars(self).pop(NOTED, set())
     original(self, loading_info)
 
@@ -45,8 +45,8 @@ def around_adjust_keys(original: Callable[..., None], self: Any, loading_info: A
     until="transformers gathers the tensors of a parametrization, or does not read weights that are loaded",
 )
 def around_initialize_weights(original: Callable[..., None], self: Any) -> None:
-    """Whatever a checkpoint lacks is initialised by methods that first look at every weight, also at those that are
-    made by a parametrization of others."""
+    """Weights missing in a checkpoint are initialised by methods that first read every weight, including parametrized
+    ones, which are computed from others."""
     with GatheredParameters(behind_parametrizations(self)):
         original(self)
 
@@ -77,10 +77,10 @@ def around_save_pretrained(
     *arguments: Any,
     **options: Any,
 ) -> None:
-    """Parts of weights are refused before they are written; at stage 3 only ranks that should write do.
+    """Reject parts of weights before they are written; at stage 3 only ranks that should write do.
 
     `accelerator.get_state_dict` gives the first rank the whole state dict and the others none, so these may hold parts.
-    Before 5.15, every rank wrote the weights over those of the others, and read its own released ones for that.
+    Before 5.15, every rank overwrote the others' files, and read its own released weights for that.
     """
     if is_main_process:
         words = OF_ADAPTERS if getattr(self, "_hf_peft_config_loaded", False) else ()
@@ -96,15 +96,15 @@ def around_save_pretrained(
     until="save_pretrained converts on the ranks that write, and on no others",
 )
 def around_reverting(original: Callable[..., dict[str, Any]], model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Skipped on ranks that write nothing: without values, or with parts of them, there is nothing to convert."""
+    """Skip the conversion on ranks that write nothing, which have no values or only parts of them."""
     is_released = any(isinstance(value, ReleasedView) for value in state_dict.values())
     return state_dict if is_released or any(parts_among(model, state_dict)) else original(model, state_dict)
 
 
 def around_distributing(original: Function, distributed_config: Any, *rest: Any, **named: Any) -> Any:
-    """Under a ds.json, `DistributedConfig(ep_size=...)` means its section expert_parallel: weights are loaded as the
-    stage wants them, and initialize() spreads the experts. Upstream makes DTensors, of which `zero.Init` knows nothing,
-    and its gathers wait for each other."""
+    """With a ds.json, `DistributedConfig(ep_size=...)` means its section expert_parallel: weights are loaded as the
+    stage requires, and initialize() distributes the experts. Upstream creates DTensors, which `zero.Init` does not
+    support, and its gathers deadlock."""
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.integrations.deepspeed import deepspeed_config
 
@@ -117,7 +117,7 @@ def around_distributing(original: Function, distributed_config: Any, *rest: Any,
     return original(distributed_config, *rest, **named)
 
 
-if find_spec("transformers.distributed.mixin") is not None:  # before that, an engine could not do it instead
+if find_spec("transformers.distributed.mixin") is not None:  # older versions cannot leave it to the engine
     MODELS.add(
         "PreTrainedModel.prepare_distribute_model(distributed_config, device_map)",
         without="from_pretrained(distributed_config=DistributedConfig(ep_size=...)) beside a ds.json hangs or fails; "
@@ -136,10 +136,10 @@ GENERATION = Patches("transformers.generation.utils")
     until="generate() asks the parameters, and not a config object, whether they are sharded over ranks",
 )
 def around_is_fsdp_managed_module(original: Function, module: nn.Module) -> bool:
-    """Ranks must go on together with sharded weights, however generate() was started.
+    """Ranks must continue together with sharded weights, however generate() was called.
 
-    It asks for the stage in transformers' own config object, which a script on initialize() may not have, or whether
-    FSDP shards the model. A rank whose text is complete then takes part in the others' gathers until all are.
+    generate() checks the stage in transformers' own config object, which a script with initialize() may not have, or
+    whether FSDP shards the model. A rank whose text is complete then takes part in the others' gathers until all are.
     """
     return bool(original(module)) or any(of(parameter) is not None for parameter in module.parameters())
 
@@ -153,7 +153,7 @@ MASKS = Patches("transformers.masking_utils")
     until="transformers hands the position ids on to the mask function of an attention implementation",
 )
 def around_find_packed(original: Function, position_ids: Any) -> Any:
-    """A rank's part of a row may not show where documents begin; the mask is made of the whole row."""
+    """A rank's part of a row may not show where documents start; the mask is computed from the whole row."""
     return None if asked_for_documents() else original(position_ids)
 
 
@@ -184,15 +184,15 @@ _NAME = re.compile(r"checkpoint-(\d+)")
     importers=("transformers", "transformers.trainer"),
 )
 def around_get_last_checkpoint(original: Callable[[str], str | None], folder: str) -> str | None:
-    """Passes over a checkpoint that was being written when the job died: Trainer writes trainer_state.json last, and
-    cannot resume without it."""
+    """Skip a checkpoint that was being written when the job died: Trainer writes trainer_state.json last, and cannot
+    resume without it."""
     newest = original(folder)
     if newest is None or os.path.exists(os.path.join(newest, _STATE)):
         return newest
     names = {int(match[1]): match[0] for match in map(_NAME.fullmatch, os.listdir(folder)) if match}
     complete = [step for step, name in names.items() if os.path.exists(os.path.join(folder, name, _STATE))]
     if not complete:
-        return newest  # perhaps not written by Trainer
+        return newest  # maybe not written by Trainer
     chosen = os.path.join(folder, names[max(complete)])
     _say_once(newest, chosen)
     return chosen
@@ -200,5 +200,5 @@ def around_get_last_checkpoint(original: Callable[[str], str | None], folder: st
 
 @functools.cache
 def _say_once(newest: str, chosen: str) -> None:
-    """Scripts ask for the newest checkpoint, and Trainer asks again."""
+    """Warn once, because scripts query the newest checkpoint and Trainer queries it again."""
     logger.warning("%s is incomplete (no %s: the job ended while saving); resuming from %s", newest, _STATE, chosen)

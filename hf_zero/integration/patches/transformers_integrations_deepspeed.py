@@ -1,4 +1,4 @@
-"""transformers.integrations.deepspeed: Trainer's filling of ds.json and its engine, and loading at stage 3."""
+"""transformers.integrations.deepspeed: how Trainer fills ds.json and creates the engine, and loading at stage 3."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hf_zero.integration.patches.transformers import NOTED, behind_parametrizati
 from hf_zero.log import logger
 
 PATCHES = Patches("transformers.integrations.deepspeed")
-# TrainingArguments that name what a section of ds.json builds, and the types that mean the same.
+# TrainingArguments for things that a section of ds.json builds, and the equivalent types.
 _CHOICES = {
     "optim": ("optimizer", {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop", "lion_32bit": "Lion"}),
     "lr_scheduler_type": (
@@ -44,7 +44,7 @@ _CHOICES = {
     ),
 }
 _TRAINING_ONLY = ("optimizer", "scheduler")
-_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # of lr_scheduler_type
+_BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # values of lr_scheduler_type
 _FOLLOWS = (
     "gradient_clipping",
     "scheduler.params.warmup_max_lr",
@@ -60,7 +60,7 @@ _GIVEN = "_hf_zero_given_optimizers"
     until="transformers reports every contradiction of this phase at once, with its places, before weights load",
 )
 def around_process(original: Callable[..., None], self: Any, args: Any, auto_find_batch_size: bool = False) -> None:
-    """Replaces the first phase of Trainer's filling: all contradictions at once, before weights load."""
+    """Replace the first phase of Trainer's filling: report all contradictions at once, before weights load."""
     _take_decided_sizes(self.config, args)
     try:
         views = Views(
@@ -70,10 +70,10 @@ def around_process(original: Callable[..., None], self: Any, args: Any, auto_fin
             sequence_size=_sequence_size(args),
         )
         timeout = args.ddp_timeout_delta
-    except AttributeError as error:  # TrainingArguments that we do not know
+    except AttributeError as error:  # unknown TrainingArguments
         stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_process", error)
         return original(self, args, auto_find_batch_size)
-    set_timeout(timeout)  # upstream forgets it where ranks train on CPUs
+    set_timeout(timeout)  # upstream ignores it for CPU ranks
     try:
         _write(self.config, views)
     except ConfigError as error:
@@ -88,7 +88,7 @@ def _sequence_size(args: Any) -> int | None:
 
 
 def _take_decided_sizes(config: dict[str, Any], args: Any) -> None:
-    """Where a section of ds.json decides batch sizes (elasticity), Trainer's are those."""
+    """Set Trainer's batch sizes if a section of ds.json decides them (elasticity)."""
     world = getattr(args, "world_size", 1)
     deciding = [extra for extra in schema_for(config)[0].features if extra.sizes is not None]
     sections = {own.path for extra in deciding for own in extra.sections}
@@ -129,13 +129,13 @@ def _write(config: dict[str, Any], views: Views) -> None:
 
 
 def overruled(config: Mapping[str, Any], args: Any) -> Iterator[str]:
-    """A line for every choice of TrainingArguments, other than its default, that a section of the config overrules."""
+    """Yield a line for every non-default choice of TrainingArguments that a section of the config overrides."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for name, (section, same) in _CHOICES.items():
         value = getattr(args, name, None)
         text = str(getattr(value, "value", value))
         kind = (config.get(section) or {}).get("type")
-        # The plain names of AdamW say how torch runs it, which an optimizer section leaves to the engine.
+        # The names of AdamW only select torch's implementation, which an optimizer section leaves to the engine.
         if kind is None or value == defaults.get(name) or same.get(text) == kind or text.startswith("adamw_torch"):
             continue
         yield (
@@ -162,7 +162,7 @@ def _dtype(hf_config: Any) -> Any:
     until="transformers reports every contradiction at once, and leaves no unfilled auto",
 )
 def around_finalize(original: Callable[..., None], self: Any, args: Any, model: Any, num_training_steps: int) -> None:
-    """Replaces the second phase: model sizes, numbers of steps, and no "auto" left."""
+    """Replace the second phase: fill in model sizes and numbers of steps, so that no "auto" is left."""
     evaluates_only = num_training_steps == 0
     try:
         training = training_view(args, total_steps=num_training_steps or None)
@@ -173,7 +173,7 @@ def around_finalize(original: Callable[..., None], self: Any, args: Any, model: 
             model=model_view(model),
             sequence_size=_sequence_size(args),
         )
-    except AttributeError as error:  # arguments or a model that we do not know
+    except AttributeError as error:  # unknown arguments or model
         stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_finalize", error)
         return original(self, args, model, num_training_steps)
     problems = examine(self.config, views).problems
@@ -188,7 +188,7 @@ def around_finalize(original: Callable[..., None], self: Any, args: Any, model: 
 
 
 def _follow(config: dict[str, Any], views: Views) -> None:
-    """Write what was filled in from TrainingArguments once more: a script may have changed them since it made them."""
+    """Fill in values from TrainingArguments again, because a script may have changed these."""
     before = config.filled if isinstance(config, ConfigDict) else {}
     changes = Changes()
     for path, offer in offers(config, views).items():
@@ -211,28 +211,28 @@ def around_optim_sched(
     num_training_steps: int,
     model_parameters: Any,
 ) -> Any:
-    """With an optimizer from ds.json, weight decay still spares biases and norms; without one, what the caller gave to
-    Trainer trains."""
+    """With an optimizer from ds.json, exclude biases and norms from weight decay; without one, use the optimizer that
+    the caller passed to Trainer."""
     config, given = hf_deepspeed_config.config, vars(trainer).get(_GIVEN, Given())
     for line in given.overruled(config):
         logger.warning(line)
     if "optimizer" not in config:
-        trainer.optimizer = given.optimizer  # create_optimizer() keeps one that is there
+        trainer.optimizer = given.optimizer  # create_optimizer() keeps an existing one
     optimizer, scheduler = original(trainer, hf_deepspeed_config, args, num_training_steps, model_parameters)
     if is_dummy(optimizer, "DummyOptim") and wants_groups(config):
         optimizer.params = grouped(trainer, model_parameters)
     if is_dummy(optimizer, "DummyOptim") and "scheduler" not in config and args.lr_scheduler_type in _BY_METRIC:
-        return optimizer, None  # Trainer makes it and steps it when it evaluates: an engine knows no metric
+        return optimizer, None  # Trainer creates and steps it at evaluation: an engine has no metric
     return optimizer, given.scheduler if scheduler is None else scheduler
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a caller gives to `Trainer(optimizers=...)`. With an engine upstream drops both, and makes those that
+    """The caller's `Trainer(optimizers=...)`. With an engine upstream drops both, and creates those that
     TrainingArguments name.
 
     Attributes:
-        groups: those of `optimizer`, and the model's parameters in each, which an engine replaces by its masters.
+        groups: the groups of `optimizer`, with the model's parameters, which an engine replaces by its masters.
     """
 
     optimizer: Optimizer | None = None
@@ -240,7 +240,7 @@ class Given:
     groups: Sequence[tuple[dict[str, Any], Sequence[Any]]] = ()
 
     def renew(self) -> None:
-        """After a training, let the optimizer hold the model's parameters again, with the hyper-parameters of now."""
+        """After training, put the model's parameters back into the optimizer, with the current hyperparameters."""
         if self.optimizer is not None:
             for group, parameters in self.groups:
                 group["params"] = list(parameters)
@@ -248,7 +248,7 @@ class Given:
             self.optimizer.state.clear()
 
     def overruled(self, config: Mapping[str, Any]) -> Iterator[str]:
-        """A line for each of the two that a section of the config replaces."""
+        """Yield a line for each of the two that a section of the config replaces."""
         for name, given in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
             kind = type(given).__name__
             if given is not None and name in config:
@@ -276,13 +276,13 @@ def _note_given(trainer: Any) -> None:
 
 
 def wants_groups(config: Mapping[str, Any]) -> bool:
-    """Whether there is a weight decay to exempt parameters from, and DeepSpeed's single group was not asked for."""
+    """Whether there is weight decay, and the config does not request DeepSpeed's single group."""
     own, params = config.get("hf_zero") or {}, (config.get("optimizer") or {}).get("params") or {}
     return bool(params.get("weight_decay", 0)) and str(own.get("decay_biases_and_norms")).lower() != "true"
 
 
 def grouped(trainer: Any, parameters: Any) -> list[dict[str, Any]]:
-    """Two groups, as Trainer's own optimizer has them; one where all parameters are of a kind."""
+    """Two groups, like Trainer's own optimizer; one if all parameters are of one kind."""
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
     chosen = {id(parameter) for name, parameter in trainer.model.named_parameters() if name in decayed}
     groups: list[dict[str, Any]] = [
@@ -300,7 +300,7 @@ def grouped(trainer: Any, parameters: Any) -> list[dict[str, Any]]:
 def around_load_checkpoint(
     original: Function, deepspeed_engine: Any, checkpoint_path: Any, load_module_strict: bool = True
 ) -> None:
-    """A folder without an engine's states is refused in upstream's words, and with what to do instead."""
+    """Reject a folder without an engine's states in upstream's words, and add a fix."""
     try:
         original(deepspeed_engine, checkpoint_path, load_module_strict)
     except ValueError as error:
@@ -324,7 +324,7 @@ def around_load_checkpoint(
     importers=("transformers.trainer",),
 )
 def around_init(original: Function, trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
-    """Evaluation without training works at every stage, also before a later training."""
+    """Evaluate without training at every stage, also before a later training."""
     hf_config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
     config = hf_config.config
     if not inference:
@@ -344,7 +344,7 @@ def around_init(original: Function, trainer: Any, num_training_steps: int, infer
 
 
 def _leaves_levels(args: Any) -> bool:
-    """Whether no level was chosen: then ours shows information, which transformers' own hides."""
+    """Whether no log level was chosen: then hf_zero logs INFO messages, which transformers' default hides."""
     return bool(args.log_level == "passive" and args.get_process_log_level() == logging.WARNING)
 
 
@@ -355,13 +355,13 @@ def _check_output(args: Any) -> None:
 
 
 def _leave_old_engine(trainer: Any) -> None:
-    """An engine from evaluate(), or from an earlier train(), has been destroyed by now: start from the model again."""
+    """Restore the model, because an engine from evaluate() or an earlier train() has been destroyed."""
     if isinstance(trainer.model_wrapped, ZeroEngine):
         trainer.model_wrapped = trainer.model
 
 
 def _prepare_to_evaluate(trainer: Any, hf_config: Any) -> None:
-    """Do what the original does at stage 3, with the sections for training kept aside instead of dropped."""
+    """Like the original at stage 3, but keep the sections for training aside instead of dropping them."""
     hf_config.trainer_config_finalize(trainer.args, trainer.model, 0)
     logger.setLevel(trainer.args.get_process_log_level())
     kept = {name: hf_config.config.pop(name) for name in _TRAINING_ONLY if name in hf_config.config}
@@ -375,7 +375,7 @@ def _prepare_to_evaluate(trainer: Any, hf_config: Any) -> None:
     since="the floor in setup.cfg; later than transformers 5.17 it yields groups instead of returning a dict",
 )
 def around_conversions(original: Function, model: Any, state_dict: Any, weight_mapping: Any) -> Any:
-    """Build packs of experts in their parameters, without copies in between.
+    """Assemble packs of experts in their parameters, without intermediate copies.
 
     Newer versions give one group of weights after the other, older ones all in one dict.
     """
@@ -389,7 +389,7 @@ def around_conversions(original: Function, model: Any, state_dict: Any, weight_m
 def _trimmed_between(groups: Iterator[Any]) -> Iterator[Any]:
     for held in map(_boxed, groups):
         trim()
-        yield held.pop()  # no reference stays here while the next group is made
+        yield held.pop()  # keep no reference while the next group is created
         trim()
 
 
@@ -420,7 +420,7 @@ def _without_home(model: Any, keys: Iterable[str], mapping: Iterable[Any]) -> se
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     homeless = set()
     for key in keys:
-        # By position: the parameter of the prefix was called otherwise at first.
+        # By position, because the prefix parameter had another name in older versions.
         renamed, _ = rename_source_key(key, renamings, converters, prefix, known)
         if renamed not in known and f"{prefix}.{renamed}" not in known:
             homeless.add(key)
@@ -435,10 +435,10 @@ def _without_home(model: Any, keys: Iterable[str], mapping: Iterable[Any]) -> se
     "marks modules as initialised on every rank",
 )
 def around_initialize_weights(original: Callable[..., None], model: Any) -> None:
-    """Weights behind a parametrization (weight norm) get the values torch would give: upstream turns torch's own
-    initialisation off, and gathers too little to read or write through a parametrization.
+    """Initialise weights behind a parametrization (weight norm) like torch: upstream disables torch's own
+    initialisation, and gathers too little to read or write through a parametrization.
 
-    Upstream marks modules as initialised on rank 0 alone, so that on the others a model which is made of this one
+    Upstream only marks modules as initialised on rank 0, so that on other ranks a model that contains this one
     (CLIPModel, EncoderDecoderModel) initialises it again, and writes into shards.
     """
     with GatheredParameters(behind_parametrizations(model), modifier_rank=0):
@@ -452,7 +452,7 @@ def around_initialize_weights(original: Callable[..., None], model: Any) -> None
 
 
 def _initialise(module: nn.Module) -> None:
-    """Initialise linear and convolution layers as torch does."""
+    """Initialise linear and convolution layers like torch."""
     for name in module.parametrizations:  # type: ignore[union-attr]
         current: Tensor = getattr(module, name)
         values = torch.empty_like(current)

@@ -1,9 +1,8 @@
-"""transformers.trainer: the best model, the learning rate in the log, what Trainer asks after every step, and what it
-counts.
+"""transformers.trainer: the best model, the learning rate in the log, queries after every step, and token counts.
 
-Where ranks share sequences every token of an update counts alike, as in one process. Upstream, Trainer leaves out
-`num_items_in_batch` there: a micro-batch's loss is the mean over the tokens of its whole sequences, and an update's the
-mean over its micro-batches, and over data ranks, however many tokens each has. Here:
+With sequence parallelism every token of an update has the same weight, as in one process. Upstream, Trainer omits
+`num_items_in_batch` there: a micro-batch's loss is the mean over the tokens of its whole sequences, and an update's
+loss is the mean over micro-batches and data ranks, regardless of their numbers of tokens. Here:
 
     loss of a micro-batch  x  its tokens, on all ranks that share it  /  tokens of the update, on all ranks
                            x  data ranks, over which the engine takes the mean
@@ -33,7 +32,7 @@ _IGNORED = -100
 
 
 def shares_sequences(trainer: Any) -> bool:
-    """Whether the loss of a training batch is put together from parts on several ranks."""
+    """Whether the loss of a training batch is combined from parts on several ranks."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     return (
         parallelism is not None
@@ -49,7 +48,7 @@ def note_tokens(trainer: Any, batches: Sequence[Any], device: Any) -> None:
     if not batches or not all(isinstance(batch.get(_LABELS), Tensor) for batch in batches):
         return
     counted = torch.stack([_num_tokens(batch) for batch in batches]).sum().to(device)
-    # Without it, the tokens of each data rank count among themselves, as elsewhere in Trainer.
+    # Without it, tokens are only averaged within each data rank, as elsewhere in Trainer.
     everywhere = trainer.args.average_tokens_across_devices
     groups = trainer.model_wrapped.groups
     (groups.world if everywhere else groups.sample).sum_small(counted)
@@ -57,14 +56,14 @@ def note_tokens(trainer: Any, batches: Sequence[Any], device: Any) -> None:
 
 
 def weigh_by_tokens(trainer: Any, inputs: Any, loss: Tensor) -> Tensor:
-    """The mean loss over the tokens of a micro-batch, as its share in the loss of the update. Collective."""
+    """Scale a micro-batch's mean loss over tokens to its share of the update's loss. Collective."""
     of_update = vars(trainer).get(_NOTED)
     if of_update is None or not isinstance(inputs.get(_LABELS), Tensor):
         return loss
     own = _num_tokens(inputs)
     trainer.model_wrapped.groups.sample.sum_small(own)
     share = own / of_update.clamp(min=1)
-    if not getattr(trainer, "loss_is_scaled_for_ga", None):  # then Trainer is going to divide by it
+    if not getattr(trainer, "loss_is_scaled_for_ga", None):  # then Trainer will divide by it
         share = share * trainer.current_gradient_accumulation_steps
     return cast(Tensor, loss * share.to(loss.dtype))
 
@@ -72,7 +71,7 @@ def weigh_by_tokens(trainer: Any, inputs: Any, loss: Tensor) -> Tensor:
 def refuse_other_losses(trainer: Any) -> None:
     """
     Raises:
-        ValueError: a loss is asked for that Trainer would leave out.
+        ValueError: if a loss is requested that Trainer would ignore.
     """
     smoothing = trainer.args.label_smoothing_factor
     setting = f"label_smoothing_factor = {smoothing}" if trainer.label_smoother is not None else ""
@@ -102,8 +101,8 @@ _PAIR_WORKS = "Trainer loads the best model from its weights, with whatever engi
     until="Trainer asks for the rate before the update, or asks the engine for that of the last one",
 )
 def around_get_learning_rate(original: Callable[..., float], self: Any) -> float:
-    """The rate that the last update ran at, as without an engine: Trainer asks between the update and the step of its
-    schedule, and a schedule of the engine has moved with the update."""
+    """Return the rate of the last update, as without an engine: Trainer queries it between the update and the step of
+    its schedule, but a schedule of the engine has advanced with the update."""
     engine = self.model_wrapped
     if isinstance(engine, ZeroEngine) and engine.lr_scheduler is not None and engine.rates_of_last_update:
         rate = engine.rates_of_last_update[0]
@@ -113,13 +112,13 @@ def around_get_learning_rate(original: Callable[..., float], self: Any) -> float
 
 @PATCHES.add("Trainer.create_accelerator_and_postprocess(self)", without=_NO_PAIR, until=_PAIR_WORKS)
 def around_start(original: Callable[..., None], self: Any) -> None:
-    """Trainer refuses this pair, because DeepSpeed can load the best model from a whole checkpoint only."""
+    """Trainer rejects this pair, because DeepSpeed can only load the best model from a full checkpoint."""
     args = self.args
     lifts = args.save_only_model and args.load_best_model_at_end and args.deepspeed_plugin is not None
     if not lifts:
         original(self)
         return
-    args.load_best_model_at_end = False  # the reason for the refusal; used for nothing else
+    args.load_best_model_at_end = False  # only read by the check that rejects the pair
     try:
         original(self)
     finally:
@@ -128,8 +127,8 @@ def around_start(original: Callable[..., None], self: Any) -> None:
 
 @PATCHES.add("Trainer._load_best_model(self)", without=_NO_PAIR, until=_PAIR_WORKS)
 def around_load_best_model(original: Callable[..., None], self: Any) -> None:
-    """Weights alone are enough for us: Trainer's own code for runs without an engine reads them, and `load_whole` puts
-    each tensor in its place."""
+    """Load the best model from weights only: Trainer's own code for runs without an engine reads them, and `load_whole`
+    loads each tensor."""
     folder = Path(self.state.best_model_checkpoint)
     if not isinstance(self.model_wrapped, ZeroEngine) or any(folder.glob("global_step*")):
         original(self)
@@ -152,9 +151,9 @@ def around_load_best_model(original: Callable[..., None], self: Any) -> None:
     "takes num_items_in_batch",
 )
 def around_batches(original: Function, self: Any, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-    """Batches pass through the engine's features where they leave the loader: only training batches come this way,
-    after those that a resumed run skips, and before the tokens of an update are counted. Where ranks share sequences,
-    Trainer does not count them."""
+    """Pass batches through the engine's features after the loader: only training batches come this way, after those
+    that a resumed run skips, and before the tokens of an update are counted. With sequence parallelism, Trainer does
+    not count them."""
     engine = self.model_wrapped
     if isinstance(engine, ZeroEngine) and engine.training_features:
         epoch_iterator = _through_features(engine, epoch_iterator)
@@ -172,7 +171,7 @@ def around_batches(original: Function, self: Any, epoch_iterator: Any, num_batch
 def around_compute_loss(
     original: Function, self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
 ) -> Any:
-    """Where ranks share sequences, upstream's loss is the mean over the tokens of one micro-batch."""
+    """With sequence parallelism, upstream's loss is the mean over the tokens of one micro-batch."""
     is_shared = self.model.training and shares_sequences(self)
     if is_shared:
         refuse_other_losses(self)
@@ -195,13 +194,13 @@ def _through_features(engine: ZeroEngine, batches: Iterator[Any]) -> Iterator[An
     until="Trainer asks the engine for the sampler of its training data",
 )
 def around_train_sampler(original: Function, self: Any, train_dataset: Any = None) -> Any:
-    """With a curriculum over samples in ds.json, Trainer draws by it; other ways of sampling contradict it."""
+    """Use the curriculum over samples in ds.json, which other sampling strategies contradict."""
     dataset = self.train_dataset if train_dataset is None else train_dataset
     plugin = getattr(self.args, "deepspeed_plugin", None)
     if plugin is None or dataset is None or not hasattr(dataset, "__len__"):
         return original(self, train_dataset)
     args = self.args
-    total = self.get_total_train_batch_size(args)  # an update's: ranks that share samples count once
+    total = self.get_total_train_batch_size(args)  # per update: ranks that share samples count once
     makers = services_for(plugin.deepspeed_config, "train_sampler")
     samplers = (make(plugin.deepspeed_config, len(dataset), total) for make in makers)
     sampler = next((sampler for sampler in samplers if sampler is not None), None)
@@ -222,7 +221,7 @@ def around_train_sampler(original: Function, self: Any, train_dataset: Any = Non
     until="Trainer asks the engine where to resume from",
 )
 def around_train(original: Function, self: Any, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-    """With hf_zero.resilience in ds.json, ranks that were started again go on from what they have kept."""
+    """With hf_zero.resilience in ds.json, restarted ranks resume from their checkpoint in memory."""
     plugin = getattr(self.args, "deepspeed_plugin", None)
     config = {} if plugin is None else plugin.deepspeed_config
     for begin in services_for(config, "begin_training"):
@@ -232,7 +231,7 @@ def around_train(original: Function, self: Any, resume_from_checkpoint: Any = No
 
 @PATCHES.add("Trainer._clip_grad_norm(self, model)", without=_WAITS, until=_NORM_IS_LATE)
 def around_clip_grad_norm(original: Function, self: Any, model: Any) -> Any:
-    """Trainer asks for the norm after every step, and for most of them never looks at it."""
+    """Return a late norm, because Trainer requests the norm after every step but rarely uses it."""
     if not _logs_floats(self):
         return original(self, model)
     with late_norms(self):
@@ -241,7 +240,7 @@ def around_clip_grad_norm(original: Function, self: Any, model: Any) -> Any:
 
 @PATCHES.add("Trainer._get_grad_norm(self, model, grad_norm)", without=_WAITS, until=_NORM_IS_LATE)
 def around_get_grad_norm(original: Function, self: Any, model: Any, grad_norm: Any = None) -> Any:
-    """The same where nothing is clipped (max_grad_norm 0)."""
+    """The same without clipping (max_grad_norm 0)."""
     if not _logs_floats(self):
         return original(self, model, grad_norm)
     with late_norms(self):
@@ -249,7 +248,7 @@ def around_get_grad_norm(original: Function, self: Any, model: Any, grad_norm: A
 
 
 def _logs_floats(trainer: Any) -> bool:
-    """Whether ours is called where a norm becomes part of a log: a subclass may have its own method there."""
+    """Whether our patch is called where a norm is logged, because a subclass may override that method."""
     return hasattr(type(trainer)._maybe_log_save_evaluate, MARK)
 
 
@@ -262,7 +261,7 @@ def _logs_floats(trainer: Any) -> bool:
 def around_log(
     original: Callable[..., None], self: Any, tr_loss: Any, grad_norm: Any, *args: Any, **options: Any
 ) -> None:
-    """Turn the norm into a float if it is going to be logged: histories, callbacks and trackers see floats."""
+    """Convert the norm to a float if it will be logged, so that histories, callbacks and trackers get floats."""
     restore_filter(self)
     original(self, tr_loss, as_float(grad_norm) if self.control.should_log else grad_norm, *args, **options)
 
@@ -273,7 +272,7 @@ def around_log(
     until="Trainer's logging_nan_inf_filter chooses on the device, with torch.where",
 )
 def around_training_step(original: Function, self: Any, *args: Any, **options: Any) -> Any:
-    """Trainer reads the loss of every micro-batch to keep a NaN out of its log; the device can do that by itself."""
+    """Filter NaN losses on the device, because Trainer would read the loss of every micro-batch for that."""
     restore_filter(self)
     return filtered(self, original(self, *args, **options))
 
@@ -284,7 +283,7 @@ def around_training_step(original: Function, self: Any, *args: Any, **options: A
     until="Trainer divides what it has gathered by get_tp_size()",
 )
 def around_track_num_input_tokens(original: Callable[..., None], self: Any, inputs: Any) -> None:
-    """The ranks of a tensor group see the same tokens, which count once."""
+    """Count the tokens of a tensor group, whose ranks see the same ones, once."""
     before = self.state.num_input_tokens_seen
     original(self, inputs)
     self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // ranks_per_sample()
@@ -296,7 +295,7 @@ def around_track_num_input_tokens(original: Callable[..., None], self: Any, inpu
     until="Trainer tells the engine that training has ended",
 )
 def around_finalize_training(original: Function, self: Any, *args: Any, **options: Any) -> Any:
-    """Log one line when training has ended, whatever the program does afterwards."""
+    """Log one line when training has ended."""
     engine = self.model_wrapped
     output = original(self, *args, **options)
     if isinstance(engine, ZeroEngine):

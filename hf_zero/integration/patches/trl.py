@@ -19,12 +19,12 @@ PATCHES = Patches("trl.trainer.utils")
     until="TRL gathers the weights from which it makes the key of what it has computed",
 )
 def around_hash_module(original: Callable[[Any], str], module: nn.Module) -> str:
-    """The same digest as of whole weights, which are gathered one by one: the model may not fit."""
+    """The digest of whole weights, which are gathered one by one, because the model may not fit."""
     return original(_Whole(module) if handles_of(module.parameters()) else module)
 
 
 class _Whole:
-    """A module with sharded parameters, as digests see it."""
+    """A view of a module with sharded parameters for digests."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -35,11 +35,11 @@ class _Whole:
 
 
 class _Sharded:
-    """A parameter whose values are gathered when they are first wanted on the host. Collective then."""
+    """A parameter whose values are gathered on first access from the host. Collective then."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter
 
     def cpu(self) -> Tensor:
         with GatheredParameters([self._parameter]):
-            return self._parameter.detach().cpu().clone()  # on a CPU the former are given back
+            return self._parameter.detach().cpu().clone()  # on a CPU, cpu() does not copy
