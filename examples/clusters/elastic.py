@@ -27,7 +27,7 @@ def share(global_batch: int, most_per_rank: int, world_size: int) -> tuple[int, 
     """Returns the micro-batch size and the gradient accumulation steps of every rank.
 
     Raises:
-            ValueError: if the ranks cannot divide the batch evenly.
+        ValueError: if the ranks cannot divide the batch evenly.
     """
     per_rank, left = divmod(global_batch, world_size)
     if left:
