@@ -1,1 +1,1 @@
-"""Benchmarks: the engine beside its peers, and where their numbers are kept."""
+"""Benchmarks of the engine against other engines, and the results they keep."""

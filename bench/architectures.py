@@ -1,4 +1,4 @@
-"""Ten kinds of models, small, whose memory `bench.planning --architectures` measures: configurations alone, no hub."""
+"""Ten kinds of small models whose memory `bench.planning --architectures` measures: from configs, without the Hub."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _DECODER = {**_WIDTHS, "vocab_size": 8192, "max_position_embeddings": 512, "use_
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model and its samples.
+    """A model and the length of its samples.
 
     Attributes:
-        kind: transformers' configuration.
-        name: of the model's class.
-        length: tokens of a text, samples of a wave.
+        kind: transformers' config class.
+        name: the model's class name.
+        length: tokens per text, samples per waveform.
     """
 
     kind: str

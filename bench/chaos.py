@@ -1,18 +1,18 @@
-"""Trains while ranks are killed and stopped: updates that are kept, losses that are wrong, seconds to recover.
+"""Trains while ranks are killed and stopped. Measures kept updates, wrong losses and recovery time.
 
     python -m bench.chaos --minutes 30 --every 30 --size 25m --name 25m
-    python -m bench.chaos --write                                       # docs/resilience.md, from the kept results
+    python -m bench.chaos --write                                       # writes docs/resilience.md from stored results
 
-A fault each so many seconds strikes a random rank, a kill and a stop in turn. Beside `hf-zero launch --max_restarts`
-with checkpoints in host memory the same training runs under torchrun, from host memory and from files (kills only:
-nothing under torchrun sees a rank that is stopped). Each is compared with a run without faults, to the bit. On a
-machine without GPU, `--pause` stands for the time in which one computes and the processors are free. Kept is
+A random rank is hit by a fault at a fixed interval, alternately a kill and a stop. `hf-zero launch --max_restarts` with
+checkpoints in host memory is compared with the same training under torchrun, which resumes from host memory or from
+files (kills only: torchrun does not detect a stopped rank). Each run must match a run without faults bitwise. On a
+machine without a GPU, `--pause` simulates the time in which a GPU computes and the CPUs are idle. The columns:
 
-    updates    of those that were made, those that did not have to be made again
-    time       updates in the time, beside those that the run without faults makes in it
+    updates    the share of updates that did not have to be repeated
+    time       the number of updates, relative to a run without faults in the same time
 
-With `--torchft-python` the same faults strike torchft (see `bench.chaos_torchft`), beside a run of its own without
-faults: there an update counts by the share of the batch that was trained.
+With `--torchft-python` the same faults hit torchft (see `bench.chaos_torchft`), which is compared with its own run
+without faults. There, an update counts by the share of the batch that was trained.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from hf_zero.launch.restarts import folder_in_memory
 MEMORY, TORCHRUN, FILES = "hf-zero launch, from memory", "torchrun, from memory", "torchrun, from files"
 STANDBY, TORCHFT = "hf-zero launch --standby, from memory", "torchft, DDP"
 PAGE, COMMAND = ROOT / "docs" / "resilience.md", "python -m bench.chaos --write"
-_MARK = "CHAOS_MARK"  # carried by every process of a launch, whatever session it is in
+_MARK = "CHAOS_MARK"  # inherited by every process of a launch, in any session
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_UPDATE_S = 180.0  # for one update to follow
+_UPDATE_S = 180.0  # timeout for the next update
 _SAVE_EVERY = 20
 _MANY = 1_000_000
 log = logging.getLogger("bench")
@@ -55,12 +55,12 @@ log = logging.getLogger("bench")
 
 @dataclass
 class Survived:
-    """How a training came out that was attacked.
+    """The outcome of a training under attack.
 
     Attributes:
-        lines: loss and norm of every update that was made, repeated ones included.
-        recovery_s: from an attack to the next update.
-        left: processes, and folders in host memory, that are still there after it.
+        lines: loss and norm of every update, including repeated ones.
+        recovery_s: seconds from each attack to the next update.
+        left: processes and host-memory folders left behind.
         seconds: from the first update to the last.
     """
 
@@ -76,7 +76,7 @@ class Survived:
 
     @property
     def kept(self) -> float:
-        """Updates, each once, by the share of its batch that was trained."""
+        """Unique updates, weighted by the share of the batch that was trained."""
         return float(sum({line["update"]: line.get("share", 1.0) for line in self.lines}.values()))
 
     @property
@@ -84,7 +84,7 @@ class Survived:
         return self.seconds / (len(self.lines) - 1)
 
     def wrong(self, undisturbed: Sequence[dict[str, Any]]) -> list[Any]:
-        """Updates whose loss or norm is another one than without attacks, and those that are missing up to the last."""
+        """Updates whose loss or norm differs from the undisturbed run's, and missing ones up to the last."""
         right = {line["update"]: (line["loss"], line["norm"]) for line in undisturbed}
         made = {line["update"] for line in self.lines}
         differ = [line for line in self.lines if (line["loss"], line["norm"]) != right.get(line["update"])]
@@ -129,21 +129,21 @@ class Training:
 
 
 class Launch:
-    """A training that is under way."""
+    """A running training."""
 
     def __init__(self, training: Training, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._log, self._said, self._mark = folder / "lines", folder / "said", uuid.uuid4().hex
         environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_ZERO": "1", _MARK: self._mark}
-        # Otherwise torchrun 2.13 shows ranks that start again the addresses of those before them.
+        # Otherwise torchrun 2.13 passes the previous ranks' addresses to restarted ranks.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         words, self._way = training.words(folder), training.way
         with self._said.open("wb") as output:
             self.process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def await_update(self) -> bool:
-        """Whether another update is made, before training ends or hangs."""
+        """Waits for the next update. Returns False if training ends or hangs."""
         known, deadline = self._size(), time.monotonic() + _UPDATE_S
         while self.process.poll() is None and time.monotonic() < deadline:
             if self._size() > known:
@@ -158,7 +158,7 @@ class Launch:
         return [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
 
     def strike(self, attack: signal.Signals, chance: random.Random) -> float | None:
-        """Seconds from a signal to a random rank until the first update of those that go on; None: training has
+        """Sends a signal to a random rank. Returns the seconds until the first update after it; None if training has
         ended."""
         ranks = self._ranks()
         if not ranks:
@@ -173,12 +173,12 @@ class Launch:
         return float(self.lines()[-1]["at"] - struck) if self.await_update() else None
 
     def _ranks(self) -> list[psutil.Process]:
-        """Those that train."""
+        """The training ranks."""
         found = self.processes()
         return [rank for rank in found if _keeps(rank)] or found
 
     def processes(self) -> list[psutil.Process]:
-        """Ranks, and those that stand by. Each leads a session of its own; hf-zero launch has a process that forks
+        """Ranks and standby processes. Each leads its own session, except for the process of hf-zero launch that forks
         them."""
         started = _children(psutil.Process(self.process.pid)) if self.process.poll() is None else []
         if self._way in (MEMORY, STANDBY):
@@ -186,7 +186,7 @@ class Launch:
         return [rank for rank in started if _leads_a_session(rank)]
 
     def end(self, *, waits_s: float = 0.0) -> Survived:
-        """Let it end by itself for so long, then end it."""
+        """Waits up to `waits_s` for the training to end by itself, then ends it."""
         try:
             self.process.wait(timeout=waits_s)
         except subprocess.TimeoutExpired:
@@ -209,7 +209,7 @@ class Launch:
             try:
                 if folder.name.isdigit() and wanted in (folder / "environ").read_bytes().split(b"\0"):
                     found.append(folder.name)
-            except OSError:  # ended meanwhile, or not ours to read
+            except OSError:  # ended meanwhile, or another user's
                 continue
         memory = folder_in_memory(self.process.pid)
         return [*found, str(memory)] if memory.exists() else found
@@ -225,12 +225,12 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 def _leads_a_session(process: psutil.Process) -> bool:
     try:
         return os.getsid(process.pid) == process.pid
-    except ProcessLookupError:  # others come and go beside the ranks
+    except ProcessLookupError:  # other processes come and go
         return False
 
 
 def _keeps(process: psutil.Process) -> bool:
-    """Whether it has kept something in host memory."""
+    """Whether the process keeps something in host memory."""
     try:
         return "/training-" in Path(f"/proc/{process.pid}/maps").read_text()
     except OSError:
@@ -240,14 +240,14 @@ def _keeps(process: psutil.Process) -> bool:
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # between the two questions
+    except psutil.NoSuchProcess:  # it ended between the two calls
         return False
 
 
 def survive(
     training: Training, folder: Path, attacks: Iterable[signal.Signals] = (), *, pause_s: float = 0.3, seed: int = 0
 ) -> Survived:
-    """Train to the end; each attack strikes at a random moment of the `pause_s` after an update."""
+    """Trains to the end; each attack hits at a random moment within `pause_s` after an update."""
     launch, chance, recoveries = Launch(training, folder), random.Random(seed), []
     try:
         for attack in attacks:
@@ -267,7 +267,7 @@ def survive(
 def attacked_for(
     training: Training, folder: Path, minutes: float, attacks: Sequence[signal.Signals] = (), every_s: float = 30.0
 ) -> Survived:
-    """Train for so long with a fault each so many seconds, then end it."""
+    """Trains for a fixed time with faults at a fixed interval, then ends the training."""
     launch, chance, recoveries = Launch(training, folder), random.Random(0), []
     try:
         if launch.await_update():
@@ -286,7 +286,7 @@ def attacked_for(
 
 
 def without_faults(training: Training, folder: Path, minutes: float) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds of an update, and all updates that so many minutes may have."""
+    """Seconds per update, and as many updates as fit into the given minutes."""
     if not training.pause_s:
         run = attacked_for(training, folder / "undisturbed", minutes + 1)
         return run.pace_s, run.lines
@@ -324,7 +324,7 @@ def markdown(run: dict[str, Any]) -> str:
 
 
 def section() -> str:
-    """The newest kept result of each name, in one table."""
+    """The newest stored result of each name, in one table."""
     newest = {path.stem.partition("-chaos-")[2]: path for path in sorted(RESULTS.glob("*-chaos-*.json"))}
     lines = [
         "| what trains, for how long | way | an update | faults | updates kept | of the time | wrong losses "
@@ -355,16 +355,14 @@ def main() -> None:
     parser.add_argument("--size", default="25m", help="a name in bench/models.py (default: %(default)s)")
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds of each update in which nothing computes")
-    parser.add_argument(
-        "--stopped", type=float, default=0.5, help="seconds after which a rank that is stopped counts as dead"
-    )
+    parser.add_argument("--pause", type=float, default=0.0, help="idle seconds per update")
+    parser.add_argument("--stopped", type=float, default=0.5, help="seconds until a stopped rank counts as dead")
     parser.add_argument(
         "--way", action="append", choices=[STANDBY, MEMORY, TORCHRUN, FILES, TORCHFT], help="default: all"
     )
-    parser.add_argument("--torchft-python", help="an interpreter that has torchft; without, it is left out")
-    parser.add_argument("--name", help="keep the result in bench/results under this name")
-    parser.add_argument("--write", action="store_true", help="measure nothing: write docs/resilience.md's table")
+    parser.add_argument("--torchft-python", help="interpreter with torchft; default: skip torchft")
+    parser.add_argument("--name", help="store the result in bench/results under this name")
+    parser.add_argument("--write", action="store_true", help="only write docs/resilience.md's table")
     options = parser.parse_args()
     if options.write:
         PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), section(), COMMAND), encoding="utf-8")
@@ -392,7 +390,7 @@ def main() -> None:
                 pace_s, right = without_faults(training, folder / "torchft", options.minutes)
             survived = attacked_for(training, folder / way, options.minutes, attacks, options.every)
             if not survived.recovery_s:
-                log.error("%s: no fault was survived; it said\n%s", way, survived.output[-5000:])
+                log.error("%s: did not survive a single fault; output:\n%s", way, survived.output[-5000:])
                 continue
             ways[way] = {
                 "faults": len(survived.recovery_s),

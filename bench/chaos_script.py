@@ -1,4 +1,4 @@
-"""A Trainer that says the loss and gradient norm of every update, to the bit, and when: what `bench.chaos` attacks.
+"""A Trainer script that logs the exact loss and gradient norm of every update, with its time; run by `bench.chaos`.
 
 python -m bench.chaos_script RESULTS ds.json UPDATES [--size NAME] [--save_every N] [--pause S]
 """
@@ -19,17 +19,17 @@ from bench.models import SIZES, build_model
 
 
 class Say(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """One line an update; those of a training that was killed stay."""
+    """Writes one line per update, which remains if the training is killed."""
 
     def __init__(self, path: Path, pause_s: float = 0.0) -> None:
         self._path, self._pause_s = path, pause_s
 
     def on_step_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """As long as the update of a larger model takes."""
+        """Simulates the update time of a larger model."""
         time.sleep(self._pause_s)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **options: Any) -> None:
-        """Of rank 0, for all."""
+        """Rank 0 writes for all ranks."""
         if "loss" in logs and state.is_world_process_zero:
             line = {"update": state.global_step, "loss": logs["loss"], "norm": logs["grad_norm"], "at": time.time()}
             with self._path.open("a") as file:
@@ -42,12 +42,12 @@ def _tiny() -> LlamaForCausalLM:
 
 
 def main() -> None:
-    """Train; with `--save_every`, go on from the newest checkpoint on disk."""
+    """Train; with `--save_every`, resume from the newest checkpoint on disk."""
     parser = argparse.ArgumentParser()
     parser.add_argument("results", type=Path)
     parser.add_argument("config")
     parser.add_argument("updates", type=int)
-    parser.add_argument("--size", choices=sorted(SIZES), help="of bench/models.py; default: tiny")
+    parser.add_argument("--size", choices=sorted(SIZES), help="model size from bench/models.py; default: tiny")
     parser.add_argument("--save_every", type=int, default=0)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each update")
     options = parser.parse_args()

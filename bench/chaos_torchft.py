@@ -1,11 +1,11 @@
-"""What `bench.chaos` attacks for comparison: the same model under torchft, each replica started again by itself.
+"""torchft for comparison in `bench.chaos`: the same model, with each replica restarted on its own.
 
     python -m venv .torchft && .torchft/bin/python -m pip install torchft torch==2.13.0 transformers psutil
     python -m bench.chaos --torchft-python .torchft/bin/python ...
 
-torchft's own way (DistributedDataParallel and Optimizer of its README): every replica holds everything, and when one is
-lost the others train on without its share of the batch until it has fetched their weights. The launcher below does
-for it what a cluster's scheduler does: it starts a replica again that has ended, and ends one that is stopped.
+This follows torchft's README (its DistributedDataParallel and Optimizer): every replica holds the whole model. When one
+is lost, the others continue without its share of the batch until it has fetched their weights. The launcher below acts
+as a cluster's scheduler: it restarts a replica that has ended, and ends one that is stopped.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CLIPPED_AT = 1.0  # TrainingArguments' max_grad_norm
 
 
 def launch(options: argparse.Namespace) -> None:
-    """Start the replicas, again and again, until all have come to the end."""
-    os.environ["RUST_LOG"] = "error"  # a dozen lines for each update otherwise
+    """Start and restart the replicas until all have finished."""
+    os.environ["RUST_LOG"] = "error"  # otherwise a dozen log lines per update
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100, heartbeat_timeout_ms=500)
     words = [sys.executable, "-m", "bench.chaos_torchft", *sys.argv[1:], "--lighthouse", lighthouse.address()]
     running: dict[int, subprocess.Popen[bytes] | None] = dict.fromkeys(range(options.replicas))
@@ -63,8 +63,8 @@ def launch(options: argparse.Namespace) -> None:
 
 
 class Parallel(torchft.DistributedDataParallel):  # type: ignore[misc, unused-ignore]
-    """torchft 0.2.0 asserts in its own hook that a sum which has failed has a result, and ends those that were to go
-    on without the replica that was lost."""
+    """In torchft 0.2.0 an assertion in the hook requires a result from a failed reduction, which ends the replicas that
+    should continue without the lost one."""
 
     @staticmethod
     def _comm_hook(state, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN205 (torch compares annotations)
@@ -73,13 +73,13 @@ class Parallel(torchft.DistributedDataParallel):  # type: ignore[misc, unused-ig
         found = getattr(work.get_future(), "_fut", None)
         if found is None:
             found = torch.futures.Future()
-            found.set_result(bucket.buffer())  # which `step` does not use: the manager knows of the failure
+            found.set_result(bucket.buffer())  # unused by `step`: the manager knows of the failure
         return found
 
 
 def train(options: argparse.Namespace) -> None:
-    """One replica."""
-    size, limit = SIZES[options.size], timedelta(seconds=5)  # a stopped replica holds up the others for so long
+    """Train one replica."""
+    size, limit = SIZES[options.size], timedelta(seconds=5)  # a stopped replica blocks the others for this long
     model = build_model(size)
     torch.manual_seed(0)
     rows = torch.randint(0, size.vocabulary, (64, size.length))
@@ -94,7 +94,7 @@ def train(options: argparse.Namespace) -> None:
         ),
         state_dict=lambda: {"model": model.state_dict(), "states": optimizer.state_dict()},
         min_replica_size=1,
-        init_sync=False,  # all begin with the same weights
+        init_sync=False,  # all start with the same weights
         replica_id=f"replica_{options.replica}",
         rank=0,
         world_size=1,
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("updates", type=int)
     parser.add_argument("--size", choices=sorted(SIZES), required=True)
     parser.add_argument("--replicas", type=int, required=True)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds of each update in which nothing computes")
+    parser.add_argument("--pause", type=float, default=0.0, help="idle seconds per update")
     parser.add_argument("--stopped", type=float, default=0.5, help="seconds until a stopped replica counts as dead")
     parser.add_argument("--replica", type=int)
     parser.add_argument("--lighthouse")

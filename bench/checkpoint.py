@@ -1,4 +1,4 @@
-"""Checkpoints of hf_zero and real DeepSpeed beside each other: save, load, consolidate, and a plain copy as the floor.
+"""Checkpoints of hf_zero and real DeepSpeed: save, load and consolidate, with a plain copy as the lower bound.
 
 python -m bench.checkpoint --oracle-python .oracle/bin/python --stage 2 --name quiet
 """
@@ -33,7 +33,7 @@ log = logging.getLogger("bench")
 
 
 class Ranks:
-    """The processes of one engine; an order goes to all, the slowest and largest answer counts."""
+    """The processes of one engine. Commands go to all; the slowest and largest answer counts."""
 
     def __init__(self, engine: str, options: argparse.Namespace) -> None:
         oracle = options.oracle_python if engine == "deepspeed" else None
@@ -49,7 +49,7 @@ class Ranks:
         self.version = str(self._answers()[0]["version"])
 
     def order(self, what: str, folder: Path, tag: str) -> dict[str, float]:
-        """Carry out "save" or "load"; returns the maximum over ranks of every figure."""
+        """Runs "save" or "load"; returns the maximum over ranks of every figure."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"do": what, "folder": str(folder), "tag": tag}) + "\n")
@@ -58,7 +58,7 @@ class Ranks:
         return {key: max(answer[key] for answer in answers) for key in answers[0]}
 
     def close(self) -> None:
-        """End all ranks."""
+        """Stops all ranks."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()
@@ -82,7 +82,7 @@ class Ranks:
 
 
 def copy(files: Sequence[Path], folder: Path) -> float:
-    """Seconds for a plain copy of `files` into the new `folder`, fsynced; nothing of it is kept."""
+    """Seconds to copy `files` into a new `folder`, with fsync; the copy is deleted."""
     folder.mkdir()
     start = time.perf_counter()
     for source in files:
@@ -111,7 +111,7 @@ def run_program(command: Sequence[str], environment: dict[str, str]) -> dict[str
 
 
 def anonymous_kb(pid: int) -> int:
-    """RssAnon of a process now; 0 when it has just ended."""
+    """Current RssAnon of a process; 0 if it has just ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -120,7 +120,7 @@ def anonymous_kb(pid: int) -> int:
 
 
 def settle() -> None:
-    """Nobody pays for writes of the one before."""
+    """Syncs, so that nobody waits for the previous engine's writes."""
     os.sync()
 
 
@@ -129,7 +129,7 @@ def save_and_load(options: argparse.Namespace, work: Path) -> tuple[list[dict[st
     ranks = {engine: Ranks(engine, options) for engine in ENGINES}
     rounds: list[dict[str, Any]] = []
     try:
-        for number in range(-1, options.rounds):  # one round to warm up: first allocations, first imports
+        for number in range(-1, options.rounds):  # one warm-up round: first allocations and imports
             found: dict[str, Any] = {}
             for engine in ENGINES if number % 2 else reversed(ENGINES):
                 mine, folder, tag = ranks[engine], work / engine, f"round{number}"
@@ -154,7 +154,7 @@ def save_and_load(options: argparse.Namespace, work: Path) -> tuple[list[dict[st
 
 
 def consolidate(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
-    """Rounds of zero_to_fp32 in both, beside a copy of what was written and the start of an interpreter with torch."""
+    """Rounds of zero_to_fp32 in both, with a copy of the output and the startup time of an interpreter with torch."""
     rounds: list[dict[str, Any]] = []
     for _ in range(options.rounds):
         found: dict[str, Any] = {}
@@ -204,11 +204,11 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
-    parser.add_argument("--size", default="270m", help="a name in bench/models.py")
+    parser.add_argument("--size", default="270m", help="model size from bench/models.py")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--disk", type=Path, help="folder on the disk to measure; default: the system's temporary one")
-    parser.add_argument("--oracle-python", required=True, help="the interpreter that has real DeepSpeed")
+    parser.add_argument("--disk", type=Path, help="folder on the disk to measure; default: a temporary one")
+    parser.add_argument("--oracle-python", required=True, help="interpreter with real DeepSpeed")
     parser.add_argument("--name", help="write bench/results/<date>-checkpoint-stage<N>-<name>.md and .json")
     return parser.parse_args()
 

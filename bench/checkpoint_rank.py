@@ -1,4 +1,4 @@
-"""One rank of bench/checkpoint.py: trains one step, then saves and loads whenever a line on stdin says so."""
+"""One rank of bench/checkpoint.py: trains one step, then saves or loads for each line on stdin."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def build(name: str, stage: int, size: models.Size) -> tuple[Any, str]:
-    """An engine whose optimizer has all its states, and its version."""
+    """An engine whose optimizer states all exist, and its version."""
     if name == "hf_zero":
         import hf_zero
 
@@ -47,7 +47,7 @@ def build(name: str, stage: int, size: models.Size) -> tuple[Any, str]:
     import deepspeed
 
     if ("hf_zero" in str(deepspeed.__file__)) != (name == "hf_zero"):
-        raise RuntimeError(f"asked for {name}, but `deepspeed` is {deepspeed.__file__}")
+        raise RuntimeError(f"requested {name}, but `deepspeed` is {deepspeed.__file__}")
     model = models.build_model(size)
     config = engines.ds_config(stage, size.batch, "torch")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -59,7 +59,7 @@ def build(name: str, stage: int, size: models.Size) -> tuple[Any, str]:
 
 
 def measured(act: Callable[[], object]) -> dict[str, float]:
-    """Seconds between two barriers, processor seconds, and how far anonymous memory rose."""
+    """Seconds between two barriers, CPU seconds, and the increase of anonymous memory."""
     dist.barrier()
     cpu, start = cpu_s(), time.perf_counter()
     with anonymous_memory() as memory:
@@ -70,14 +70,14 @@ def measured(act: Callable[[], object]) -> dict[str, float]:
 
 
 def loaded(engine: Any, folder: str, tag: str) -> None:
-    """Load, and insist that something was."""
+    """Load a checkpoint; raise if none was found."""
     path, _ = engine.load_checkpoint(folder, tag)
     if path is None:
         raise RuntimeError(f"nothing was loaded from {folder}")
 
 
 def time_until_durable(folder: Path) -> float:
-    """Seconds until a power cut would cost nothing of `folder` any more; rank 0 asks, all wait."""
+    """Seconds until `folder` is durable on disk; rank 0 syncs, all ranks wait."""
     start = time.perf_counter()
     if dist.get_rank() == 0:
         for path in [*folder.iterdir(), folder, folder.parent]:
@@ -89,7 +89,7 @@ def time_until_durable(folder: Path) -> float:
 
 
 def say(found: dict[str, Any]) -> None:
-    """One line for whoever gives the orders."""
+    """Write one line for the parent process."""
     sys.stdout.write(f"{MARK}{json.dumps(found)}\n")
     sys.stdout.flush()
 

@@ -1,4 +1,4 @@
-"""From the rounds of bench/checkpoint.py to a table: medians, ratios taken within a round, and what was promised."""
+"""Turns the rounds of bench/checkpoint.py into a table: medians, ratios within a round, and targets."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _durable(found: Round, engine: str) -> float:
 
 
 def _net(found: Round, engine: str, kind: str) -> float:
-    """Seconds less the interpreter's start and `import torch`."""
+    """Seconds without interpreter startup and `import torch`."""
     return float(found[engine][kind]["wall_s"] - found[engine]["start"]["wall_s"])
 
 

@@ -1,4 +1,4 @@
-"""Gloo's own collectives beside our exchanges by messages and by shared memory: wall and processor time of one call.
+"""Gloo's collectives against exchanges by messages and by shared memory: wall and CPU time per call.
 
 OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 -m bench.collectives --kilobytes 100 65536
 """
@@ -22,13 +22,13 @@ from hf_zero.comm.torch_backend import NativeCollectives
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process, all its threads."""
+    """User and system time of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def median_times(call: Callable[[], None], repeats: int) -> tuple[float, float]:
-    """Median wall and processor milliseconds of one call, after one that does not count."""
+    """Median wall and CPU milliseconds of one call, after one warm-up call."""
     call()
     walls, cpus = [], []
     for _ in range(repeats):
@@ -41,7 +41,7 @@ def median_times(call: Callable[[], None], repeats: int) -> tuple[float, float]:
 
 
 def calls(collectives: Collectives, flat: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """The three payload collectives on `flat`."""
+    """The three tensor collectives on `flat`."""
     shard = torch.empty_like(own_shard(flat, collectives.rank, collectives.size))
     return {
         "all_reduce": lambda: collectives.all_reduce(flat).wait(),
@@ -63,7 +63,7 @@ def main() -> None:
     for kilobytes in options.kilobytes:
         flat = torch.zeros(kilobytes << 9, dtype=torch.bfloat16)
         if shared.rank == 0:
-            print(f"{kilobytes} KiB of bf16, {shared.size} ranks: wall ms / processor ms of one call")
+            print(f"{kilobytes} KiB of bf16, {shared.size} ranks: wall ms / CPU ms per call")
         for name in calls(shared, flat):
             times = {way: median_times(calls(by, flat)[name], options.repeats) for way, by in ways.items()}
             if shared.rank == 0:

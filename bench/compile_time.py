@@ -1,9 +1,9 @@
-"""How long Triton's kernels take to compile when nothing is compiled yet, and how many specialisations there are.
+"""How long Triton's kernels take to compile with an empty cache, and the number of specialisations.
 
     python -m bench.compile_time --name cold            # sm_90, CPU seconds; no GPU is needed
     python -m bench.compile_time --all --arch 80        # every combination of dtypes and options, some ten minutes
 
-CPU time of the process, assembler included: what the first step of a run waits for beside what it computes.
+CPU time of the process, including the assembler: the first step of a run waits for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WHAT = {
 
 
 def measure(launches: str, backend: str, arch: int | str) -> list[Compiled]:
-    """Every specialisation, compiled into an empty cache."""
+    """Compiles every specialisation into an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
         return compile_apart("tests.kernels.launches", backend, arch, Path(folder), 7200, launches)
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--backend", default="cuda", choices=("cuda", "hip"))
     parser.add_argument("--arch", default="90", help="90, 80, 100; gfx942 for hip")
     parser.add_argument("--all", action="store_true", help="also every combination of dtypes and options")
-    parser.add_argument("--name", help="keep the result in bench/results under this name")
+    parser.add_argument("--name", help="store the result in bench/results under this name")
     options = parser.parse_args()
     arch: int | str = int(options.arch) if options.arch.isdigit() else options.arch
     names = ["FIRST_STEP", "QUICK", *(["ALL"] if options.all else [])]

@@ -1,9 +1,9 @@
-"""What compression costs in accuracy: the encoder of examples/nlp_accelerate.py on its topic task, several seeds.
+"""The accuracy cost of compression: the encoder of examples/nlp_accelerate.py on its topic task, with several seeds.
 
     python -m bench.compression --name first
 
-Each seed trains the encoder, then goes on from it, once for each technique, with a ds.json that has the technique on
-from the first update, and once with none. Accuracy is that on held-out files. One process, stage 0, fp32.
+For each seed the encoder is trained, then trained further once per technique, with a ds.json that enables the technique
+from the first update, and once without any. Accuracy is measured on held-out files. One process, stage 0, fp32.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ HALF_HEADS = {
 HALF_ROWS = {
     "row_pruning": _on(_all({"dense_ratio": 0.5}, "intermediate.dense", related=[["layer.[0-9]+.output.dense"]])),
 }
-# Name -> (compression_training, distillation, points of accuracy that it may cost, or None where nobody said).
+# Name -> (compression_training, distillation, allowed loss of accuracy in points; None if unspecified).
 TECHNIQUES: dict[str, tuple[dict[str, Any], dict[str, Any] | None, float | None]] = {
     NONE: ({}, None, None),
     "8-bit weights and activations": (EIGHT_BITS, None, 0.5),
@@ -85,7 +85,7 @@ def ds_config(updates: int, rate: float, compression: dict[str, Any], distilled:
 
 
 def train(model: Any, config: Any, samples: Samples, epochs: int, seed: int) -> Any:
-    """Train `model` in place; returns its engine."""
+    """Trains `model` in place; returns its engine."""
     order = torch.Generator().manual_seed(seed)
     loader = DataLoader(samples, batch_size=BATCH, shuffle=True, generator=order, drop_last=True)
     engine = initialize(model=model, config=config)[0]
@@ -99,7 +99,7 @@ def train(model: Any, config: Any, samples: Samples, epochs: int, seed: int) -> 
 
 @torch.no_grad()
 def accuracy(model: Any, samples: Samples) -> float:
-    """Points of a hundred."""
+    """Accuracy in percentage points."""
     model.eval()
     right = 0
     for batch in DataLoader(samples, batch_size=TEST_BATCH):
@@ -114,7 +114,7 @@ def folder_bytes(model: Any) -> int:
 
 
 def measure(seed: int, options: argparse.Namespace, parts: tuple[Samples, Samples]) -> dict[str, Any]:
-    """One seed: the encoder, and each technique from there."""
+    """One seed: the encoder, then each technique."""
     trained_on, held_out = parts
     torch.manual_seed(seed)
     model = new_model()
@@ -141,7 +141,7 @@ def measure(seed: int, options: argparse.Namespace, parts: tuple[Samples, Sample
 
 
 def report(results: list[dict[str, Any]], options: argparse.Namespace, parts: tuple[Samples, Samples]) -> str:
-    """The table, as it is."""
+    """The table in Markdown."""
     count = len(parts[1])
     lines = [
         f"Accuracy on {count} held-out samples in points (one sample is {100 / count:.2f}), {len(results)} seeds, "
@@ -178,7 +178,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--more-epochs", type=int, default=2)
-    parser.add_argument("--limit", type=int, help="samples of each part at most")
+    parser.add_argument("--limit", type=int, help="maximum number of samples per split")
     options = parser.parse_args()
     torch.set_num_threads(1)
     started, parts = time.perf_counter(), load_topics(options.limit)

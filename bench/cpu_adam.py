@@ -1,9 +1,9 @@
-"""The CPU Adam step beside its rivals: bf16 gradients in, bf16 weights out, fp32 masters and moments.
+"""The CPU Adam step against other implementations: bf16 gradients in, bf16 weights out, fp32 masters and moments.
 
     OMP_NUM_THREADS=1 python -m bench.cpu_adam --oracle-python .oracle/bin/python --name loaded
 
-Every contender takes its turn in every round, in one process (DeepSpeed's in one of its own beside it), so that
-whatever else the machine does falls on all of them alike. The floor is the same traffic without arithmetic: 28 bytes a
+In every round each implementation takes its turn, all in one process (DeepSpeed's in a separate one), so that other
+load on the machine affects all equally. The lower bound is the same memory traffic without arithmetic: 28 bytes per
 parameter.
 """
 
@@ -29,28 +29,28 @@ OURS, FLOOR, DEEPSPEED = "hf_zero, one pass", "same traffic without arithmetic",
 OURS_8, FLOOR_8 = "hf_zero, one pass, 8-bit states", "traffic of 8-bit states without arithmetic"
 OURS_SPLIT = "hf_zero, one pass, masters in the weights' bits and 16 more"
 FUSED, FOREACH = "torch fused AdamW and its casts", "torch foreach AdamW and its casts"
-SCALE = 0.5  # every step has a factor for the mean over ranks and clipping; ours folds it in, others take a pass for it
+SCALE = 0.5  # the factor of averaging over ranks and clipping; ours applies it in the same pass, others need another
 COPY = "copy of fp32 (8 bytes)"
-# Bytes that each way moves per parameter: read and write of every array it touches, casts included.
+# Bytes moved per parameter: read and write of every array, casts included.
 BYTES = {FLOOR: 28, OURS: 28, FLOOR_8: 16, OURS_8: 16, OURS_SPLIT: 26, COPY: 8, FUSED: 48, DEEPSPEED: 48, FOREACH: 120}
 Step = Callable[[], object]
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process, all its threads."""
+    """User and system time of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def timed(step: Step) -> tuple[float, float]:
-    """Wall and processor seconds of one call."""
+    """Wall and CPU seconds of one call."""
     wall, cpu = time.perf_counter(), cpu_seconds()
     step()
     return time.perf_counter() - wall, cpu_seconds() - cpu
 
 
 def contenders(numel: int) -> dict[str, Step]:
-    """All ways over one set of arrays: what is measured does not depend on the values in them."""
+    """All implementations on one set of arrays; the time does not depend on their values."""
     from hf_zero.kernels.adam import AdamRule, adam
     from hf_zero.kernels.adam8 import BlockVectors, adam8
     from hf_zero.kernels.dynamic8 import packed_bytes
@@ -58,7 +58,7 @@ def contenders(numel: int) -> dict[str, Step]:
     from hf_zero.offload.split_masters import HalfRest
 
     master, m, v, wide = (torch.zeros(numel) for _ in range(4))
-    gradient = torch.randn(numel).mul_(0.01).bfloat16()  # tables are read where the codes are: they must differ
+    gradient = torch.randn(numel).mul_(0.01).bfloat16()  # the 8-bit codes must differ: they index lookup tables
     lp_param = torch.zeros(numel, dtype=torch.bfloat16)
     packed = tuple(torch.zeros(packed_bytes(numel), dtype=torch.uint8) for _ in range(2))
     rule = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
@@ -126,7 +126,7 @@ def serve_deepspeed(numel: int, threads: int) -> None:
 
 
 class DeepSpeed:
-    """A server of DeepSpeed steps in a process of its own."""
+    """A server of DeepSpeed steps in a separate process."""
 
     def __init__(self, interpreter: str, numel: int, threads: int) -> None:
         environment = {**os.environ, **oracle_environment(interpreter), "OMP_NUM_THREADS": str(threads)}
@@ -137,7 +137,7 @@ class DeepSpeed:
         self._read("READY")
 
     def step(self) -> tuple[float, float]:
-        """Wall and processor seconds of one step there."""
+        """Wall and CPU seconds of one step in that process."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -158,7 +158,7 @@ class DeepSpeed:
 
 
 def measure(numel: int, threads: int, rounds: int, oracle: str | None) -> dict[str, list[tuple[float, float]]]:
-    """(wall, cpu) nanoseconds per parameter, by contender and round."""
+    """(wall, CPU) nanoseconds per parameter, by implementation and round."""
     torch.set_num_threads(threads)
     steps = contenders(numel)
     rival = DeepSpeed(oracle, numel, threads) if oracle else None
@@ -178,7 +178,7 @@ def measure(numel: int, threads: int, rounds: int, oracle: str | None) -> dict[s
 
 
 def machine(oracle: str | None) -> dict[str, str]:
-    """Date, processor, load, versions and the command, with interpreters by their bare names."""
+    """Date, CPU, load, versions and the command, with interpreters by file name only."""
     words = ["python" if Path(word).name.startswith("python") else word for word in sys.argv[1:]]
     versions = [f"torch {torch.__version__}"]
     if oracle:
@@ -203,7 +203,7 @@ def spread(values: list[float]) -> str:
 
 
 def table(found: dict[str, list[tuple[float, float]]]) -> str:
-    """One row per contender; ratios are taken within a round."""
+    """One row per implementation; ratios are computed within a round."""
     lines = [
         "| way | bytes per parameter | wall ns per parameter | CPU ns per parameter | wall, floor / this | GB/s "
         "| share of copy bandwidth | wall, this / hf_zero |",
@@ -232,9 +232,9 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=1 << 26)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--oracle-python", help="interpreter with real DeepSpeed; its CPU Adam compiles at first use")
+    parser.add_argument("--oracle-python", help="interpreter with real DeepSpeed; its CPU Adam compiles on first use")
     parser.add_argument("--name", help="write bench/results/<date>-cpu-adam-<name>.md and .json")
-    parser.add_argument("--note", default="", help="a line about the machine for the table")
+    parser.add_argument("--note", default="", help="a line about the machine for the report")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:

@@ -1,11 +1,11 @@
-"""What short sequences first and random-LTD cost and save: held-out loss and tokens computed, several seeds.
+"""Cost and savings of sequence-length curricula and random-LTD: held-out loss and computed tokens, several seeds.
 
     python -m bench.data_efficiency --name demo
     python -m bench.data_efficiency --name small --layers 6 --hidden-size 128 --steps 300
 
-The demo's model, or a smaller one, on the demo's text, with the demo's rates and batch; one process, stage 0, fp32.
-Each seed trains it three times from the same weights on the same batches: plain, with sequences that grow, with layers
-that see part of the tokens. Tokens are counted where they are computed, at the embedding and at each layer.
+Trains the demo's model, or a smaller one, on the demo's text with its rates and batch; one process, stage 0, fp32.
+For each seed it trains three times from the same weights on the same batches: plain, with growing sequences, and with
+layers that see part of the tokens. Tokens are counted where they are computed, at the embedding and at each layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLAIN, CURRICULUM, LTD = "plain", "short sequences first", "random-LTD"
 
 
 def sections(kind: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The feature's part of ds.json."""
+    """The feature's section of ds.json."""
     whole, layers = options.block_size, options.layers
     if kind == CURRICULUM:
         growth = {"total_curriculum_step": int(0.45 * options.steps), "difficulty_step": 8}
@@ -46,7 +46,7 @@ def sections(kind: str, options: argparse.Namespace) -> dict[str, Any]:
             }
         }
     if kind == LTD:
-        # The first and the last layer see everything; a model of no others loses less in each.
+        # The first and the last layer see all tokens; a model without other layers drops fewer tokens in each.
         inner = list(range(1, layers - 1))
         shortest = whole // 4 if inner else whole // 2
         inner = inner or list(range(layers))
@@ -83,7 +83,7 @@ def ds_config(kind: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def count_tokens(model: Any) -> Counter[str]:
-    """Tokens that pass the embedding and the layers, from now on."""
+    """Counts tokens that pass the embedding and the layers from now on."""
     counted: Counter[str] = Counter()
 
     def at_embedding(_module: Any, inputs: tuple[Any, ...]) -> None:
@@ -94,7 +94,7 @@ def count_tokens(model: Any) -> Counter[str]:
 
     model.model.embed_tokens.register_forward_pre_hook(at_embedding)
     for layer in model.model.layers:
-        # At the layer's own parts: what is gathered around a layer is gathered before these.
+        # On a submodule of the layer, because a hook of the layer itself runs before its tokens are selected.
         layer.input_layernorm.register_forward_pre_hook(in_layer)
     return counted
 
@@ -139,7 +139,7 @@ def measure(seed: int, options: argparse.Namespace, model_args: Any, tokenizer: 
 
 
 def report(results: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    """The table, as it is."""
+    """The table in Markdown."""
     lines = [
         f"Held-out loss of a Llama with {options.layers} layers of width {options.hidden_size} "
         f"({results[0]['kinds'][PLAIN]['parameters'] / 1e6:.2f}M parameters) after {options.steps} steps of "

@@ -1,4 +1,4 @@
-"""Training engines beside each other: one model, alternating in one run, so that a busy machine is fair to all.
+"""Training engines compared: one model, alternating within one run, so that load on the machine affects all equally.
 
 python -m bench.engine --size 25m --oracle-python .oracle/bin/python --name first-light
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # so that `python bench/engine.py` works as well as `python -m bench.engine`
+sys.path.insert(0, str(ROOT))  # so that `python bench/engine.py` works like `python -m bench.engine`
 
 from bench import report  # noqa: E402
 from bench.surroundings import keep, machine, public, rank_environments  # noqa: E402
@@ -35,20 +35,20 @@ class Variant:
 
     engine: str
     stage: int | None = None
-    released: bool = False  # stage 3 with every unit released after its forward
-    offload: str = ""  # where the optimizer's states are kept: cpu, nvme; "": where the model is
-    earlier: bool = False  # of the checkout that --earlier names
+    released: bool = False  # stage 3, with every unit released after its forward
+    offload: str = ""  # offload device of the optimizer states: cpu, nvme; "": none
+    earlier: bool = False  # from the checkout that --earlier names
 
     @property
     def name(self) -> str:
-        """As shown in the table."""
+        """The name in the table."""
         stage = "" if self.stage is None else f" {self.stage}"
         kind = f"{' released' if self.released else ''}{' earlier' if self.earlier else ''}"
         return f"{self.engine}{stage}{kind}{self.offload and f' {self.offload}'}"
 
 
 def main() -> None:
-    """Measure all variants in turn, round after round, then write JSON and Markdown."""
+    """Measure all variants in turn for several rounds, then write JSON and Markdown."""
     arguments = _parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     variants = _variants(arguments)
@@ -71,7 +71,7 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES), help="what to compare")
+    parser.add_argument("--engine", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines to compare")
     parser.add_argument("--stage", nargs="+", type=int, default=[0, 1, 2], help="ZeRO stages of hf_zero and deepspeed")
     parser.add_argument(
         "--offload",
@@ -80,18 +80,18 @@ def _parse() -> argparse.Namespace:
         choices=("", "cpu", "nvme"),
         help="offload_optimizer of hf_zero and deepspeed",
     )
-    parser.add_argument("--nvme", default=tempfile.gettempdir(), help="a folder on the drive")
-    parser.add_argument("--size", default="25m", help="a name in bench/models.py")
+    parser.add_argument("--nvme", default=tempfile.gettempdir(), help="folder on the drive")
+    parser.add_argument("--size", default="25m", help="model size from bench/models.py")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="how often every variant is measured")
+    parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
     parser.add_argument("--steps", type=int, default=5, help="measured steps per round")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument("--adam", choices=("native", "torch"), default="native", help="DeepSpeed's own or torch_adam")
-    parser.add_argument("--oracle-python", help="the interpreter that has real DeepSpeed", default=sys.executable)
-    parser.add_argument("--earlier", type=Path, help="a checkout of an earlier hf_zero with a .venv, to stand beside")
+    parser.add_argument("--warmup", type=int, default=2, help="warm-up steps per round")
+    parser.add_argument("--adam", choices=("native", "torch"), default="native", help="DeepSpeed's Adam, or torch_adam")
+    parser.add_argument("--oracle-python", help="interpreter with real DeepSpeed", default=sys.executable)
+    parser.add_argument("--earlier", type=Path, help="checkout of an earlier hf_zero with a .venv, to compare with")
     parser.add_argument("--name", default="engine", help="part of the result files' names")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--timeout", type=float, default=1200, help="seconds for one measurement (first use compiles)")
+    parser.add_argument("--timeout", type=float, default=1200, help="seconds per measurement (first use compiles)")
     return parser.parse_args()
 
 
@@ -117,7 +117,7 @@ def _variants(arguments: argparse.Namespace) -> list[Variant]:
 
 
 def _measure(variant: Variant, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fresh processes for one variant; their results, averaged over ranks."""
+    """Runs one variant in new processes; returns their results, averaged over ranks."""
     oracle = arguments.oracle_python if variant.engine == "deepspeed" else None
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         out = Path(folder) / "result"
@@ -155,7 +155,7 @@ def _command(variant: Variant, arguments: argparse.Namespace, out: Path) -> list
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int | None]:
-    """Exit codes; as soon as one process fails the others are not waited for."""
+    """Exit codes. If one process fails, the others are not waited for."""
     deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
     while datetime.datetime.now() < deadline:
         codes = [process.poll() for process in processes]

@@ -1,4 +1,4 @@
-"""One training step in each engine, as its own users would set it up: bf16, AdamW, clipping at 1.0."""
+"""One training step in each engine, set up as its users would: bf16, AdamW, clipping at 1.0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def ds_config(
     stage: int, micro_batch: int, adam: str, *, released: bool = False, precision: str = "bf16"
 ) -> dict[str, object]:
-    """The ds.json that hf_zero and DeepSpeed both get; `released` makes stage 3 keep no unit for its backward."""
+    """The ds.json for hf_zero and DeepSpeed; with `released`, stage 3 keeps no unit gathered for its backward."""
     zero: dict[str, object] = {"stage": stage}
     if released:
         zero["stage3_max_reuse_distance"] = 0
@@ -39,7 +39,7 @@ def ds_config(
 
 
 def build_ds_step(model: nn.Module, config: dict[str, object]) -> Step:
-    """hf_zero or DeepSpeed, whichever answers to the name."""
+    """hf_zero or DeepSpeed, whichever is imported as `deepspeed`."""
     import deepspeed
 
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -59,7 +59,7 @@ def engine_step(engine: Any) -> Step:
 
 
 def build_ddp_step(model: nn.Module) -> Step:
-    """What a Trainer user has without any ZeRO engine: fp32 weights, autocast, torch's fused AdamW."""
+    """Trainer without a ZeRO engine: fp32 weights, autocast, torch's fused AdamW."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     wrapped = nn.parallel.DistributedDataParallel(model)
@@ -69,8 +69,8 @@ def build_ddp_step(model: nn.Module) -> Step:
 def build_fsdp2_step(
     model: nn.Module, reshard: bool, shard_size: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Step:
-    """fully_shard per block; ``reshard`` frees whole parameters between forward and backward. With a ``shard_size``
-    below the number of ranks it is HSDP: shards within, copies across."""
+    """fully_shard per block; `reshard` frees whole parameters between forward and backward. A `shard_size` smaller
+    than the number of ranks makes it HSDP: sharded within groups, replicated across them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -87,7 +87,7 @@ def build_fsdp2_step(
 
 
 def build_compute_step(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Step:
-    """Forward and backward in one precision: no optimizer, no communication; the part that no engine can remove."""
+    """Forward and backward in one precision, without optimizer and communication: the time that no engine can avoid."""
     model.to(dtype)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:

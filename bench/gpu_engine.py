@@ -1,11 +1,11 @@
-"""Does a training step on a GPU make the host wait? Counted by torch's own alarm, and seen in a profiler's trace.
+"""Checks whether a training step on a GPU blocks the host, with torch's sync debug mode and a profiler trace.
 
     python -m bench.gpu_engine                                  # one GPU (every stage is stage 0 there)
     torchrun --nproc-per-node 8 -m bench.gpu_engine             # stages 0 to 3, with NCCL
 
-Each row is one engine: bf16 or fp32, clipping, two micro-batches per update. After two updates of warm-up, the third
-runs under `torch.cuda.set_sync_debug_mode("error")`, where any wait raises, and the fourth under the profiler. What the
-trace shows of waiting is listed by name; cudaEventSynchronize is the read of a step's outcome one step later.
+Each row is one engine: bf16 or fp32, clipping, two micro-batches per update. After two warm-up updates, the third runs
+under `torch.cuda.set_sync_debug_mode("error")`, where any synchronization raises, and the fourth under the profiler.
+Waits in the trace are listed by name; cudaEventSynchronize reads the outcome of a step one step later.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def config(stage: int, precision: str, kind: str) -> dict[str, Any]:
 
 @contextmanager
 def alarm() -> Iterator[None]:
-    """Whatever makes the host wait raises."""
+    """Makes every synchronization of the host raise."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -66,7 +66,7 @@ def alarm() -> Iterator[None]:
 
 
 def examine(stage: int, precision: str, kind: str) -> dict[str, Any]:
-    """One engine: what the alarm said, and what waits in the trace of one update."""
+    """One engine: the error of the debug mode, and the waits in the trace of one update."""
     torch.manual_seed(0)
     engine = initialize(model=Blocks(), config=config(stage, precision, kind))[0]
     x = torch.randn(ROWS, WIDTH, device=engine.device, dtype=torch.bfloat16 if precision == "bf16" else None)
@@ -86,7 +86,7 @@ def examine(stage: int, precision: str, kind: str) -> dict[str, Any]:
     trace = {
         event.key: event.count
         for event in profile.key_averages()
-        # The profiler itself waits for the device once, when it ends.
+        # The profiler itself synchronizes with the device once, when it ends.
         if any(word in event.key for word in WAITS) and (event.key, event.count) != ("cudaDeviceSynchronize", 1)
     }
     norm = engine.get_global_grad_norm()
@@ -105,7 +105,7 @@ def _raised_by(update: Callable[[], None]) -> str | None:
 
 
 def run() -> list[dict[str, Any]]:
-    """A row per engine; shown as they come, by the first rank."""
+    """One row per engine, printed as they are measured, by rank 0."""
     cases = [(stage, precision, "AdamW") for stage in range(4) for precision in ("bf16", "fp32")]
     cases += [(2, "bf16", kind) for kind in ("Lion", "Lamb", "Adagrad")]
     rows = []
@@ -121,10 +121,10 @@ def run() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for what was found")
+    parser.add_argument("--json", type=Path, help="output file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        sys.exit("bench.gpu_engine needs a GPU; without one tests/step/test_no_waiting.py makes the same claims")
+        sys.exit("bench.gpu_engine needs a GPU; without one run tests/step/test_no_waiting.py, which checks the same")
     torch.cuda.set_device(get_local_rank())
     init_distributed()
     rows = run()
@@ -132,7 +132,7 @@ def main() -> None:
         name = torch.cuda.get_device_name()
         options.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1))
     destroy_process_group()
-    sys.exit("a step makes the host wait" if any(row["alarm"] for row in rows) else 0)
+    sys.exit("a step blocks the host" if any(row["alarm"] for row in rows) else 0)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""The largest Llama-shaped model that one GPU and its host memory train: ZeRO-3, parameters and optimizer on the host.
+"""The largest Llama-like model that one GPU and its host memory train: ZeRO-3, parameters and optimizer offloaded.
 
     python -m bench.gpu_offload                       # as many layers as host memory holds
     python -m bench.gpu_offload --layers 8 --json FILE
-    python -m bench.gpu_offload --layers 2 --hidden 64 --length 32      # without a GPU: that it runs
+    python -m bench.gpu_offload --layers 2 --hidden 64 --length 32      # a trial run without a GPU
 
-bf16, gradient checkpointing, AdamW on the CPU. Says tokens per second, the share of a step in which the GPU computes,
-and both beside an estimate from the machine's own rates. Needs torch and hf_zero's requirements only.
+bf16, gradient checkpointing, AdamW on the CPU. Reports tokens per second and the share of a step in which the GPU is
+busy, and compares both with an estimate from the machine's measured rates. Needs only torch and hf_zero's requirements.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hf_zero.comm import local_device
 from hf_zero.device.host_memory import host_available
 
 VOCABULARY = 32_000
-# Per parameter: bf16 shard and gradient, fp32 master and two moments; streaming: shard and what its master has besides.
+# Per parameter: bf16 shard and gradient, fp32 master and two moments; streaming: the shard and the rest of its master.
 HOST_BYTES = {None: 16, "fp32": 12, "bf16": 8}
-HOST_SHARE = 0.9  # of what is available; the rest is the interpreter's, and buffers'
-FLOPS_PER_PARAMETER = 8  # and token: forward, forward again, backward
+HOST_SHARE = 0.9  # of the available memory; the rest is for the interpreter and buffers
+FLOPS_PER_PARAMETER = 8  # per token: forward, recomputed forward, backward
 
 
 class Block(nn.Module):
-    """Attention and a gated MLP, normed, with rotary positions: the shape of a Llama layer."""
+    """Attention and a gated MLP with norms and rotary positions: the shape of a Llama layer."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Llama(nn.Module):
     """Token ids [batch, length] -> loss of predicting the next ones.
 
     Attributes:
-        recomputes: whether backward runs each layer's forward again; False where the layers see to it themselves.
+        recomputes: whether backward recomputes each layer's forward; False if the layers do so themselves.
     """
 
     recomputes = True
@@ -96,13 +96,13 @@ def block_numel(hidden: int) -> int:
 
 
 def layers_that_fit(hidden: int, streaming: str | None) -> int:
-    """As many as host memory holds the states of."""
+    """The number of layers whose states fit in host memory."""
     numel = HOST_SHARE * host_available() / HOST_BYTES[streaming] - 2 * VOCABULARY * hidden
     return max(1, int(numel // block_numel(hidden)))
 
 
 def build(options: argparse.Namespace) -> Any:
-    """The engine; the model is never whole anywhere."""
+    """The engine; the model never exists unpartitioned."""
     config = {
         "train_micro_batch_size_per_gpu": options.batch,
         "gradient_clipping": 1.0,
@@ -116,7 +116,7 @@ def build(options: argparse.Namespace) -> Any:
         },
     }
     if options.streaming:
-        # No gradient is ever whole: neither clipped nor looked at before the update.
+        # A whole gradient never exists: it can neither be clipped nor checked before the update.
         config |= {"gradient_clipping": 0.0, "bf16": {"enabled": True, "check_grad_overflow": False}}
         config["zero_optimization"] = {"stage": 3, "offload_param": {"device": "cpu"}}
         config["hf_zero"] = {"streaming": {"enabled": True, "states": options.streaming}}
@@ -128,7 +128,7 @@ def build(options: argparse.Namespace) -> Any:
 
 
 def step(engine: Any, tokens: Tensor) -> dict[str, float]:
-    """Seconds of one step's parts, with the device's work in them."""
+    """Seconds of each part of one step, including the device's work."""
     times = [_now()]
     loss = engine(tokens)
     times.append(_now())
@@ -147,7 +147,7 @@ def _now() -> float:
 
 
 def busy_shares(engine: Any, tokens: Tensor) -> dict[str, float]:
-    """Of one step under the profiler: in which share of its time the GPU runs a kernel, and in which it copies."""
+    """Shares of one step, under the profiler, in which the GPU runs kernels and copies."""
     if not torch.cuda.is_available():
         return {}
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -171,7 +171,7 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def estimate(numel: int, num_tokens: int) -> dict[str, float]:
-    """Seconds of a step's parts from the machine's own rates; computing and transfers run beside each other."""
+    """Seconds of each part of a step from the machine's rates; computation and transfers overlap."""
     if not torch.cuda.is_available():
         return {}
     flops, to_device, per_parameter = matmul_rate(), copy_rate(), adam_rate()
@@ -196,7 +196,7 @@ def matmul_rate() -> float:
 
 
 def copy_rate() -> float:
-    """Bytes/s from page-locked host memory to the device."""
+    """Bytes/s from pinned host memory to the device."""
     home = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(home, device="cuda")
     return home.numel() / _timed(lambda: there.copy_(home, non_blocking=True))
@@ -215,7 +215,7 @@ def adam_rate() -> float:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Build, train, and put what was seen beside the estimate."""
+    """Build, train, and compare the measurements with the estimate."""
     started = time.perf_counter()
     engine = build(options)
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters())
@@ -236,11 +236,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=0, help="default: one per 128 of hidden")
     parser.add_argument("--layers", type=int, default=0, help="default: as many as host memory holds")
-    parser.add_argument("--streaming", choices=("fp32", "bf16"), help="stream; states in host memory of this dtype")
+    parser.add_argument("--streaming", choices=("fp32", "bf16"), help="stream, with host states of this dtype")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="output file")
     options = parser.parse_args(words)
     options.heads = options.heads or max(1, options.hidden // 128)
     options.layers = options.layers or layers_that_fit(options.hidden, options.streaming)
@@ -248,7 +248,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure, and say it."""
+    """Measure and print."""
     options = parse(words)
     found = measure(options)
     sys.stdout.write(f"{found['numel'] / 1e9:.2f} billion parameters, {options.layers} layers\n")

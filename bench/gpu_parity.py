@@ -1,14 +1,14 @@
-"""Does a GPU train what one process of plain PyTorch trains? Every stage, place and optimizer, one GPU, whole steps.
+"""Compares GPU training with plain PyTorch in one process: every stage, offload target and optimizer, whole steps.
 
     python -m bench.gpu_parity --json parity.json
     python -m bench.gpu_parity --dry-run                # tiny, on the CPU
-    torchrun --nproc-per-node 2 -m bench.gpu_parity --shared    # ranks that share one GPU, over gloo
+    torchrun --nproc-per-node 2 -m bench.gpu_parity --shared    # several ranks on one GPU, over gloo
 
-A Llama-shaped model, clipping to a norm that every step exceeds, two micro-batches per update. The reference keeps fp32
-masters by itself and updates them with torch.optim. Of each engine: the largest relative difference of a loss, and
-whether all losses and all weights are those of stage 0 in the same precision to the bit. Then a checkpoint that is
-written at stage 3 with offload goes on at stage 2, its states on the host too (the host's update and the device's
-differ in last bits), and one that is written beside training resumes; their consolidated weights are compared.
+A Llama-like model, clipped to a norm that every step exceeds, two micro-batches per update. The reference keeps its
+own fp32 masters and updates them with torch.optim. Reported for each engine: the largest relative difference of a loss,
+and whether all losses and weights equal those of stage 0 in the same precision bitwise. Then a checkpoint saved at
+stage 3 with offload is resumed at stage 2 with offloaded states (the host's and the device's updates differ in the last
+bits), and one saved asynchronously is resumed; their consolidated weights are compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_zero.comm import destroy_process_group, get_rank, get_world_size, init_d
 from hf_zero.device import kinds
 
 UPDATES, MICRO_BATCHES, CLIP = 6, 2, 0.1
-# Of a loss, relative: sums in another order; bf16's own rounding is in both.
+# Relative difference of a loss: sums are computed in another order; bf16 rounding is in both.
 TOLERANCES = {"fp32": 2e-5, "bf16": 2e-3, "fp16": 2e-3}
 CPU = {"device": "cpu", "pin_memory": True}
 Config = dict[str, Any]
@@ -98,7 +98,7 @@ def ds_config(precision: str, zero: Config, other: Config) -> Config:
 
 
 class Task:
-    """One model and the tokens that it sees, the same for everything here."""
+    """One model and its tokens, the same for all engines."""
 
     def __init__(self, device: torch.device, hidden: int, layers: int, length: int) -> None:
         self.device, self.hidden, self.layers = device, hidden, layers
@@ -111,7 +111,7 @@ class Task:
         return Llama(self.hidden, max(1, self.hidden // 64), self.layers)
 
     def train(self, engine: Any, updates: range) -> list[float]:
-        """Means of the losses of each update."""
+        """Mean loss of each update."""
         found = []
         for update in updates:
             losses = []
@@ -124,7 +124,7 @@ class Task:
         return [float(loss) for loss in found]
 
     def reference(self, precision: str, clip: float) -> list[float]:
-        """AdamW on fp32 masters, without anything of ours."""
+        """AdamW on fp32 masters, without hf_zero."""
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         scale = 2.0**8 if precision == "fp16" else 1.0
         model = self.model().to(self.device, dtype)
@@ -152,7 +152,7 @@ class Task:
 
 
 def weights_of(engine: Any) -> dict[str, Tensor]:
-    """Whole, on the host."""
+    """Full weights on the host."""
     parameters = dict(engine.module.named_parameters())
     with GatheredParameters(list(parameters.values())):
         return {name: parameter.detach().cpu().clone() for name, parameter in parameters.items()}
@@ -178,7 +178,7 @@ def resumptions() -> Iterator[tuple[str, Config, Config, Config]]:
 
 
 def resumed(task: Task, folder: Path, saves: Config, resumes: Config, other: Config) -> dict[str, Any]:
-    """What a checkpoint continues with, beside the engine that went on when it had saved it; then consolidated."""
+    """Resumes a checkpoint and compares it with the engine that continued after saving; then consolidates it."""
     from hf_zero import zero_to_fp32
 
     engine = initialize(model=task.model(), config=ds_config("bf16", saves, other))[0]
@@ -204,7 +204,7 @@ def resumed(task: Task, folder: Path, saves: Config, resumes: Config, other: Con
 
 
 def run(task: Task) -> list[dict[str, Any]]:
-    """A row per engine, shown as they come."""
+    """One row per engine, printed as they are measured."""
     rows: list[dict[str, Any]] = []
     references = {precision: task.reference(precision, CLIP) for precision in TOLERANCES}
     first: dict[tuple[str, str], tuple[list[float], dict[str, Tensor]]] = {}
@@ -250,7 +250,7 @@ def shared_cases() -> Iterator[tuple[str, Config]]:
 
 
 def run_shared(task: Task) -> list[dict[str, Any]]:
-    """A row per engine in fp32, whose ranks all see the same samples: losses are those of one rank."""
+    """One fp32 row per engine, whose ranks all use the same samples: losses must equal those of one rank."""
     rows, expected = [], task.reference("fp32", CLIP)
     for name, zero in shared_cases():
         losses, _ = examine(task, ds_config("fp32", zero, {}))
@@ -264,9 +264,9 @@ def run_shared(task: Task) -> list[dict[str, Any]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on whatever there is")
-    parser.add_argument("--shared", action="store_true", help="with torchrun: ranks share one GPU, over gloo")
-    parser.add_argument("--json", type=Path, help="file for what was found")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on any device")
+    parser.add_argument("--shared", action="store_true", help="with torchrun: several ranks on one GPU, over gloo")
+    parser.add_argument("--json", type=Path, help="output file")
     options = parser.parse_args(arguments)
     if options.shared:  # NCCL refuses two ranks on one GPU
         os.environ["LOCAL_RANK"], kinds.BACKENDS["cuda"] = "0", "gloo"

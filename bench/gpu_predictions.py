@@ -1,11 +1,11 @@
-"""What `plan` says beside what one GPU takes: peak memory and seconds of a step of transformers' own models.
+"""Predictions of `plan` against measurements on one GPU: peak memory and seconds per step of transformers' models.
 
-    python -m bench.gpu_predictions --json measured.json     # on a GPU; some ten seconds a run, all in one process
-    python -m bench.gpu_predictions --beside measured.json   # anywhere: the table, predicted anew
+    python -m bench.gpu_predictions --json measured.json     # on a GPU; about ten seconds per run, all in one process
+    python -m bench.gpu_predictions --beside measured.json   # anywhere: the table, with new predictions
     python -m bench.gpu_predictions --dry-run                # two layers of each, tiny, on the CPU
 
-Random weights in bf16, AdamW, attention by SDPA. Allocated is what tensors take at most; reserved is what PyTorch's
-allocator has taken from the driver for them, to which `plan` adds the driver's context.
+Random weights in bf16, AdamW, attention by SDPA. Allocated is the peak of tensors' memory; reserved is what PyTorch's
+caching allocator has reserved for them, to which `plan` adds the driver's context.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ RUNS = (
 
 
 def config_of(name: str, tiny: bool = False) -> Any:
-    """transformers' config: shapes of the published models."""
+    """transformers' config with the sizes of the published models."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
     def llama(hidden: int, inner: int, layers: int, heads: int, tied: bool) -> LlamaConfig:
@@ -125,7 +125,7 @@ def config_of(name: str, tiny: bool = False) -> Any:
 
 
 def measure(run: Run, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Train it for a few steps."""
+    """Train for a few steps."""
     from transformers import AutoModelForCausalLM
 
     from hf_zero.api.entry import initialize
@@ -174,7 +174,7 @@ def _forget(device: torch.device) -> None:
 
 
 def predict(run: Run, gpu: str, host_gb: int) -> dict[str, Any]:
-    """`plan`'s row for this ds.json."""
+    """The row of `plan` for this ds.json."""
     from hf_zero.planning.candidates import Training, training_of
     from hf_zero.planning.choose import given_estimates, optimizer_size
     from hf_zero.planning.machine import hardware
@@ -209,11 +209,11 @@ def table(measured: list[dict[str, Any]], gpu: str, host_gb: int) -> Iterator[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on whatever there is")
-    parser.add_argument("--json", type=Path, help="file for what was measured")
-    parser.add_argument("--budget-s", type=float, default=600, help="no run begins after that")
-    parser.add_argument("--beside", type=Path, help="file of an earlier --json: predictions beside it")
-    parser.add_argument("--gpu", default="h100", help="plan's name of the card in that file")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on any device")
+    parser.add_argument("--json", type=Path, help="output file")
+    parser.add_argument("--budget-s", type=float, default=600, help="start no run after this many seconds")
+    parser.add_argument("--beside", type=Path, help="output file of an earlier --json, to compare with new predictions")
+    parser.add_argument("--gpu", default="h100", help="plan's name of the GPU in that file")
     parser.add_argument("--host-gb", type=int, default=128)
     options = parser.parse_args()
     if options.beside:

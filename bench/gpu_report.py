@@ -1,11 +1,11 @@
-"""What GPUs have measured, as a kept result and as a section of docs/performance.md.
+"""Stores GPU measurements as a result and writes them as a section of docs/performance.md.
 
-    python -m bench.gpu_report --name gpu-h100 FOLDER ...   # keeps what the benches wrote there with --json
-    python -m bench.gpu_report --write                      # docs/performance.md, from the newest kept result
+    python -m bench.gpu_report --name gpu-h100 FOLDER ...   # stores the --json files of the benches
+    python -m bench.gpu_report --write                      # writes docs/performance.md from the newest stored result
 
-A folder is one session on a GPU, and holds some of suite.json (`bench.gpu_suite`), train.json (`bench.gpu_train`),
-parity.json (`bench.gpu_parity`), shared.json (the same with `--shared`), waits.json (`bench.gpu_engine`),
-predictions.json (`bench.gpu_predictions`) and predicted.json (what `plan` said before these were measured, by run).
+A folder is one session on a GPU with some of these files: suite.json (`bench.gpu_suite`), train.json
+(`bench.gpu_train`), parity.json (`bench.gpu_parity`), shared.json (the same with `--shared`), waits.json
+(`bench.gpu_engine`), predictions.json (`bench.gpu_predictions`), predicted.json (earlier predictions of `plan`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OURS = "hf_zero 3"
 
 
 def read(folders: list[Path], notes: list[str]) -> dict[str, Any]:
-    """Everything that lies there, session by session."""
+    """All files, by session."""
     sessions = []
     for folder, note in zip(folders, notes, strict=True):
         found = {part: json.loads(path.read_text()) for part in PARTS if (path := folder / f"{part}.json").exists()}
@@ -41,7 +41,7 @@ def kept(folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def training(run: dict[str, Any]) -> Iterator[str]:
-    """Whole steps; ratios are to ours at stage 3 of the same session."""
+    """Whole steps; ratios are relative to hf_zero at stage 3 in the same session."""
     yield "| session | way | s per step | of hf_zero's stage 3 | tokens/s | GPU computes | peak, GB |"
     yield "|" + " --- |" * 7
     for number, session in enumerate(run["sessions"], 1):
@@ -51,7 +51,7 @@ def training(run: dict[str, Any]) -> Iterator[str]:
             times, ours = row["s_of_steps"], row["case"].startswith("hf_zero")
             name = f"**{row['case']}**" if ours else row["case"]
             busy = row["profile"]["busy"]["kernels"]
-            # Ranges that were named counted as kernels of ours in the first session.
+            # In the first session named ranges counted as kernels of hf_zero.
             share = f"{busy:.2f}" if not (ours and number == 1) else "–"
             ratio = f"{row['s_per_step'] / base:.2f}" if base else "–"
             yield (
@@ -61,7 +61,7 @@ def training(run: dict[str, Any]) -> Iterator[str]:
 
 
 def kernels(run: dict[str, Any]) -> Iterator[str]:
-    """Times beside the copy bandwidth of the card and the lower bounds of `bench.kernel_times`."""
+    """Times relative to the card's copy bandwidth and the lower bounds of `bench.kernel_times`."""
     suite = next(session["suite"] for session in run["sessions"] if "suite" in session)
     bounds = {row["name"]: row for row in suite["compared"]}
     yield "| kernel | ms | of the card's copy bandwidth | predicted at least, ms | measured by predicted |"
@@ -73,7 +73,7 @@ def kernels(run: dict[str, Any]) -> Iterator[str]:
 
 
 def parity(run: dict[str, Any]) -> list[str]:
-    """Sentences about whole steps beside plain PyTorch, and about what makes the host wait."""
+    """Sentences about whole steps compared with plain PyTorch, and about host synchronization."""
     (rows,) = [session["parity"]["rows"] for session in run["sessions"] if "parity" in session]
     waits = next(session["waits"]["rows"] for session in run["sessions"] if "waits" in session)
     engines = [row for row in rows if "losses" in row and "same_losses" in row]
@@ -101,7 +101,7 @@ def parity(run: dict[str, Any]) -> list[str]:
 
 
 def predictions(run: dict[str, Any]) -> Iterator[str]:
-    """`plan` beside what transformers' models took."""
+    """`plan` compared with measurements of transformers' models."""
     from bench.gpu_predictions import RUNS, predict
 
     by_name = {run.name: run for run in RUNS}
@@ -166,9 +166,9 @@ CUDA's own.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path)
-    parser.add_argument("--name", help="of the kept result")
-    parser.add_argument("--note", action="append", default=[], help="what to know of a session; one per folder")
-    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    parser.add_argument("--name", help="name of the stored result")
+    parser.add_argument("--note", action="append", default=[], help="remark about a session; one per folder")
+    parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
     options = parser.parse_args()
     if options.folders:
         run = {"name": options.name, **read(options.folders, options.note)}

@@ -1,16 +1,16 @@
-"""Every kernel on a GPU: checked against its reference, then timed against the card's own copy bandwidth.
+"""Checks every kernel on a GPU against its reference, then times it against the card's copy bandwidth.
 
     python -m bench.gpu_suite                       # everything, under ten minutes on one large GPU
-    python -m bench.gpu_suite --quick               # smaller vectors; --json FILE keeps the figures
-    python -m bench.gpu_suite --train               # and whole steps beside FSDP2, torchao, DeepSpeed (gpu_train.py)
-    python -m bench.gpu_suite --dry-run             # everything once, tiny, on the CPU; --card H100 shows the table
-    python -m bench.gpu_suite --offload             # and the largest model with offload to the host (gpu_offload.py)
+    python -m bench.gpu_suite --quick               # smaller vectors; --json FILE stores the results
+    python -m bench.gpu_suite --train               # also whole steps of FSDP2, torchao, DeepSpeed (gpu_train.py)
+    python -m bench.gpu_suite --dry-run             # a tiny trial run on the CPU; --card H100 shows the table
+    python -m bench.gpu_suite --offload             # also the largest model with offload to the host (gpu_offload.py)
 
-At the end stands every prediction of docs/performance.md that has been measured, beside the measurement. Those of
-kernels are lower bounds: a ratio below 1 is a mistake of ours, one far above 1 a kernel that is not what we think.
+At the end each measured prediction of docs/performance.md is printed next to its measurement. The predictions of
+kernels are lower bounds: a ratio below 1 is an error in the prediction, one far above 1 a kernel slower than assumed.
 
-Needs torch and Triton only, so that it runs on a bare machine from a checkout, without an install; `--offload` needs
-what hf_zero itself needs.
+Needs only torch and Triton, so that it runs from a checkout on a fresh machine, without installing hf_zero; `--offload`
+also needs hf_zero's requirements.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RULE = AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, de
 
 
 def checks(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """(name, what to run) for every kernel, shape and dtype; a check raises AssertionError."""
+    """(name, check) for every kernel, shape and dtype; a check raises AssertionError."""
     form, sizes = cases.Form(device=device), SIZES if device == "cuda" else FEW_SIZES
     scalar = torch.tensor(0.5, device=device)
     for name in cases.UPDATES:
@@ -88,9 +88,9 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def run_checks(device: str, jobs: int = 1) -> list[str]:
-    """Names of the checks that failed; each failure is shown when it happens.
+    """Names of the checks that failed; each failure is printed when it happens.
 
-    Nearly all of their time goes into compiling, which `jobs` processes do beside each other.
+    Most of the time is spent compiling, which `jobs` processes do in parallel.
     """
     start, parts = time.perf_counter(), [(device, index, jobs) for index in range(jobs)]
     if jobs == 1:
@@ -105,7 +105,7 @@ def run_checks(device: str, jobs: int = 1) -> list[str]:
 
 
 def part_of_checks(device: str, index: int, jobs: int) -> tuple[list[str], int]:
-    """Every `jobs`-th check from `index` on: names of those that failed, and how many there were."""
+    """Every `jobs`-th check, starting at `index`: names of failed checks, and the number of checks."""
     failed, done = [], 0
     for name, check in islice(checks(device), index, None, jobs):
         done += 1
@@ -119,7 +119,7 @@ def part_of_checks(device: str, index: int, jobs: int) -> tuple[list[str], int]:
 
 
 def milliseconds(call: Callable[[], object], repeats: int, device: str) -> float:
-    """Median time of one call on the device, after two that do not count."""
+    """Median time of one call on the device, after two warm-up calls."""
     for _ in range(2):
         call()
     times = []
@@ -156,7 +156,7 @@ def adam_rivals(numel: int, device: str) -> Iterator[tuple[str, int, Callable[[]
         lp_param.copy_(master)
 
     def as_deepspeed_steps() -> None:
-        """What its step does around the update: cast, unscale the fp32 gradient in place, update, cast back."""
+        """The passes of DeepSpeed's step: cast, unscale the fp32 gradient in place, update, cast back."""
         kept.copy_(gradient)
         kept.mul_(0.5)
         torch._fused_adamw_(
@@ -172,7 +172,7 @@ def adam_rivals(numel: int, device: str) -> Iterator[tuple[str, int, Callable[[]
 
 
 def other_kernels(numel: int, device: str) -> Iterator[tuple[str, float, Callable[[], object]]]:
-    """(name, bytes per element that must move, one call)."""
+    """(name, bytes per element that must be moved, one call)."""
     weight, m, v = (torch.randn(numel, device=device).abs_() for _ in range(3))
     gradient = torch.randn(numel, device=device).bfloat16()
     lp_param = torch.empty_like(gradient)
@@ -200,7 +200,7 @@ def other_kernels(numel: int, device: str) -> Iterator[tuple[str, float, Callabl
 
 
 def message_kernels(values: Tensor, target: Tensor, bits: int) -> Iterator[tuple[str, float, Callable[[], object]]]:
-    """What ZeRO++ does to gradients and weights."""
+    """ZeRO++'s kernels for gradients and weights."""
     message, errors = (new_messages(1, values.numel(), kind, values.device) for kind in (bits, 8))
     feedback, parts = Feedback(errors.zero_(), 0.8), message.view(1, 1, -1).repeat(4, 1, 1)
     sent, kept = (each.numel() / values.numel() for each in (message, errors))
@@ -235,7 +235,7 @@ def run_timings(numel: int, repeats: int, device: str) -> list[dict[str, Any]]:
 def compared(
     card: kernel_times.Card | None, numel: int, rows: list[dict[str, Any]], trained: Any
 ) -> list[dict[str, Any]]:
-    """Predicted and measured: milliseconds of kernels on a known card, of steps where they were trained."""
+    """Predictions and measurements: milliseconds of kernels on a known card, and of steps where they were trained."""
     found = []
     if card is not None:
         run = kernel_times.kept()
@@ -255,7 +255,7 @@ def show(table: list[dict[str, Any]]) -> None:
 
 
 def waits_for_the_device(device: str) -> list[str]:
-    """Calls in one fused step that make the host wait; there should be none."""
+    """Calls in one fused step that block the host; there should be none."""
     vectors = Vectors(*(torch.randn(1 << 16, device=device) for _ in range(2)), tuple(
         torch.zeros(1 << 16, device=device) for _ in range(2)
     ))  # fmt: skip
@@ -272,29 +272,27 @@ def waits_for_the_device(device: str) -> list[str]:
     return [
         event.key
         for event in profile.key_averages()
-        # The profiler itself waits for the device once, when it ends.
+        # The profiler itself synchronizes with the device once, when it ends.
         if any(word in event.key for word in waiting) and (event.key, event.count) != ("cudaDeviceSynchronize", 1)
     ]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Check, time, and say at the end whether all was well."""
+    """Check, time, and exit with an error if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--numel", type=int, default=1 << 30, help="elements of the timed vectors")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--jobs", type=int, default=1, help="processes that check (default 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel check processes (default 1)")
     parser.add_argument("--quick", action="store_true", help="time 2**24 elements")
-    parser.add_argument("--offload", action="store_true", help="train the largest model that host memory holds, too")
-    parser.add_argument(
-        "--train", action="store_true", help="train 0.5B to 7B beside FSDP2, torchao and DeepSpeed, too"
-    )
-    parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--card", help="compare with predictions for this one; else it is told by the device's name")
-    parser.add_argument("--dry-run", action="store_true", help="everything once, tiny and on the CPU: does it run?")
+    parser.add_argument("--offload", action="store_true", help="also train the largest model that fits in host memory")
+    parser.add_argument("--train", action="store_true", help="also train 0.5B to 7B with FSDP2, torchao and DeepSpeed")
+    parser.add_argument("--json", type=Path, help="output file")
+    parser.add_argument("--card", help="GPU to compare with predictions; default: by the device's name")
+    parser.add_argument("--dry-run", action="store_true", help="run everything once on the CPU, with tiny sizes")
     options = parser.parse_args(arguments)
     if not options.dry_run and not torch.cuda.is_available():
         sys.exit(
-            "bench.gpu_suite needs a GPU; on a CPU the same checks are tests/kernels, and --dry-run tries the suite"
+            "bench.gpu_suite needs a GPU; on a CPU, tests/kernels runs the same checks, and --dry-run tries the suite"
         )
     device = "cpu" if options.dry_run else "cuda"
     name = "dry run on the CPU" if options.dry_run else torch.cuda.get_device_name()

@@ -1,12 +1,12 @@
-"""Llama-shaped models on one GPU: ours at stages 0, 2, 3 and with offload, beside FSDP2, torchao and DeepSpeed.
+"""Llama-like models on one GPU: hf_zero at stages 0, 2, 3 and with offload, against FSDP2, torchao and DeepSpeed.
 
-    python -m bench.gpu_train --json figures.json            # every case in a process of its own, within --budget-s
-    python -m bench.gpu_train --dry-run                      # tiny shapes, a few steps, on whatever there is
+    python -m bench.gpu_train --json figures.json            # every case in a separate process, within --budget-s
+    python -m bench.gpu_train --dry-run                      # tiny shapes, a few steps, on any device
     python -m bench.gpu_train --case "hf_zero 3 offload" --size 7b
 
-bf16, AdamW, clipping to 1, recomputation. Of each: tokens per second, peak device memory and what the model states take
-by prediction (`hf_zero.planning.event_model`), and on a GPU that it knows the time of ours, too. What is not installed,
-or does not fit, is said to be so.
+bf16, AdamW, clipping to 1, recomputation. Reports tokens per second, peak device memory and the predicted size of the
+model states (`hf_zero.planning.event_model`), and on a known GPU the predicted time of hf_zero. Cases that are not
+installed or do not fit are listed as such.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Step = Callable[[Tensor], Tensor]
 
 
 def ds_config(setup: Setup, batch: int) -> dict[str, Any]:
-    """The same for ours and DeepSpeed."""
+    """The same for hf_zero and DeepSpeed."""
     zero: dict[str, Any] = {"stage": setup.stage}
     zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if setup.offload_optimizer else {}
     zero |= {"offload_param": {"device": "cpu", "pin_memory": True}} if setup.offload_parameters else {}
@@ -92,13 +92,13 @@ def with_engine(module: str, model: Llama, setup: Setup, batch: int) -> Step:
 
 
 def with_torch(model: Llama, device: torch.device, case: str) -> Step:
-    """fp32 masters and autocast, FSDP2 with or without its CPU offload, or torchao's optimizer on the host."""
+    """fp32 masters and autocast, FSDP2 with or without CPU offload, or torchao's optimizer on the host."""
     model = model.cpu() if case == "fsdp2 offload" else model.to(device)
     if case.startswith("fsdp2"):
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        # As torchtitan does: what is computed again gets the inputs that FSDP has cast.
+        # As in torchtitan: recomputation gets the inputs that FSDP has cast.
         model.recomputes = False
         model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in model.layers)
 
@@ -108,7 +108,7 @@ def with_torch(model: Llama, device: torch.device, case: str) -> Step:
             fully_shard(block, **options)
         fully_shard(model, **options)
     optimizer: Any
-    if case == "compute alone":  # the floor: bf16 weights that nothing updates
+    if case == "compute alone":  # the lower bound: bf16 weights without an update
         model = model.bfloat16()
 
         def compute(tokens: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def with_torch(model: Llama, device: torch.device, case: str) -> Step:
 
 
 def profiled(call: Callable[[], object], top: int = 12) -> dict[str, Any]:
-    """One step under the profiler: in which share of its time the GPU computes and copies, and what takes longest."""
+    """One step under the profiler: shares of time in which the GPU computes and copies, and the slowest kernels."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profile:
@@ -151,7 +151,7 @@ def profiled(call: Callable[[], object], top: int = 12) -> dict[str, Any]:
     spans: dict[str, list[tuple[float, float]]] = {"kernels": [], "copies": []}
     sums: dict[str, float] = {}
     for event in profile.events():
-        # Ranges that were named by us span kernels, and what is between them.
+        # Named ranges of hf_zero span several kernels and the gaps between them.
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             kind = "copies" if event.name.startswith(("Memcpy", "Memset")) else "kernels"
             spans[kind].append((event.time_range.start, event.time_range.end))
@@ -163,14 +163,14 @@ def profiled(call: Callable[[], object], top: int = 12) -> dict[str, Any]:
 
 
 def measure(case: str, size: str, steps: int, profile: bool = False) -> dict[str, Any]:
-    """One case, in this process."""
+    """Runs one case in this process."""
     from hf_zero.comm import init_distributed
 
     hidden, heads, layers, batch, length = SIZES[size]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     init_distributed()
     torch.manual_seed(0)
-    with device:  # where random numbers come fastest
+    with device:  # where random numbers are generated fastest
         model = Llama(hidden, heads, layers)
     numel = sum(parameter.numel() for parameter in model.parameters())
     setup = OURS.get(case.replace("deepspeed", "hf_zero"))
@@ -185,7 +185,7 @@ def measure(case: str, size: str, steps: int, profile: bool = False) -> dict[str
     times = []
     for _ in range(steps):
         start = time.perf_counter()
-        losses.append(float(step(tokens)))  # read, as a training loop that logs does
+        losses.append(float(step(tokens)))  # synchronizes, as a training loop that logs does
         times.append(time.perf_counter() - start)
     seconds = statistics.median(times)
     found: dict[str, Any] = {"case": case, "size": size, "parameters": numel, "s_per_step": seconds, "losses": losses}
@@ -204,7 +204,7 @@ def measure(case: str, size: str, steps: int, profile: bool = False) -> dict[str
 
 
 def predicted(device: str, shape: Shape, setup: Setup) -> float | None:
-    """Seconds of a step by the event model; None on a GPU that it does not know."""
+    """Predicted seconds per step; None for an unknown GPU."""
     gpu = known_gpu(device)
     if gpu is None:
         return None
@@ -213,7 +213,7 @@ def predicted(device: str, shape: Shape, setup: Setup) -> float | None:
 
 
 def missing(case: str) -> str | None:
-    """What a case needs and this interpreter has not; a DeepSpeed is one whose own package is there."""
+    """Requirements of a case that are not installed; DeepSpeed's is its own package, not hf_zero under its name."""
     module = NEEDS.get(case)
     if module and importlib.util.find_spec(module) is None:
         return f"{module} is not installed"
@@ -226,7 +226,7 @@ def missing(case: str) -> str | None:
 
 
 def apart(case: str, size: str, steps: int, timeout_s: float, profile: bool = False) -> dict[str, Any]:
-    """One case in a fresh process."""
+    """Runs one case in a new process."""
     reason = missing(case)
     if reason:
         return {"case": case, "size": size, "skipped": reason}
@@ -250,7 +250,7 @@ def apart(case: str, size: str, steps: int, timeout_s: float, profile: bool = Fa
 
 
 def run(sizes: list[str], cases: list[str], steps: int, budget_s: float, profile: bool = False) -> list[dict[str, Any]]:
-    """Every case of every size, the small ones first; those beyond the budget are skipped and named."""
+    """Every case of every size, small sizes first; cases beyond the budget are skipped and listed."""
     end, rows = time.monotonic() + budget_s, []
     for size in sizes:
         for case in cases:
@@ -264,15 +264,15 @@ def run(sizes: list[str], cases: list[str], steps: int, budget_s: float, profile
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", help=f"one of {', '.join([*OURS, *OTHERS])}: alone, in this process")
+    parser.add_argument("--case", help=f"run only one of {', '.join([*OURS, *OTHERS])}, in this process")
     parser.add_argument("--size", default="0.5b", choices=SIZES)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--sizes", nargs="+", default=["0.5b", "1.5b", "7b"], choices=SIZES)
     parser.add_argument("--cases", nargs="+", default=[*OURS, *OTHERS], choices=[*OURS, *OTHERS])
-    parser.add_argument("--budget-s", type=float, default=400, help="no case begins after that")
-    parser.add_argument("--profile", action="store_true", help="and one more step of each under the profiler")
+    parser.add_argument("--budget-s", type=float, default=400, help="start no case after this many seconds")
+    parser.add_argument("--profile", action="store_true", help="also run one step of each case under the profiler")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, one step")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="output file")
     options = parser.parse_args()
     if options.case:
         sys.stdout.write("\n" + json.dumps(measure(options.case, options.size, options.steps, options.profile)) + "\n")

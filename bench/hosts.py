@@ -1,10 +1,10 @@
-"""Hosts made of network namespaces, which a bridge joins, and jobs whose ranks are on them. Needs root.
+"""Simulated hosts (network namespaces joined by a bridge), and jobs whose ranks run on them. Needs root.
 
     with joined_hosts(4, "1gbit", "0ms") as (spaces, _), Job(words, spaces) as ours, Job(others, spaces) as theirs:
         for _ in range(rounds):
-            found = ours.play_round() | theirs.play_round()         # the ranks of the other job sleep meanwhile
+            found = ours.play_round() | theirs.play_round()         # the other job's ranks sleep meanwhile
 
-The rank's side of a round is `play_rounds`; `main` is the command line that both sides share.
+A rank calls `play_rounds` for its side of a round; `main` is the command line shared by both sides.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import torch
 from bench.models import SIZES
 from bench.surroundings import ROOT, keep, machine, public, rank_environments
 
-Round = dict[str, Any]  # what one round has found, by way
-_TOLD = "BENCH_TOLD"  # the file descriptor on which rank 0 tells what it has found
+Round = dict[str, Any]  # results of one round, by way
+_TOLD = "BENCH_TOLD"  # environment variable with the file descriptor on which rank 0 reports
 
 
 @contextlib.contextmanager
 def joined_hosts(number: int, rate: str, delay: str) -> Iterator[tuple[list[str], bool]]:
-    """Names of namespaces, each joined to a bridge by a link of its own, and whether links are delayed, too.
+    """Names of namespaces, each joined to a bridge by its own link, and whether links are delayed.
 
-    `tc` limits what passes a link in each direction; where the kernel has netem, it also delays what hosts send.
+    `tc` limits the rate of a link in each direction; if the kernel has netem, it also delays what hosts send.
     """
     token = secrets.token_hex(3)
     bridge, spaces = f"hfz-{token}-bridge", [f"hfz-{token}-{host}" for host in range(number)]
@@ -77,12 +77,12 @@ def _address(host: int) -> str:
 
 
 class Job:
-    """Ranks that play a round whenever they are told to, and sleep between rounds."""
+    """Ranks that run one round at a time on request, and sleep between rounds."""
 
     def __init__(
         self, words: list[str], spaces: list[str], *, per_host: int = 1, port: int = 29611, timeout_s: float = 600
     ) -> None:
-        """`words`: of the command that every rank is, which calls `play_rounds`."""
+        """`words`: the command of every rank, which calls `play_rounds`."""
         self._timeout_s = timeout_s
         self._reader, writer = os.pipe()
         self._told = b""
@@ -112,7 +112,7 @@ class Job:
         os.close(self._reader)
 
     def play_round(self) -> Round:
-        """What rank 0 has found."""
+        """Runs a round; returns rank 0's result."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write(b"round\n")
@@ -129,7 +129,7 @@ class Job:
 
 
 def play_rounds(play: Callable[[], Round]) -> None:
-    """What a rank of a `Job` does: a round when it is told to."""
+    """A rank's side of a `Job`: runs a round whenever it is asked to."""
     for _ in sys.stdin:
         found = play()
         if os.environ["RANK"] == "0":
@@ -143,10 +143,10 @@ def main(
     markdown: Callable[[dict[str, Any]], str],
     prefix: str,
 ) -> None:
-    """Measure and keep what was found, or be a rank of it (`play`). Files of results begin with `prefix`."""
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for a round")
+    """Measure and store the results, or run as a rank (`play`). Names of result files begin with `prefix`."""
+    parser.add_argument("--timeout", type=float, default=900, help="seconds per round")
     parser.add_argument("--name", help="part of the result files' names")
-    parser.add_argument("--job", help=argparse.SUPPRESS)  # which one this rank belongs to
+    parser.add_argument("--job", help=argparse.SUPPRESS)  # the job of this rank
     options = parser.parse_args()
     if options.job:
         play(options)
@@ -167,4 +167,4 @@ def how(run: dict[str, Any], module: str) -> str:
 
 
 def size_option(parser: argparse.ArgumentParser, default: str) -> None:
-    parser.add_argument("--size", default=default, choices=SIZES, help="a name in bench/models.py")
+    parser.add_argument("--size", default=default, choices=SIZES, help="model size from bench/models.py")

@@ -1,11 +1,11 @@
-"""What Triton's kernels cost, read from the machine code that they are compiled to; no GPU is needed.
+"""Costs of Triton's kernels, read from their machine code; no GPU is needed.
 
-    python -m bench.kernel_report --name kernels          # sm_80, sm_90, sm_100, gfx942; CPU minutes
+    python -m bench.kernel_report --name kernels          # sm_80, sm_90, sm_100, gfx942; takes minutes of CPU time
     python -m bench.kernel_report --target cuda:90        # one of them
-    python -m bench.kernel_report --earlier FILE.json     # and what has become of the figures of an earlier result
+    python -m bench.kernel_report --earlier FILE.json     # also what has changed since an earlier result
 
-Nothing here is a time. "over" says which figures are above the budget of an element-wise kernel
-(tests/support/budgets.py), where the reasons are, too.
+Nothing here is a time. "over" lists the figures above the budget of an element-wise kernel; tests/support/budgets.py
+has the budgets and the reasons.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _DTYPES = {"*fp32": "fp32", "*bf16": "bf16", "*fp16": "fp16", "*fp64": "fp64", "
 
 
 def measure(target: str, launches: str) -> list[dict[str, Any]]:
-    """A row for each specialisation of the launches."""
+    """One row per specialisation of the launches."""
     backend, _, arch = target.partition(":")
     with tempfile.TemporaryDirectory() as folder:
         place = int(arch) if arch.isdigit() else arch
@@ -50,7 +50,7 @@ def row(entry: Compiled, backend: str) -> dict[str, Any]:
 
 
 def variant(entry: Compiled) -> str:
-    """Its vectors with their dtypes, and the options that change what is compiled."""
+    """Its vectors with their dtypes, and the options that change the compiled code."""
     vectors = [f"{name} {_DTYPES[kind]}" for name, kind in entry.signature.items() if kind in _DTYPES]
     options = [name for name in ("skip", "seed") if entry.signature.get(name, "constexpr") != "constexpr"]
     options += [f"{value} bits" for name, value in entry.constants.items() if name == "BITS"]
@@ -83,7 +83,7 @@ def comparison(found: dict[str, Any], earlier: dict[str, Any]) -> Iterator[str]:
             before.setdefault((one["kernel"], one["variant"]), []).append(one)
         for now in rows:
             same = before.get((now["kernel"], now["variant"]))
-            then = same.pop(0) if same else None  # of several with one name, in their order
+            then = same.pop(0) if same else None  # several with the same name are matched in order
             if then is not None and _kept(then) != _kept(now):
                 cells = (f"{a} -> {b}" if a != b else a for a, b in zip(_kept(then), _kept(now), strict=True))
                 yield f"| {target} | {now['kernel']} | {now['variant']} | {' | '.join(cells)} |"
@@ -129,7 +129,7 @@ def markdown(run: dict[str, Any]) -> str:
 
 
 def earlier(path: Path) -> dict[str, Any]:
-    """What is compared of an earlier result."""
+    """The compared part of an earlier result."""
     run = json.loads(path.read_text(encoding="utf-8"))
     columns = ("kernel", "variant", "registers", "occupancy", "shared_bytes", "barriers", "pieces")
     found = {target: [{name: one[name] for name in columns} for one in rows] for target, rows in run["found"].items()}
@@ -140,8 +140,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", nargs="+", default=TARGETS, choices=TARGETS)
     parser.add_argument("--all", action="store_true", help="every combination of dtypes and options")
-    parser.add_argument("--earlier", type=Path, help="an earlier result (.json) to compare with")
-    parser.add_argument("--name", help="keep the result in bench/results under this name")
+    parser.add_argument("--earlier", type=Path, help="earlier result (.json) to compare with")
+    parser.add_argument("--name", help="store the result in bench/results under this name")
     options = parser.parse_args()
     run = {
         "date": str(date.today()),

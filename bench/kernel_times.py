@@ -1,8 +1,8 @@
-"""Lower bounds of kernels' times on GPUs that are not here, from what was read of their machine code. Never measured.
+"""Lower bounds of kernels' times on GPUs, computed from their machine code. Never measured.
 
 A kernel takes at least as long as its bytes at the card's published bandwidth, as its instructions at the published
-rates of what executes them, and as its loads take where registers leave room for too few warps to hide their latency.
-Its counts are those of a kept result of `python -m bench.kernel_report` (`kept()`). Imports nothing but Python.
+rates of their pipes, and as its loads if registers allow too few warps to hide their latency. The counts are those of a
+stored result of `python -m bench.kernel_report` (`kept()`). Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
-LATENCY = 0.6e-6  # seconds of a load that comes from device memory: an assumption, and nothing here is bound by it
+LATENCY = 0.6e-6  # seconds of a load from device memory: an assumption, which bounds nothing here
 
 
 @dataclass(frozen=True)
 class Card:
-    """A data sheet: bytes per second, multiprocessors or compute units, their clock, and results of a clock of each.
+    """A data sheet: bytes per second, multiprocessors or compute units, their clock, and their results per clock.
 
-    `rates` are those of the CUDA C++ Programming Guide ("Throughput of Native Arithmetic Instructions") and of AMD's
-    CDNA 3 white paper; "issue" is four warps of 32 threads. A pipe without a rate is no limit.
+    `rates` come from the CUDA C++ Programming Guide ("Throughput of Native Arithmetic Instructions") and AMD's CDNA 3
+    white paper; "issue" is four warps of 32 threads. A pipe without a rate sets no limit.
     """
 
     name: str
-    target: str  # whose code it runs
+    target: str  # whose machine code it runs
     bandwidth: float
     processors: int
     hertz: float
@@ -40,9 +40,9 @@ CARDS = (
     Card("H200", "cuda:90", 4.8e12, 132, 1.98e9, _LATER),
     Card("B200", "cuda:100", 8.0e12, 148, 1.965e9, _LATER),
     Card("MI300X", "hip:gfx942", 5.3e12, 304, 2.1e9, {"alu": 64, "special": 16}),
-    Card("4090", "cuda:80", 1.008e12, 128, 2.52e9, _LATER),  # its own code would be that of 8.9
+    Card("4090", "cuda:80", 1.008e12, 128, 2.52e9, _LATER),  # its native code would be that of 8.9
 )
-_THREADS = 2048  # of a processor at full occupancy
+_THREADS = 2048  # of a multiprocessor at full occupancy
 SIZES = {"1.5B": 1.5e9, "8B": 8e9, "32B": 32e9}
 
 
@@ -53,7 +53,7 @@ def kept(folder: Path = RESULTS) -> dict[str, Any]:
 
 
 def bounds(row: dict[str, Any], card: Card) -> dict[str, float]:
-    """Seconds of an element by what limits it; `row`: of the result, with bytes per element."""
+    """Seconds per element by limiting factor; `row` is one of the result, with bytes per element."""
     speed = card.processors * card.hertz
     found = {"bytes": row["num_bytes"] / card.bandwidth}
     for pipe, count in row["pipes_per_element"].items():
@@ -65,24 +65,24 @@ def bounds(row: dict[str, Any], card: Card) -> dict[str, float]:
 
 
 def bound(row: dict[str, Any], card: Card) -> tuple[float, str, float]:
-    """(seconds of an element at least, what limits them, how many times as long as its bytes)."""
+    """(minimum seconds per element, the limiting factor, the ratio to the time of its bytes)."""
     found = bounds(row, card)
     name = max(found, key=lambda key: found[key])
     return found[name], name, found[name] / found["bytes"]
 
 
 def row_of(run: dict[str, Any], card: Card, kernel: str, num_bytes: float) -> dict[str, Any]:
-    """The slowest of the kernel's variants that move so many bytes per element."""
+    """The slowest of the kernel's variants that move this many bytes per element."""
     fitting = [row for row in run["found"][card.target] if row["kernel"] == kernel and row["num_bytes"] == num_bytes]
     return max(fitting, key=lambda row: bound(row, card)[0])
 
 
 def seconds(run: dict[str, Any], card: Card, kernel: str, num_bytes: float) -> float:
-    """At least, of an element."""
+    """Minimum seconds per element."""
     return bound(row_of(run, card, kernel, num_bytes), card)[0]
 
 
-# What bench.gpu_suite times: the kernels of a row, or bytes per element where no kernel of ours is at work.
+# What bench.gpu_suite times: the kernels of a row, or bytes per element if none of our kernels is involved.
 _QUANTISED = {8: 3.015625, 4: 2.515625}
 TIMED: dict[str, list[tuple[str, float]] | float] = {
     "adam, one pass": [("adam._adam", 28.0)],
@@ -105,13 +105,13 @@ TIMED: dict[str, list[tuple[str, float]] | float] = {
 
 
 def card_of(device: str) -> Card | None:
-    """By the name that the driver gives it: "NVIDIA H100 80GB HBM3"."""
+    """Looks up the name that the driver reports: "NVIDIA H100 80GB HBM3"."""
     words = device.upper().replace("-", " ").replace("_", " ").split()
     return next((card for card in CARDS if card.name.upper() in words), None)
 
 
 def timed(run: dict[str, Any], card: Card, name: str) -> float:
-    """Seconds that an element of a row of bench.gpu_suite takes at least."""
+    """Minimum seconds per element of a row of bench.gpu_suite."""
     what = TIMED[name]
     return what / card.bandwidth if isinstance(what, float) else sum(seconds(run, card, *each) for each in what)
 
@@ -159,7 +159,7 @@ def _cell(time: float, name: str, times: float) -> str:
 
 
 def update_table(run: dict[str, Any]) -> list[str]:
-    """Milliseconds of an update of all parameters on one card, with the norm that clipping needs."""
+    """Milliseconds to update all parameters on one card, including the norm that clipping needs."""
     lines = [f"| model | update | bytes per parameter | {' | '.join(card.name for card in CARDS)} |"]
     lines.append("|" + " --- |" * (3 + len(CARDS)))
     for model, numel in SIZES.items():
@@ -172,7 +172,7 @@ def update_table(run: dict[str, Any]) -> list[str]:
 
 
 def theirs(run: dict[str, Any]) -> dict[str, float]:
-    """Bytes per parameter of PyTorch's ways: casts around the update, norm and clipping of fp32 gradients."""
+    """Bytes per parameter of PyTorch's updates: casts around the update, norm and clipping of fp32 gradients."""
     return {f"PyTorch, {name} AdamW": moved + 4 + 8 for name, moved in run["traffic"].items()}
 
 
@@ -182,7 +182,7 @@ def _update_row(model: str, name: str, moved: float, numel: float, times: list[f
 
 
 def passes_table(run: dict[str, Any]) -> list[str]:
-    """Bytes per parameter of the model, read + written, for each phase of a step."""
+    """Bytes per model parameter, read + written, for each phase of a step."""
     phases = list(dict.fromkeys(phase for table in run["passes"].values() for phase in table))
     lines = [f"| phase | {' | '.join(run['passes'])} |", "|" + " --- |" * (1 + len(run["passes"]))]
     for phase in phases:
@@ -194,7 +194,7 @@ def passes_table(run: dict[str, Any]) -> list[str]:
 
 
 def section(run: dict[str, Any]) -> list[str]:
-    """Of docs/performance.md."""
+    """The section of docs/performance.md."""
     return [
         _KERNELS.format(name=f"bench/results/{run['date'][:10]}-kernels.md"),
         *kernel_table(run), "", _UPDATES, *update_table(run), "", _PASSES, *passes_table(run), "",

@@ -1,9 +1,9 @@
-"""Activation memory per token and the time of a step, with and without tiled compute, on one CPU process.
+"""Activation memory per token and step time, with and without tiled compute, on one CPU process.
 
     .venv/bin/python -m bench.long_sequences --json bench/results/2026-11-22-long-sequences.json
 
-Memory is counted, not sampled: the allocator's own record of what was taken and given back during one forward and
-backward (torch.profiler). Times are of whole steps, plain and tiled in turn.
+Memory is counted, not sampled: torch.profiler records the allocations and frees of one forward and backward. Times are
+those of whole steps, alternately plain and tiled.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from bench.surroundings import machine, public
 from hf_zero.api.entry import initialize
 
 LAYERS = 4
-# Of Llama 3.1 8B: hidden to intermediate, to vocabulary, and its share of key heads.
+# Ratios of Llama 3.1 8B: intermediate and vocabulary to hidden size, and its share of key heads.
 INTERMEDIATE, VOCABULARY = 3.5, 31.3
 BOTH = {"tiled_mlp": True, "tiled_loss": True}
 
 
 def engine_for(hidden: int, tiled: dict[str, bool]) -> Any:
-    """A Llama of four layers with checkpointed layers and sdpa, all in fp32."""
+    """A four-layer Llama with checkpointed layers and sdpa, in fp32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=int(VOCABULARY * hidden),
@@ -57,7 +57,7 @@ def engine_for(hidden: int, tiled: dict[str, bool]) -> Any:
 
 
 def step(engine: Any, rows: int, length: int) -> float:
-    """One update; its loss."""
+    """Runs one update; returns its loss."""
     ids = torch.randint(3, 1000, (rows, length), generator=torch.Generator().manual_seed(1))
     loss = engine(input_ids=ids, labels=ids).loss
     engine.backward(loss)
@@ -86,7 +86,7 @@ def memory(hidden: int, tokens: list[int], row: int) -> dict[str, Any]:
 
 
 def times(hidden: int, rows: int, length: int, rounds: int) -> dict[str, Any]:
-    """Seconds of a step, both ways in turn, and the ratio of each round."""
+    """Seconds per step, alternating both ways, and the ratio of each round."""
     engines = {"plain": engine_for(hidden, {}), "tiled": engine_for(hidden, BOTH)}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     losses = {}
@@ -113,7 +113,7 @@ def times(hidden: int, rows: int, length: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768])
-    parser.add_argument("--row", type=int, default=1 << 20, help="tokens of a row, at most")
+    parser.add_argument("--row", type=int, default=1 << 20, help="maximum tokens per row")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--time", action="append", default=[], metavar="HIDDEN,ROWS,LENGTH,ROUNDS")
     parser.add_argument("--json", type=Path)

@@ -1,4 +1,4 @@
-"""What a rank measures about itself: CPU time, memory, and the collectives of a step."""
+"""Measurements of a rank: CPU time, memory, and the collectives of a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MB = 2**20
-# How many of an operator's leading arguments carry data, and which of them is counted: the larger side of a gather or
-# scatter, the tensors themselves otherwise.
+# The number of leading arguments of an operator that carry data, and which of them is counted: the larger side of a
+# gather or scatter, otherwise the tensors themselves.
 COLLECTIVES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",
@@ -39,29 +39,29 @@ COLLECTIVES = {
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process so far, all threads, with ended children."""
+    """CPU seconds of this process so far: all threads, and children that have ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def machine_busy_s() -> float:
-    """CPU seconds that all processes of the machine have used so far."""
+    """CPU seconds of all processes of the machine so far."""
     user, nice, system, _idle, _waiting, *interrupts = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
     return sum(map(int, (user, nice, system, *interrupts))) / os.sysconf("SC_CLK_TCK")
 
 
 def rss_mb() -> float:
-    """Resident memory now."""
+    """Current resident memory."""
     return _status_kb("VmRSS") / 1024
 
 
 def peak_rss_mb() -> float:
-    """Highest resident memory since the last reset."""
+    """Peak resident memory since the last reset."""
     return _status_kb("VmHWM") / 1024
 
 
 def most_allocated(step: Callable[..., object], *arguments: Any) -> int:
-    """The largest sum of bytes that PyTorch's allocator for host memory gave less those it took back during a call."""
+    """The peak of host memory that PyTorch's allocator has in use during a call, above its start, in bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step(*arguments)
     events = profiled.profiler.kineto_results.events()
@@ -69,7 +69,7 @@ def most_allocated(step: Callable[..., object], *arguments: Any) -> int:
 
 
 def reset_peak_rss() -> None:
-    """Start a new peak at the present value (Linux: the kernel documents the 5)."""
+    """Start a new peak at the current value (Linux: the kernel documents the 5)."""
     Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")
 
 
@@ -81,7 +81,7 @@ def _status_kb(field: str) -> int:
 
 
 class _Counting(TorchDispatchMode):
-    """Sees every c10d operator of this thread, also those that DDP's reducer calls from C++."""
+    """Sees every c10d operator of this thread, including those that DDP's reducer calls from C++."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ NUM_SHOWN = 8
 
 
 def profile_python(step: Callable[[], object]) -> dict[str, Any]:
-    """Run one step under cProfile: Python calls in it, and the functions whose own code took most of its time."""
+    """Runs one step under cProfile; returns its number of Python calls and the functions with the most own time."""
     profiler = cProfile.Profile()
     profiler.runcall(step)
     stats = pstats.Stats(profiler)
@@ -122,13 +122,13 @@ def profile_python(step: Callable[[], object]) -> dict[str, Any]:
 
 
 def _short(place: tuple[str, int, str]) -> str:
-    """File within its package, and function: no line numbers, no folders of a machine."""
+    """File within its package, and function, without line numbers and local folders."""
     path, _, function = place
     return f"{'/'.join(Path(path).parts[-2:])}:{function}" if path != "~" else function
 
 
 def count_collectives(step: Callable[[], object]) -> dict[str, dict[str, int]]:
-    """Run one step and report calls and bytes per kind of collective, as this rank issued them."""
+    """Runs one step; returns calls and bytes per kind of collective, as issued by this rank."""
     with _Counting() as counting:
         step()
     return {kind: {"calls": counting.calls[kind], "bytes": counting.bytes[kind]} for kind in sorted(counting.calls)}

@@ -1,4 +1,4 @@
-"""What every engine trains in the benchmark: a Llama-style model from a config, and random tokens."""
+"""The benchmarks' model and data: a Llama-style model from a config, and random tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model and the work of one step."""
+    """A model and the amount of work per step."""
 
     hidden: int
     intermediate: int
@@ -22,17 +22,17 @@ class Size:
     length: int
 
 
-# Micro-batches are chosen so that bare forward and backward are about 0.6 of a DDP step on a CPU: the share that real
-# training of small models has, and the one that shows an engine's own cost.
+# With these micro-batches bare forward and backward take about 0.6 of a DDP step on a CPU. This is the share in real
+# training of small models, and it shows an engine's overhead.
 SIZES = {
-    # Hundreds of parameters, just above the size that stage 3 keeps whole, and little arithmetic: what an engine costs.
+    # Hundreds of parameters, just above stage 3's persistence threshold, and little arithmetic: the engine's overhead.
     "many": Size(hidden=320, intermediate=320, layers=40, vocabulary=512, batch=1, length=8),
     "1m": Size(hidden=128, intermediate=344, layers=4, vocabulary=1024, batch=1, length=64),
     "25m": Size(hidden=384, intermediate=1088, layers=10, vocabulary=8192, batch=2, length=128),
-    # The same parameters with hardly any arithmetic, for processors without bf16: what an engine costs, again.
+    # The same parameters with almost no arithmetic, for processors without bf16: again the engine's overhead.
     "25m-short": Size(hidden=384, intermediate=1088, layers=10, vocabulary=8192, batch=1, length=2),
     "110m": Size(hidden=768, intermediate=2048, layers=12, vocabulary=16384, batch=2, length=128),
-    # For checkpoints of a size where disks matter: 1.1 GB of fp32 weights, a step as short as can be.
+    # For checkpoints large enough for disks to matter: 1.1 GB of fp32 weights, with the shortest possible step.
     "270m": Size(hidden=1024, intermediate=2816, layers=16, vocabulary=32000, batch=1, length=16),
 }
 

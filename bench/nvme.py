@@ -1,4 +1,4 @@
-"""An update from a drive, beside what the drive itself can do: the same threads, blocks and files, and nothing else.
+"""An update from a drive, against the drive's own speed: the same threads, blocks and files without an update.
 
 python -m bench.nvme --folder /mnt/nvme
 """
@@ -36,7 +36,7 @@ log = logging.getLogger("bench")
 
 
 def main() -> None:
-    """Measure in turn, round after round, then write JSON and Markdown."""
+    """Measure in turn for several rounds, then write JSON and Markdown."""
     arguments = _parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(arguments.threads)
@@ -57,12 +57,12 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the drive")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="folder on the drive")
     parser.add_argument("--millions", type=int, default=200, help="parameters")
     parser.add_argument("--sub-group", type=int, default=8_000_000)
     parser.add_argument("--block", type=int, default=1 << 20)
     parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=2, help="of the update")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the update")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--name", default="update", help="part of the result files' names")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
@@ -70,7 +70,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _drive_alone(arguments: argparse.Namespace) -> dict[str, float]:
-    """GB/s of reading, of writing, and of both at once, with all requests on their way and no work beside them."""
+    """GB/s of reads, of writes, and of both at once, with all requests in flight and no other work."""
     policy = Aio(block_size=arguments.block, queue_depth=arguments.depth)
     drive = Drive(arguments.folder, policy)
     size, buffers = 64 << 20, [host_empty(64 << 20, torch.uint8) for _ in range(4)]
@@ -125,7 +125,7 @@ def _update(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 def _fio(arguments: argparse.Namespace) -> dict[str, float] | None:
-    """The distribution's own measurement, where it is installed: GB/s of sequential direct reads and writes."""
+    """fio's own measurement, if installed: GB/s of sequential direct reads and writes."""
     if shutil.which("fio") is None:
         return None
     found = {}
@@ -139,7 +139,7 @@ def _fio(arguments: argparse.Namespace) -> dict[str, float] | None:
 
 
 def report(run: dict[str, Any]) -> str:
-    """The page."""
+    """The report in Markdown."""
     place, rounds = run["machine"], run["rounds"]
     alone = {verb: median(one[verb] for one in rounds) for verb in ("read", "write", "both")}
     shares = sorted(one["update"]["gb_per_s"] / one["both"] for one in rounds)
@@ -155,7 +155,7 @@ def report(run: dict[str, Any]) -> str:
             f"{place['load_1min']} at the end · Python {place['python']}, torch {run['versions']['torch']}",
             "",
             f"`{run['command']}`: {len(rounds)} alternating rounds, medians (min-max); blocks of "
-            f"{run['settings']['block']} bytes, {run['settings']['depth']} under way, {run['settings']['threads']} "
+            f"{run['settings']['block']} bytes, {run['settings']['depth']} in flight, {run['settings']['threads']} "
             "threads for the update.",
             "",
             f"- The drive alone: reads {alone['read']:.2f}, writes {alone['write']:.2f}, both at once "

@@ -1,4 +1,4 @@
-"""A model that does not fit: trained from a drive within a limit of memory that stops the same run without offload.
+"""Trains a model from a drive within a memory limit that stops the same run without offload.
 
 python -m bench.offload --folder /mnt/nvme --name big
 """
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from bench import timeline  # noqa: E402
 from bench.surroundings import keep, machine, public  # noqa: E402
 
-SLACK = 1.15  # the promise: buffers, one unit, and 15%
+SLACK = 1.15  # the target: buffers, one unit, and 15%
 log = logging.getLogger("bench")
 
 
@@ -47,10 +47,10 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the drive")
-    parser.add_argument("--shape", default="1b", help="a name in bench/offload_worker.py")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="folder on the drive")
+    parser.add_argument("--shape", default="1b", help="name in bench/offload_worker.py")
     parser.add_argument("--sub-group", type=int, default=10_000_000)
-    parser.add_argument("--limit-gb", type=float, default=5.0, help="private memory that both runs may have")
+    parser.add_argument("--limit-gb", type=float, default=5.0, help="limit of private memory for both runs")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--name", default="1b", help="part of the result files' names")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
@@ -81,7 +81,7 @@ def _measure(arguments: argparse.Namespace, options: list[str]) -> dict[str, Any
 
 
 def report(run: dict[str, Any]) -> str:
-    """The page."""
+    """The report in Markdown."""
     place, result = run["machine"], run["offloaded"]
     lines = [
         "# A model that does not fit",

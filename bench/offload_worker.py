@@ -1,4 +1,4 @@
-"""One process that trains a large model a few steps, optionally from a drive, and writes down what it took, as JSON."""
+"""Trains a large model for a few steps in one process, optionally from a drive, and writes its measurements as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = {
 
 
 def main() -> None:
-    """Train, and report; a run that does not fit reports that."""
+    """Train and report; a run that does not fit reports that."""
     arguments = _parse()
     torch.set_num_threads(arguments.threads)
     hf_zero.install()
@@ -42,12 +42,12 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
-    parser.add_argument("--folder", help="on the drive; without it nothing is offloaded")
+    parser.add_argument("--folder", help="folder on the drive; default: no offload")
     parser.add_argument("--sub-group", type=int, default=10_000_000)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--length", type=int, default=32)
-    parser.add_argument("--limit-gb", type=float, default=0.0, help="of private memory (ulimit -d)")
+    parser.add_argument("--limit-gb", type=float, default=0.0, help="limit of private memory (ulimit -d)")
     parser.add_argument("--out", required=True)
     return parser.parse_args()
 
@@ -73,7 +73,7 @@ def _config(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(arguments: argparse.Namespace) -> dict[str, Any]:
-    import deepspeed  # hf_zero answers
+    import deepspeed  # imports hf_zero
 
     config, shape = _config(arguments), dict(SHAPES[arguments.shape])
     heads = shape.pop("heads")
@@ -140,7 +140,7 @@ def _traffic(engine: Any) -> dict[str, float]:
 
 
 def _allowance(engine: Any) -> dict[str, float]:
-    """Megabytes that the plan allows: the buffers, the largest unit (its weights), and what is always gathered."""
+    """Megabytes that the plan allows: buffers, the largest unit's weights, and persistent parameters."""
     units = engine.module_view.store.units if hasattr(engine.module_view.store, "units") else ()
     largest = max((unit.numel for unit in units), default=0) * 2
     persistent = sum(unit.numel for unit in units if unit.is_persistent) * 2

@@ -1,11 +1,11 @@
-"""1-bit Adam beside Adam on the demo's model: the held-out loss after the same steps, and the bytes of a step.
+"""1-bit Adam against Adam on the demo's model: held-out loss after the same steps, and bytes per step.
 
     python -m bench.one_bit --name demo
 
-Two ranks, stage 0, bf16: the demo's text, model, rates and batch. The second beta is 0.99 for both unless told
-otherwise: the demo's 0.95 looks at 20 steps, and a variance that stays for good should be a better average. Bytes are
-those that rank 0 hands to collectives, by the engine's own ledger: the whole buffer of an all-reduce once, what is sent
-in an all-to-all, all rows of a gather.
+Two ranks, stage 0, bf16: the demo's text, model, rates and batch. The second beta is 0.99 for both by default: the
+demo's 0.95 averages over 20 steps, but 1-bit Adam freezes the variance, which should be a better average. Bytes are
+those that rank 0 passes to collectives, by the engine's own ledger: an all-reduce counts the whole buffer once, an
+all-to-all what is sent, a gather all rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT_OF_LOSS, LIMIT_OF_BYTES = 1.02, 4.0
 
 
 def ds_config(kind: str, steps: int, freeze_step: int, beta2: float) -> dict[str, Any]:
-    """The demo's settings; an eighth of the steps is warm-up of the rate."""
+    """The demo's settings; an eighth of the steps is learning rate warm-up."""
     params: dict[str, Any] = {"lr": 1.5e-3, "betas": [0.9, beta2], "weight_decay": 0.1}
     if kind == ONE_BIT:
         params["freeze_step"] = freeze_step
@@ -46,7 +46,7 @@ def ds_config(kind: str, steps: int, freeze_step: int, beta2: float) -> dict[str
 
 
 def worker(options: argparse.Namespace) -> None:
-    """One rank of one training; rank 0 writes the figures."""
+    """One rank of one training; rank 0 writes the results."""
     sys.path.insert(0, str(ROOT / "examples"))
     from demo import DATA, MODEL
     from train_clm import DataArguments, ModelArguments, load_blocks, load_text, load_tokenizer, new_model
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--freeze-step", type=int, default=200)
     parser.add_argument("--beta2", type=float, default=0.99)
-    parser.add_argument("--only", nargs="+", default=[ADAM, ONE_BIT], help="train these alone, and print their figures")
+    parser.add_argument("--only", nargs="+", default=[ADAM, ONE_BIT], help="train only these, and print their results")
     parser.add_argument("--name", help="write bench/results/<date>-one-bit-<name>.md and .json")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)

@@ -1,10 +1,10 @@
-"""What trains on one GPU with its host's memory, and how fast by the event model: the largest model of each way.
+"""The largest model of each way that one GPU and its host memory can train, and its speed by the event model.
 
     python -m bench.one_gpu             # the tables
-    python -m bench.one_gpu --write     # into docs/offload.md
+    python -m bench.one_gpu --write     # write the tables of docs/offload.md
 
-Nothing here is measured: tokens per second are those of the schedule on a machine's usual speeds (`plan` has the same
-sums). A row of figures that others have published stands beside them, with its source.
+Nothing here is measured: tokens per second are those of the schedule at a machine's usual speeds (`plan` computes the
+same). One row has figures published by others, with their sources.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Fit:
 
     @property
     def tflops(self) -> float:
-        """Of the model alone: 6 FLOPs per parameter and token, what checkpointing computes again not counted."""
+        """TFLOP/s of the model: 6 FLOPs per parameter and token, without recomputation by checkpointing."""
         return 6 * self.parameters * self.tokens_per_s / 1e12
 
 
@@ -89,7 +89,7 @@ def _model(name: str) -> PlannedModel:
 
 
 def fit(gpu: str, host_gb: int, name: str, way: str) -> Fit | None:
-    """None: not even one sample fits."""
+    """None if not even one sample fits."""
     machine = hardware({"gpu": gpu, "gpus_per_node": 1, "nodes": 1, "host_memory": f"{host_gb}G"})
     model = _model(name)
     for micro_batch in MICRO_BATCHES:
@@ -100,14 +100,14 @@ def fit(gpu: str, host_gb: int, name: str, way: str) -> Fit | None:
         if found.fits:
             return Fit(name, micro_batch, found, found.tokens_per_s(training, 1), model.num_parameters)
         if any("host memory" in each for each in found.lacks):
-            return None  # which no smaller micro-batch changes
+            return None  # no smaller micro-batch changes this
     return None
 
 
 def largest() -> Iterator[tuple[str, int, dict[str, Fit]]]:
-    """Per machine, by way."""
+    """The results of each way, by machine."""
     found: dict[tuple[str, int, str], Fit] = {}
-    for name in MODELS:  # one model at a time is traced
+    for name in MODELS:  # traces one model at a time
         for gpu, memory in MACHINES:
             for way in WAYS:
                 if (gpu, memory, way) not in found and (fits := fit(gpu, memory, name, way)):
@@ -117,7 +117,7 @@ def largest() -> Iterator[tuple[str, int, dict[str, Fit]]]:
 
 
 def cell(fits: Fit | None) -> str:
-    """Of the first table."""
+    """A cell of the first table."""
     return "-" if fits is None else f"{fits.model.upper()}: {_figures(fits)}"
 
 
@@ -142,9 +142,9 @@ def section() -> str:
 
 
 def main() -> None:
-    """Print the tables, or put them into the page."""
+    """Print the tables, or write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/offload.md")
+    parser.add_argument("--write", action="store_true", help="write the tables of docs/offload.md")
     if parser.parse_args().write:
         PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), section(), COMMAND), encoding="utf-8")
     else:

@@ -1,16 +1,16 @@
-"""How much of the traffic between hosts hides behind compute.
+"""How much of the traffic between hosts is hidden behind compute.
 
-    python -m bench.overlap --name 25m                      # as root: makes network namespaces, and takes them away
+    python -m bench.overlap --name 25m                      # as root: creates network namespaces, and removes them
     python -m bench.overlap --hosts 4 --oracle-python .oracle/bin/python --name 25m-four-hosts
 
-One rank on each host. Micro-batches are as large as is needed for stage 3's traffic to take as long as compute alone,
-and three times and a third as long, at a rate that the processors of one machine can carry beside computing; only where
-one sample computes for too long, the rate is lowered instead. In every round each rank runs, one after the other:
-compute alone, the link alone, steps of hf_zero and FSDP2; then ranks of DeepSpeed, which are other processes, run
-theirs while the first ones sleep. Compute and link at once, neither waiting for the other, is what a schedule can reach
-at best where the processors that compute carry the bytes. With c, l and t the seconds of the first two and of a step:
+One rank per host. The micro-batch is as large as needed for stage 3's traffic to take as long as compute alone, three
+times as long, and a third as long, at a rate that one machine's processors can carry while they compute; only if one
+sample computes for too long is the rate lowered instead. In every round each rank runs, one after the other: compute
+alone, the link alone, and steps of hf_zero and FSDP2. Then DeepSpeed's ranks, which are other processes, run theirs
+while the first ones sleep. Compute and link at once, without waiting for each other, show the best possible schedule if
+the processors that compute also carry the bytes. With c, l and t the seconds of the first two and of a step:
 
-    hidden = (c + l - t) / min(c, l)        1: all of the shorter one; 0: nothing; below 0: the step has own costs
+    hidden = (c + l - t) / min(c, l)        1: all of the shorter one; 0: nothing; below 0: the step has overhead
     step over its floor = t / max(c, l)
 """
 
@@ -36,19 +36,19 @@ from bench.models import SIZES, Size, build_model
 
 OURS, LEANEST, FSDP2 = "hf_zero stage 3", "hf_zero stage 3, at most one unit ahead", "FSDP2, resharding"
 INDEPENDENT = "compute and stage 3's bytes, neither waiting for the other"
-# way -> how often a rank gets the other hosts' part of the weights
+# way -> how many times a rank receives the other hosts' part of the weights
 PASSES = {
     **dict.fromkeys((INDEPENDENT, OURS, LEANEST, FSDP2, "DeepSpeed stage 3"), 3),
     **dict.fromkeys(("hf_zero stage 2", "DeepSpeed stage 2"), 2),
 }
-TRIED = (1, 4)  # micro-batches from which follows how long others compute
+TRIED = (1, 4)  # measured micro-batches, from which the compute time of others is extrapolated
 RATIOS = {"as-long": 1.0, "three-times-as-long": 3.0, "a-third-as-long": 1 / 3}
 Step = Callable[[torch.Tensor], object]
 
 
 def sharded(size: Size) -> dict[str, Any]:
-    """As of a model that needs stage 3, for both engines: what forward has gathered is released, but for what backward
-    begins with, and two blocks may be under way."""
+    """As for a model that needs stage 3, for both engines: forward's units are released, except those that backward
+    starts with, and two blocks may be in flight."""
     block = size.hidden * (4 * size.hidden + 3 * size.intermediate)
     return {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 2 * block}
 
@@ -70,7 +70,7 @@ def compute_step(size: Size, precision: str, num_ranks: int) -> Step:
 
 
 def link_step(size: Size, precision: str, num_ranks: int, num_passes: int) -> Step:
-    """The bytes of a step and nothing else: gathers of weights, and one reduction."""
+    """Only the communication of a step: gathers of weights, and one reduction."""
     from hf_zero.comm import Channel, collectives_for
 
     collectives = collectives_for(torch.device("cpu"), Channel.ACCESS)
@@ -87,7 +87,7 @@ def link_step(size: Size, precision: str, num_ranks: int, num_passes: int) -> St
 
 
 def independent_step(size: Size, precision: str, num_ranks: int) -> Step:
-    """Both of them, begun together: all bytes are asked for before compute begins, and waited for after its end."""
+    """Both at once: all communication is started before compute begins, and waited for after compute ends."""
     compute = compute_step(size, precision, num_ranks)
     send = link_step(size, precision, num_ranks, PASSES[INDEPENDENT])
 
@@ -134,7 +134,7 @@ JOBS = {"ours": our_steps, "deepspeed": deepspeed_steps, "alone": alone}
 
 
 def play(options: argparse.Namespace) -> None:
-    """One rank."""
+    """Run as one rank."""
     size = replace(SIZES[options.size], batch=options.batch)
     steps = JOBS[options.job](size, options.precision)
     everybody = dist.new_group(backend="gloo")
@@ -157,7 +157,7 @@ def play(options: argparse.Namespace) -> None:
 def play_all(
     options: argparse.Namespace, jobs: dict[str, str], rate_mbit: float, batch: int, rounds: int
 ) -> list[hosts.Round]:
-    """So many rounds of each of `jobs` (which are interpreters), one after the other, at this rate."""
+    """Plays `rounds` rounds of each job (`jobs` are interpreters), one after the other, at this rate."""
     with contextlib.ExitStack() as stack:
         spaces, _ = stack.enter_context(hosts.joined_hosts(options.hosts, f"{rate_mbit:.0f}mbit", "0ms"))
         running = []
@@ -172,14 +172,14 @@ def play_all(
             found.append({})
             for each in running:
                 found[-1] |= each.play_round()
-        return found[2:]  # the first rounds warm up, and make plans
+        return found[2:]  # the first rounds warm up and create plans
 
 
 def fit(ratio: float, bits: float, rate: float, compute: Callable[[float], float]) -> tuple[int, float]:
-    """(micro-batch, bits per second) with which so many bits take `ratio` times as long as compute; `rate` at most.
+    """(micro-batch, bits per second) with which `bits` take `ratio` times as long as compute; at most `rate`.
 
     Args:
-        compute: seconds of a micro-batch.
+        compute: seconds of a micro-batch, by its size.
     """
     batch = 1
     while compute(batch + 0.5) < bits / rate / ratio:
@@ -212,7 +212,7 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def shares(times: hosts.Round, way: str) -> tuple[float, float]:
-    """Of one round: how much was hidden, and the step over its floor."""
+    """Of one round: the hidden share, and the step time over its lower bound."""
     compute, link, step = times["compute"], times[f"link {PASSES[way]}"], times[way]
     return (compute + link - step) / min(compute, link), step / max(compute, link)
 
@@ -248,11 +248,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     hosts.size_option(parser, "25m")
     parser.add_argument("--hosts", type=int, default=2, help="2 at least")
-    parser.add_argument("--rate-mbit", type=float, default=1000, help="of every link, in each direction, at most")
-    parser.add_argument("--traffic", nargs="+", choices=RATIOS, default=list(RATIOS), help="compared with compute")
+    parser.add_argument("--rate-mbit", type=float, default=1000, help="maximum rate of every link, in each direction")
+    parser.add_argument("--traffic", nargs="+", choices=RATIOS, default=list(RATIOS), help="relative traffic")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=DTYPES, default="bf16", help="fp32 for processors without bf16")
-    parser.add_argument("--oracle-python", help="the interpreter that has real DeepSpeed; without, it is left out")
+    parser.add_argument("--oracle-python", help="interpreter with real DeepSpeed; default: skip DeepSpeed")
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     hosts.main(parser, play, run_all, markdown, "overlap")
 

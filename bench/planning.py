@@ -1,21 +1,21 @@
-"""What `plan` says beside what runs take: bytes of model states, peak memory, and which config is fastest.
+"""Compares `plan` with measured runs: bytes of model states, peak memory, and the choice of the fastest config.
 
-    python -m bench.planning --name predictions            # 20 runs on 2 ranks, some minutes; results in bench/results
+    python -m bench.planning --name predictions            # 20 runs on 2 ranks, a few minutes; writes to bench/results
 
-Every run trains a Llama, a Mixtral or a BERT on 2 gloo ranks of this machine for a few steps in a process of its own.
-Model states are read from the engine; the peak is that of memory which no file backs, with the rank's own shared
-blocks, over what was there after imports and a step in plain PyTorch (libraries keep workspaces), the most of all
-ranks and rounds. glibc is told to give back what is freed: with its defaults holes in the heap stay on top, which
-`plan` leaves room for (`hf_zero.planning.machine.HOLES`).
+Every run trains a Llama, a Mixtral or a BERT on 2 local gloo ranks for a few steps in a separate process. Model states
+are read from the engine. The peak is that of memory not backed by files, plus the rank's own shared blocks, above the
+level after imports and one step in plain PyTorch (libraries keep workspaces); the maximum over ranks and rounds counts.
+glibc returns freed memory to the system: with its defaults holes in the heap would be added, for which `plan` leaves
+room (`hf_zero.planning.machine.HOLES`).
 
-Artificial limits of memory then stand for smaller machines: is what `plan` takes for each of them the fastest of the
-runs that keep to it? There is one limit for each run, SLACK above its measured peak: it fits there by any prediction
-that is within a tenth. `plan` leaves MARGIN of every limit free. Runs of a size are repeated in turn. What was as fast
-as the fastest (within ALIKE) in the median of rounds, or faster in one of them, cannot be told from it and counts as
-the fastest. Time is the processor's, of the slower rank, because others may use the machine.
+Artificial memory limits then simulate smaller machines: for each limit, is the config that `plan` chooses the fastest
+of the runs that fit? There is one limit per run, SLACK above its measured peak, so that any prediction within a tenth
+fits. `plan` leaves MARGIN of every limit free. Runs of one size alternate over several rounds. A run within ALIKE of
+the fastest in the median of rounds, or faster in one of them, cannot be distinguished from it and counts as the
+fastest. Time is the slower rank's CPU time, because others may use the machine.
 
-    python -m bench.planning --architectures --name architectures     # 50 runs of ten kinds of models, peaks alone
-    python -m bench.planning --again bench/results/DATE-architectures.json     # its peaks, predicted anew
+    python -m bench.planning --architectures --name architectures     # 50 runs of ten kinds of models, only peaks
+    python -m bench.planning --again bench/results/DATE-architectures.json     # its peaks with new predictions
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ RANKS = 2
 STEPS, WARM_UP = 3, 1
 ROUNDS = 3
 SLACK, MARGIN = 0.15, 0.05
-ALIKE = 1.05  # CPU seconds of runs on a machine that others use cannot tell more
+ALIKE = 1.05  # CPU times on a shared machine resolve no smaller differences
 TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its samples: a Llama, a Mixtral of 8 experts, or a BERT with its dropout."""
+    """A model and its samples: a Llama, a Mixtral with 8 experts, or a BERT with dropout."""
 
     hidden: int
     intermediate: int
@@ -68,7 +68,7 @@ SIZES = {
     "experts": Size(256, 512, 4, 8192, 2, 384, kind="mixtral"),
     "dropout": Size(384, 1536, 6, 8192, 4, 384, kind="bert"),
 }
-# (stage, where the optimizer is kept, gradient checkpointing)
+# (stage, offload device of the optimizer, gradient checkpointing)
 WAYS = {"stage 0": (0, None, False), "stage 2": (2, None, False), "stage 3": (3, None, False)} | {
     "stage 3, optimizer nvme": (3, "nvme", False)
 }
@@ -79,7 +79,7 @@ PEAK_WAYS = {name: way for name, way in WAYS.items() if way[1] is None} | {
 
 
 def config_of(size: Size | Architecture, folder: str) -> Any:
-    """config.json of a size, as a file in `folder`."""
+    """Writes config.json of a size into `folder`."""
     from transformers import BertConfig, LlamaConfig, MixtralConfig
 
     if isinstance(size, Architecture):
@@ -107,7 +107,7 @@ def config_of(size: Size | Architecture, folder: str) -> Any:
 
 
 def model_of(folder: str) -> Any:
-    """With random weights, from the file that `config_of` has written."""
+    """A model with random weights, from the file that `config_of` has written."""
     from hf_zero.planning.model import build_model
     from hf_zero.planning.model import config_of as read
 
@@ -115,7 +115,7 @@ def model_of(folder: str) -> Any:
 
 
 def predictions(folder: str, size: Size | Architecture, nvme: str | None, *, calibrates: bool = True) -> dict[str, Any]:
-    """`plan` for this size on ranks of a host that share its memory: candidate -> estimate."""
+    """`plan` for this size on ranks of one host that share its memory: candidate -> estimate."""
     from hf_zero.planning.choose import plan
     from hf_zero.planning.machine import calibrated, hardware
     from hf_zero.planning.model import load_model
@@ -140,7 +140,7 @@ def _training(size: Size | Architecture, nvme: str | None) -> Any:
 
 
 def work(folder: str, size: Size | Architecture, way: str, out: str, nvme: str) -> None:
-    """Train, and write down what it took."""
+    """Train, and write the measurements to `out`."""
     import torch
 
     import hf_zero
@@ -195,7 +195,7 @@ def work(folder: str, size: Size | Architecture, way: str, out: str, nvme: str) 
 
 
 def work_in_turn(name: str, ways: Sequence[str], folder: str, out: str, nvme: str) -> None:
-    """One way after another, each in a fork of this process, which has imported what all of them need: only once."""
+    """Runs the ways one after another, each in a fork of this process, which has done their common imports once."""
     import hf_zero
 
     hf_zero.install()
@@ -217,7 +217,7 @@ def work_in_turn(name: str, ways: Sequence[str], folder: str, out: str, nvme: st
 
 
 def samples_of(model: Any, size: Size | Architecture) -> dict[str, Any]:
-    """Random ones: what the model is given, and its labels."""
+    """Random inputs and labels for the model."""
     import torch
 
     from hf_zero.planning.model import sample_inputs
@@ -235,8 +235,8 @@ def samples_of(model: Any, size: Size | Architecture) -> dict[str, Any]:
 
 
 def wake_libraries(model: Any, size: Size | Architecture) -> None:
-    """What libraries keep from their first call on is no part of any training: room for packed matrices and, on
-    processors with bf16, the code that oneDNN makes for every shape. So there is a step of the same shapes before."""
+    """Run a step of the same shapes before the training. What libraries keep from their first call is not part of a
+    training: packed matrices and, on processors with bf16, code that oneDNN generates for every shape."""
     import torch
 
     model = model.to(torch.bfloat16 if size.precision == "bf16" else torch.float32).train()
@@ -245,7 +245,7 @@ def wake_libraries(model: Any, size: Size | Architecture) -> None:
 
 
 def _ds_config(folder: str, size: Size | Architecture, stage: int, optimizer: str | None, nvme: str) -> dict[str, Any]:
-    """The very ds.json that `plan` would give, with Trainer's values filled in."""
+    """The ds.json that `plan` would write, with Trainer's values filled in."""
     from hf_zero.planning.candidates import Candidate, ds_config
 
     config = ds_config(Candidate(stage, optimizer), _training(size, nvme))  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ def _ds_config(folder: str, size: Size | Architecture, stage: int, optimizer: st
 
 
 def _groups(model: Any) -> list[dict[str, Any]]:
-    """As Trainer makes them: biases and norms are not decayed."""
+    """Parameter groups as in Trainer: biases and norms are not decayed."""
     parameters = list(model.parameters())
     decayed, rest = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() < 2]
     return [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]
@@ -270,7 +270,7 @@ def anonymous_bytes() -> int:
 
 
 class Peak:
-    """The most of it while a `with` lasts."""
+    """The peak of `anonymous_bytes` inside a `with` block."""
 
     def __enter__(self) -> Peak:
         self.most = anonymous_bytes()
@@ -292,12 +292,12 @@ class Peak:
 
 
 def measure(folder: str, name: str, ways: Sequence[str], nvme: str) -> list[list[dict[str, Any]]]:
-    """One run of each way; what every rank has found."""
+    """One run of each way; returns the results of all ranks."""
     out = f"{folder}/out-{name}"
     words = [sys.executable, "-m", "bench.planning", "--worker", name, ";".join(ways), folder, out, nvme]
     processes = []
     for environment in rank_environments(RANKS):
-        # What is freed goes back to the system, so that what is resident is what is used.
+        # Freed memory is returned to the system, so that resident memory is memory in use.
         environment = {**environment, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         processes.append(subprocess.Popen(words, cwd=ROOT, env=environment))
     deadline = time.monotonic() + TIMEOUT_S * len(ways)
@@ -314,7 +314,7 @@ def measure(folder: str, name: str, ways: Sequence[str], nvme: str) -> list[list
 
 
 def compare(sizes: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Run by run: predicted and measured."""
+    """Predictions and measurements, run by run."""
     for name in sizes:
         with tempfile.TemporaryDirectory() as folder:
             nvme = f"{folder}/drive"
@@ -322,7 +322,7 @@ def compare(sizes: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
             predicted = predictions(folder, SIZES[name], nvme)
             measured: dict[str, list[list[dict[str, Any]]]] = {way: [] for way in WAYS}
             for number in range(rounds):
-                for way in list(WAYS)[:: 1 if number % 2 == 0 else -1]:  # what drifts meets all alike
+                for way in list(WAYS)[:: 1 if number % 2 == 0 else -1]:  # alternating, so that drift affects all alike
                     measured[way] += measure(folder, name, [way], nvme)
                     sys.stderr.write(f"{name}, {way}, round {number + 1}\n")
             for way in WAYS:
@@ -361,7 +361,7 @@ def _run(
 
 
 def peaks(names: Sequence[str], again: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
-    """Predicted and measured peaks of architectures; `again`: runs whose measured peaks are taken as they are."""
+    """Predicted and measured peaks of architectures; `again`: runs whose measured peaks are reused."""
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             predicted = predictions(folder, ARCHITECTURES[name], None, calibrates=False)
@@ -378,12 +378,12 @@ def peaks(names: Sequence[str], again: Sequence[dict[str, Any]] = ()) -> Iterato
 
 
 def off(run: dict[str, Any]) -> float:
-    """By how much the predicted peak is more than the measured one."""
+    """Relative excess of the predicted peak over the measured one."""
     return float(run["predicted"]["peak"] / run["measured"]["peak"] - 1)
 
 
 def peak_table(runs: Sequence[dict[str, Any]]) -> str:
-    """A row for each architecture, a column for each way."""
+    """One row per architecture, one column per way."""
     ways = list(PEAK_WAYS)
     within = [sum(abs(off(run)) <= bound for run in runs) for bound in (0.05, 0.10)]
     lines = [
@@ -398,7 +398,7 @@ def peak_table(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def choices(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Limit by limit: what `plan` would take, and what was fastest within it."""
+    """For each limit: the choice of `plan`, and the fastest run that fits."""
     for run in runs:
         limit = run["measured"]["peak"] * (1 + SLACK)
         same = [each for each in runs if each["size"] == run["size"]]
@@ -407,7 +407,7 @@ def choices(runs: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         taken = next((each for each in fits if each["predicted"]["seconds"] <= least * 1.02), None)
         allowed = [each for each in same if each["measured"]["peak"] <= limit]
         fastest = min(allowed, key=_cpu_s)
-        # Taking what does not keep to the limit is wrong, however fast it is.
+        # A choice that exceeds the limit is wrong, however fast it is.
         ratios = [] if taken is None else _ratios(taken, fastest)
         right = taken in allowed and (median(ratios) <= ALIKE or min(ratios) <= 1)
         yield {
@@ -450,14 +450,14 @@ def table(runs: Sequence[dict[str, Any]], chosen: Sequence[dict[str, Any]]) -> s
 
 
 def main() -> None:
-    """All runs, or one rank of one."""
+    """All runs, or one rank of one run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--worker", nargs=5, metavar=("SIZE", "WAY", "FOLDER", "OUT", "DRIVE"), help="one rank")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--architectures", nargs="*", choices=ARCHITECTURES, help="peaks of these (of all)")
-    parser.add_argument("--again", metavar="FILE", help="predict the peaks of a kept run of --architectures anew")
-    parser.add_argument("--name", help="keep the results under this name")
+    parser.add_argument("--architectures", nargs="*", choices=ARCHITECTURES, help="measure these peaks (default: all)")
+    parser.add_argument("--again", metavar="FILE", help="new predictions for a stored run of --architectures")
+    parser.add_argument("--name", help="store the results under this name")
     arguments = parser.parse_args()
     if arguments.worker:
         name, way, folder, out, nvme = arguments.worker
@@ -469,9 +469,7 @@ def main() -> None:
         found = []
         for run in peaks(names, kept):
             found.append(run)
-            if (
-                arguments.name and run["way"] == list(PEAK_WAYS)[-1]
-            ):  # a long run that is interrupted leaves what it has
+            if arguments.name and run["way"] == list(PEAK_WAYS)[-1]:  # an interrupted run keeps what it has
                 sizes = {each: asdict(ARCHITECTURES[each]) for each in names}
                 _keep(arguments.name, found, [], peak_table(found), sizes)
         sys.stdout.write(peak_table(found))

@@ -1,4 +1,4 @@
-"""The plot and the lines of figures in README, from kept results: `python -m bench.readme_figure` makes them."""
+"""The plot and the lines of figures in README, from stored results: run `python -m bench.readme_figure`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Rounds = list[dict[str, dict[str, Any]]]
 
 
 def rounds() -> Rounds:
-    """What each engine took, by name, in each round."""
+    """The results of each engine, by name, in each round."""
     read: Rounds = json.loads(RESULT.read_text(encoding="utf-8"))["rounds"]
     return read
 
 
 def ratios(key: str, measured: Rounds) -> tuple[float, float]:
-    """The least and the most of hf_zero / DeepSpeed over the stages; each the median of ratios within a round."""
+    """Smallest and largest hf_zero / DeepSpeed over the stages; each is the median of the ratios within a round."""
     stages = [
         statistics.median(one[f"hf_zero {stage}"][key] / one[f"deepspeed {stage}"][key] for one in measured)
         for stage in range(4)
@@ -39,7 +39,7 @@ def ratios(key: str, measured: Rounds) -> tuple[float, float]:
 
 
 def line() -> str:
-    """The figures of the plot in a sentence."""
+    """The plot's figures in a sentence."""
     run = json.loads(RESULT.read_text(encoding="utf-8"))
     settings = run["settings"]
     time, memory = ("{:.2f}-{:.2f}".format(*ratios(key, run["rounds"])) for key in LABELS)
@@ -50,7 +50,7 @@ def line() -> str:
 
 
 def gpu_line() -> str:
-    """The same of one GPU: hf_zero's step as a share of others', of one session."""
+    """The same for one GPU: hf_zero's step time relative to others', in one session."""
     from bench.gpu_report import kept
 
     run = kept()
@@ -65,7 +65,7 @@ def gpu_line() -> str:
 
 
 def plot(measured: Rounds) -> str:
-    """SVG: a bar for each engine, the median over rounds."""
+    """SVG with one bar per engine, the median over rounds."""
     import matplotlib
 
     matplotlib.use("Agg")

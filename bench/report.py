@@ -1,4 +1,4 @@
-"""From raw rounds to a table: medians, ratios taken within a round, and their spread."""
+"""Turns raw rounds into a table: medians, ratios within a round, and their spread."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from statistics import median
 from typing import Any
 
 NUMBERS = ("cpu_s", "wall_s", "peak_mb", "peak_steps_mb", "after_imports_mb")
-QUIET = 0.1  # of the machine may be used by others in a measurement whose wall time counts
-WHOLE, SHARDED = (0, 1, 2), (3,)  # stages by what they do with parameters
+QUIET = 0.1  # largest share of the machine that others may use in a measurement of wall time
+WHOLE, SHARDED = (0, 1, 2), (3,)  # stages without and with partitioned parameters
 ANY = (*WHOLE, *SHARDED)
-# What the project promises of its engine, checked in every report: (title, figure, against, at most, at stages).
+# The project's performance targets, checked in every report: (title, figure, against, maximum, stages).
 TARGETS = (
     ("CPU seconds, against DeepSpeed at the same stage", "cpu_s", "deepspeed", 0.75, WHOLE),
     ("CPU seconds, against DDP", "cpu_s", "ddp", 1.0, WHOLE),
@@ -26,7 +26,7 @@ TARGETS = (
 )
 
 
-# The same of runs with offload to host memory.
+# The same for runs with offload to host memory.
 OFFLOAD_TARGETS = (
     ("CPU seconds with offload, against DeepSpeed's", "cpu_s", "deepspeed", 0.8, ANY),
     ("wall time with offload, against DeepSpeed's", "wall_s", "deepspeed", 0.8, ANY),
@@ -35,7 +35,7 @@ OFFLOAD_TARGETS = (
 
 
 def over_ranks(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One measurement: numbers averaged over ranks, memory of the worst rank, traffic as rank 0 issued it."""
+    """One measurement: averages over ranks, memory of the worst rank, traffic issued by rank 0."""
     result = {key: sum(rank[key] for rank in ranks) / len(ranks) for key in ("cpu_s", "wall_s")}
     result |= {key: max(rank[key] for rank in ranks) for key in NUMBERS if key.endswith("_mb")}
     result["others_s"] = max(0.0, ranks[0]["busy_s"] - sum(rank["cpu_s"] for rank in ranks))
@@ -65,7 +65,7 @@ def markdown(run: dict[str, Any]) -> str:
         + ", ".join(f"{name} {version}" for name, version in versions.items()),
         "",
         f"`{run['command']}`: {settings['rounds']} interleaved rounds of {settings['steps']} steps after "
-        f"{settings['warmup']} for warming up; gloo, one thread per rank, bf16, AdamW, clip 1.0. Ratios are taken "
+        f"{settings['warmup']} warm-up steps; gloo, one thread per rank, bf16, AdamW, clip 1.0. Ratios are taken "
         "within a round and given as median (min-max). Columns are explained in [bench/README.md](../README.md).",
         "",
         *_step_table(run),
@@ -125,7 +125,7 @@ def _python_table(run: dict[str, Any]) -> list[str]:
             f"{entry['function']} {entry['calls']}x {1e3 * entry['own_s']:.1f} ms" for entry in seen["most"]
         )
         rows.append([variant["name"], str(seen["calls"]), most.replace("|", "/").replace("<", "").replace(">", "")])
-    return _table(["engine", "Python calls of a step", "where most of the time is spent (under the profiler)"], rows)
+    return _table(["engine", "Python calls per step", "functions with the most time (under the profiler)"], rows)
 
 
 def _target_table(run: dict[str, Any]) -> list[str]:
@@ -144,9 +144,9 @@ def _target_table(run: dict[str, Any]) -> list[str]:
 
 
 def _ratios(run: dict[str, Any], variant: dict[str, Any], figure: str, peer: str) -> list[float]:
-    """Within each round: this variant over its peer; empty where there is none, or it is the peer itself.
+    """Ratios within each round of this variant to its peer; empty without a peer, or for the peer itself.
 
-    Of wall times, the rounds that other processes have left alone, if there are any.
+    For wall times only rounds without load from other processes count, if there are any.
     """
     if peer == "deepspeed":
         peer = f"deepspeed {variant['stage']}" + (" cpu" if variant.get("offload") else "")
@@ -163,7 +163,7 @@ def _ratios(run: dict[str, Any], variant: dict[str, Any], figure: str, peer: str
 
 
 def _others_share(run: dict[str, Any], measured: dict[str, Any]) -> float:
-    """Of the machine's CPU time during a measurement, what processes outside it used."""
+    """The share of the machine's CPU time that other processes used during a measurement."""
     return float(measured.get("others_s", 0.0) / (measured["wall_s"] * run["machine"]["cores"]))
 
 

@@ -1,10 +1,10 @@
-"""What a step must cost on GPUs that are not here, and what our schedule makes of it: docs/performance.md's tables.
+"""The minimum cost of a step on GPUs, and the cost of hf_zero's schedule: the tables of docs/performance.md.
 
-    python -m bench.roofline                    # the section, as it stands in the page
-    python -m bench.roofline --write            # put it there
+    python -m bench.roofline                    # print the section
+    python -m bench.roofline --write            # write it into the page
 
-Nothing here is measured. Links and memories are given at what copies reach on such machines (`MACHINES`), compute at
-what dense bf16 training reaches; activations are not counted.
+Nothing here is measured. Link and memory rates are those that copies reach on such machines (`MACHINES`), compute rates
+those of dense bf16 training; activations are not counted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hf_zero.planning.event_model import LANES, Machine, Setup, Shape, Step, sim
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: python -m bench.roofline --write -->\n", "<!-- end -->\n"
 
-# FLOP/s: 0.6 of the data sheet's dense bf16 (4090: 0.75). Memory: an H200's copy as measured; others 0.9 of the sheet.
-# Links: NVLink 4 and PCIe at what large copies reach. Host memory: DDR5 at 0.7 of the sheet, shared by the GPUs.
+# FLOP/s: 0.6 of the data sheet's dense bf16 (4090: 0.75). Memory: H200 as measured by a copy; others 0.9 of the sheet.
+# Links: NVLink 4 and PCIe at the rate of large copies. Host memory: DDR5 at 0.7 of the sheet, shared by the GPUs.
 MACHINES = (
     Machine("1 x H200, PCIe 5", 1, 590e12, 4.3e12, 1e15, 55e9, 300e9, 141e9),
     Machine("8 x H100, NVLink, PCIe 5", 8, 590e12, 3.0e12, 370e9, 55e9, 54e9, 80e9),
@@ -32,9 +32,9 @@ MACHINES = (
 )
 SHAPES = (Shape("1.5B", 1.5e9, 28), Shape("8B", 8e9, 32), Shape("32B", 32e9, 64))
 TOKENS = {"1 x 4090, PCIe 4": 8192}
-# No case here keeps anything on a drive, or parts of matrices or sequences on several ranks, or waits for other hosts.
+# No case here uses drives, tensor or sequence parallelism, or several hosts.
 COLUMNS = tuple(lane for lane in LANES if lane not in ("disk", "exchange", "messages"))
-FILLED = 0.85  # of device memory, for model states: the rest is for activations
+FILLED = 0.85  # share of device memory for model states; the rest is for activations
 
 # (what, figure, where, source)
 PUBLISHED = (
@@ -47,7 +47,7 @@ PUBLISHED = (
 )
 
 
-# A case for every lane that can be the slowest (what goes out is never more than what comes in).
+# One case for every lane that can be the slowest (outgoing traffic never exceeds incoming traffic).
 _SLOW_LINK = replace(MACHINES[1], name="8 x H100, PCIe 5 alone", link=22e9)
 BOUNDS = (
     (MACHINES[0], SHAPES[0], Setup(0)),
@@ -73,7 +73,7 @@ def stage_of(setup: Setup) -> str:
 
 
 def over_slowest(step: Step) -> float:
-    """How much longer than its slowest lane."""
+    """The step time relative to its slowest lane."""
     return step.seconds / step.busy[step.bound]
 
 
@@ -87,7 +87,7 @@ def device_bytes(machine: Machine, shape: Shape, setup: Setup) -> float:
         states, gradients = 0.0, 0.0 if setup.stage >= 2 else gradients
     if setup.offload_parameters:
         weights = 0.0
-    buffers = 4 * 2 / shape.units  # two units under way, their gradients too
+    buffers = 4 * 2 / shape.units  # two units in flight, with their gradients
     return shape.parameters * (weights + gradients + states + buffers)
 
 
@@ -123,7 +123,7 @@ def machine_table(machine: Machine) -> Iterator[str]:
 
 
 def changes(step_of: Setup, machine: Machine, shape: Shape) -> dict[str, Step]:
-    """The same step after one change of design each."""
+    """The same step after one design change each."""
     faster_host = replace(machine, host_memory=machine.host_memory * UPDATE_SHARE)
     return {
         "updates during backward": simulate(machine, shape, replace(step_of, clips=False)),
@@ -138,7 +138,7 @@ UPDATE_SHARE = 28 / 16.0625  # bytes of a parameter with fp32 states over those 
 
 
 def offloaded() -> Iterator[tuple[Machine, Shape, Setup]]:
-    """Every case of the tables in which the host updates."""
+    """Every case of the tables with updates on the host."""
     for machine, shape in product(MACHINES, SHAPES):
         for setup in setups(machine):
             if setup.offload_optimizer and fits(machine, shape, setup):
@@ -146,7 +146,7 @@ def offloaded() -> Iterator[tuple[Machine, Shape, Setup]]:
 
 
 def gains(machine: Machine, shape: Shape, setup: Setup) -> dict[str, float]:
-    """Tokens per second after each change, over those of now."""
+    """Tokens per second after each change, relative to the present."""
     now = simulate(machine, shape, setup).seconds
     after = changes(setup, machine, shape)
     return {name: (4 if name == MORE_TOKENS else 1) * now / step.seconds for name, step in after.items()}
@@ -217,7 +217,7 @@ def section() -> str:
 
 
 def page(text: str) -> str:
-    """`text` with the section in its place."""
+    """`text` with the section replaced."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{section()}\n{END}{after}"
@@ -225,7 +225,7 @@ def page(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into docs/performance.md")
+    parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
     if parser.parse_args().write:
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:

@@ -2,8 +2,8 @@
 
     .venv/bin/python -m torch.distributed.run --nproc-per-node 4 -m bench.sequence_parallel --json FILE
 
-Memory is counted as by `bench.long_sequences`: the allocator's own record of one forward and backward on rank 0. Blocks
-of memory that CPU ranks share are not the allocator's; each message lies in one, for as long as it travels.
+Memory is counted as in `bench.long_sequences`: the allocator's record of one forward and backward on rank 0. Memory
+blocks that CPU ranks share do not belong to the allocator; each message occupies one while it is in flight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAUNCH = ("python", "-m", "torch.distributed.run", "--nproc-per-node", "RANKS", 
 
 
 def engine_for(hidden: int, size: int) -> Any:
-    """A Llama of four layers with checkpointed layers and sdpa, all in fp32, which `size` ranks share."""
+    """A four-layer Llama with checkpointed layers and sdpa, in fp32, for sequences over `size` ranks."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=int(VOCABULARY * hidden),
@@ -65,8 +65,8 @@ def step(engine: Any, rows: int, length: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="of all rows together")
-    parser.add_argument("--row", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384, 32768], help="tokens of all rows")
+    parser.add_argument("--row", type=int, default=2048, help="tokens per row")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--json", type=Path)

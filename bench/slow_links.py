@@ -1,10 +1,10 @@
-"""Steps on two hosts that a slow link joins: ZeRO++ beside plain stage 3, hybrid sharding and two hops beside stage 2,
-hybrid stage 3 beside FSDP2's.
+"""Steps on two hosts with a slow link: ZeRO++ against plain stage 3, hybrid sharding and two hops against stage 2,
+hybrid stage 3 against FSDP2's.
 
-    python -m bench.slow_links --name 100mbit               # as root: makes two network namespaces, and takes them away
+    python -m bench.slow_links --name 100mbit               # as root: creates two network namespaces, and removes them
 
-Two ranks on each host. All ways are trained side by side in the same processes, round after round; claims are ratios
-within a round. `tc` (tbf) limits what each host sends; where the kernel has netem, it also delays it.
+Two ranks per host. All ways train in the same processes, alternating round by round; results are ratios within a round.
+`tc` (tbf) limits what each host sends; if the kernel has netem, it also delays it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.models import SIZES, build_model
 
 PER_HOST = 2
 HPZ, QWZ, QGZ = {"zero_hpz_partition_size": 2}, {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
-# Nothing stays gathered between forward and backward, as of a model that needs stage 3.
+# Nothing stays gathered between forward and backward, as for a model that needs stage 3.
 THREE = {"stage": 3, "stage3_max_live_parameters": 0}
 # way -> (zero_optimization, hf_zero)
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -41,7 +41,7 @@ AGAINST = {"stage 3": list(WAYS)[1:3], "stage 2, one hop": list(WAYS)[4:6], HSDP
 
 
 def play(options: argparse.Namespace) -> None:
-    """One rank."""
+    """Run as one rank."""
     import hf_zero
     from hf_zero.comm import background_collectives, ledger
 

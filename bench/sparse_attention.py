@@ -1,10 +1,10 @@
-"""Time and memory of sparse attention against the density of its pattern, on one CPU process.
+"""Time and memory of sparse attention by the density of its pattern, on one CPU process.
 
     python -m bench.sparse_attention --name 8k
 
-Forward and backward of one layer's attention in fp32, all patterns in turn, and torch's scaled_dot_product_attention
-over all tokens beside them. Memory is counted, not sampled: the allocator's own record (torch.profiler) of the most
-that was taken at once. Density: blocks that are computed, of all.
+Forward and backward of one layer's attention in fp32, alternating all patterns and torch's scaled_dot_product_attention
+over all tokens. Memory is counted, not sampled: torch.profiler records the allocator's peak. Density is the share of
+blocks that are computed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WHOLE = "scaled_dot_product_attention"
 
 
 def patterns(heads: int, block: int) -> dict[str, SparsityConfig]:
-    """From sparse to dense."""
+    """Patterns from sparse to dense."""
     both = {"attention": "bidirectional"}
     windows = {
         f"window of {2 * near + 1} blocks": LocalSlidingWindowSparsityConfig(
@@ -54,7 +54,7 @@ def patterns(heads: int, block: int) -> dict[str, SparsityConfig]:
 
 
 def attention_of(config: SparsityConfig, tokens: int) -> tuple[Attention, float]:
-    """Attention by the pattern, and its density."""
+    """Attention with this pattern, and its density."""
     found = config.make_layout(tokens)
     layouts = [tuple(tuple(row.nonzero().flatten().tolist()) for row in head) for head in found]
     plan = make_plan(layouts, config.num_heads, config.block)
@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def report(found: dict[str, dict[str, Any]], options: argparse.Namespace) -> str:
-    """The table, as it is."""
+    """The table in Markdown."""
     lines = [
         f"Forward and backward of attention over {options.tokens} tokens, {options.heads} heads of "
         f"{options.head_size}, blocks of {options.block}, fp32, one CPU core; medians of {options.rounds} rounds with "

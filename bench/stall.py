@@ -1,12 +1,12 @@
-"""How long training stands still for a checkpoint: steps with a save among them, beside steps without.
+"""How long a checkpoint blocks training: steps with saves compared with steps without.
 
     python -m bench.stall --size 110m --batch 4 --oracle-python .oracle/bin/python --name 110m
-    python -m bench.stall --write               # docs/checkpoints.md, from the newest kept result
+    python -m bench.stall --write               # writes docs/checkpoints.md from the newest stored result
 
-In turn, so many steps without a save, and as many of which the first is followed by one. A step's time is that of its
-forward, backward and update, and of the save where there is one; what is written beside training slows the steps after
-it, and those are in the table too. The state that is saved is the same for all: fp32 masters and both moments of AdamW,
-and the weights in `--precision` (in FSDP2: in fp32, which are its masters). Each way runs alone, two ranks with one
+Blocks of steps without a save alternate with blocks of the same length whose first step is followed by a save. A step's
+time includes its forward, backward and update, and the save if there is one; an asynchronous write slows down the
+following steps, which are in the table, too. All engines save the same state: fp32 masters and both moments of AdamW,
+and the weights in `--precision` (in FSDP2: in fp32, which are its masters). Each way runs alone, with two ranks of one
 thread each.
 """
 
@@ -54,7 +54,7 @@ def build(
         from torch.distributed.checkpoint.state_dict import get_state_dict
 
         dist.init_process_group("cpu:gloo")
-        beside = dist.new_group(backend="gloo")  # it would meet training's own collectives in the first group
+        beside = dist.new_group(backend="gloo")  # in the first group it would be matched with training's collectives
         step = engines.build_fsdp2_step(model, reshard=stage == 3, dtype=engines.DTYPES[precision])
         (cell,) = [each for each in step.__closure__ or () if hasattr(each.cell_contents, "param_groups")]
         under_way: list[Any] = []
@@ -92,7 +92,7 @@ def play(options: argparse.Namespace) -> None:
     step, save = build(options.way, size, options.stage, options.precision)
     found: dict[str, list[list[float]]] = {"without": [], "with": []}
     tokens = models.batches(size, 1, int(os.environ["RANK"]))[0]
-    for block in range(-1, 2 * options.rounds):  # one block to warm up, with a save: memory, plans, processes
+    for block in range(-1, 2 * options.rounds):  # one warm-up block with a save: memory, plans, processes
         seconds = []
         for number in range(options.every):
             started = time.perf_counter()
@@ -105,11 +105,11 @@ def play(options: argparse.Namespace) -> None:
     sys.stdout.write(f"{MARK}{json.dumps(found)}\n")
     sys.stdout.flush()
     dist.barrier()
-    os._exit(0)  # what is still being written is not measured
+    os._exit(0)  # writes still in flight are not measured
 
 
 def measure(way: str, options: argparse.Namespace) -> dict[str, list[list[float]]]:
-    """Of rank 0: all ranks wait for one another in every step."""
+    """Rank 0's times: all ranks wait for one another in every step."""
     oracle = options.oracle_python if way == DEEPSPEED else None
     with tempfile.TemporaryDirectory(prefix="bench-stall-", dir=options.disk) as folder:
         words = [oracle or sys.executable, "-m", "bench.stall", "--way", way, "--folder", folder]
@@ -128,13 +128,13 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, list[list[float]
 
 
 def _longest(blocks: Sequence[Sequence[float]]) -> float:
-    """Of the steps of a block, each the median of all rounds: one that a shared machine slows in one round is not taken
-    for a stall of all; the worst of all stands beside it."""
+    """The longest step of a block, each step the median over all rounds, so that a step slowed down by other load in
+    one round does not count as a stall; the worst of all is in the table, too."""
     return max(statistics.median(each) for each in zip(*blocks, strict=True))
 
 
 def table(run: dict[str, Any]) -> str:
-    """Seconds of a step by way."""
+    """Seconds per step, by way."""
     lines = [
         "| way | step without saves | its longest | median with saves | over | the step that saves "
         "| longest with saves | over | all, over | worst of all, without and with |",
@@ -154,7 +154,7 @@ def table(run: dict[str, Any]) -> str:
 
 
 def markdown(run: dict[str, Any]) -> str:
-    """One run."""
+    """The report of one run."""
     settings, cores, load = run["settings"], run["machine"]["cores"], run["machine"]["load_1min"]
     lines = [
         f"# A save each {settings['every']} steps, model {settings['size']}, {settings['precision']}, stage "
@@ -168,7 +168,7 @@ def markdown(run: dict[str, Any]) -> str:
 
 
 def section() -> str:
-    """The newest kept result."""
+    """The newest stored result."""
     path = max(RESULTS.glob("*-stall-*.json"))
     run = json.loads(path.read_text())
     settings, cores = run["settings"], run["machine"]["cores"]
@@ -180,16 +180,16 @@ def section() -> str:
 def main() -> None:
     """Measure, then write JSON and Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="110m", help="a name in bench/models.py")
-    parser.add_argument("--batch", type=int, default=4, help="samples of a rank's step")
+    parser.add_argument("--size", default="110m", help="model size from bench/models.py")
+    parser.add_argument("--batch", type=int, default=4, help="samples per rank and step")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2)
     parser.add_argument("--every", type=int, default=20, help="steps between two saves")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--disk", type=Path, help="folder on the disk to write to; default: the system's temporary one")
-    parser.add_argument("--oracle-python", help="the interpreter that has real DeepSpeed; without, it is left out")
+    parser.add_argument("--disk", type=Path, help="folder on the disk to write to; default: a temporary one")
+    parser.add_argument("--oracle-python", help="interpreter with real DeepSpeed; default: skip DeepSpeed")
     parser.add_argument("--name", help="write bench/results/<date>-stall-<name>.md and .json")
-    parser.add_argument("--write", action="store_true", help="measure nothing: write docs/checkpoints.md's table")
+    parser.add_argument("--write", action="store_true", help="only write docs/checkpoints.md's table")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()

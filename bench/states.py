@@ -1,4 +1,4 @@
-"""Bytes of what an engine keeps between steps, by kind, read from its vectors and tensors."""
+"""Bytes that an engine keeps between steps, by kind, read from its vectors and tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def state_bytes(engine: Any) -> dict[str, int]:
-    """Of this rank, wherever it lies. After a step, when everything has been made."""
+    """This rank's bytes on all devices, after a step that has created all states."""
     assembly = engine.gradients.assembly
     store, updater = assembly.store, assembly.optimizer.updater
     return {
@@ -39,7 +39,7 @@ def _masters(store: Any) -> int:
 
 
 def _states(updater: Any) -> int:
-    """Tensors of the optimizer, and vectors in files."""
+    """The optimizer's tensors, and its vectors in files."""
     far = sum(
         vector.num_bytes
         for sub_group in updater.sub_groups

@@ -1,6 +1,6 @@
-"""Training that lives in host memory, on a device that has almost none: bytes per parameter, and what a step takes.
+"""Streaming training from host memory on a device with little memory: bytes per parameter, and time per step.
 
-The device is an arena with a limit (tests/support/arena.py): more of it at once raises.
+The device is an arena with a limit (tests/support/arena.py): exceeding it raises.
 
 python -m bench.streaming --size 2b --budget-mb 300 --plain --name 2b
 """
@@ -46,12 +46,12 @@ SIZES = {
 STATES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2 * (1 + 4 / 256)}  # bytes per parameter
 SPLIT = 4.0  # bytes of a bf16 weight and its master
 _RATE = 1e-4
-_DRAWN = 999_983  # weights that are drawn; all matrices have the same ones, again and again
+_DRAWN = 999_983  # number of random weights, which all matrices repeat
 log = logging.getLogger("bench")
 
 
 def config_of(streaming: dict[str, Any] | None) -> dict[str, Any]:
-    """Of a run on one device; without `streaming` everything is kept as DeepSpeed does, masters and states whole."""
+    """The config for one device; without `streaming` masters and states are kept whole, as in DeepSpeed."""
     place: dict[str, Any] = {"device": "cpu", "pin_memory": False}
     sections = {} if streaming is None else {"hf_zero": {"streaming": {"enabled": True, **streaming}}}
     return {
@@ -71,7 +71,7 @@ def config_of(streaming: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def train(size: Size, steps: int, states: str, *, streams: bool = True, limit: int = 1 << 62) -> dict[str, Any]:
-    """Losses before so many steps and after them, and the bytes of host and device."""
+    """Losses before each step and after the last, and the bytes of host and device."""
     before = time.perf_counter()
     model = _model(size)
     optimizer = _kind(states)(model.parameters(), lr=_RATE)
@@ -105,10 +105,10 @@ def train(size: Size, steps: int, states: str, *, streams: bool = True, limit: i
 
 
 def plain_losses(size: Size, steps: int, states: str) -> list[float]:
-    """The same losses without an engine: each parameter is updated when its gradient is there, in fp32.
+    """The same losses without an engine: each parameter is updated in fp32 as soon as its gradient exists.
 
-    Between steps there are the first weights and all gradients alone, from which each update begins again: 2 bytes per
-    parameter for the weights and, where there are later updates, 2 + 2 for each of the earlier ones.
+    Only the first weights and all gradients are kept between steps, and each update starts again from them: 2 bytes per
+    parameter for the weights and, if there are later updates, 2 + 2 for each of the earlier ones.
     """
     model = _model(size)
     losses: list[float] = []
@@ -146,8 +146,8 @@ def _kind(states: str) -> Any:
 
 
 class _Vectors(torch.autograd.Function):
-    """A linear layer of few tokens, with gradients that are made of vectors: without bf16 arithmetic PyTorch takes ten
-    to a hundred times as long for products of matrices in bf16."""
+    """A linear layer for few tokens that computes gradients from vectors: without bf16 arithmetic PyTorch takes ten to
+    a hundred times as long for bf16 matrix products."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class _Vectors(torch.autograd.Function):
 
 
 def _model(size: Size) -> nn.Module:
-    """In bf16, as an fp32 model would need as much as it is trained with; with weights that take no time to draw."""
+    """In bf16, because an fp32 model would need as much memory as its training; its weights are fast to generate."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -192,7 +192,7 @@ def _linear(module: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 def _on_device(engine: Any) -> list[torch.Tensor]:
-    """What an engine keeps there: rooms of units, which are empty while these are released, and what stays gathered."""
+    """The engine's tensors on the device: buffers of units, empty while released, and persistent parameters."""
     store = engine.gradients.assembly.store
     parts = [(unit, part) for unit in store.units for part in unit.parts]
     rows = [part.stored.tensor for unit, part in parts if unit.is_persistent]
@@ -200,7 +200,7 @@ def _on_device(engine: Any) -> list[torch.Tensor]:
 
 
 def _host_bytes(engine: Any) -> int:
-    """Of weights, masters and states between steps."""
+    """Bytes of weights, masters and states between steps."""
     updater = engine.optimizer.updater
     stored = [sub_group.stored for sub_group in updater.sub_groups]
     states = sum(value.nbytes for state in updater.optimizer.state.values() for value in state.values() if value.dim())
@@ -208,14 +208,14 @@ def _host_bytes(engine: Any) -> int:
 
 
 def _gradient_numel(engine: Any) -> int | None:
-    """The most elements of gradients that have been in host memory at once; None where all of them are."""
+    """Peak number of gradient elements in host memory; None if all gradients stay there."""
     gradients = engine.gradients.assembly.reducer.buckets[0].trained.placement.gradients
     most: int | None = getattr(gradients, "most_out", None)
     return most
 
 
 def main() -> None:
-    """Train each way in a process of its own, then write JSON and Markdown."""
+    """Train each way in a separate process, then write JSON and Markdown."""
     arguments = _parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if arguments.worker is not None:
@@ -244,10 +244,10 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=sorted(SIZES), default="400m")
     parser.add_argument("--states", choices=sorted(STATES), nargs="+", default=["8bit"])
-    parser.add_argument("--budget-mb", type=int, default=300, help="of the device")
+    parser.add_argument("--budget-mb", type=int, default=300, help="memory limit of the device")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--plain", action="store_true", help="also what the losses are without an engine")
+    parser.add_argument("--plain", action="store_true", help="also compute the losses without an engine")
     parser.add_argument("--worker", choices=sorted(STATES), help=argparse.SUPPRESS)
     parser.add_argument("--name", default="400m", help="part of the result files' names")
     parser.add_argument("--results", type=Path, default=ROOT / "bench" / "results")
@@ -265,7 +265,7 @@ def _both(arguments: argparse.Namespace, states: str) -> dict[str, Any]:
 def in_a_process(
     size: str, steps: int, states: str, *, budget_mb: int = 300, plain: bool = False, threads: int = 1
 ) -> dict[str, Any]:
-    """What `train` returns, or with `plain` the losses of `plain_losses`: all memory is free again after it."""
+    """Runs `train`, or `plain_losses` if `plain`, in a process, which frees all memory at its end."""
     words = ["--worker", states, "--size", size, "--steps", str(steps), "--budget-mb", str(budget_mb)]
     words += ["--threads", str(threads), *["--plain"] * plain]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -278,7 +278,7 @@ def in_a_process(
 
 
 def report(run: dict[str, Any]) -> str:
-    """The page."""
+    """The report in Markdown."""
     place = run["machine"]
     lines = [
         "# Training that lives in host memory",

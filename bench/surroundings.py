@@ -1,4 +1,4 @@
-"""Where a measurement runs: environments of ranks, the machine, and command lines without its folders."""
+"""The environment of a measurement: variables of ranks, the machine, and command lines without local folders."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ RESULTS = ROOT / "bench" / "results"
 
 
 def rank_environments(ranks: int, *, deepspeed_python: str | None = None) -> list[dict[str, str]]:
-    """Environments of the ranks of one process group; `deepspeed_python` is the interpreter where DeepSpeed runs."""
+    """Environments of the ranks of one process group; `deepspeed_python` is DeepSpeed's interpreter, if any."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if deepspeed_python is not None:
-        # DeepSpeed compiles operators on first use with the ninja that is installed beside its interpreter, and keeps
-        # them apart from the user's: a run that is killed meanwhile leaves a lock on which later ones wait for ever.
+        # DeepSpeed compiles operators on first use with the ninja beside its interpreter. They are kept apart from the
+        # user's, because a run killed while compiling leaves a lock on which later runs wait forever.
         path = f"{Path(deepspeed_python).parent}{os.pathsep}{common.get('PATH', '')}"
         operators = Path(tempfile.gettempdir()) / f"hf_zero_bench_operators_{os.getuid()}"
         common |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "PATH": path, "TORCH_EXTENSIONS_DIR": str(operators)}
@@ -55,7 +55,7 @@ def machine() -> dict[str, Any]:
 
 
 def keep(run: dict[str, Any], markdown: str, name: str, folder: Path = RESULTS) -> None:
-    """Write DATE-NAME.json with everything, and .md; `run` gets the date of today where it has none."""
+    """Writes DATE-NAME.json with everything, and .md; sets today's date in `run` if it has none."""
     run = {"date": str(datetime.date.today()), **run}
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{run['date'][:10]}-{name}"
@@ -64,7 +64,7 @@ def keep(run: dict[str, Any], markdown: str, name: str, folder: Path = RESULTS) 
 
 
 def page_with(text: str, inside: str, command: str) -> str:
-    """A page with what stands between the marks that name `command` replaced."""
+    """A page with the text between the marks of `command` replaced by `inside`."""
     begin, end = f"<!-- begin: {command} -->\n", "<!-- end -->\n"
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)

@@ -1,4 +1,4 @@
-"""What an update from a drive does when: reads, computing and writes of every portion, as measured, drawn as text."""
+"""The reads, computation and writes of an update from a drive, as measured for each sub-group and drawn as text."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 
 from hf_zero.offload.sub_group import SubGroup
 
-WIDTH = 100  # characters of the picture
-PORTIONS = 12  # in the picture
+WIDTH = 100  # width of the drawing in characters
+PORTIONS = 12  # sub-groups in the drawing
 Span = tuple[float, float]  # seconds
 
 
 @dataclass
 class Timeline:
-    """Of each portion, in the order of the update: when it was read, updated and written."""
+    """For each sub-group, in the order of the update: when it was read, updated and written."""
 
     read: dict[int, list[Span]] = field(default_factory=dict)
     update: dict[int, list[Span]] = field(default_factory=dict)
     write: dict[int, list[Span]] = field(default_factory=dict)
 
     def plain(self) -> list[dict[str, Any]]:
-        """For a file: seconds from the first event on, one entry per portion."""
+        """As plain data: seconds since the first event, one entry per sub-group."""
         start = min(begin for spans in self.read.values() for begin, _ in spans)
         kinds = {"read": self.read, "update": self.update, "write": self.write}
         return [
@@ -35,7 +35,7 @@ class Timeline:
 
 @contextmanager
 def recorded(engine: Any) -> Iterator[Timeline]:
-    """Watch the updates of `engine`, whose optimizer is on one drive and works sub-group by sub-group."""
+    """Records the updates of `engine`, whose optimizer is on one drive and processes one sub-group at a time."""
     timeline, updater = Timeline(), engine.optimizer.updater
     [drive] = engine.gradients.assembly.placements.drives
     stager, trace, marks = updater.stager, [], []
@@ -63,7 +63,7 @@ def recorded(engine: Any) -> Iterator[Timeline]:
 
 
 def _sort(timeline: Timeline, trace: Sequence[Any], marks: Sequence[tuple[str, int, int, int]]) -> None:
-    """Reads belong to the portion that was being fetched, writes to the one that had been updated last."""
+    """Assigns reads to the sub-group that was being fetched, and writes to the last updated one."""
     for kind, index, first, stop in marks:
         for verb, _, completion in trace[first:stop] if kind == "fetch" else ():
             if verb == "read":
@@ -76,7 +76,7 @@ def _sort(timeline: Timeline, trace: Sequence[Any], marks: Sequence[tuple[str, i
 
 
 def overlap(portions: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Shares of the update's time: the drive at work, computing, and computing while the drive is at work."""
+    """Shares of the update's time: drive busy, computing, and computing while the drive is busy."""
     drive = _union([tuple(span) for sub_group in portions for kind in ("read", "write") for span in sub_group[kind]])
     compute = _union([tuple(span) for sub_group in portions for span in sub_group["update"]])
     whole = max(stop for _, stop in (*drive, *compute)) - min(start for start, _ in (*drive, *compute))
@@ -96,7 +96,7 @@ def _union(spans: Sequence[Any]) -> list[Span]:
 
 
 def draw(portions: Sequence[dict[str, Any]]) -> list[str]:
-    """A row per portion from the middle of the update: r being read, U updated, w written, = read and not yet used."""
+    """One row per sub-group from the middle of the update: r read, U updated, w written, = read and waiting."""
     first = max(0, len(portions) // 2 - PORTIONS // 2)
     shown = portions[first : first + PORTIONS]
     edges = [edge for sub_group in shown for spans in sub_group.values() for span in spans for edge in span]

@@ -1,4 +1,4 @@
-"""One rank of one measurement: build the engine, warm up, measure steps, write what was seen as JSON."""
+"""One rank of one measurement: builds the engine, warms up, measures steps and writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench import engines, meters, models
 
 
 def main() -> None:
-    """Measure what the command line names."""
+    """Measure what the command line specifies."""
     arguments = _parse()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -41,7 +41,7 @@ def main() -> None:
     Path(f"{arguments.out}.{rank}").write_text(json.dumps(result))
     if dist.is_initialized():
         dist.barrier()
-        # DDP and FSDP hold the group as well; one that is alive at exit can abort the interpreter.
+        # DDP and FSDP also hold the group; if it is alive at exit, it can abort the interpreter.
         del step
         gc.collect()
         dist.destroy_process_group()
@@ -63,7 +63,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _import_engine(engine: str) -> None:
-    """Everything heavy, so that memory measured from here on is the model's and the engine's."""
+    """Import everything heavy, so that the memory measured from here on is the model's and the engine's."""
     if engine == "hf_zero":
         import hf_zero
 
@@ -73,7 +73,7 @@ def _import_engine(engine: str) -> None:
 
         ours = "hf_zero" in str(deepspeed.__file__)
         if ours != (engine == "hf_zero"):
-            raise RuntimeError(f"asked for {engine}, but `deepspeed` is {deepspeed.__file__}")
+            raise RuntimeError(f"requested {engine}, but `deepspeed` is {deepspeed.__file__}")
     if engine.startswith("fsdp2"):
         import torch.distributed.fsdp  # noqa: F401
 
@@ -90,7 +90,7 @@ def _build(arguments: argparse.Namespace) -> engines.Step:
             zero["offload_optimizer"] = {"device": arguments.offload, "nvme_path": arguments.nvme}
         return engines.build_ds_step(model, config)
     if arguments.engine == "compute":
-        dist.init_process_group("gloo")  # for the barriers around the measurement only
+        dist.init_process_group("gloo")  # only for the barriers around the measurement
         return engines.build_compute_step(model)
     if arguments.engine == "ddp":
         return engines.build_ddp_step(model)
@@ -118,7 +118,7 @@ def _measure(step: engines.Step, tokens: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def _count_collectives(engine: str, step: Callable[[], object]) -> dict[str, dict[str, int]]:
-    """Of one step, at torch's own operators; hf_zero's, which need none on one machine, from its own ledger."""
+    """Counts one step's torch operators; hf_zero's own ledger counts its own, since it uses none on one machine."""
     if engine != "hf_zero":
         return meters.count_collectives(step)
     from hf_zero.comm import ledger

@@ -1,11 +1,11 @@
-"""ZeRO++'s quantised gathers and reductions on the demo's model: held-out loss after the same steps, bytes of a step.
+"""ZeRO++'s quantised gathers and reductions on the demo's model: held-out loss after the same steps, bytes per step.
 
     python -m bench.zeropp --name demo                                      # the demo's sizes
-    python -m bench.zeropp --name small --hidden-size 128 --block-size 64   # where there is less time
+    python -m bench.zeropp --name small --hidden-size 128 --block-size 64   # if there is less time
 
-Two ranks, stage 3, the demo's text, layers, rates and batch; matrices are gathered around their use, biases and norms
-stay. All kinds are trained one after the other from the same weights on the same batches, and plain stage 3 once more
-from other weights and in another order, as a yardstick of what chance does. Bytes are payload, by the engine's ledger.
+Two ranks, stage 3, the demo's text, layers, rates and batch; matrices are gathered for each use, biases and norms are
+persistent. All kinds are trained one after the other from the same weights on the same batches, and plain stage 3 once
+more with another seed, to show the size of random differences. Bytes are payload, by the engine's ledger.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RANKS, PER_RANK = 2, 4
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 LOCO = {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}
 PLAIN, OTHER_SEED = "plain stage 3", "plain stage 3, another seed"
-# kind -> (keys of zero_optimization, bits of gradients, most that the loss may be of plain stage 3's)
+# kind -> (keys of zero_optimization, bits of gradients, largest allowed loss relative to plain stage 3's)
 KINDS: dict[str, tuple[dict[str, Any], int, float]] = {
     PLAIN: ({}, 4, 1.0),
     "qwZ": (WEIGHTS, 4, 1.01),
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[dict[str, Any], int, float]] = {
 
 
 def ds_config(kind: str, steps: int, *, bf16: bool) -> dict[str, Any]:
-    """The demo's settings; a tenth of the steps is warm-up of the rate."""
+    """The demo's settings; a tenth of the steps is learning rate warm-up."""
     zero, bits, _ = KINDS[kind]
     schedule = {"warmup_max_lr": 1.5e-3, "warmup_num_steps": max(1, steps // 10), "total_num_steps": steps}
     released = {"stage3_param_persistence_threshold": 5000, "stage3_max_reuse_distance": 0}
@@ -59,7 +59,7 @@ def ds_config(kind: str, steps: int, *, bf16: bool) -> dict[str, Any]:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """One rank; rank 0 writes the figures of all kinds as they come."""
+    """One rank; rank 0 writes the results of each kind as they are measured."""
     sys.path.insert(0, str(ROOT / "examples"))
     from demo import DATA, MODEL
     from train_clm import DataArguments, ModelArguments, load_blocks, load_text, load_tokenizer, new_model
@@ -96,7 +96,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def _train(engine: Any, blocks: Any, rank: int, steps: int, seed: int) -> dict[str, int]:
-    """Payload of the last step."""
+    """Trains; returns the payload of the last step."""
     from hf_zero.comm import ledger
 
     order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(1 + seed))
@@ -112,7 +112,7 @@ def _train(engine: Any, blocks: Any, rank: int, steps: int, seed: int) -> dict[s
 
 @torch.no_grad()
 def _held_out(engine: Any, blocks: Any) -> float:
-    """Mean loss over the held-out blocks, all of them on every rank."""
+    """Mean loss over the held-out blocks; every rank computes all of them."""
     engine.eval()
     losses = []
     for first in range(0, len(blocks), 16):

@@ -1,4 +1,4 @@
-"""Text for causal language modelling: find it, train a tokenizer on it, cut it into equal blocks of tokens."""
+"""Text for causal language modelling: finds it, trains a tokenizer on it, and packs it into equal blocks of tokens."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 END_OF_TEXT = "<|endoftext|>"
 
-# Folders of a Python installation that are not the standard library proper, or hardly prose: third-party packages,
-# the test suite (60% of the bytes, full of deliberately odd input), character tables and generated documentation.
+# Folders of a Python installation that are not the standard library itself, or contain little prose: third-party
+# packages, the test suite (60% of the bytes, deliberately odd input), character tables and generated documentation.
 EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 )
 
 
 def standard_library_files(root: str | Path | None = None) -> list[str]:
-    """Python sources of the running interpreter's standard library, sorted, without `EXCLUDED_FOLDERS`."""
+    """Sorted Python sources of the running interpreter's standard library, without `EXCLUDED_FOLDERS`."""
     base = Path(root or sysconfig.get_path("stdlib"))
     found = []
     for folder, subfolders, names in os.walk(base):
@@ -33,12 +33,12 @@ def standard_library_files(root: str | Path | None = None) -> list[str]:
         found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     files = sorted(path for path in found if os.path.getsize(path) > 0)
     if not files:
-        raise ValueError(f"no Python sources under {base}: name text files of your own with --train_files")
+        raise ValueError(f"no Python sources under {base}: pass your own text files with --train_files")
     return files
 
 
 def expand_globs(patterns: Iterable[str]) -> list[str]:
-    """Existing files for a mixture of paths and globs (`**` goes down folders), sorted, each once."""
+    """Returns the existing files that match paths and globs, sorted and without duplicates; `**` is recursive."""
     files: set[str] = set()
     for pattern in patterns:
         matches = [path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
@@ -49,7 +49,7 @@ def expand_globs(patterns: Iterable[str]) -> list[str]:
 
 
 def load_documents(dataset_name: str | None, config_name: str | None, files: list[str]) -> DatasetDict:
-    """A hub dataset by name, or else local files with one row per file; always with a `train` split."""
+    """Loads a Hub dataset by name, or local files with one row per file. The result always has a `train` split."""
     if dataset_name is not None:
         loaded: DatasetDict = load_dataset(dataset_name, config_name)
         return loaded
@@ -87,7 +87,7 @@ def train_tokenizer(texts: Iterable[list[str]], vocab_size: int) -> PreTrainedTo
 
 
 def tokenizer_folder(documents: Dataset, vocab_size: int, cache_dir: str | Path) -> Path:
-    """Where the tokenizer of exactly this text and this size is kept."""
+    """Cache folder of the tokenizer for exactly these documents and this vocabulary size."""
     digest = hashlib.sha256(f"byte-level-bpe {vocab_size}".encode())
     for batch in iterate_text(documents):
         for text in batch:
@@ -96,17 +96,17 @@ def tokenizer_folder(documents: Dataset, vocab_size: int, cache_dir: str | Path)
 
 
 def cached_tokenizer(documents: Dataset, vocab_size: int, cache_dir: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of these documents: from the cache, or trained now and put there."""
+    """Loads the tokenizer of these documents from the cache, or trains and caches it."""
     folder = tokenizer_folder(documents, vocab_size, cache_dir)
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside and renamed: a run that is interrupted leaves no half tokenizer for the next one to load.
+        # Written to a temporary folder and renamed, so that an interrupted run leaves no partial tokenizer behind.
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             train_tokenizer(iterate_text(documents), vocab_size).save_pretrained(os.path.join(scratch, "tokenizer"))
             try:
                 os.rename(os.path.join(scratch, "tokenizer"), folder)
             except OSError:
-                if not folder.is_dir():  # otherwise another machine on the same file system was first: use its result
+                if not folder.is_dir():  # otherwise another machine with the same file system was first: use its result
                     raise
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
     return tokenizer
@@ -118,7 +118,7 @@ def tokenize(batch: dict[str, list[str]], tokenizer: PreTrainedTokenizerBase, co
 
 
 def pack(batch: dict[str, list[list[int]]], block_size: int) -> dict[str, list[list[int]]]:
-    """Documents end to end, cut into blocks; what is left over after the last whole block is dropped."""
+    """Concatenates documents and splits them into blocks; an incomplete last block is dropped."""
     line = [token for document in batch["input_ids"] for token in document]
     blocks = [line[start : start + block_size] for start in range(0, len(line) - block_size + 1, block_size)]
     return {"input_ids": blocks, "labels": blocks}  # the model itself shifts the labels by one
@@ -127,7 +127,7 @@ def pack(batch: dict[str, list[list[int]]], block_size: int) -> dict[str, list[l
 def token_blocks(
     documents: Dataset, tokenizer: PreTrainedTokenizerBase, block_size: int, num_proc: int | None = None
 ) -> Dataset:
-    """Blocks of exactly `block_size` tokens; `datasets` keeps both passes on disk for the next run."""
+    """Blocks of exactly `block_size` tokens; `datasets` caches both passes on disk for the next run."""
     column = text_column(documents)
     tokens = documents.map(
         tokenize,
@@ -143,7 +143,7 @@ def token_blocks(
 
 
 def hold_out(blocks: Dataset, fraction: float) -> DatasetDict:
-    """Train and evaluation splits: the tail is held out, so at most one document lies in both."""
+    """Splits the blocks into train and validation. The tail is held out, so at most one document is in both."""
     num_held_out = max(1, round(len(blocks) * fraction))
     if num_held_out >= len(blocks):
         raise ValueError(

@@ -1,12 +1,12 @@
-"""A DeepSpeed config file under Accelerate: what the file has comes from the file, the rest from this script.
+"""A DeepSpeed config file with Accelerate: the file has priority, and this script provides the rest.
 
     accelerate launch --use_hf_zero --deepspeed_config_file examples/config_support.json --num_processes 2 \\
         examples/config_support.py --checkpoints out/checkpoints
     torchrun --nproc-per-node 2 examples/config_support.py --config my_own.json
 
-With a section "optimizer" in the file, DummyOptim stands in for the optimizer and tells its "auto" values; likewise
-"scheduler" and DummyScheduler. Without such a section this script's own AdamW and schedule train. Checkpoints are
-written after every epoch, and `--resume` goes on from the last one, also with another number of processes.
+If the file has an "optimizer" section, DummyOptim takes the optimizer's place and provides its "auto" values; likewise
+"scheduler" and DummyScheduler. Without these sections this script's own AdamW and schedule are used. A checkpoint is
+written after every epoch; `--resume` resumes from the last one, also with a different number of processes.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ DEFAULT = Path(__file__).with_suffix(".json")
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default=str(DEFAULT), help="without accelerate launch: the DeepSpeed config file")
-    parser.add_argument("--cpu", action="store_true", help="train on CPUs although there are GPUs")
+    parser.add_argument("--config", default=str(DEFAULT), help="DeepSpeed config file, without accelerate launch")
+    parser.add_argument("--cpu", action="store_true", help="train on CPUs even if there are GPUs")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch_size", type=int, default=32, help="samples per process and forward pass")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--weight_decay", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--limit", type=int, help="samples of each part at most, to try things out")
+    parser.add_argument("--limit", type=int, help="maximum number of samples per split, for a quick try")
     parser.add_argument("--checkpoints", type=Path, help="folder for a checkpoint after every epoch")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint there")
-    parser.add_argument("--local_rank", type=int, default=-1, help="given by some launchers, not used")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in that folder")
+    parser.add_argument("--local_rank", type=int, default=-1, help="passed by some launchers, unused")
     return parser.parse_args(words)
 
 
 def make_accelerator(args: argparse.Namespace) -> Accelerator:
-    """With the config file as launched, or as the script was told."""
+    """Uses the config file of `accelerate launch`, or else that of the command line."""
     launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     return Accelerator(cpu=args.cpu, deepspeed_plugin=None if launched else DeepSpeedPlugin(hf_ds_config=args.config))
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Weights decay; biases and norms, which have one dimension, do not."""
+    """Weight decay for weights, none for biases and norms, which have one dimension."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": weight_decay},
@@ -60,7 +60,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 def make_optimizer(accelerator: Accelerator, model: torch.nn.Module, args: argparse.Namespace) -> Any:
-    """The script's, or a stand-in for the one in the config file."""
+    """Returns the script's optimizer, or a placeholder for the one in the config file."""
     groups = parameter_groups(model, args.weight_decay)
     if "optimizer" in accelerator.deepspeed_plugin.deepspeed_config:
         return DummyOptim(groups, lr=args.lr, weight_decay=args.weight_decay)
@@ -68,10 +68,10 @@ def make_optimizer(accelerator: Accelerator, model: torch.nn.Module, args: argpa
 
 
 def make_schedule(accelerator: Accelerator, optimizer: Any, steps: int) -> Any:
-    """Over `steps` steps of one process, as Accelerate counts them before `prepare`."""
+    """`steps` are those of one process, as Accelerate counts them before `prepare`."""
     if "scheduler" in accelerator.deepspeed_plugin.deepspeed_config:
         return DummyScheduler(optimizer, total_num_steps=steps, warmup_num_steps=steps // 10)
-    if isinstance(optimizer, DummyOptim):  # the engine makes the optimizer, and asks for the schedule then
+    if isinstance(optimizer, DummyOptim):  # the engine creates the optimizer, and then asks for the schedule
         return DummyScheduler(optimizer, lr_scheduler_callable=lambda real: linear(real, steps))
     return linear(optimizer, steps)
 
@@ -81,13 +81,13 @@ def linear(optimizer: torch.optim.Optimizer, steps: int) -> Any:
 
 
 def newest(checkpoints: Path | None) -> tuple[Path | None, int]:
-    """The last epoch's folder, and how many epochs it has seen."""
+    """The newest checkpoint's folder, and the number of finished epochs."""
     folders = {int(path.name.split("-")[1]): path for path in (checkpoints or Path()).glob("epoch-*")}
     return (folders[max(folders)], max(folders)) if folders else (None, 0)
 
 
 def train(args: argparse.Namespace) -> float:
-    """The accuracy on files that were not trained on."""
+    """Returns the accuracy on held-out files."""
     accelerator = make_accelerator(args)
     set_seed(args.seed)
     trained_on, held_out = load_topics(args.limit)

@@ -1,4 +1,4 @@
-"""The whole product in a few minutes: train a small language model with ZeRO-2, look at its loss, let it write code."""
+"""A complete run in a few minutes: trains a small language model with ZeRO-2, plots its loss and generates code."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_clm.py"
 CONFIGS = {"bf16": ROOT / "configs" / "zero2_bf16.json", "fp32": ROOT / "configs" / "zero2.json"}
 
-# Sizes that a pair of CPU cores can teach something in three minutes.
+# A size that two CPU cores can train usefully in three minutes.
 MODEL = {"vocab_size": 4096, "hidden_size": 512, "num_layers": 2, "num_heads": 8}
 DATA = {"block_size": 128, "max_eval_samples": 256}
 SEQUENCES_PER_STEP = 8
 STEPS = 800
 PROMPT = "class FileReader:\n    def __init__(self, path):"
-# bf16 keeps 8 bits: two ways of adding up the same loss differ in the third digit, other weights in the first.
+# bf16 has 8 significant bits: summing the same loss in another order changes the third digit, other weights the first.
 LOSS_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
 class Machine:
-    """How many training processes this machine gets, on what, and in which precision."""
+    """Number of training processes on this machine, their device and their precision."""
 
     num_processes: int
     device: str
@@ -40,7 +40,7 @@ class Machine:
 
     @classmethod
     def detect(cls) -> Machine:
-        import torch  # late: `--help` need not wait for it
+        import torch  # not at the top, to keep `--help` fast
 
         num_gpus = torch.cuda.device_count()
         return cls(num_gpus, "cuda") if num_gpus else cls(2, "cpu", "bf16" if multiplies_bf16() else "fp32")
@@ -52,10 +52,10 @@ class Machine:
 
 
 def multiplies_bf16() -> bool:
-    """Whether this processor has products in bf16; one that only emulates them takes a hundred times as long.
+    """Whether this processor multiplies in bf16 natively; emulation is a hundred times slower.
 
-    What it says of itself does not tell which of them PyTorch has a fast path for, so a layer's three are timed: in CPU
-    time of one thread, because a machine that is busy with something else keeps threads waiting for each other.
+    CPU flags do not show which operations PyTorch accelerates, so a layer's three products are timed. CPU time of a
+    single thread is measured, because on a busy machine threads spend time waiting for each other.
     """
     import torch
 
@@ -82,7 +82,7 @@ def flags(values: dict[str, int]) -> list[str]:
 
 
 def training_command(machine: Machine, steps: int, output: Path) -> list[str]:
-    """What a person would type; nothing in it but `--deepspeed` has to do with ZeRO."""
+    """The command that a user would type; only `--deepspeed` relates to ZeRO."""
     per_process = max(1, SEQUENCES_PER_STEP // machine.num_processes)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(machine.num_processes), str(SCRIPT)]
@@ -106,7 +106,7 @@ def training_command(machine: Machine, steps: int, output: Path) -> list[str]:
 
 
 def quiet_environment(machine: Machine) -> dict[str, str]:
-    """No network, no warnings about threads, one progress bar; whatever the person has set stays as it is."""
+    """No network access, no thread warnings, one progress bar; variables that the user has set are kept."""
     threads = max(1, (os.cpu_count() or 1) // machine.num_processes)
     wishes = {
         "OMP_NUM_THREADS": str(threads),
@@ -116,19 +116,19 @@ def quiet_environment(machine: Machine) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
     }
     if not sys.stderr.isatty():
-        wishes["TQDM_MININTERVAL"] = "15"  # in a log file every redrawn bar is one more line
+        wishes["TQDM_MININTERVAL"] = "15"  # in a log file every update of the bar is a new line
     return {**wishes, **os.environ}
 
 
 def train(machine: Machine, steps: int, output: Path) -> None:
-    """Run the training in processes of its own; end with its exit status if it fails."""
+    """Runs the training in separate processes; exits with its status if it fails."""
     finished = subprocess.run(training_command(machine, steps, output), cwd=ROOT, env=quiet_environment(machine))
     if finished.returncode:
         sys.exit(finished.returncode)
 
 
 def show_results(console: Console, machine: Machine, output: Path) -> bool:
-    """Load the model back and report; true if it is the one that was trained."""
+    """Loads the saved model and prints a report. Returns whether its loss matches the trained model's."""
     os.environ.update(quiet_environment(machine))
     import torch
     import transformers
@@ -136,7 +136,7 @@ def show_results(console: Console, machine: Machine, output: Path) -> bool:
     from train_clm import DataArguments, ModelArguments, load_blocks, load_text, load_tokenizer
 
     transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # plenty for this model; more threads crawl where other programs hold the cores
+    torch.set_num_threads(1)  # enough for this model; more threads are slow while other programs use the cores
     history = History.read(output)
     model, tokenizer = load_back(output, machine.device)
     size = f"{model.num_parameters() / 1e6:.1f}M parameters"
@@ -145,7 +145,7 @@ def show_results(console: Console, machine: Machine, output: Path) -> bool:
     draw_loss_curve(history, MODEL["vocab_size"], f"{size}, ZeRO-2, {machine.precision}, {machine.label}", curve)
     data_args = DataArguments(block_size=DATA["block_size"], max_eval_samples=DATA["max_eval_samples"])
     documents = load_text(data_args)
-    # The blocks that the Trainer saw, from the cache; only the model is what was saved.
+    # The blocks that Trainer used, from the cache; only the model comes from the saved files.
     own_tokenizer = load_tokenizer(ModelArguments(vocab_size=MODEL["vocab_size"]), data_args, documents["train"])
     reloaded = mean_loss(model, load_blocks(data_args, documents, own_tokenizer)["validation"])
     same = abs(reloaded - history.final_held_out_loss) <= LOSS_TOLERANCE
@@ -191,7 +191,7 @@ def main() -> None:
     console = Console()
     machine = Machine.detect()
     output = options.output.resolve()
-    # Only a folder that an earlier demo left is replaced; anything else of that name is not ours to delete.
+    # Only replace a folder that an earlier demo created; any other folder of that name is the user's.
     if (output / "trainer_state.json").exists():
         shutil.rmtree(output)
     setting = f"{machine.label}, ZeRO-2, {machine.precision}"

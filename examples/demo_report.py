@@ -1,4 +1,4 @@
-"""What the demo shows when training is over: its history, the loss curve, and the saved model at work."""
+"""The demo's report after training: the loss history and curve, and text from the saved model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # a picture in a file needs no display
+matplotlib.use("Agg")  # writes to a file, needs no display
 
 import torch
 from datasets import Dataset
@@ -21,7 +21,7 @@ Curve = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class History:
-    """What the Trainer noted down: (step, loss) while training and on held-out text, and the time training took."""
+    """Trainer's log: (step, loss) of training and of held-out text, and the training time."""
 
     train: Curve
     held_out: Curve
@@ -30,12 +30,12 @@ class History:
 
     @classmethod
     def read(cls, folder: Path) -> History:
-        """From the `trainer_state.json` and `eval_results.json` of an output folder."""
+        """Reads `trainer_state.json` and `eval_results.json` of an output folder."""
         state = json.loads((folder / "trainer_state.json").read_text())
         entries = state["log_history"]
         train = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
         held_out = [(entry["step"], entry["eval_loss"]) for entry in entries if "eval_loss" in entry]
-        # The evaluation after the last step comes after the state was saved.
+        # The state is saved before the evaluation that follows the last step.
         final = json.loads((folder / "eval_results.json").read_text())["eval_loss"]
         if not held_out or held_out[-1][0] < state["global_step"]:
             held_out.append((state["global_step"], final))
@@ -57,7 +57,7 @@ class History:
 
 
 def draw_loss_curve(history: History, vocab_size: int, title: str, path: Path) -> None:
-    """Training and held-out loss over the steps, with the loss of blind guessing as the yardstick."""
+    """Training and held-out loss over the steps, with the loss of uniform guessing for comparison."""
     figure, axes = pyplot.subplots(figsize=(8, 5), dpi=150)
     blind = math.log(vocab_size)
     axes.axhline(blind, color="0.6", linestyle="--", linewidth=1)
@@ -80,7 +80,7 @@ def draw_loss_curve(history: History, vocab_size: int, title: str, path: Path) -
 
 
 def load_back(folder: Path, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer from disk, as any later program would."""
+    """Loads the model and tokenizer from disk, as any other program would."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto")
     model.to(torch.device(device))  # type: ignore[arg-type]  # its decorator hides that it is a method
     return model.eval(), AutoTokenizer.from_pretrained(str(folder))
@@ -99,7 +99,7 @@ def mean_loss(model: PreTrainedModel, blocks: Dataset, batch_size: int = 8) -> f
 def write_code(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, num_tokens: int, seed: int = 0
 ) -> str:
-    """The prompt and what the model makes of it."""
+    """Returns the prompt and the model's continuation."""
     torch.manual_seed(seed)
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     output = model.generate(  # type: ignore[operator]

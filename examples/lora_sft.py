@@ -1,11 +1,11 @@
 """Fine-tune LoRA adapters with TRL's SFTTrainer.
 
-    make demo                                   # leaves a small model in out/demo, or take any other causal model
+    make demo                                   # trains a small model into out/demo; any causal model works
     torchrun --nproc-per-node 2 examples/lora_sft.py --model_name_or_path out/demo --output_dir out/lora \\
         --deepspeed configs/zero2_bf16.json --max_steps 40 --save_only_model
 
-The adapters load anywhere: peft.AutoPeftModelForCausalLM.from_pretrained("out/lora"). Everything in SFTConfig and
-ModelConfig works on the command line: --use_dora, --lora_modules_to_save lm_head, ...
+The adapters load with peft.AutoPeftModelForCausalLM.from_pretrained("out/lora"). All fields of SFTConfig and
+ModelConfig are command-line options: --use_dora, --lora_modules_to_save lm_head, ...
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 @dataclass
 class Data:
-    """What to learn."""
+    """Training data."""
 
     num_texts: int = field(default=400, metadata={"help": "how many pieces of Python's standard library"})
     num_characters: int = field(default=400, metadata={"help": "length of a piece"})
 
 
 def pieces(data: Data) -> Dataset:
-    """The beginning of one source file after another: mostly what a module says about itself."""
+    """The first characters of each source file: mostly module docstrings."""
     files = standard_library_files()[: data.num_texts]
     texts = []
     for file in files:

@@ -1,11 +1,11 @@
-"""Tell topics of text apart: an Accelerate training loop that knows no engine, only Accelerate.
+"""Text classification by topic: a training loop that uses only Accelerate's API.
 
     accelerate launch --use_hf_zero --zero_stage 2 --num_processes 2 examples/nlp_accelerate.py
     torchrun --nproc-per-node 2 examples/nlp_accelerate.py --zero_stage 3
     python -m hf_zero launch --num_gpus 2 examples/nlp_accelerate.py
     python examples/nlp_accelerate.py
 
-Under `accelerate launch` the launcher's flags choose the stage; elsewhere the script makes a DeepSpeedPlugin itself.
+Under `accelerate launch` the launcher's flags choose the stage; otherwise the script creates a DeepSpeedPlugin.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from transformers import get_linear_schedule_with_warmup
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zero_stage", type=int, default=2, help="without accelerate launch: ZeRO stage, 0 to 3")
+    parser.add_argument("--zero_stage", type=int, default=2, help="ZeRO stage (0 to 3), without accelerate launch")
     parser.add_argument("--mixed_precision", choices=["no", "bf16", "fp16"], help="default: as launched, or fp32")
-    parser.add_argument("--cpu", action="store_true", help="train on CPUs although there are GPUs")
+    parser.add_argument("--cpu", action="store_true", help="train on CPUs even if there are GPUs")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch_size", type=int, default=32, help="samples per process and forward pass")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--limit", type=int, help="samples of each part at most, to try things out")
-    parser.add_argument("--output_dir", help="where the trained model goes")
-    parser.add_argument("--local_rank", type=int, default=-1, help="given by some launchers, not used")
+    parser.add_argument("--limit", type=int, help="maximum number of samples per split, for a quick try")
+    parser.add_argument("--output_dir", help="folder for the trained model")
+    parser.add_argument("--local_rank", type=int, default=-1, help="passed by some launchers, unused")
     return parser.parse_args(words)
 
 
 def make_accelerator(args: argparse.Namespace) -> Accelerator:
-    """With a plugin of its own, unless `accelerate launch` has described one in the environment."""
+    """Creates a plugin, unless `accelerate launch` has described one in the environment."""
     launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     plugin = None if launched else DeepSpeedPlugin(zero_stage=args.zero_stage, gradient_clipping=1.0)
     return Accelerator(
@@ -52,7 +52,7 @@ def make_accelerator(args: argparse.Namespace) -> Accelerator:
 
 
 def accuracy(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader[Samples]) -> float:
-    """Share of right answers over all processes; samples that fill up the last batch count once."""
+    """Share of correct answers over all processes; samples that only pad the last batch are not counted twice."""
     model.eval()
     right = total = 0
     for batch in loader:
@@ -65,7 +65,7 @@ def accuracy(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 
 
 def train(args: argparse.Namespace) -> float:
-    """The accuracy on files that were not trained on."""
+    """Returns the accuracy on held-out files."""
     accelerator = make_accelerator(args)
     set_seed(args.seed)
     trained_on, held_out = load_topics(args.limit)

@@ -1,9 +1,9 @@
-"""Train a small Llama on long rows of bytes that several ranks share: Accelerate's loop for sequence parallelism.
+"""Trains a small Llama on long rows of bytes, split over several ranks: Accelerate's loop for sequence parallelism.
 
     torchrun --nproc-per-node 2 examples/sequence_parallel.py
     torchrun --nproc-per-node 4 examples/sequence_parallel.py --sp_size 2 --zero_stage 3
 
-The text is the standard library's sources. The loss of a step is put together of the ranks' losses, weighed by tokens.
+The text is the standard library's sources. The loss of a step is the mean of the ranks' losses, weighted by tokens.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sp_size", type=int, default=0, help="ranks per sequence; default: all")
     parser.add_argument("--zero_stage", type=int, default=2)
-    parser.add_argument("--length", type=int, default=512, help="bytes of a row")
+    parser.add_argument("--length", type=int, default=512, help="bytes per row")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--cpu", action="store_true", help="train on CPUs although there are GPUs")
+    parser.add_argument("--cpu", action="store_true", help="train on CPUs even if there are GPUs")
     return parser.parse_args(words)
 
 
 def text_rows(number: int, length: int) -> list[dict[str, Tensor]]:
-    """Rows of consecutive bytes, with their positions."""
+    """Rows of consecutive bytes, with their position ids."""
     sources = sorted(Path(os.__file__).parent.glob("*.py"))
     data = b"".join(path.read_bytes() for path in sources)[: number * length]
     ids = torch.frombuffer(bytearray(data), dtype=torch.uint8).long().view(-1, length)
@@ -42,7 +42,7 @@ def text_rows(number: int, length: int) -> list[dict[str, Tensor]]:
 
 
 def whole_loss(own: Tensor, labels: Tensor, group: object) -> Tensor:
-    """The mean over all tokens of the sequences, of which each rank has the mean over its own."""
+    """The mean over all tokens of the sequences, from each rank's mean over its own tokens."""
     losses = torch.stack(all_gather(own, group=group))
     tokens = torch.stack(all_gather((labels != -100).sum(), group=group))
     return torch.where(tokens > 0, losses * tokens, 0.0).sum() / tokens.sum().clamp(min=1)
@@ -54,7 +54,7 @@ def main() -> None:
     shape = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
     )
-    # Made before stage 3 is known, which shards a model while it is made: so every stage begins with the same numbers.
+    # Created before stage 3 is configured, which partitions models on creation: all stages get the same weights.
     model = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     size = options.sp_size or world

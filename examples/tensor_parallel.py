@@ -1,9 +1,9 @@
-"""Train a small Llama whose matrices several ranks hold in parts: Accelerate's loop for DeepSpeed with `autotp_size`.
+"""Trains a small Llama with matrices partitioned across ranks: Accelerate's loop for DeepSpeed with `autotp_size`.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
     torchrun --nproc-per-node 4 examples/tensor_parallel.py --tp_size 2 --zero_stage 2 --output saved
 
-The loop is that of any Accelerate program: the size of the tensor groups is a section of the config. The text is the
+The loop is that of any Accelerate program: the config sets the size of the tensor-parallel groups. The text is the
 standard library's sources, as bytes.
 """
 
@@ -24,13 +24,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp_size", type=int, default=0, help="ranks that hold parts of a matrix; default: all")
+    parser.add_argument("--tp_size", type=int, default=0, help="tensor-parallel ranks; default: all")
     parser.add_argument("--zero_stage", type=int, default=1)
-    parser.add_argument("--length", type=int, default=128, help="bytes of a row")
+    parser.add_argument("--length", type=int, default=128, help="bytes per row")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--output", default="", help="folder for the whole model, from the parts of all ranks")
-    parser.add_argument("--cpu", action="store_true", help="train on CPUs although there are GPUs")
+    parser.add_argument("--output", default="", help="folder for the full model, gathered from all ranks")
+    parser.add_argument("--cpu", action="store_true", help="train on CPUs even if there are GPUs")
     return parser.parse_args(words)
 
 
@@ -44,7 +44,7 @@ def text_rows(number: int, length: int) -> list[dict[str, Tensor]]:
 
 def main() -> None:
     options = arguments()
-    set_seed(42)  # the same on all ranks: those of a tensor group must drop the same activations, too
+    set_seed(42)  # the same on all ranks: those of a tensor-parallel group must also drop the same activations
     shape = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
     )
@@ -68,7 +68,7 @@ def main() -> None:
         optimizer.zero_grad()
         accelerator.print(f"step {step}: loss {loss.item():.5f}")
     if options.output:
-        whole = accelerator.get_state_dict(model)  # of all ranks; the first one gets it
+        whole = accelerator.get_state_dict(model)  # gathered from all ranks, to the first one
         accelerator.unwrap_model(model).save_pretrained(
             options.output, is_main_process=accelerator.is_main_process, state_dict=whole
         )

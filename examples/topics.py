@@ -1,4 +1,4 @@
-"""Real local text to tell topics apart: windows of words from the standard library's packages, and a small model."""
+"""Topic classification on real local text: windows of words from the standard library's packages, and a small model."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ TOPICS = {
     "markup": ("xml", "html"),
     "web": ("http", "urllib", "wsgiref"),
 }
-NUM_WORDS = 4096  # of the vocabulary: words are hashed, so there is no tokenizer to train
-WINDOW = 48  # words a sample
-_FIRST_WORD = 2  # 0 pads, 1 stands before every sample, where the model answers
+NUM_WORDS = 4096  # vocabulary size: words are hashed, so no tokenizer is needed
+WINDOW = 48  # words per sample
+_FIRST_WORD = 2  # 0 is padding; 1 is the classification token before every sample
 _WORD = re.compile(r"[A-Za-z]+")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Words (1-D, int64) and the number of their topic."""
+    """Words (1-D, int64) and the index of their topic."""
 
     words: Tensor
     topic: int
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """What the model takes, in a fixed order."""
+    """The model's inputs, in a fixed order."""
 
     def __init__(self, samples: list[Sample]) -> None:
         self.samples = samples
@@ -50,13 +50,13 @@ class Samples(Dataset[dict[str, Tensor]]):
         return {"input_ids": sample.words, "labels": torch.tensor(sample.topic)}
 
     def commonest(self) -> float:
-        """The share of the commonest topic: what guessing reaches."""
+        """The share of the most common topic: the accuracy of always guessing it."""
         counts = torch.bincount(torch.tensor([sample.topic for sample in self.samples]))
         return float(counts.max()) / len(self)
 
 
 def load_topics(limit: int | None = None) -> tuple[Samples, Samples]:
-    """Samples to train on, and others from files of their own; `limit`: that many of each at most, of all topics."""
+    """Samples for training and samples from held-out files; at most `limit` of each, spread over all topics."""
     library = Path(sysconfig.get_path("stdlib"))
     parts: tuple[list[Sample], list[Sample]] = ([], [])
     for topic, packages in enumerate(TOPICS.values()):
@@ -67,7 +67,7 @@ def load_topics(limit: int | None = None) -> tuple[Samples, Samples]:
 
 
 def windows(text: str, topic: int) -> list[Sample]:
-    """The text's words, hashed and cut into windows of equal length; an incomplete last one is dropped."""
+    """The text's words, hashed and split into windows of equal length; an incomplete last one is dropped."""
     room = NUM_WORDS - _FIRST_WORD
     words = [_FIRST_WORD + zlib.crc32(word.lower().encode()) % room for word in _WORD.findall(text)]
     starts = range(0, len(words) - WINDOW + 1, WINDOW)
@@ -75,14 +75,14 @@ def windows(text: str, topic: int) -> list[Sample]:
 
 
 def spread(samples: list[Sample], limit: int | None) -> list[Sample]:
-    """At most `limit` of them, at equal distances."""
+    """At most `limit` samples, evenly spaced."""
     if limit is None or len(samples) <= limit:
         return samples
     return [samples[number * len(samples) // limit] for number in range(limit)]
 
 
 def new_model(width: int = 96, layers: int = 2) -> BertForSequenceClassification:
-    """A small BERT from a config: nothing is downloaded."""
+    """A small BERT, created from a config without a download."""
     config = BertConfig(
         vocab_size=NUM_WORDS,
         hidden_size=width,

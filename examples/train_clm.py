@@ -1,11 +1,11 @@
 """Train a causal language model on text with the Hugging Face Trainer.
 
-Without further arguments it builds a small Llama-style model and teaches it the running Python's own standard library:
+Without further arguments it trains a small Llama-style model on the sources of Python's standard library:
 
     python examples/train_clm.py --do_train --do_eval --output_dir out/clm --max_steps 200
 
-Everything in `TrainingArguments` works on the command line, `--deepspeed ds.json` included. Besides a folder,
-`--resume_from_checkpoint` takes `last`: the newest checkpoint of the output folder, or the beginning if there is none.
+Every field of `TrainingArguments` is a command-line option, including `--deepspeed ds.json`. `--resume_from_checkpoint`
+takes a folder or `last`: the newest checkpoint of the output folder, or a fresh start if there is none.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ logger = logging.getLogger("train_clm")
 
 @dataclass
 class ModelArguments:
-    """The model to train: one that exists, or a new Llama-style one of the given sizes."""
+    """The model to train: an existing one, or a new Llama-style one of the given size."""
 
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "Hub name or local folder to start from. Not given: a new Llama-style model."}
+        default=None, metadata={"help": "Hub name or local folder of a model. Default: a new Llama-style model."}
     )
     tokenizer_name: str | None = field(
-        default=None, metadata={"help": "Hub name or local folder, if the tokenizer is not the model's own."}
+        default=None, metadata={"help": "Hub name or local folder of a tokenizer. Default: the model's own."}
     )
     dtype: str = field(
         default="auto",
-        metadata={"help": "Precision to load an existing model in.", "choices": ["auto", "float32", "bfloat16"]},
+        metadata={"help": "Dtype in which an existing model is loaded.", "choices": ["auto", "float32", "bfloat16"]},
     )
     attn_implementation: str | None = field(
-        default=None, metadata={"help": "Attention code of transformers: eager, sdpa, flash_attention_2..."}
+        default=None, metadata={"help": "Attention implementation: eager, sdpa, flash_attention_2..."}
     )
-    vocab_size: int = field(default=4096, metadata={"help": "New model: tokens of the tokenizer trained for it."})
+    vocab_size: int = field(default=4096, metadata={"help": "New model: vocabulary size of its tokenizer."})
     hidden_size: int = field(default=384, metadata={"help": "New model: width."})
     intermediate_size: int | None = field(
-        default=None, metadata={"help": "New model: width inside the MLP. Not given: 8/3 of the width."}
+        default=None, metadata={"help": "New model: width of the MLP. Default: 8/3 of hidden_size."}
     )
     num_layers: int = field(default=4, metadata={"help": "New model: number of transformer blocks."})
     num_heads: int = field(default=6, metadata={"help": "New model: attention heads per block."})
@@ -81,30 +81,30 @@ class ModelArguments:
                 "every head needs the same, even width"
             )
         if self.vocab_size < 512:
-            raise ValueError(f"--vocab_size {self.vocab_size} is too small: the 256 bytes alone take half of 512")
+            raise ValueError(f"--vocab_size {self.vocab_size} is too small: use at least 512, as bytes take 256")
 
 
 @dataclass
 class DataArguments:
-    """The text to train on and how it is cut up."""
+    """The text to train on and how it is split."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "A dataset of the hub with a text column."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, if it has several."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Name of a Hub dataset with a text column."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "The dataset's config, if it has several."})
     train_files: list[str] | None = field(
-        default=None, metadata={"help": "Text files or globs. Not given: the Python standard library's sources."}
+        default=None, metadata={"help": "Text files or globs. Default: the Python standard library's sources."}
     )
     block_size: int = field(default=256, metadata={"help": "Tokens per training example."})
     validation_fraction: float = field(
-        default=0.05, metadata={"help": "Part of the blocks held out, if the dataset has no validation split."}
+        default=0.05, metadata={"help": "Share of held-out blocks, if the dataset has no validation split."}
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use only so many blocks."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use only so many blocks."})
-    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Processes that tokenize."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Maximum number of training blocks."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Maximum number of evaluation blocks."})
+    preprocessing_num_workers: int | None = field(default=None, metadata={"help": "Number of tokenizing processes."})
     tokenizer_cache: str = field(
         default=os.path.join(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"), "train_clm"),
-        metadata={"help": "Folder that keeps the tokenizers trained here."},
+        metadata={"help": "Cache folder of trained tokenizers."},
     )
-    document_seed: int = field(default=42, metadata={"help": "Seed of the documents' order, hence of the split."})
+    document_seed: int = field(default=42, metadata={"help": "Seed of the document order and so of the split."})
 
     def __post_init__(self) -> None:
         if self.dataset_name is not None and self.train_files is not None:
@@ -124,7 +124,7 @@ def parse(arguments: list[str] | None = None) -> tuple[ModelArguments, DataArgum
 
 
 def set_up_logging(training_args: TrainingArguments) -> None:
-    """Our own lines on the main process only; the libraries' as --log_level says."""
+    """Logs from this script on the main process only; the libraries follow --log_level."""
     logging.basicConfig(
         format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S", handlers=[logging.StreamHandler(sys.stdout)]
     )
@@ -133,7 +133,7 @@ def set_up_logging(training_args: TrainingArguments) -> None:
 
 
 def load_text(data_args: DataArguments) -> DatasetDict:
-    """All documents, those to train on in a random but fixed order."""
+    """All documents; those of the training split in a random but fixed order."""
     files = expand_globs(data_args.train_files) if data_args.train_files else standard_library_files()
     documents = load_documents(data_args.dataset_name, data_args.dataset_config_name, files)
     documents["train"] = documents["train"].shuffle(seed=data_args.document_seed)
@@ -141,7 +141,7 @@ def load_text(data_args: DataArguments) -> DatasetDict:
 
 
 def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, documents: Dataset) -> PreTrainedTokenizerBase:
-    """The one named, the model's own, or one trained on these documents."""
+    """The given tokenizer, the model's own, or one trained on these documents."""
     name = model_args.tokenizer_name or model_args.model_name_or_path
     if name is None:
         return cached_tokenizer(documents, model_args.vocab_size, data_args.tokenizer_cache)
@@ -150,7 +150,7 @@ def load_tokenizer(model_args: ModelArguments, data_args: DataArguments, documen
 
 
 def load_blocks(data_args: DataArguments, documents: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> DatasetDict:
-    """Splits `train` and `validation` of packed blocks, no longer than asked for."""
+    """Splits `train` and `validation` of packed blocks, limited to the requested size."""
     parts = {
         split: token_blocks(documents[split], tokenizer, data_args.block_size, data_args.preprocessing_num_workers)
         for split in ("train", "validation")
@@ -160,13 +160,13 @@ def load_blocks(data_args: DataArguments, documents: DatasetDict, tokenizer: Pre
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     for split, limit in limits.items():
         if limit is not None and limit < len(blocks[split]):
-            # Spread evenly: blocks side by side would come from very few documents.
+            # Evenly spaced, because consecutive blocks would come from very few documents.
             blocks[split] = blocks[split].select([k * len(blocks[split]) // limit for k in range(limit)])
     return blocks
 
 
 def load_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model that is named, with room for every token of the tokenizer."""
+    """Loads the given model and enlarges its embeddings to the tokenizer's vocabulary if necessary."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         str(model_args.model_name_or_path), dtype=model_args.dtype, attn_implementation=model_args.attn_implementation
     )
@@ -176,8 +176,8 @@ def load_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -
 
 
 def new_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int) -> PreTrainedModel:
-    """A Llama-style model of the sizes asked for, with random weights."""
-    # A multiple of 64 keeps matrix units busy on every kind of hardware.
+    """A Llama-style model of the given size with random weights."""
+    # Multiples of 64 are efficient on all kinds of hardware.
     inner = model_args.intermediate_size or 64 * math.ceil(model_args.hidden_size * 8 / 3 / 64)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -194,30 +194,30 @@ def new_model(model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase, bl
             attn_implementation=model_args.attn_implementation,  # type: ignore[call-arg]
         )
     )
-    # The default of 0.02 drowns a token in the noise of the first layers; with 1.0 the residual stream begins with
-    # the token itself. Worth half a nat after 250 steps of a small model.
+    # With the default of 0.02 the first layers' noise hides a token; with 1.0 the residual stream starts with the token
+    # itself. This lowers the loss by half a nat after 250 steps of a small model.
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=1.0)  # type: ignore[arg-type]
     return model
 
 
 def checkpoint_to_resume(training_args: TrainingArguments) -> str | None:
-    """The folder that `--resume_from_checkpoint` names; for `last`, the newest one of the output folder, if any.
+    """The folder of `--resume_from_checkpoint`; for `last`, the newest checkpoint of the output folder, if any.
 
-    `last` lets one command start a job and start it again, as launchers do after a lost machine.
+    With `last` the same command starts and restarts a job, as launchers do after losing a machine.
     """
     if training_args.resume_from_checkpoint != "last":
         return training_args.resume_from_checkpoint
     output_dir = str(training_args.output_dir)
     found: str | None = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     if found is not None and not os.path.exists(os.path.join(found, TRAINER_STATE_NAME)):
-        found = None  # the job ended while it saved its first one
+        found = None  # the job ended while saving its first checkpoint
     logger.info("resuming from %s", found or "no checkpoint: there is none yet")
     return found
 
 
 def train(trainer: Trainer, resume_from_checkpoint: str | None) -> None:
     result = trainer.train(resume_from_checkpoint=resume_from_checkpoint)
-    trainer.save_model()  # the tokenizer goes with it
+    trainer.save_model()  # also saves the tokenizer
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
     trainer.save_state()
@@ -233,7 +233,7 @@ def evaluate(trainer: Trainer) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     run(*parse(arguments))
-    # Trainer joins the processes but does not part them; a group that is left open can abort Python at its very end.
+    # Trainer creates the process group but does not destroy it; an open group can abort Python at exit.
     gc.collect()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -248,7 +248,7 @@ def run(
     set_up_logging(training_args)
     set_seed(training_args.seed)
 
-    # The main process does the work and fills the caches; the others wait and then read them.
+    # The main process works and fills the caches; the others wait and read them.
     with training_args.main_process_first(desc="tokenizer and blocks"):
         documents = load_text(data_args)
         tokenizer = load_tokenizer(model_args, data_args, documents["train"])

@@ -1,4 +1,4 @@
-"""PEP 517 backend: setuptools, plus one file (hf_zero.pth, the start-up hook) at the root of every wheel it builds."""
+"""PEP 517 backend: setuptools, plus one file (hf_zero.pth, the startup hook) at the root of every wheel it builds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def build_editable(
 
 
 def add_hook(wheel: Path) -> None:
-    """Rewrite the archive with the hook inside (a zip member, here RECORD, cannot be changed in place)."""
+    """Rewrites the archive with the hook, because members of a zip file (here RECORD) cannot be changed in place."""
     hook = HOOK.read_bytes()
     fresh = wheel.with_suffix(".tmp")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(fresh, "w", zipfile.ZIP_DEFLATED) as new:

@@ -1,7 +1,7 @@
-"""What mkdocs does besides rendering docs/: a page of measured figures, CONTRIBUTING as a page, sources without links.
+"""mkdocs hooks: add a page of benchmark results and CONTRIBUTING as a page, and unlink files outside docs/.
 
-The pages are written to be read in the repository, where `../configs/zero2.json` is a link; the site has no such file,
-so the name stays and the link goes.
+The pages are written for the repository, where `../configs/zero2.json` is a valid link. The site has no such file, so
+links to it become plain text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHOWN = {"cpu_s": "CPU seconds per step and rank", "peak_mb": "peak MB per rank
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made of other files."""
+    """Add generated pages."""
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").replace("](docs/", "](")
     files.append(File.generated(config, "contributing.md", content=_SIBLINGS.sub(r"\1", contributing)))
     files.append(File.generated(config, "measured.md", content=measured()))
@@ -30,12 +30,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-# In CONTRIBUTING.md files of the repository are siblings; pages of docs/ have become siblings, too.
+# CONTRIBUTING.md links to siblings in the repository root; on the site, pages of docs/ are its siblings, too.
 _SIBLINGS = re.compile(r"\[([^\]]+)\]\((?!https?:|#)(?!\w+\.md)[^)]+\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Names of files outside docs/ without their links; CONTRIBUTING is a page."""
+    """Replace links to files outside docs/ by their text; CONTRIBUTING is a page."""
     markdown = markdown.replace("](../CONTRIBUTING.md", "](contributing.md")
     markdown = re.sub(r"\]\(\.\./bench/results/[^)]+\)", "](measured.md)", markdown)
     return _OUTSIDE.sub(lambda match: match.group(1), markdown)
@@ -47,10 +47,10 @@ def results() -> list[Path]:
 
 
 def measured() -> str:
-    """All reports on one page, after the plots."""
+    """All reports on one page, below the plots."""
     parts = [
-        "# Measured\n\nWhat `bench/` has measured, newest first, as the reports say it: on which machine, with which "
-        "versions, by which command. All of it is of CPUs: ratios of shared-memory collectives say nothing of GPUs.\n"
+        "# Measured\n\nThe reports of `bench/`, newest first, each with its machine, "
+        "versions and command. All are CPU measurements: ratios of shared-memory collectives do not apply to GPUs.\n"
     ]
     parts += [f"![{name}](plots/{name}.svg)\n" for name in plots()]
     for path in results():
@@ -61,7 +61,7 @@ def measured() -> str:
 
 
 def plots() -> dict[str, str]:
-    """SVG by name: CPU time and memory of a step beside the peers', of every report of bench/engine.py."""
+    """Name -> SVG, for every report of bench/engine.py: CPU time and memory of a step, compared with other engines."""
     found = {}
     for path in results():
         source = path.with_suffix(".json")
@@ -73,7 +73,7 @@ def plots() -> dict[str, str]:
 
 
 def bars(title: str, rounds: list[dict[str, dict[str, Any]]]) -> str:
-    """A bar for each engine: the median over the rounds."""
+    """One bar per engine: the median over the rounds."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,13 +1,13 @@
 """Train with Ray Train: examples/train_clm.py on every worker, restarted by Ray from the last checkpoint.
 
-On this machine, with two workers that have one CPU each:
+On this machine, with two workers of one CPU each:
 
     python examples/clusters/ray_train.py --num_workers 2 --storage /tmp/ray -- --do_train --use_cpu --bf16 \\
         --deepspeed configs/zero2_bf16.json --max_steps 100 --save_strategy steps --save_steps 25
 
-On a cluster: `--address auto --use_gpu`, started in a folder that all machines see. Whatever follows `--` are arguments
-of train_clm.py. Ray Train makes the process group and sets RANK, LOCAL_RANK and WORLD_SIZE; hf_zero
-takes both as they are.
+On a cluster: `--address auto --use_gpu`, started in a folder that all machines share. The arguments after `--` are
+those of train_clm.py. Ray Train creates the process group and sets RANK, LOCAL_RANK and WORLD_SIZE; hf_zero uses both
+as they are.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ EXAMPLES = Path(__file__).resolve().parent.parent
 
 
 def train_on_worker(settings: dict[str, Any]) -> None:
-    """One rank. Imports stand inside because Ray sends this function to machines that have not loaded anything yet."""
+    """Runs one rank. Imports are local because Ray sends this function to machines that have not imported anything."""
     import train_clm
     from ray.train.huggingface.transformers import RayTrainReportCallback
 
-    os.chdir(settings["folder"])  # Ray starts workers in a folder of their own; relative paths mean this one
+    os.chdir(settings["folder"])  # Ray starts each worker in its own folder; relative paths mean this one
     model_args, data_args, training_args = train_clm.parse(settings["arguments"])
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
@@ -42,14 +42,14 @@ def train_on_worker(settings: dict[str, Any]) -> None:
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Ray's part and train_clm's part of the command line."""
+    """Splits the command line into Ray's arguments and train_clm's."""
     split = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num_workers", type=int, default=2, help="Ranks.")
     parser.add_argument("--use_gpu", action="store_true", help="One GPU for each rank.")
-    parser.add_argument("--address", default=None, help="A running Ray cluster (auto: this one's). Default: start one.")
-    parser.add_argument("--storage", required=True, help="Folder that every machine sees: checkpoints, Ray's records.")
-    parser.add_argument("--name", default="train_clm", help="The run. The same name goes on where a run has stopped.")
+    parser.add_argument("--address", default=None, help="Running Ray cluster (auto: local). Default: start one.")
+    parser.add_argument("--storage", required=True, help="Folder that all machines share: checkpoints, Ray's state.")
+    parser.add_argument("--name", default="train_clm", help="Name of the run. A known name resumes that run.")
     parser.add_argument("--max_failures", type=int, default=3, help="Restarts from the last checkpoint.")
     return parser.parse_args(words[:split]), words[split + 1 :]
 
@@ -59,7 +59,7 @@ def main(words: list[str]) -> dict[str, Any]:
     storage = Path(options.storage).resolve()
     if not any(word.startswith("--output_dir") for word in arguments):
         arguments += ["--output_dir", str(storage / options.name / "output")]
-    # The examples travel with the job, so that the other machines need hf_zero but no checkout.
+    # Ray copies the examples to the other machines, which need hf_zero but no checkout.
     ray.init(address=options.address, runtime_env={"working_dir": str(EXAMPLES)})
     trainer = TorchTrainer(
         train_on_worker,

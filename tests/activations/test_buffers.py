@@ -1,4 +1,4 @@
-"""Memory for kept inputs: as many blocks as were in use at once, and slots of one buffer."""
+"""Memory of kept inputs: as many blocks as were in use at once, and slots of one buffer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_zero.activations.kept import HostPool, OneBuffer
 
 
 def test_a_pool_has_as_many_blocks_as_were_in_use_at_once() -> None:
-    """Batches of all lengths: a pool that kept a block for each length would grow for ever."""
+    """With batches of all lengths, a pool with a block for each length would grow forever."""
     pool = HostPool()
     first, second = pool.take(4000), pool.take(1000)
     pool.give(first)
@@ -20,7 +20,7 @@ def test_a_pool_has_as_many_blocks_as_were_in_use_at_once() -> None:
     larger = pool.take(9000)
     assert len(larger) >= 9000 and pool.take(2000) is first
     pool.give(larger)
-    assert pool.take(100) is larger  # nothing smaller is left
+    assert pool.take(100) is larger  # no smaller block is left
 
 
 def test_slots_lie_side_by_side() -> None:

@@ -1,4 +1,4 @@
-"""Checkpointed calls whose inputs are kept elsewhere, against torch's own: the same bits in less memory."""
+"""Checkpointed calls with inputs stored elsewhere, compared with torch's: bitwise the same, with less memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ POLICIES = {
 
 
 class OwnMemory(AtOnce):
-    """A device beside the host: what it keeps there is not in PyTorch's own memory."""
+    """A device separate from the host, whose kept memory is not PyTorch's own."""
 
     def __init__(self) -> None:
         super().__init__(HOST)
@@ -48,7 +48,7 @@ class OwnMemory(AtOnce):
 
 
 class Layer(nn.Module):
-    """With dropout, a second input and a residual."""
+    """A layer with dropout, a second input and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ Run = Callable[..., Any]
 
 
 def train(layers: nn.ModuleList, run: Run, *, transposed: bool = False, micro_batches: int = 2) -> list[Any]:
-    """Losses, gradients of all, and the next random number. Every layer gets `shared` besides its own input."""
+    """Losses, all gradients, and the next random number. Every layer gets `shared` in addition to its own input."""
     torch.manual_seed(1)
     losses: list[Any] = []
     first = torch.randn(WIDTH, ROWS).t() if transposed else torch.randn(ROWS, WIDTH)
@@ -87,7 +87,7 @@ def train(layers: nn.ModuleList, run: Run, *, transposed: bool = False, micro_ba
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_same_bits(name: str, reentrant: bool) -> None:
-    """On a device whose copies are as late as they may be."""
+    """On a device whose copies arrive as late as possible."""
     policy = POLICIES[name]
     for transposed in (False, True):
         expected = train(net(), lambda *args: checkpoint(*args, use_reentrant=reentrant), transposed=transposed)
@@ -105,7 +105,7 @@ def test_the_same_bits(name: str, reentrant: bool) -> None:
 
 
 def test_two_forwards_before_their_backwards() -> None:
-    """Pairs of preference: what the second forward keeps must not take the place of the first's."""
+    """With preference pairs, kept inputs of the second forward must not replace those of the first."""
     layers = net()
     with use(Late()):
         calls = CheckpointedCalls(POLICIES["one buffer on the host"])
@@ -139,7 +139,7 @@ def test_a_graph_that_is_kept_can_be_walked_again() -> None:
 
 @pytest.mark.parametrize("policy", [ActivationCheckpointing(), ActivationCheckpointing(cpu_checkpointing=True)])
 def test_memory_between_forward_and_backward(policy: ActivationCheckpointing) -> None:
-    """On the host all inputs but the last are out of the device's memory, and backward fetches two at a time."""
+    """On the host, all inputs except the last leave device memory, and backward fetches two at a time."""
     size = 512 * WIDTH * 4
     layers = net()
     with use(OwnMemory()):
@@ -153,17 +153,17 @@ def test_memory_between_forward_and_backward(policy: ActivationCheckpointing) ->
                     y = calls.run(checkpoint, layer, y, torch.zeros(1), use_reentrant=False)
             with profiled_memory() if measured else nullcontext() as backward:
                 y.sum().backward()
-            del y  # while nobody counts
+            del y  # not counted
     kept = still_allocated(forward) / size
     assert kept == pytest.approx(2 if policy.cpu_checkpointing else LAYERS + 1, abs=0.25)  # and the output
     assert most_allocated(backward) < 12 * size
-    if policy.cpu_checkpointing:  # all homes are free again, by themselves
+    if policy.cpu_checkpointing:  # all homes are free again without further action
         pool: Any = calls._buffers[HOST]
         assert len(pool._free) == LAYERS - 1
 
 
 def test_one_input_of_all_calls_is_kept_once() -> None:
-    """What an encoder has made goes to every layer of the decoder."""
+    """An encoder's output goes to every layer of the decoder."""
     layers, copies = net(), []
 
     class Counting(OwnMemory):
@@ -180,7 +180,7 @@ CALLS = CheckpointedCalls(ActivationCheckpointing(cpu_checkpointing=True))
 
 
 def test_an_input_that_is_changed_afterwards_is_an_error() -> None:
-    """torch says so too; sent to the host later, it would be the wrong value without a word."""
+    """torch also raises; sent to the host later, the value would silently be wrong."""
     layer = nn.Linear(WIDTH, WIDTH)
     with use(OwnMemory()):
         calls = CheckpointedCalls(POLICIES["host"])
@@ -192,7 +192,7 @@ def test_an_input_that_is_changed_afterwards_is_an_error() -> None:
 
 
 def test_what_others_offload_is_what_we_leave() -> None:
-    """Around all of it an offload of every activation, as trl's: it does not see what we keep."""
+    """All calls are inside an offload of every activation, as in trl, which does not see the inputs kept by hf_zero."""
     seen: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: what `configure` is told is done, partitioned over a tensor-parallel group, too."""
+"""`deepspeed.checkpointing`: the options of `configure`, also partitioning over a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_cannot_be_is_said(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_named_states_draw_the_same_again() -> None:
-    """Dropout inside of tracker.fork(), as Megatron's: without care the second run draws what comes next."""
+    """Dropout inside tracker.fork(), as in Megatron: without care the recomputation would draw the next numbers."""
 
     class Dropping(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def test_detached_variables() -> None:
 
 
 def run_partitioned(rank: int) -> dict[str, Any]:
-    """Both ranks compute the same, as ranks of a tensor-parallel group do."""
+    """Both ranks compute the same, like ranks of a tensor-parallel group."""
     group = dist.new_group([0, 1])
     mpu = SimpleNamespace(
         get_model_parallel_world_size=lambda: 2,
@@ -137,16 +137,16 @@ def run_partitioned(rank: int) -> dict[str, Any]:
         checkpointing.configure(mpu, None, partition_activations=partition)
         leaf, layers, shared = torch.ones(512, WIDTH, requires_grad=True), net(), torch.zeros(1)
         with profiled_memory() as forward:
-            y: Tensor = leaf * 1  # here: whether the profiler knows what is older depends on the allocator
+            y: Tensor = leaf * 1  # created here: whether the profiler counts older tensors depends on the allocator
             for layer in layers:
                 y = checkpointing.checkpoint(layer, y, shared)
         found["kept"][partition] = still_allocated(forward) / (512 * WIDTH * 4)
         y.sum().backward()
-        del y  # while nobody counts
+        del y  # not counted
     names = importlib.import_module("deepspeed").checkpointing
     names.model_parallel_cuda_manual_seed(5)
     found["seeds"] = names.get_cuda_rng_tracker().seeds_
-    # And a sharded model, whose gathers must stay what they are.
+    # Also with a partitioned model, whose gathers must not change.
     for section in (None, {"cpu_checkpointing": True}):
         ledger.reset()
         with use(Late()):
@@ -156,10 +156,10 @@ def run_partitioned(rank: int) -> dict[str, Any]:
 
 
 def test_two_ranks() -> None:
-    """Each keeps half of what both have; gathered again it is what it was, to the bit."""
+    """Each keeps half of a shared input; gathered again it is bitwise the same."""
     for rank, found in enumerate(run_ranks(run_partitioned, 2)):
         assert found["parts"] and found["host"] and found["buffer"]
-        whole, parts = found["kept"][False], found["kept"][True]  # both with the output
+        whole, parts = found["kept"][False], found["kept"][True]  # both include the output
         assert whole == pytest.approx(LAYERS + 1, abs=0.25) and parts == pytest.approx(LAYERS / 2 + 1, abs=0.25)
         assert found["seeds"] == {5 + 2718 + rank}
         (losses, weights, calls), expected = found["stage 3 True"], found["stage 3 False"]

@@ -1,4 +1,4 @@
-"""The section activation_checkpointing in transformers' gradient checkpointing: the bits of a training without it."""
+"""The activation_checkpointing section with transformers' gradient checkpointing gives bitwise identical training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FUNCTION = "_gradient_checkpointing_func"
 
 
 def llama() -> Any:
-    """With dropout in its attention."""
+    """A Llama with dropout in its attention."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": 3}, attention_dropout=0.2)).train()
 
@@ -46,7 +46,7 @@ def train(
     if section is not None:
         config["activation_checkpointing"] = section
     engine, _, _, _ = initialize(model=model, config=config)
-    # As Trainer does it, after the engine is there.
+    # As in Trainer, after the engine has been created.
     model.activation_checkpointing_enable(**more)
     if compiled:
         engine.compile(backend="aot_eager")
@@ -75,11 +75,11 @@ def train(
         (2, {"contiguous_memory_optimization": True}, {"activation_checkpointing_kwargs": {"use_reentrant": True}}),
         (3, EVERYTHING, {}),
         (3, EVERYTHING, {"activation_checkpointing_kwargs": {"use_reentrant": True}}),
-        (0, {"cpu_checkpointing": True}, {"offload": True}),  # transformers' own offload, which ours does instead
+        (0, {"cpu_checkpointing": True}, {"offload": True}),  # transformers' own offload, which hf_zero replaces
     ],
 )
 def test_the_same_bits(stage: int, section: dict[str, Any], more: dict[str, Any]) -> None:
-    """Dropout draws the same, stage 3 gathers as it did; on a device whose copies are as late as they may be."""
+    """Dropout draws the same numbers, stage 3 gathers as before; the device's copies arrive as late as possible."""
     plain = {name: value for name, value in more.items() if name != "offload"}
     expected = train(llama(), None, stage, **plain)
     with use(Late()) if section.get("cpu_checkpointing") else nullcontext():
@@ -91,7 +91,7 @@ def test_the_same_bits(stage: int, section: dict[str, Any], more: dict[str, Any]
 
 @pytest.mark.slow
 def test_compiled() -> None:
-    """The layers run outside of what is compiled; nothing is compiled twice for them."""
+    """The layers run outside the compiled code; nothing is compiled twice for them."""
     expected = train(llama(), None)
     with use(Late()):
         model = llama()
@@ -100,7 +100,7 @@ def test_compiled() -> None:
 
 
 def test_transformers_own_offload_is_left_alone_unless_we_keep_inputs_on_the_host() -> None:
-    """Without the key it stays; with it, ours copies in its place, once and without waiting."""
+    """Without the key it stays; with it, hf_zero copies instead, once and without waiting."""
     for section, stays in (({"profile": True}, True), ({"cpu_checkpointing": True}, False)):
         model = llama()
         model.activation_checkpointing_enable(offload=True)
@@ -110,7 +110,7 @@ def test_transformers_own_offload_is_left_alone_unless_we_keep_inputs_on_the_hos
         feature.before_forward(None, {})  # type: ignore[arg-type]
         around = vars(model.model.layers[0])[_FUNCTION]
         assert (around._checkpoint.func.__name__ == "checkpoint_func") == stays
-        copied = copy.deepcopy(model.model.layers[0])  # a reference model: it goes on by itself
+        copied = copy.deepcopy(model.model.layers[0])  # a reference model, which continues on its own
         assert type(vars(copied)[_FUNCTION]) is type(around.original)
         engine.destroy()
 

@@ -1,4 +1,4 @@
-"""Every wait and every hold of a kept input is needed: without it, a late device shows what goes wrong."""
+"""Every wait and every reference of a kept input is necessary: without it, a late device gives wrong results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.late import Late, LateError, use
 
 
 class Deaf(Late):
-    """Leaves out one of the orderings that `kept.py` asks for."""
+    """Omits one of the orderings that `kept.py` requests."""
 
     def __init__(self, deaf_at: str = "") -> None:
         super().__init__(early=0.0)
@@ -51,7 +51,7 @@ def outputs_of(calls: CheckpointedCalls, layers: nn.ModuleList) -> list[Tensor]:
 
 
 def forward_alone(calls: CheckpointedCalls) -> list[Any]:
-    """Evaluated with gradients switched on; nobody walks back."""
+    """Evaluation with gradients enabled, without a backward."""
     for _ in range(2):
         outputs_of(calls, net())
         calls.release()
@@ -59,7 +59,7 @@ def forward_alone(calls: CheckpointedCalls) -> list[Any]:
 
 
 def half_a_backward(calls: CheckpointedCalls) -> list[Any]:
-    """What was fetched ahead is never taken, and its home is somebody else's soon."""
+    """A prefetched input is never used, and its home is soon reused."""
     for _ in range(2):
         layers = net()
         outputs = outputs_of(calls, layers)

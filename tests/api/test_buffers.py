@@ -1,7 +1,7 @@
-"""Buffers: every rank's own, as in DeepSpeed, or rank 0's, as under DistributedDataParallel.
+"""Buffers are local to each rank, as in DeepSpeed, or broadcast from rank 0, as in DistributedDataParallel.
 
-A user moved a model with BatchNorm from DDP to us and found another loss in evaluation (0.7095 for 0.7087): DDP gives
-every rank the running means of rank 0 before each forward.
+A user moved a model with BatchNorm from DDP to hf_zero and got a different evaluation loss (0.7095 instead of 0.7087):
+DDP broadcasts the running means of rank 0 before each forward.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _same_as_ddp(rank: int, stage: int) -> None:
                 expected = peer(x)
                 (expected / ACCUMULATION).backward()
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
-    # Before its next forward DDP would take rank 0's; here they are everybody's since the update.
+    # DDP would take rank 0's values before its next forward; here all ranks have them since the update.
     mine = torch.cat([buffer.float().reshape(-1) for buffer in model.buffers()])
     theirs = torch.cat([buffer.float().reshape(-1) for buffer in peer.module.buffers()])
     first = theirs.clone()

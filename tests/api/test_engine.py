@@ -1,4 +1,4 @@
-"""The engine's surface: counters, boundaries, skipped steps, edits, refusals, destroy."""
+"""The engine's API: counters, boundaries, skipped steps, edits, errors, destroy."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_loss_is_divided_by_the_engine_unless_the_caller_has_done_so() -> No
 
 @pytest.mark.parametrize("loss", [0.5, {"loss": torch.ones(())}])
 def test_a_loss_that_is_no_tensor_is_refused(loss: Any) -> None:
-    """`engine.backward(outputs)` and `engine.backward(loss.item())` were an AttributeError from deep inside."""
+    """`engine.backward(outputs)` and `engine.backward(loss.item())` failed with an AttributeError from deep inside."""
     engine = new_engine()
     with pytest.raises(TypeError, match=rf"backward\(loss\).* got {type(loss).__name__}; .* pass the loss"):
         engine.backward(loss)
@@ -83,10 +83,10 @@ def test_a_loss_that_is_no_tensor_is_refused(loss: Any) -> None:
 
 
 def test_two_backwards_before_one_step_add_up() -> None:
-    """A second backward in one step used to end in "gradient computed twice".
+    """A second backward in one step failed with "gradient computed twice".
 
-    And in our first version: the second reduction of a bucket was launched before the result of the first had been
-    counted in, so it overwrote it and was then added to itself.
+    In the first version, the second reduction of a bucket was also launched before the result of the first had been
+    added, so it overwrote that result and was then added to itself.
     """
     (first, second) = mlp_batches(2, ROWS)
     engine = new_engine()
@@ -112,7 +112,7 @@ def test_a_plain_loss_backward_is_noticed_too() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_step_after_local_backwards_only_reduces_them_first(stage: int) -> None:
-    """Whoever declares the boundary after the last backward gets the same step, not one from a stale buffer."""
+    """Setting the boundary after the last backward gives the same step, not one from a stale buffer."""
     expected, late = zip(*run_ranks(run_boundary_after_backward, 2, stage), strict=True)
     for norms in (expected, late):
         assert norms[0] == norms[1]
@@ -206,7 +206,7 @@ def test_masters_start_from_the_unrounded_weights() -> None:
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_weights_written_after_initialize_are_kept(bf16: bool) -> None:
-    """load_state_dict on a live bf16 engine used to be undone by the next step, which wrote back the old masters."""
+    """load_state_dict on a live bf16 engine was undone by the next step, which wrote back the old masters."""
     engine = new_engine(bf16={"enabled": bf16}, optimizer={"type": "SGD", "params": {"lr": 0.0}})
     donor = AwkwardMLP(seed=5).state_dict()
     engine.module.load_state_dict(donor)
@@ -287,7 +287,7 @@ def test_a_scheduler_factory_gets_the_torch_optimizer() -> None:
 
 
 def test_a_scheduler_class_is_a_factory() -> None:
-    """A class has a `step`, so it was taken for a schedule, and failed at the first update."""
+    """A class has a `step` attribute, so it was mistaken for a scheduler and failed at the first update."""
 
     class Halving(torch.optim.lr_scheduler.StepLR):
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -299,8 +299,8 @@ def test_a_scheduler_class_is_a_factory() -> None:
 
 
 def test_a_step_hands_arguments_to_the_schedule() -> None:
-    """Megatron-DeepSpeed calls `step(lr_kwargs={"increment": samples})`, and a schedule of a metric needs the metric:
-    "unexpected keyword argument"."""
+    """Megatron-DeepSpeed calls `step(lr_kwargs={"increment": samples})`, and metric-based schedulers need the metric.
+    Both failed with "unexpected keyword argument"."""
     model = AwkwardMLP()
     base = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(base, patience=0, factor=0.5)
@@ -317,7 +317,7 @@ def test_a_step_hands_arguments_to_the_schedule() -> None:
 
 
 def test_an_optimizer_factory_gets_the_groups_that_were_given() -> None:
-    """It got their parameters in one list: every group trained at the same rate, and nothing said so."""
+    """The factory got all parameters in one list, so every group silently trained at the same rate."""
     model = AwkwardMLP()
     groups = [{"params": model.head.parameters(), "lr": 0.0}, {"params": [model.scale], "lr": 0.5}]
     settings = config()
@@ -337,7 +337,7 @@ def test_an_optimizer_factory_gets_the_groups_that_were_given() -> None:
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_group_that_is_added_later_is_refused(stage: int) -> None:
-    """Unfreezing by `optimizer.add_param_group(...)` was accepted, and no update ever reached what was added."""
+    """Unfreezing by `optimizer.add_param_group(...)` was accepted, but the added parameters were never updated."""
     engine = new_engine(zero_optimization={"stage": stage})
     with pytest.raises(RuntimeError, match="no update would reach these parameters, because buckets and shards"):
         engine.optimizer.add_param_group({"params": list(engine.module.frozen.parameters())})
@@ -464,13 +464,13 @@ def run_other_buffers(rank: int) -> dict[str, list[float]]:
 
 
 def test_buffers_of_any_dtype_are_everybodys() -> None:
-    """A buffer in int16 or float8, which neither gloo nor NCCL sends, ended initialize(): "Invalid scalar type"."""
+    """A buffer in int16 or float8, which neither gloo nor NCCL supports, failed initialize(): "Invalid scalar type"."""
     first, second = run_ranks(run_other_buffers, 2)
     assert first == second and all(set(values) == {1.0} for values in first.values())
 
 
 def run_accumulation_dtype(rank: int, stage: int, dtype: str) -> torch.Tensor:
-    """Weights after one SGD step over 64 micro-batches whose gradients are all 1/512 but the first, which is 1."""
+    """Weights after one SGD step over 64 micro-batches whose gradients are all 1/512, except the first, which is 1."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     settings = config(
@@ -494,19 +494,19 @@ def run_accumulation_dtype(rank: int, stage: int, dtype: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_accumulation_in_fp32_keeps_what_bf16_rounds_away(stage: int) -> None:
-    """1 + 63/512: in bf16 every single 1/512 is lost on the way."""
+    """The sum is 1 + 63/512; bf16 accumulation loses every single 1/512."""
     exact = -(1 + 63 / 512)
     wide = sum(float(part) for part in run_ranks(run_accumulation_dtype, 2, stage, "fp32"))
     lp_param = sum(float(part) for part in run_ranks(run_accumulation_dtype, 2, stage, "bf16"))
     copies = 2 if stage == 0 else 1  # at stage 0 both ranks hold the whole master
-    # The sum travels in bf16, the communication dtype: eight bits of it arrive.
+    # The sum is communicated in bf16, which keeps eight bits.
     assert wide / copies == pytest.approx(exact, rel=2**-8)
     assert lp_param / copies == -1.0
 
 
 def test_parameters_that_are_unfrozen_later_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Somebody unfroze the encoder after two epochs. Its gradients were computed, no update used them, and nothing said
-    so; in plain PyTorch it trains if it is in the optimizer from the start."""
+    """A user unfroze the encoder after two epochs. Its gradients were computed, but the parameters were silently never
+    updated; in plain PyTorch they train if they are in the optimizer from the start."""
     model = AwkwardMLP()
     model.head.requires_grad_(False)
     engine = new_engine(model)
@@ -521,7 +521,7 @@ def test_parameters_that_are_unfrozen_later_are_named(caplog: pytest.LogCaptureF
 
 
 def test_an_optimizer_of_another_model_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """It was made before the model was copied: nothing of the copy was trained, without a word."""
+    """The optimizer was created before the model was copied, so the copy was silently not trained."""
     stale = torch.optim.AdamW(AwkwardMLP().parameters(), lr=1e-2)
     initialize(model=AwkwardMLP(), optimizer=stale, config={"train_micro_batch_size_per_gpu": ROWS})
     assert "has none of the model's parameters" in caplog.text

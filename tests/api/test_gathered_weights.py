@@ -1,4 +1,4 @@
-"""Weights on their way to an engine that generates: whole, by the model's own names, never all of them at once."""
+"""Weights for an inference engine: full, under the model's own names, never all of them at once."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def engine_of(model: nn.Module, stage: int) -> Any:
 
 
 def one_by_one(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """As with a larger model, of which few parameters travel together.
+    """Gathers few parameters at a time, as with a larger model.
 
-    No rank goes on before all have measured: a message of a rank that is ahead is memory of this one as well, and once
-    in some hundred runs the largest parameter was still held when the next one's message came.
+    No rank continues before all have measured: messages of a rank that is ahead also use memory of this one, and once
+    in some hundred runs the largest parameter was still held when the next message arrived.
     """
     with mock.patch.object(gathered_parameters, "TOGETHER_NUMEL", 1):
         for name, values in hf_zero.gathered_weights(engine):
@@ -65,7 +65,7 @@ def one_by_one(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def run_plain(rank: int, stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor], int, int]:
-    """What is handed over, a state dict to compare, how far memory rose, and how many elements came from others."""
+    """The exported weights, a state dict to compare, the increase of memory, and the elements received from others."""
     torch.manual_seed(0)
     engine = engine_of(Model(), stage)
     expected = {name: values.clone() for name, values in engine.module_state_dict().items()}
@@ -94,7 +94,7 @@ def test_weights_come_whole_one_after_the_other(stage: int) -> None:
 
 
 def run_large(rank: int) -> tuple[int, int, int, int]:
-    """(parameters, bytes of the largest, how far tensors rose, how far anonymous memory rose) while all are given."""
+    """(parameters, bytes of the largest, increase of tensor memory, increase of anonymous memory) during the export."""
     shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
     config = LlamaConfig(vocab_size=32000, tie_word_embeddings=True, use_cache=False, **shape)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
@@ -120,7 +120,7 @@ def test_a_model_of_110_million_rises_by_one_parameter() -> None:
 
 
 def run_adapted(rank: int, kind: str) -> tuple[list[str], float, int]:
-    """Names, the largest difference from a model into which PEFT has merged its adapter, and how far memory rose."""
+    """Names, the largest difference from a model with its adapter merged by PEFT, and the increase of memory."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -143,7 +143,7 @@ def run_adapted(rank: int, kind: str) -> tuple[list[str], float, int]:
 
 @requires(modules=("peft",))
 def test_adapters_are_merged_layer_by_layer() -> None:
-    """TRL gathers the whole model for it, where the adapter is a thousandth of it."""
+    """TRL gathers the whole model for the merge, although the adapter is a thousandth of it."""
     for names, difference, risen in run_ranks(run_adapted, WORLD, "lora"):
         assert "layers.5.weight" in names and not any("lora" in name or "base" in name for name in names)
         assert difference < 1e-6

@@ -1,4 +1,4 @@
-"""Whole weights into a model that an engine has: what loading the best model of weights saved alone rests on."""
+"""Loads full weights into a model that an engine trains, as load_best_model_at_end does with saved weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _loads(rank: int, limits: dict[str, int], stage: int) -> None:
     assert not found.missing_keys and not found.unexpected_keys
     whole = engine.module_state_dict()
     assert all(torch.equal(whole[name], value) for name, value in other_weights().items())
-    step(engine)  # masters have followed: a step goes on from the new weights
+    step(engine)  # masters were updated: a step continues from the new weights
     moved = engine.module_state_dict()
     for name, value in other_weights().items():
         assert 0.0 < (moved[name] - value).abs().max() < 0.2, name

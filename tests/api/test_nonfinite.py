@@ -1,4 +1,4 @@
-"""A NaN of one rank makes the sum of all a NaN: what says whose it is, and where it arises."""
+"""A NaN on one rank makes the reduced gradient NaN on all; the engine reports that rank and the origin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Messages(logging.Handler):
 
 
 def run_with_nan(rank: int, stage: int, kind: str) -> tuple[list[str], int]:
-    """Rank 1 has it in the second update and after; what is said there, and how many hooks stay."""
+    """Rank 1 produces NaN from the second update on; returns its messages and the number of remaining hooks."""
     engine = new_engine(stage, 2, bf16={"enabled": True})
     messages, is_ill = Messages(), False
     logging.getLogger("hf_zero").addHandler(messages)

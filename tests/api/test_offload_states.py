@@ -1,4 +1,4 @@
-"""What is sent away from the device comes back as it was, under the same objects and views."""
+"""offload_states and reload_states restore the same values, in the same tensor objects and views."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.ranks import run_ranks
 
 
 def relieved(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
-    """As `train_run`, with states sent away in the middle, as if the CPU were a device to make room on."""
+    """Like `train_run`, with states offloaded in between, treating the CPU as the device to free memory on."""
     engine = engine_for(run, 2)
     numbers = train(engine, run, rank, 2, steps=2)
     parts = engine.gradients.assembly
@@ -23,7 +23,7 @@ def relieved(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor],
     expected += sum(shard.master.untyped_storage().nbytes() for shard in engine.optimizer.sub_groups if run.bf16)
     engine.offload_states()
     empty = sum(value.untyped_storage().nbytes() for value in states)
-    engine.offload_states()  # what is away stays away
+    engine.offload_states()  # offloading twice has no effect
     numbers += train(engine, run, rank, 2, first=2, steps=2)
     assert all(value.untyped_storage().nbytes() for value in states)
     sent = engine.gradients.offloaded.send()

@@ -1,4 +1,4 @@
-"""Stage 3's parameters outside forward: reads and writes are seen, and right or refused by name; nothing is lost."""
+"""Stage 3's parameters outside forward: reads and writes are detected, and either work or raise; nothing is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ both_limits = pytest.mark.parametrize("limits", BOTH, ids=["zero", "defaults"])
 
 
 class Net(nn.Module):
-    """A layer that is too large to be persistent by default, a small one, and a parameter without dimensions."""
+    """A layer too large to be persistent by default, a small one, and a 0-dim parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _holder(parameter: nn.Parameter) -> nn.Module:
 def run_refusals(rank: int, limits: dict[str, int]) -> None:
     engine = engine_of(limits)
     weight = engine.module.first.weight
-    for _ in range(2):  # never trained, and after a step
+    for _ in range(2):  # before any training, and after a step
         for name, use in [*READS.items(), *WRITES.items()]:
             verb = "(read|copied)" if use in READS.values() else "(written to|given other data|converted)"
             pattern = rf"parameter 'first.weight' cannot be {verb} here \(\S*{name.strip()}\)[\s\S]*GatheredParameters"
@@ -141,9 +141,9 @@ def run_refusals(rank: int, limits: dict[str, int]) -> None:
 
 
 def test_what_can_be_seen_of_a_released_parameter_is_refused_by_name() -> None:
-    """An EMA callback averaged parameters after every step and was filled with NaN for a whole run, exit status 0; a
-    `copy_`, `mul_` or `load_state_dict` met torch's words about "a single memory location", and `p.data = new`,
-    `.half()` and `.to(torch.float16)` changed nothing without a word."""
+    """An EMA callback averaged parameters after every step and silently collected NaN for a whole run. `copy_`, `mul_`
+    and `load_state_dict` failed with torch's error about "a single memory location", and `p.data = new`, `.half()` and
+    `.to(torch.float16)` silently changed nothing."""
     run_each(run_refusals, 2, [(limits,) for limits in BOTH])
 
 
@@ -182,12 +182,12 @@ def run_descriptions(rank: int) -> None:
 
 
 def test_a_released_parameter_is_still_described_by_everything_that_needs_no_values() -> None:
-    """What the ecosystem asks of parameters in training (sizes, addresses, devices, gradients, hooks, conversions that
-    change nothing) was answered before reads were refused, and has to be."""
+    """Libraries query parameters during training (sizes, addresses, devices, gradients, hooks, no-op conversions).
+    These queries worked before reads raised an error, and must still work."""
     run_ranks(run_descriptions, 2)
 
 
-# --- writes into what is whole -------------------------------------------------------------------------------------
+# --- writes to gathered parameters ----------------------------------------------------------------------------------
 
 
 def by_tensor(parameter: nn.Parameter) -> None:
@@ -207,7 +207,7 @@ def run_write_after_evaluation(rank: int, limits: dict[str, int], name: str) -> 
 
 
 def write_after_evaluation(engine: Any, name: str, write: Callable[[nn.Parameter], None]) -> Any:
-    """What was said; or the weight before, its master after tripling it, and the weight after one more step."""
+    """The error message; or the weight before, its master after tripling it, and the weight after one more step."""
     parameter = engine.module.get_parameter(name)
     step(engine)
     before = evaluate(engine)
@@ -223,8 +223,8 @@ def write_after_evaluation(engine: Any, name: str, write: Callable[[nn.Parameter
 
 
 def test_a_write_after_evaluation_is_kept_or_refused() -> None:
-    """After `evaluate()` the default limits leave parameters whole. `model.lm_head.weight.mul_(3)` was seen by the next
-    evaluation, and the next training step brought the old values back."""
+    """After `evaluate()` the default limits leave parameters gathered. The effect of `model.lm_head.weight.mul_(3)` was
+    visible in the next evaluation, but the next training step restored the old values."""
     refused, kept = run_each(run_write_after_evaluation, 2, [(limits, "first.weight") for limits in BOTH])
     for found in itertools.chain(*refused):
         assert "'first.weight' cannot be written to here (torch.Tensor.mul_)" in found
@@ -235,7 +235,7 @@ def test_a_write_after_evaluation_is_kept_or_refused() -> None:
 
 @pytest.mark.at_once
 def test_a_write_to_a_persistent_parameter_is_kept() -> None:
-    """`logit_scale.data.clamp_()` after a step, as CLIP has it: what went through `data` was lost at the next step."""
+    """`logit_scale.data.clamp_()` after a step, as in CLIP: writes through `data` were lost at the next step."""
     for run in run_ranks(run_write_after_evaluation, 2, {}, "scale"):
         for started, master, after in run:
             torch.testing.assert_close(master, 3 * started, rtol=1e-2, atol=0)
@@ -279,21 +279,21 @@ def run_views(rank: int, limits: dict[str, int]) -> None:
 
 
 def test_views_that_were_taken_after_an_evaluation_stay_what_they_were() -> None:
-    """`best = model.state_dict()` after `evaluate()`, one more step, and reading it ended the process with a
-    segmentation fault: the memory had been given back."""
+    """A user kept `best = model.state_dict()` after `evaluate()` and trained another step. Reading `best` then ended in
+    a segmentation fault, because the memory had been freed."""
     run_each(run_views, 2, [(limits,) for limits in BOTH])
 
 
 def run_rows_of_one_rank(rank: int, limits: dict[str, int]) -> Tensor:
     engine = engine_of(limits)
     evaluate(engine)
-    engine.module.first.weight.data[0].fill_(7.0)  # all of it in rank 0's shard
+    engine.module.first.weight.data[0].fill_(7.0)  # entirely in rank 0's shard
     step(engine)
     return whole(engine.module.first.weight)[0]
 
 
 def test_a_write_into_one_ranks_shard_alone_is_kept() -> None:
-    """What is compared between ranks is the whole parameter: a row that lies in rank 0's shard was written by all."""
+    """Ranks compare the whole parameter, so a write by all ranks to a row in rank 0's shard is accepted."""
     for row in run_ranks(run_rows_of_one_rank, 2, {}):
         torch.testing.assert_close(row, torch.full((5,), 7.0), rtol=0, atol=0.1)
 
@@ -319,7 +319,7 @@ def run_unequal_writes(rank: int) -> list[str]:
 
 @pytest.mark.at_once
 def test_a_write_on_one_rank_is_refused_on_all() -> None:
-    """Each rank took its own shard of what it saw: rank 1's half of the new weight, rank 0's of the old."""
+    """Each rank took its own shard of its own values: rank 1's half of the new weight, rank 0's of the old."""
     for said in (line for run in run_ranks(run_unequal_writes, 2) for line in run):
         name = said.partition(":")[0]
         assert "not with the same values on all ranks" in said and f" {name} (ranks [1] differ" in said
@@ -340,8 +340,8 @@ def run_replaced(rank: int, limits: dict[str, int]) -> list[str]:
 
 
 def test_other_data_for_a_parameter_is_refused_by_name() -> None:
-    """`p.data = new`, `.half()` and `.to(torch.float16)` were ignored: training went on with the old values and the old
-    dtype. Below stage 3 they are an error at the next step."""
+    """`p.data = new`, `.half()` and `.to(torch.float16)` were ignored: training continued with the old values and
+    dtype. Below stage 3 they raise an error at the next step."""
     cases = run_each(run_replaced, 2, [(limits,) for limits in BOTH])
     for line in (line for ranks in cases for run in ranks for line in run):
         name, _, said = line.partition(": ")
@@ -352,7 +352,7 @@ def test_other_data_for_a_parameter_is_refused_by_name() -> None:
 
 
 class Filter(nn.Module):
-    """A complex weight, as state-space models and Fourier layers have it."""
+    """A complex weight, as in state-space models and Fourier layers."""
 
     def __init__(self, trains: bool) -> None:
         super().__init__()
@@ -382,8 +382,8 @@ def run_complex(rank: int) -> list[str]:
 
 
 def test_complex_parameters_are_refused_by_name() -> None:
-    """At stage 3 the imaginary part of a complex64 parameter never moved, exit status 0; at other stages there was an
-    error that named nothing. Frozen ones are no trouble."""
+    """At stage 3 the imaginary part of a complex64 parameter was silently never updated; at other stages the error did
+    not name the parameter. Frozen complex parameters work."""
     for said in (line for run in run_ranks(run_complex, 2) for line in run):
         assert "1 trainable parameters are complex" in said and "spectrum (torch.complex64)" in said
         assert "torch.view_as_real" in said
@@ -401,6 +401,6 @@ def run_moves(rank: int) -> None:
 
 
 def test_a_module_moves_to_the_number_of_the_cpu_that_it_is_on() -> None:
-    """Lightning's Fabric moves every module to its device, `cpu:0` for one; torch copies tensors for that, though there
-    is no other place, and at stage 3 the copy was refused: "parameter of shape (61, 15) cannot be read here"."""
+    """Lightning's Fabric moves every module to its device, for example `cpu:0`. torch copies tensors for that, although
+    it is the same device, and at stage 3 the copy failed: "parameter of shape (61, 15) cannot be read here"."""
     run_ranks(run_moves, 2)

@@ -1,8 +1,8 @@
-"""Engines whose models meet in one loss: gradients of both, and each applies or drops its own, as in plain PyTorch.
+"""Several engines in one loss: gradients reach both, and each engine applies or drops its own, as in plain PyTorch.
 
-The story: a generator's loss flows through the discriminator. Accelerate's `backward` refused it, and `engine.backward`
-left the discriminator's gradients to reductions that nobody had begun: reduced in whatever order autograd came to them,
-out of step where only one rank's loss reached them, and divided by the wrong loss scale in fp16.
+A generator's loss flows through the discriminator. Accelerate's `backward` raised an error, and `engine.backward` did
+not start the discriminator's reductions: its gradients were reduced in the order of autograd, out of step if only one
+rank's loss reached them, and divided by the wrong loss scale in fp16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IDS = ["0", "1", "2", "3", "3-limits-0"]
 
 
 def kinds(*default: str) -> Any:
-    """All of KINDS, those that are not named among the slow tests."""
+    """All of KINDS, marking those not listed in `default` as slow."""
     return pytest.mark.parametrize(
         ("stage", "limits"),
         [
@@ -52,7 +52,7 @@ def network(sizes: list[int], seed: int) -> nn.Module:
 
 
 def models() -> tuple[nn.Module, nn.Module]:
-    """Generator and discriminator, of several buckets and units each."""
+    """Generator and discriminator, each with several buckets and units."""
     return network([5, 9, 11, 7], seed=1), network([7, 13, 8, 3], seed=2)
 
 
@@ -65,7 +65,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Plain:
-    """An engine's words over plain PyTorch."""
+    """An engine's interface over plain PyTorch."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module, self._optimizer = model, optimizer(model)
@@ -88,7 +88,7 @@ Loop = Callable[[Any, Any, Tensor, Tensor], None]
 
 
 def adversaries(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
-    """As PyTorch's tutorial of DCGAN has it: two backwards of the judge, then one step."""
+    """As in PyTorch's DCGAN tutorial: two backwards of the discriminator, then one step."""
     judge.zero_grad()
     judge.backward(judge(real).square().mean())
     fake = maker(seed)
@@ -100,7 +100,7 @@ def adversaries(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
 
 
 def adversaries_without_detach(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
-    """The judge's loss reaches the maker, whose gradients are dropped in turn."""
+    """The discriminator's loss reaches the generator, whose gradients are then dropped."""
     judge.zero_grad()
     judge.backward(judge(real).square().mean() + (1 - judge(maker(seed))).square().mean())
     judge.step()
@@ -110,14 +110,14 @@ def adversaries_without_detach(maker: Any, judge: Any, seed: Tensor, real: Tenso
 
 
 def colleagues(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
-    """One loss trains both."""
+    """One loss trains both models."""
     maker.backward(judge(maker(seed)).square().mean() + judge(real).mean())
     judge.step()
     maker.step()
 
 
 def steps_later(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
-    """Losses of their own, and both steps at the end."""
+    """Separate losses, with both steps at the end."""
     maker.backward(maker(seed).square().mean())
     judge.backward(judge(real).square().mean())
     maker.backward(maker(seed).mean())
@@ -126,7 +126,7 @@ def steps_later(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
 
 
 def judge_switched_off(maker: Any, judge: Any, seed: Tensor, real: Tensor) -> None:
-    """What is not wanted is not computed."""
+    """Unneeded gradients are disabled."""
     judge.module.requires_grad_(False)
     maker.backward(judge(maker(seed)).square().mean())
     judge.module.requires_grad_(True)
@@ -139,7 +139,7 @@ LOOPS: list[Loop] = [adversaries, adversaries_without_detach, colleagues, steps_
 
 
 def train_plainly(loop: Loop) -> list[Weights]:
-    """The whole batch in one process."""
+    """Trains on the whole batch in one process."""
     pair = models()
     maker, judge = map(Plain, pair)
     for step in range(STEPS):
@@ -157,7 +157,7 @@ def weights_of(engine: Any) -> Weights:
 
 
 def run_loops(rank: int, stage: int, limits: dict[str, int]) -> list[list[Weights]]:
-    """One after the other, in one process, with what the last one has left behind."""
+    """Runs the loops one after the other in one process, with whatever the previous one has left behind."""
     return [run_loop(rank, loop, stage, limits) for loop in LOOPS]
 
 
@@ -185,7 +185,7 @@ def run_only_one_moves(rank: int, stage: int, limits: dict[str, int]) -> None:
     maker.step()
     judge.zero_grad()
     assert (maker.global_steps, judge.global_steps) == (1, 0)
-    judge.step()  # of nothing
+    judge.step()  # without gradients
     assert all(torch.equal(before[name], value) for name, value in weights_of(judge).items())
 
 
@@ -194,7 +194,7 @@ def test_the_other_model_stays_and_its_gradients_are_dropped_by_zero_grad() -> N
 
 
 def run_experts(rank: int, stage: int, limits: dict[str, int]) -> list[Weights]:
-    """Rank 0's loss reaches the judge, rank 1's does not."""
+    """Rank 0's loss reaches the discriminator, rank 1's does not."""
     pair = models()
     engines = maker, judge = [initialize(model=m, optimizer=optimizer(m), config=ds(stage, limits))[0] for m in pair]
     own = slice(rank * ROWS, (rank + 1) * ROWS)
@@ -220,7 +220,7 @@ def test_a_model_that_only_one_rank_reaches() -> None:
 
 
 def run_fp16(rank: int) -> None:
-    """The judge's scale has fallen: gradients that came with the maker's are divided by the maker's."""
+    """The discriminator's loss scale has been lowered: gradients from the generator's loss must use the generator's."""
     half = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     config = ds(2, {}, fp16=half)
     maker, judge = (initialize(model=m, optimizer=optimizer(m), config=copy.deepcopy(config))[0] for m in models())
@@ -263,7 +263,7 @@ def test_a_destroyed_engine_is_in_nobodys_way() -> None:
 
 
 def run_beside_an_abandoned_engine(rank: int, stage: int, limits: dict[str, int]) -> list[Weights]:
-    """Rank 0's garbage collector comes by, rank 1's does not."""
+    """Only rank 0's garbage collector runs."""
     gc.disable()
     engines = [initialize(model=m, optimizer=optimizer(m), config=ds(stage, limits))[0] for m in models()]
     abandoned = initialize(model=models()[1], config=ds(stage, limits, optimizer={"type": "AdamW"}))[0]
@@ -283,8 +283,8 @@ def run_beside_an_abandoned_engine(rank: int, stage: int, limits: dict[str, int]
 
 @pytest.mark.parametrize(("stage", "limits"), [(1, {}), (3, TIGHT)], ids=["1", "3-limits-0"])
 def test_an_abandoned_engine_is_the_same_to_all_ranks(stage: int, limits: dict[str, int]) -> None:
-    """A judge whose last forward no step had followed was forgotten by the program, but not by the garbage collector of
-    every rank: one asked what had reached two engines, the other what had reached one, and both stopped."""
+    """The program dropped a discriminator after a forward without a step, but only some ranks had garbage-collected it.
+    Some ranks then treated the loss as reaching two engines, others as reaching one, and training hung."""
     expected = train_plainly(colleagues)
     for result in run_ranks(run_beside_an_abandoned_engine, RANKS, stage, limits):
         for weights, theirs in zip(result, expected, strict=True):
@@ -292,7 +292,7 @@ def test_an_abandoned_engine_is_the_same_to_all_ranks(stage: int, limits: dict[s
 
 
 def phases(model: nn.Module) -> Iterator[tuple[nn.Module, range]]:
-    """The head alone, then everything: who trains the model, and the steps."""
+    """The trained part of the model (the head, then everything), and its steps."""
     model.requires_grad_(False)
     model[-1].requires_grad_(True)
     yield model, range(2)
@@ -301,7 +301,7 @@ def phases(model: nn.Module) -> Iterator[tuple[nn.Module, range]]:
 
 
 def run_phases(rank: int, stage: int, limits: dict[str, int]) -> Weights:
-    """The first engine is neither destroyed nor forgotten."""
+    """The first engine is neither destroyed nor dropped."""
     engines, own = [], slice(rank * ROWS, (rank + 1) * ROWS)
     for model, steps in phases(models()[0]):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -316,10 +316,10 @@ def run_phases(rank: int, stage: int, limits: dict[str, int]) -> Weights:
 
 
 def test_a_model_that_is_initialized_again_is_trained_by_the_new_engine() -> None:
-    """Somebody trained a head, unfroze the rest, and called initialize again, as one may with DeepSpeed.
+    """A user trained a head, unfroze the rest, and called initialize again, which DeepSpeed allows.
 
-    The first engine's hooks stayed at the parameters: it went on taking gradients of the head, of which the second got
-    what was left. Losses differed from plain PyTorch's, and nothing said so.
+    The first engine's hooks stayed on the parameters and kept taking gradients of the head, so that the second engine
+    only got the rest. Losses silently differed from plain PyTorch's.
     """
     for model, steps in phases(expected := models()[0]):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -333,7 +333,7 @@ def test_a_model_that_is_initialized_again_is_trained_by_the_new_engine() -> Non
 
 
 def penalised(judge: Any, real: Tensor, salt: float) -> Tensor:
-    """WGAN-GP's loss, in its order: the penalty on gradients, and then the model's other forwards."""
+    """WGAN-GP's loss in its order: the gradient penalty, then the model's other forwards."""
     inputs = (real * salt).requires_grad_()
     (gradient,) = torch.autograd.grad(judge(inputs).sum(), inputs, create_graph=True)
     return judge(real).mean() - judge(-real).square().mean() + (gradient.norm(dim=1) - 1).square().mean()
@@ -352,10 +352,10 @@ def run_penalty(rank: int, stage: int, limits: dict[str, int]) -> Weights:
 
 
 def test_a_penalty_on_gradients() -> None:
-    """At stage 3 it ended in "setStorage: ... out of bounds for storage of size 0".
+    """At stage 3 double backward failed with "setStorage: ... out of bounds for storage of size 0".
 
-    The backward of a backward reads weights in operations that belong to no module's output: units that the first one
-    had used were empty then.
+    The second backward reads weights in operations that belong to no module's output, when the first one had already
+    released their units.
     """
     model = models()[1]
     plain = Plain(model)
@@ -371,7 +371,7 @@ def run_one_after_the_other(rank: int, stage: int, limits: dict[str, int]) -> We
     model = models()[0]
     for _ in range(2):
         engine = initialize(model=model, optimizer=optimizer(model), config=ds(stage, limits))[0]
-        engines.append(engine)  # as a Trainer that is still there keeps it
+        engines.append(engine)  # as an existing Trainer does
         for step in range(STEPS):
             engine.backward(engine(noise(step, 5, 1)[own]).square().mean())
             engine.step()
@@ -380,8 +380,8 @@ def run_one_after_the_other(rank: int, stage: int, limits: dict[str, int]) -> We
 
 @kinds("0", "2", "3-limits-0")
 def test_a_model_that_an_earlier_engine_has_trained(stage: int, limits: dict[str, int]) -> None:
-    """The earlier engine, kept by the Trainer that had it, took the gradients of the first backward: a second Trainer
-    of the same model logged a norm of 0, and its first update had no gradients."""
+    """The earlier engine, still held by its Trainer, took the gradients of the first backward: a second Trainer of the
+    same model logged a norm of 0, and its first update had no gradients."""
     model = models()[0]
     for _ in range(2):
         updates = optimizer(model)

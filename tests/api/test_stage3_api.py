@@ -1,4 +1,4 @@
-"""Stage 3's public tools: GatheredParameters, zero.Init, safe_* functions, hooks off and on, several engines."""
+"""Stage 3's public API: GatheredParameters, zero.Init, safe_* functions, removing hooks, several engines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config(stage: int = 3, **sections: Any) -> dict[str, Any]:
 
 
 class Net(nn.Module):
-    """Two layers of odd sizes and a parameter of its own."""
+    """Two layers of odd sizes and a parameter of the module itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,9 +65,9 @@ def run_gathered(rank: int) -> None:
         assert model.second.weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
         with GatheredParameters(weight):
             weight.data.fill_(5.0)
-        assert (weight == 5.0).all()  # the outer context still holds it
+        assert (weight == 5.0).all()  # the outer context still gathers it
     with GatheredParameters(iter([weight])):
-        assert torch.equal(weight, Net().first.weight)  # nobody was named as modifier: edits are dropped
+        assert torch.equal(weight, Net().first.weight)  # without modifier_rank edits are dropped
 
     with GatheredParameters([weight, bias], modifier_rank=1):
         weight.data.fill_(float(rank))
@@ -100,7 +100,7 @@ def run_edit_is_trained_on(rank: int) -> torch.Tensor:
 
 
 def test_edits_reach_the_master_weights() -> None:
-    """They used to reach the 16-bit weights only, and the next step brought the old values back."""
+    """Edits only changed the 16-bit weights, and the next step restored the old values."""
     for scale in run_ranks(run_edit_is_trained_on, 2):
         assert ((scale - 2.0).abs() <= 0.011).all() and (scale != 2.0).all()
 
@@ -126,8 +126,8 @@ def run_lost_edit(rank: int) -> None:
 
 @pytest.mark.at_once
 def test_a_constant_written_to_a_released_parameter_is_noticed() -> None:
-    """torch writes a constant into a broadcast tensor without a word, and the edit would be lost, where the class of
-    the parameter is not asked."""
+    """torch silently writes a constant into an expanded tensor. If the parameter's class does not intercept the write,
+    the edit would be lost."""
     with pytest.raises(AssertionError, match=r"1 parameters were overwritten[\s\S]*first.bias|another rank has overw"):
         run_ranks(run_lost_edit, 2)
 
@@ -156,7 +156,7 @@ def run_count_marks(rank: int) -> tuple[list[str], int, float]:
 
 
 def test_looking_for_lost_edits_takes_a_few_kernels_however_many_parameters() -> None:
-    """It took one cast per parameter, in every step."""
+    """It took one cast per parameter in every step."""
     for names, num_parameters, found in run_ranks(run_count_marks, 2):
         assert num_parameters >= 5 and found == 1.0
         assert sorted(names) == sorted(["aten::stack", "aten::isnan", "aten::logical_not", "aten::sum", "aten::add"])
@@ -169,7 +169,7 @@ def run_born_sharded(rank: int) -> dict[str, torch.Tensor]:
         def __init__(self) -> None:
             super().__init__()
             whole.append(sum(p.numel() for p in self.parameters() if of(p) is None))
-            nn.init.constant_(self.second.bias, 3.0)  # reads a parameter that is in shards already
+            nn.init.constant_(self.second.bias, 3.0)  # reads a parameter that is already partitioned
             self.tied = nn.Linear(5, 7)
             self.tied.weight = self.first.weight
 
@@ -189,7 +189,7 @@ def run_born_sharded(rank: int) -> dict[str, torch.Tensor]:
 
 
 def test_modules_are_born_sharded_and_what_their_code_does_then_is_kept() -> None:
-    """A model's own init code used to see parameters without elements, and left torch's defaults in silence."""
+    """The model's own init code saw parameters without elements, so that torch's defaults silently remained."""
     for weights in run_ranks(run_born_sharded, 2):
         assert torch.equal(weights["second.bias"], torch.full((3,), 3.0, dtype=torch.bfloat16))
         assert torch.equal(weights["first.weight"], Net().first.weight.bfloat16())
@@ -288,7 +288,7 @@ def run_two_engines(rank: int) -> list[float]:
 
 
 def test_engines_one_after_the_other_on_one_model() -> None:
-    """DPO asks the policy for reference values through an engine of its own, and trains it with another one later."""
+    """DPO computes reference values with the policy through one engine, and later trains it with another."""
     expected = tiny_llama()(**stack(token_rows(2))).loss.item()
     for first, second, third, later in run_ranks(run_two_engines, 2):
         assert [first, second, third] == pytest.approx([expected] * 3, rel=1e-6)

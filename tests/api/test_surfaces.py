@@ -1,4 +1,4 @@
-"""DeepSpeed's further names on engine and optimizer: views of what is there, shortcuts, and refusals that help."""
+"""DeepSpeed's other attributes of engine and optimizer: views, shortcuts, and helpful errors."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def run_weights(rank: int, stage: int) -> list[float]:
     assert all(torch.equal(loaded[name], value) for name, value in saved.items())
     engine.optimizer.set_lr(0.0)
     assert engine.optimizer.get_lr() == 0.0 == engine.get_lr()[0]
-    one_step(engine)  # from masters: had they not followed, the old weights would come back
+    one_step(engine)  # from masters: if they were stale, the old weights would come back
     again = engine.module_state_dict()
     assert all(torch.equal(again[name], value) for name, value in saved.items())
     with pytest.raises(RuntimeError, match=r"missing \['2.bias'\], unexpected \['3.bias'\]"):
@@ -127,7 +127,7 @@ def test_whole_weights_can_be_loaded_into_a_live_engine(stage: int) -> None:
 
 def run_cache(rank: int) -> list[bool]:
     engine = new_engine(3)
-    engine(torch.ones(2, 6))  # no backward follows: units may stay gathered
+    engine(torch.ones(2, 6))  # without a backward units may stay gathered
     weight = engine.module[0].weight
     before = weight.ds_status.name
     engine.empty_partition_cache()
@@ -136,7 +136,7 @@ def run_cache(rank: int) -> list[bool]:
 
 
 def test_the_partition_cache_can_be_emptied() -> None:
-    """`engine.empty_partition_cache` did not exist; gathered parameters stayed until the next step."""
+    """`engine.empty_partition_cache` did not exist, so that gathered parameters stayed until the next step."""
     assert [found[1] for found in run_ranks(run_cache, 2)] == ["NOT_AVAILABLE"] * 2
 
 
@@ -228,8 +228,8 @@ def test_the_model_s_own_attributes_are_still_seen() -> None:
 
 
 def test_at_stage_0_the_optimizer_is_what_callers_gave_or_named() -> None:
-    """Callers of plain data parallelism asked `isinstance(optimizer, AdamW)`, and read attributes of their own class:
-    they got a ZeroOptimizer that was neither.
+    """With plain data parallelism users checked `isinstance(optimizer, AdamW)`, and read attributes of their own class,
+    but got a ZeroOptimizer.
     """
 
     class Mine(torch.optim.AdamW):

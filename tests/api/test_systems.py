@@ -1,4 +1,4 @@
-"""Other systems than Linux: refused, or said to be untried, when the engine is imported."""
+"""Operating systems other than Linux: an error or a warning when the engine is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import hf_zero.api
 
 
 def test_windows_is_refused_with_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first thing that failed there was `import resource`, deep inside."""
+    """Windows failed at `import resource`, deep inside the package."""
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(ImportError, match="WSL2"):
         runpy.run_path(hf_zero.api.__file__)

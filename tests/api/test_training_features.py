@@ -1,4 +1,4 @@
-"""Features that act while an engine trains: when they are told what, and their place in checkpoints."""
+"""Training features: the callbacks that they get, and their states in checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.api.test_engine import new_engine, one_step
 
 
 class Diary(TrainingFeature):
-    """Writes down what it is told."""
+    """Records its callbacks."""
 
     def __init__(self, name: str = "diary") -> None:
         self.name = name

@@ -1,7 +1,7 @@
-"""The engine knows itself: it trains, observes, saves and resumes without DeepSpeed's names, which lie over it.
+"""The engine trains, monitors, saves and resumes without the layer of DeepSpeed's names.
 
-`engine.step` read `self.get_lr`, which the class did not have: torch's `__getattr__` failed, and the table of
-DeepSpeed's names had it. Whatever was wrong with that table was wrong with training.
+`engine.step` used `self.get_lr`, which only existed in the table of DeepSpeed's names, through torch's `__getattr__`. A
+mistake in that table would have broken training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is read while a model is born: whole for as long as it may be worked on, and never all of it."""
+"""Parameters read during the model's construction stay gathered while they may be modified, but never all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUM_LAYERS = 30
 
 
 def open_parameters(model: nn.Sequential) -> int:
-    """Without reading them."""
+    """The number of gathered parameters, without reading them."""
     handles = [of(parameter) for layer in model for parameter in layer._parameters.values()]
     return sum(handle is not None and handle.unshard_count > 0 for handle in handles)
 
@@ -34,7 +34,7 @@ def initialise_after_birth(rank: int) -> tuple[int, list[float]]:
 
 
 def test_an_init_function_that_reads_the_whole_model_does_not_make_it_whole() -> None:
-    """post_init() of transformers' models did: 1.1 billion parameters for a drive took 2.1 GB while they were made."""
+    """post_init() of transformers' models did: 1.1 billion parameters for NVMe took 2.1 GB during construction."""
     for most, means in run_ranks(initialise_after_birth, 2):
         assert most == MIN_OPENED
         assert means == [2.0 * number for number in range(NUM_LAYERS)]

@@ -1,4 +1,4 @@
-"""Tests of this folder leave no process group behind: others ask what happens before there is one."""
+"""Tests of this folder destroy their process groups, because other tests need a process without one."""
 
 from __future__ import annotations
 

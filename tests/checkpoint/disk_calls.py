@@ -1,4 +1,4 @@
-"""The moments at which a save can be cut short: every call that changes something on disk."""
+"""The points at which a save can be interrupted: every call that changes something on disk."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ CHANGES = ("mkdir", "open", "pwrite", "fsync", "replace", "rename", "rmdir", "un
 
 
 class DiskCalls:
-    """Counts this process's calls, and at number `stop` (from 1; 0: never) does `act` before the call.
+    """Counts this process's calls, and runs `act` before call number `stop` (from 1; 0: never).
 
-    A write that is cut short has put half of its bytes down.
+    An interrupted write has written half of its bytes.
     """
 
     def __init__(self, stop: int, act: Callable[[], object]) -> None:

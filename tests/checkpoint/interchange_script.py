@@ -1,4 +1,4 @@
-"""A script for any deepspeed: trains a model with every kind of parameter, saves, loads, and notes what it computed.
+"""A script for any deepspeed: trains a model with every kind of parameter, saves, loads, and writes its results.
 
     torchrun --nproc-per-node 2 interchange_script.py '{"folder": ..., "stage": 2, "dtype": "bf16", ...}'
 
@@ -36,7 +36,7 @@ class Model(nn.Module):
         self.frozen.requires_grad_(False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The cross entropy of guessing the previous token."""
+        """The cross entropy of predicting the previous token."""
         hidden = self.frozen(self.embed(tokens))
         hidden = self.norm(hidden + self.down(torch.relu(self.up(hidden))))
         hidden = self.batch(hidden.float()).to(hidden.dtype)
@@ -61,7 +61,7 @@ def config(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what the case says; rank 0 writes losses and norms."""
+    """Run the case; rank 0 writes losses and norms."""
     case = json.loads(sys.argv[1])
     model = Model(case.get("seed", 0))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -27,7 +27,7 @@ def train(parts: tuple[Any, Any, Any, Any], steps: int) -> list[float]:
     accelerator, model, optimizer, schedule = parts
     losses = []
     for _ in range(steps):
-        loss = model(torch.randn(2, 5)).square().mean()  # inputs and dropout from the random state
+        loss = model(torch.randn(2, 5)).square().mean()  # inputs and dropout depend on the random state
         accelerator.backward(loss)
         optimizer.step()
         schedule.step()

@@ -1,7 +1,7 @@
-"""A checkpoint that was saved before the first update brings back an optimizer that has seen none.
+"""Loading a checkpoint from before the first update resets the optimizer.
 
-It holds no states, so loading it in the middle of a run left the moments as they were: weights of step 0 with the
-moments of step 3, and without a word another course of training than the first.
+Such a checkpoint has no optimizer states, so loading it in the middle of a run kept the current moments: the weights of
+step 0 trained with the moments of step 3, and silently diverged from the first run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoints that are written beside training: what they hold, and what becomes of one that cannot be written."""
+"""Asynchronous checkpoints: their content, and errors when one cannot be written."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ copy_now = background.Snapshot.copy
 
 
 def copy_late(taken: background.Snapshot) -> None:
-    """As on a machine that is busy: forward and backward end first."""
+    """Delays the copy until forward and backward have finished, as on a busy machine."""
     time.sleep(0.3)
     copy_now(taken)
 
 
 def run_saves(rank: int, stage: int, root: str, sections: dict[str, Any]) -> tuple[list[float], int]:
-    """Two saves with training beside them. Returns losses, and how often elements travelled for the files."""
+    """Two saves during training. Returns losses, and the number of exchanges of elements for the files."""
     engine = new_engine(stage, 2, **sections, **BF16)
-    small = mock.patch.object(Arena, "SMALL_BYTES", 0)  # the other process writes all that lies in shared memory
+    small = mock.patch.object(Arena, "SMALL_BYTES", 0)  # the writer process writes all of the shared memory
     with small, mock.patch.object(background.Snapshot, "copy", copy_late):
         train(engine, rank, 2, range(3))
         ledger.reset()
@@ -50,14 +50,14 @@ def run_saves(rank: int, stage: int, root: str, sections: dict[str, Any]) -> tup
         train(engine, rank, 2, range(3, 5))
         engine.save_checkpoint(root)
         losses = train(engine, rank, 2, range(5, 8))
-        engine.destroy()  # waits
+        engine.destroy()  # waits for the save
     return losses, num_exchanges
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_save_in_the_background_holds_the_state_of_its_moment(stage: int, tmp_path: Path) -> None:
-    """Also where the next update is due before masters and states are copied. Of one host's ranks, none sends another
-    what its files need: they read it from one another's memory."""
+    """Even if the next update starts before masters and states are copied. Ranks of one host do not send each other the
+    elements of their files, but read them from shared memory."""
     behind, at_once = str(tmp_path / "a"), str(tmp_path / "b")
     in_background, waiting = run_each(run_saves, 2, [(stage, behind, BACKGROUND), (stage, at_once, {})])
     assert [losses for losses, _ in in_background] == [losses for losses, _ in waiting]
@@ -72,7 +72,7 @@ def test_a_save_in_the_background_holds_the_state_of_its_moment(stage: int, tmp_
 
 
 def test_what_the_program_sets_beside_a_save_comes_after_it(tmp_path: Path, monkeypatch: Any) -> None:
-    """Through the functions for it; a tensor of states that the program writes itself is noticed, not saved half."""
+    """API functions wait for the save; direct writes to state tensors are detected, instead of saving a mixed state."""
     monkeypatch.setattr(background.Snapshot, "copy", copy_late)
     engine = new_engine(2, 1, **BACKGROUND, **BF16)
     train(engine, 0, 1, range(2))
@@ -99,7 +99,7 @@ def test_without_room_for_a_copy_training_waits(tmp_path: Path, monkeypatch: Any
     engine = new_engine(2, 1, **BACKGROUND)
     train(engine, 0, 1, range(1))
     engine.save_checkpoint(str(tmp_path))
-    assert open_checkpoint(tmp_path).meta["global_steps"] == 1  # already
+    assert open_checkpoint(tmp_path).meta["global_steps"] == 1  # it is already complete
     assert "host memory is too small for a second copy" in caplog.text
 
 
@@ -129,7 +129,7 @@ def test_a_failure_in_the_background_surfaces_at_the_next_step(tmp_path: Path, m
     micro_steps = engine.micro_steps
     with pytest.raises(CheckpointError, match="global_step1: was not written: rank 0 could not write its files"):
         train(engine, 0, 1, range(1, 2))
-    engine.step()  # who has caught it goes on where it was raised
+    engine.step()  # after catching the error, the program can continue
     assert engine.micro_steps == micro_steps + 1 and engine.global_steps == 2
     engine.save_checkpoint(str(tmp_path))
     engine.destroy()
@@ -154,8 +154,8 @@ print("the script has come to its end")
 
 
 def test_a_program_whose_last_save_fails_in_the_background_has_failed(tmp_path: Path) -> None:
-    """The disk was full when the last checkpoint was written beside the end of the script: no step came any more to
-    raise the error, the status was 0, and neither checkpoint nor a word of it was there."""
+    """The disk was full when the last checkpoint was written asynchronously at the end of the script. No later step
+    could raise the error, so the script exited with status 0, without a checkpoint or an error message."""
     words = [sys.executable, "-c", _LAST_SAVE_FAILS, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert "the script has come to its end" in done.stdout and done.returncode == 1
@@ -164,8 +164,8 @@ def test_a_program_whose_last_save_fails_in_the_background_has_failed(tmp_path: 
 
 
 def is_terminated(folder: str) -> None:
-    """A program of one process, which a signal reaches while files are being written."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # also where the tests were started with it ignored
+    """A single-process program that gets a signal while files are being written."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # even if the tests were started with SIGTERM ignored
     config = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **BACKGROUND}
     engine = initialize(model=torch.nn.Linear(2, 2), config={**config, "zero_optimization": {"stage": 1}})[0]
     engine.backward(engine(torch.ones(1, 2)).sum())

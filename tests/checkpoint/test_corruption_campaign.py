@@ -1,4 +1,4 @@
-"""Damages, drawn at random: each is found and named, and nothing of the checkpoint gets into memory."""
+"""Random damage to checkpoints: each is detected and named, and nothing of the checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run_saving(rank: int, stage: int, root: str) -> None:
 
 
 def everything_in(engine: ZeroEngine) -> list[Tensor]:
-    """Copies of all that a load changes."""
+    """Copies of everything that a load changes."""
     shards = engine.optimizer.sub_groups
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     counters = torch.tensor([engine.global_steps, engine.micro_steps, engine.lr_scheduler.last_batch_iteration])
@@ -37,7 +37,7 @@ def everything_in(engine: ZeroEngine) -> list[Tensor]:
 
 
 def damage(victim: Path, kind: str, dice: random.Random) -> str:
-    """Do it; says what was done."""
+    """Damages the file; returns a description."""
     data = bytearray(victim.read_bytes())
     place = dice.randrange(len(data))
     if kind == "delete":
@@ -70,7 +70,7 @@ def test_every_damage_is_named_and_nothing_is_half_loaded(tmp_path: Path, stage:
         with pytest.raises(CheckpointError) as error:
             engine.load_checkpoint(str(copy.parent), source.name)
         assert str(copy) in str(error.value), done
-        # Where the list of files is damaged, another file may be named: that it does not belong to the list.
+        # With a damaged manifest, the error may name another file that does not match it.
         assert victim in str(error.value) or victim == MANIFEST, (done, str(error.value))
         after = everything_in(engine)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), done

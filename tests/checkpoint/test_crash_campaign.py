@@ -1,7 +1,7 @@
-"""Ranks killed, disks full and folders locked at random moments of a save: training goes on from what is left.
+"""Ranks killed, disks full and folders read-only at random points of a save: training resumes from what is left.
 
-Each attempt loads what `latest` names, takes a step whose loss must be that of the run that nobody disturbed, and is
-cut short while it saves. Moments are drawn among the calls that change the disk; the seed is printed.
+Each attempt loads the checkpoint that `latest` names, takes a step whose loss must match the undisturbed run, and is
+interrupted while it saves. The points are chosen among the calls that change the disk; the seed is printed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tests.support.ranks import RankFailure, run_ranks
 
 SEED = 20260
 WORLD = 2
-LAST = 12  # steps of the undisturbed run; a campaign that gets there begins anew
+LAST = 12  # steps of the undisturbed run; a campaign that gets there starts over
 BACKGROUND = {"hf_zero": {"checkpoint": {"async": True}}}
 
 
 @dataclass(frozen=True)
 class Attack:
-    """When the save of one attempt ends, and how.
+    """When and how the save of one attempt ends.
 
     Attributes:
-        rank, call: before which change on disk that this rank makes (0: never).
+        rank, call: before which disk change of this rank (0: never).
         everybody: whether all ranks die with it.
-        background: whether the save runs beside training.
+        background: whether the save is asynchronous.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Attack:
 
 
 def engine_at(stage: int, root: str, **sections: Any) -> ZeroEngine:
-    """An engine that stands where `latest` says; at the beginning where nothing has been saved."""
+    """An engine resumed from `latest`, or a new one if nothing has been saved."""
     engine = new_engine(stage, WORLD, **sections)
     if (Path(root) / "latest").exists():
         engine.load_checkpoint(root)
@@ -57,7 +57,7 @@ def engine_at(stage: int, root: str, **sections: Any) -> ZeroEngine:
 
 
 def run_undisturbed(rank: int, stage: int, root: str) -> tuple[list[float], int]:
-    """Losses of all steps, and how many changes a second save of this rank makes on disk."""
+    """The losses of all steps, and the number of this rank's disk changes in a second save."""
     engine = new_engine(stage, WORLD)
     losses = train(engine, rank, WORLD, range(1))
     engine.save_checkpoint(root)
@@ -68,7 +68,7 @@ def run_undisturbed(rank: int, stage: int, root: str) -> tuple[list[float], int]
 
 
 def run_attacked(rank: int, stage: int, root: str, attack: Attack) -> list[tuple[int, float]]:
-    """One step, a save that somebody may not survive, and another step; (number, loss) of each."""
+    """One step, a save that some ranks may not survive, and another step; (number, loss) of each."""
     engine = engine_at(stage, root, **(BACKGROUND if attack.background else {}))
     pids: list[Any] = [None] * WORLD
     torch.distributed.all_gather_object(pids, os.getpid())
@@ -84,7 +84,7 @@ def run_attacked(rank: int, stage: int, root: str, attack: Attack) -> list[tuple
     with DiskCalls(attack.call if rank == attack.rank else 0, kill):
         engine.save_checkpoint(root)
         found += zip(range(first + 1, first + 2), train(engine, rank, WORLD, range(first + 1, first + 2)), strict=True)
-        engine.destroy()  # waits for a save in the background
+        engine.destroy()  # waits for an asynchronous save
     return found
 
 
@@ -97,7 +97,7 @@ def run_step(rank: int, stage: int, root: str, tag: str) -> tuple[int, float]:
 
 
 def whole_checkpoints(root: Path) -> set[str]:
-    """Tags under their final names, every one complete to the last byte."""
+    """Tags under their final names, each verified to be complete."""
     tags = {path.name for path in root.glob("global_step*")}
     for tag in tags:
         check_folder(open_checkpoint(root, tag).folder.path)
@@ -124,7 +124,7 @@ class Campaign:
         self.known: set[str] = set()
 
     def attempt(self, attack: Attack) -> None:
-        """Attack once; nothing that was there may be lost, and what is there may only be right."""
+        """Attacks once; earlier checkpoints must remain, and all checkpoints must be valid."""
         self.attempts += 1
         try:
             for found in run_ranks(run_attacked, WORLD, self.stage, str(self.folder), attack):
@@ -140,19 +140,19 @@ class Campaign:
             self._begin()
 
     def resume_everything(self) -> None:
-        """Every checkpoint there is goes on as the undisturbed run did."""
+        """Every existing checkpoint resumes like the undisturbed run."""
         for tag in self.known:
             step, loss = run_ranks(run_step, WORLD, self.stage, str(self.folder), tag)[0]
             assert loss == self.losses[step], tag
 
     def draw(self, dice: random.Random, **kind: bool) -> Attack:
-        """A random rank and moment."""
+        """A random rank and point of a save."""
         rank = dice.randrange(WORLD)
         return Attack(rank, dice.randint(1, self.changes[rank]), **kind)
 
 
 def test_kills_of_one_rank_and_of_all(tmp_path: Path) -> None:
-    """The short form of the campaign below, at chosen moments: the first write, the last rename, in the background."""
+    """A short form of the campaign below, at chosen points: the first write, the last rename, an asynchronous save."""
     campaign = Campaign(tmp_path, 2)
     campaign.attempt(Attack(0, 0))
     campaign.attempt(Attack(1, 3))
@@ -166,7 +166,7 @@ def test_kills_of_one_rank_and_of_all(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("stage", "everybody"), [(1, False), (2, True), (3, False), (3, True)])
 def test_campaign_of_kills(stage: int, everybody: bool, tmp_path: Path) -> None:
-    """Twenty kills each; a third of the saves runs in the background."""
+    """Twenty kills each; a third of the saves is asynchronous."""
     print(f"seed {SEED + stage}")
     dice, campaign = random.Random(SEED + stage), Campaign(tmp_path, stage)
     while campaign.deaths < 20:
@@ -176,20 +176,20 @@ def test_campaign_of_kills(stage: int, everybody: bool, tmp_path: Path) -> None:
 
 
 class SmallDisk:
-    """A file system in memory whose size and writability can be changed while it is in use."""
+    """A file system in memory whose size and writability can be changed while it is mounted."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def mount(self) -> str:
-        """What stands in the way, or nothing."""
+        """Returns the reason if it cannot be mounted, else an empty string."""
         self.path.mkdir()
         command = ["mount", "-t", "tmpfs", "-o", "size=64m", "hf_zero_test", str(self.path)]
         done = subprocess.run(command, capture_output=True, text=True)
         return done.stderr.strip() if done.returncode else ""
 
     def set(self, options: str) -> bool:
-        """Mount again with other options; False while files are open that stand in the way."""
+        """Remounts with other options; returns False if open files prevent it."""
         command = ["mount", "-o", f"remount,{options}", str(self.path)]
         return subprocess.run(command, capture_output=True).returncode == 0
 
@@ -212,7 +212,7 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 
 def run_on_small_disk(rank: int, stage: int, path: str, seed: int, attempts: int) -> tuple[int, list[float]]:
-    """Saves on a disk that has too little room, or turns read-only at a random moment; how many failed, and losses."""
+    """Saves on a disk that is too small or turns read-only at random points; returns the failures and losses."""
     disk, dice, root = SmallDisk(Path(path)), random.Random(seed), f"{path}/checkpoints"
     engine = new_engine(stage, WORLD)
     losses = train(engine, rank, WORLD, range(1))
@@ -242,7 +242,7 @@ def run_on_small_disk(rank: int, stage: int, path: str, seed: int, attempts: int
 
 
 def whole_steps(root: Path) -> int:
-    """The newest checkpoint."""
+    """The number of steps of the newest checkpoint."""
     return max(int(tag.removeprefix("global_step")) for tag in whole_checkpoints(root))
 
 

@@ -1,4 +1,4 @@
-"""What save_checkpoint and load_checkpoint can be asked for, and what they refuse before anything has changed."""
+"""Options of save_checkpoint and load_checkpoint, and errors that are raised before anything has changed."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_a_tag_chooses_and_latest_can_be_left(saved: tuple[Path, ZeroEngine]) ->
 
 
 def test_the_number_0_is_a_tag(saved: tuple[Path, ZeroEngine]) -> None:
-    """`save_checkpoint(tag=epoch)` of epoch 0 wrote global_step2 anew, and `load_checkpoint(tag=0)` loaded the latest
-    checkpoint, whichever that was, in silence."""
+    """`save_checkpoint(tag=epoch)` in epoch 0 overwrote global_step2, and `load_checkpoint(tag=0)` silently loaded the
+    latest checkpoint instead."""
     root, writer = saved
     first: Any = 0
     writer.save_checkpoint(str(root), tag=first, save_latest=False, client_state={"epoch": 0})
@@ -91,7 +91,7 @@ def test_the_number_0_is_a_tag(saved: tuple[Path, ZeroEngine]) -> None:
 
 
 class Counting(nn.Linear):
-    """Keeps a number and a tensor of its own, and what no file holds if `odd`."""
+    """Has a number and a tensor as extra state, and with `odd` an object that no file can hold."""
 
     count, odd = 0, False
 
@@ -105,7 +105,7 @@ class Counting(nn.Linear):
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (2, 3), (3, 2), (3, 0)])
 def test_states_of_modules_own_are_saved(first: int, second: int, tmp_path: Path) -> None:
-    """What `get_extra_state` returns is in a state dict and in DeepSpeed's files; ours left it out, in silence."""
+    """State dicts and DeepSpeed's files contain the result of `get_extra_state`; hf_zero's silently omitted it."""
     model = nn.Sequential(Counting(3, 3), Counting(3, 3))
     engine = initialize(model=model, config=settings(first, 1))[0]
     model[0].count, model[1].odd = 7, True  # type: ignore[assignment]
@@ -117,13 +117,13 @@ def test_states_of_modules_own_are_saved(first: int, second: int, tmp_path: Path
     weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert sorted(weights) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     module = {**engine.module_state_dict(), "0._extra_state": {"count": 4, "halves": torch.full((2,), 2.0)}}
-    engine.load_module_state_dict({"module": module})  # was refused, as a file's part of that name would have been
+    engine.load_module_state_dict({"module": module})  # failed, as if the dict were a part of a file
     assert other[0].count == 4
 
 
 def test_a_tag_may_be_a_symbolic_link(saved: tuple[Path, ZeroEngine]) -> None:
-    """A link `best` to a checkpoint was replaced, and then the save failed, "earlier checkpoints are untouched": a link
-    is not removed as folders are. One that points nowhere could not be replaced either."""
+    """A link `best` to a checkpoint was replaced, and the save failed with "earlier checkpoints are untouched", because
+    a link cannot be removed like a folder. A broken link could not be replaced either."""
     root, writer = saved
     for name, target in (("best", "global_step2"), ("nowhere", "gone")):
         (root / name).symlink_to(target)
@@ -137,8 +137,8 @@ def test_a_tag_may_be_a_symbolic_link(saved: tuple[Path, ZeroEngine]) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 2), (3, 0)])
 def test_a_client_state_that_was_loaded_is_given_to_the_next_save(first: int, second: int, tmp_path: Path) -> None:
-    """DeepSpeed's tutorial saves with the dictionary that `load_checkpoint` has returned. It says how the files of that
-    checkpoint are laid out, and stood in the new one's: at another stage, no load could read that."""
+    """DeepSpeed's tutorial saves with the dictionary that `load_checkpoint` returned. This dictionary describes the
+    layout of the loaded files and was written into the new ones: a load at another stage could not read those."""
     writer, root = new_engine(first, 1), str(tmp_path)
     train(writer, 0, 1, range(2))
     writer.save_checkpoint(root, client_state={"step": 2})
@@ -156,14 +156,14 @@ def test_a_client_state_that_was_loaded_is_given_to_the_next_save(first: int, se
 
 @pytest.mark.parametrize("tag", ["latest", "latest_universal", "zero_to_fp32.py", "latest/1"])
 def test_a_tag_that_is_the_name_of_a_file_beside_checkpoints(tag: str, saved: tuple[Path, ZeroEngine]) -> None:
-    """`save_checkpoint(tag="latest")` made a folder of that name, and no later save could write the file."""
+    """`save_checkpoint(tag="latest")` created a folder of that name, so no later save could write the file."""
     with pytest.raises(AssertionError, match="use another tag"):
         saved[1].save_checkpoint(str(saved[0]), tag=tag)
     assert (saved[0] / "latest").is_file() and saved[1].save_checkpoint(str(saved[0]), tag="latest_one")
 
 
 def test_a_folder_in_the_place_of_latest(saved: tuple[Path, ZeroEngine]) -> None:
-    """A `latest` that was a folder counted as none: nothing was loaded, and nothing said so but a warning."""
+    """A folder `latest` counted as missing: nothing was loaded, and only a warning was logged."""
     (saved[0] / "latest").unlink()
     (saved[0] / "latest").mkdir()
     with pytest.raises(CheckpointError, match="is a folder, where a file should name the newest checkpoint"):
@@ -182,7 +182,7 @@ def test_frozen_weights_can_be_left_out(tmp_path: Path) -> None:
 
 
 class Other(nn.Module):
-    """Shares one name with AwkwardMLP, in another shape, and has one of its own."""
+    """Shares one parameter name with AwkwardMLP, with another shape, and has one of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def test_optimizer_files_cost_twelve_bytes_per_parameter(tmp_path: Path) -> None
 
 
 def run_killed_while_saving(rank: int, root: str) -> None:
-    """Rank 1 is gone in the middle of writing its second checkpoint."""
+    """Rank 1 is killed while writing its second checkpoint."""
     engine = new_engine(2, 2)
     train(engine, rank, 2, range(2))
     engine.save_checkpoint(root)
@@ -334,7 +334,7 @@ def test_whole_weights_are_written_as_they_are_gathered(stage: int, tmp_path: Pa
 
 
 def run_watched_gathers(rank: int, root: str) -> tuple[int, int]:
-    """Bytes of gathered weights that are alive at the same time, at most, and of all weights."""
+    """Peak bytes of gathered weights that are alive at the same time, and bytes of all weights."""
     zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 0}
     engine = new_engine(3, 2, zero_optimization={**zero, "stage3_max_live_parameters": 0})
     train(engine, rank, 2, range(1))
@@ -369,7 +369,7 @@ def run_unwritable(rank: int, root: str) -> None:
     blocked.touch()
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin: was not written \((NotADirectory|FileExists)Error"):
         engine.save_16bit_model(str(blocked))
-    train(engine, rank, 2, range(1))  # nobody is left waiting
+    train(engine, rank, 2, range(1))  # no rank is left waiting
 
 
 def test_a_folder_that_cannot_be_written_to_fails_on_all_ranks(tmp_path: Path) -> None:
@@ -377,8 +377,8 @@ def test_a_folder_that_cannot_be_written_to_fails_on_all_ranks(tmp_path: Path) -
 
 
 def test_checkpoints_without_latest_are_not_a_fresh_start(tmp_path: Path) -> None:
-    """A job whose `latest` was lost (copied by a pattern, deleted by a clean-up) loaded nothing, with one line in the
-    log, trained from the beginning and wrote over its checkpoints."""
+    """A job whose `latest` file was lost (copied by a pattern, deleted by a clean-up) loaded nothing, with one line in
+    the log, trained from scratch and overwrote its checkpoints."""
     engine = other_engine()
     assert engine.load_checkpoint(str(tmp_path))[0] is None
     engine.save_checkpoint(str(tmp_path), tag="first")

@@ -1,4 +1,4 @@
-"""What quantised gradients have left out goes back to its own bucket, or nowhere."""
+"""The error feedback of quantised gradients is restored to the same bucket, or dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer groups whose states are not those of the other groups, in every form of checkpoint."""
+"""Optimizer groups with different kinds of states, in every form of checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Halves(nn.Module):
 
 
 def muon(model: Halves) -> dict[str, Any]:
-    """Momentum of matrices, and Adam's moments of what else there is."""
+    """Momentum for matrices, and Adam's moments for all other parameters."""
     return {"config": {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}}}
 
 
@@ -40,7 +40,7 @@ def momentum_of_some(model: Halves) -> dict[str, Any]:
 
 
 def an_idle_group(model: Halves) -> dict[str, Any]:
-    """One half of the model that no batch has needed so far."""
+    """One half of the model has not been used by any batch so far."""
     used = [*model.first.parameters(), *model.second.parameters()]
     return {"optimizer": torch.optim.AdamW([{"params": used}, {"params": list(model.idle.parameters())}], lr=1e-2)}
 
@@ -62,11 +62,11 @@ def updates(engine: Any, numbers: range) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("kind", [muon, momentum_of_some, an_idle_group])
 def test_states_of_every_group_come_back(kind: Callable[[Halves], dict[str, Any]], stage: int, tmp_path: Path) -> None:
-    """Somebody resumed a training with Muon, and it went on with empty moments; nothing said so.
+    """A user resumed a training with Muon, which silently continued with empty moments.
 
-    Muon keeps a momentum for matrices and Adam's two moments for the rest. Whoever read a checkpoint left out every
-    kind of state that not all groups had: all three of them. The same befell SGD with momentum in some groups, and
-    everybody whose optimizer had a group that had never got a gradient.
+    Muon keeps a momentum for matrices and Adam's two moments for the rest. Loading dropped every kind of state that not
+    all groups had, which was all three. The same happened to SGD with momentum in only some groups, and to every
+    optimizer with a group that had never received a gradient.
     """
     whole = engine_of(stage, kind)
     updates(whole, range(3))
@@ -97,10 +97,10 @@ def test_a_file_that_is_gone_is_still_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [muon, an_idle_group])
 def test_sub_groups_may_cut_parameters_at_stage_0(kind: Callable[[Halves], dict[str, Any]], tmp_path: Path) -> None:
-    """Somebody offloaded the optimizer at stage 0, of a model with more elements than sub_group_size (1e9).
+    """A user offloaded the optimizer at stage 0, for a model with more elements than sub_group_size (1e9).
 
-    Saving failed with "shape '[96, 24]' is invalid for input of size 1536": whoever wrote a parameter took what its
-    sub-group had of it for all of it.
+    Saving failed with "shape '[96, 24]' is invalid for input of size 1536": the writer took a sub-group's part of a
+    parameter for the whole parameter.
     """
     zero = {"stage": 0, "offload_optimizer": {"device": "cpu"}, "sub_group_size": 16}
     whole = engine_of(0, kind, zero_optimization=zero)
@@ -117,9 +117,9 @@ def test_sub_groups_may_cut_parameters_at_stage_0(kind: Callable[[Halves], dict[
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_parameter_outside_the_model_comes_back(bf16: bool, stage: int, tmp_path: Path) -> None:
-    """A temperature that the loss multiplies with is in the optimizer, and in no module that the engine knows.
+    """A temperature that scales the loss is in the optimizer, but in no module that the engine knows.
 
-    Stage 0 saved it nowhere, and said when it loaded: "has no '(outside the model) #6'".
+    Stage 0 did not save it, and failed on loading with "has no '(outside the model) #6'".
     """
 
     def train(folder: Path | None = None) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Two-way interchange with real DeepSpeed: each resumes from the other's checkpoint and computes what it would have."""
+"""Two-way interchange with real DeepSpeed: each resumes from the other's checkpoint and computes the same losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
 
 
 def run(case: dict[str, Any], folder: Path, processes: int, oracle: str | None) -> dict[str, Any]:
-    """The script under the oracle's interpreter, or (None) under hf_zero; what it wrote."""
+    """Runs the script with the oracle's interpreter, or (None) with hf_zero; returns what it wrote."""
     out = folder / f"figures-{len(list(folder.iterdir()))}.json"
     python, environment = (oracle, oracle_environment(oracle)) if oracle else (sys.executable, OURS)
     words = [json.dumps({**case, "out": str(out)})]
@@ -71,7 +71,7 @@ def test_deepspeed_resumes_from_our_checkpoint(stage: int, dtype: str, tmp_path:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeed_goes_on_with_adam_from_states_of_8_bits(stage: int, tmp_path: Path, oracle: str) -> None:
-    """They stand in the files as fp32, under Adam's names."""
+    """The files contain them as fp32, under Adam's names."""
     eight = {"config": {"optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-2}}}}
     saved = run(saving(stage, "fp32", tmp_path, **eight), tmp_path, 2, None)
     found = run(loading(stage, "fp32", tmp_path), tmp_path, 2, oracle)
@@ -83,7 +83,7 @@ def test_deepspeed_goes_on_with_adam_from_states_of_8_bits(stage: int, tmp_path:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_takes_the_weights_beside_states_of_whole_matrices(stage: int, tmp_path: Path, oracle: str) -> None:
-    """Its keys have no room for Adafactor's rows and columns: it reads the rest, and its optimizer begins anew."""
+    """Its keys cannot represent Adafactor's rows and columns: it reads the rest, and its optimizer starts from zero."""
     adafactor = {"config": {"optimizer": {"type": "Adafactor", "params": {"lr": 1e-2}}}}
     saved = run(saving(stage, "fp32", tmp_path, **adafactor), tmp_path, 2, None)
     found = run(loading(stage, "fp32", tmp_path, **adafactor), tmp_path, 2, oracle)
@@ -94,7 +94,7 @@ def test_deepspeed_takes_the_weights_beside_states_of_whole_matrices(stage: int,
 
 
 def theirs_to_fp32(folder: Path, oracle: str, out: Path) -> dict[str, torch.Tensor]:
-    """What DeepSpeed's own zero_to_fp32 makes of a checkpoint."""
+    """The result of DeepSpeed's own zero_to_fp32."""
     program = (
         "import sys, torch; from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as get; "
         "torch.save(get(sys.argv[1]), sys.argv[2])"
@@ -105,7 +105,7 @@ def theirs_to_fp32(folder: Path, oracle: str, out: Path) -> dict[str, torch.Tens
 
 
 def ask(oracle: str, *words: str) -> None:
-    """Run a program of DeepSpeed's to its end."""
+    """Runs a program of DeepSpeed to its end."""
     environment = {**os.environ, **oracle_environment(oracle)}
     done = subprocess.run([oracle, *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -114,7 +114,7 @@ def ask(oracle: str, *words: str) -> None:
 def assert_same_state(
     ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], *, lacks_frozen: bool = False
 ) -> None:
-    """To the bit. DeepSpeed's stage 1 files state nothing about frozen parameters, so its script leaves them out."""
+    """Bitwise. DeepSpeed's stage 1 files contain no frozen parameters, so its script leaves them out."""
     assert set(ours) - set(theirs) == ({"frozen.weight", "frozen.bias"} if lacks_frozen else set())
     assert set(theirs) <= set(ours)
     for name, value in theirs.items():
@@ -124,7 +124,7 @@ def assert_same_state(
 @pytest.mark.parametrize("converter", ["ours", "theirs"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_universal_checkpoint_of_ours_and_theirs(stage: int, converter: str, tmp_path: Path, oracle: str) -> None:
-    """DeepSpeed converts our files without a flag, and so do we; both of us resume from either result."""
+    """DeepSpeed converts hf_zero's files without a flag, and so does hf_zero; both resume from either result."""
     saved = run(saving(stage, "fp32", tmp_path), tmp_path, 2, None)
     words = ["--input_folder", str(tmp_path / "ckpt" / f"global_step{SAVED}")]
     words += ["--output_folder", str(tmp_path / "ckpt" / "universal")]
@@ -136,14 +136,14 @@ def test_a_universal_checkpoint_of_ours_and_theirs(stage: int, converter: str, t
     assert_continues(saved, run(case, tmp_path, 2, None), "fp32")
     # DeepSpeed does not restore frozen weights from this form, so its model has to start with the right ones.
     theirs = run({**case, "seed": 0}, tmp_path, 2, oracle)
-    # At stage 3 it also takes the first group's weight decay for all groups: the first loss is right, then they drift.
+    # At stage 3 it also applies the first group's weight decay to all groups: after the first loss they drift apart.
     assert theirs["losses"][0] == pytest.approx(saved["losses"][SAVED], rel=TOLERANCE["fp32"])
     assert theirs["losses"] == pytest.approx(saved["losses"][SAVED:], rel=2e-3 if stage == 3 else TOLERANCE["fp32"])
 
 
 @pytest.mark.parametrize("extra", [{"round_robin_gradients": True}, {"sub_group_size": 300}], ids=str)
 def test_settings_that_shape_the_files(extra: dict[str, Any], tmp_path: Path, oracle: str) -> None:
-    """Round-robin order at stage 2 and sub-groups at stage 3, three ranks, both ways."""
+    """Round-robin order at stage 2 and sub-groups at stage 3, three ranks, in both directions."""
     stage = 3 if "sub_group_size" in extra else 2
     sections = {"config": {"zero_optimization": extra}}
     for first, second, name in ((oracle, None, "theirs"), (None, oracle, "ours")):

@@ -1,4 +1,4 @@
-"""Checkpoints made to do harm: code in pickles, paths that lead outside, sizes beyond all measure."""
+"""Malicious checkpoints: code in pickles, paths that lead outside, excessive sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHT = torch.arange(35.0).view(5, 7)
 
 
 class Evil:
-    """A pickle that runs a command when it is loaded carelessly."""
+    """A pickle that runs a command if it is loaded without checks."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -46,7 +46,7 @@ def test_a_pickle_that_runs_code_is_refused_by_name(tmp_path: Path, zip_format: 
 @pytest.mark.parametrize("zip_format", [True, False])
 def test_numbers_of_numpy_in_a_client_state_are_read(tmp_path: Path, zip_format: bool) -> None:
     """DeepSpeed pickles `client_state={"loss": numpy.mean(losses)}`, and Megatron the state of numpy's generator. Such
-    checkpoints were refused, and `zero_to_fp32` gave no way to allow the classes."""
+    checkpoints failed to load, and `zero_to_fp32` had no way to allow the classes."""
     path = tmp_path / "mp_rank_00_model_states.pt"
     kept = {"loss": numpy.float64(0.5), "step": numpy.int64(3), "random": numpy.random.RandomState(1).get_state()}
     torch.save(kept, path, _use_new_zipfile_serialization=zip_format)
@@ -57,8 +57,8 @@ def test_numbers_of_numpy_in_a_client_state_are_read(tmp_path: Path, zip_format:
 
 @pytest.mark.parametrize("zip_format", [True, False])
 def test_other_classes_of_numpy_are_read_once_they_are_allowed(tmp_path: Path, zip_format: bool) -> None:
-    """Whoever had allowed the classes that a refusal named was told that the file was damaged: those of numpy's dtypes
-    are not in a pickle by name."""
+    """A user who allowed the classes named by the error was then told that the file was damaged: a pickle does not
+    contain numpy's dtype classes by name."""
     path = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"when": numpy.datetime64("2026-01-01")}, path, _use_new_zipfile_serialization=zip_format)
     with pytest.raises(CheckpointError, match=r"run or build numpy.dtypes.DateTime64DType, .*\n.*fix: if it"):
@@ -85,7 +85,7 @@ def test_a_bare_pickle_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_code_in_it_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    """Without a manifest, as in a checkpoint from elsewhere."""
+    """The checkpoint has no manifest, as one from another source."""
     engine = new_engine(2, 1)
     engine.save_checkpoint(str(tmp_path))
     folder, marker = tmp_path / "global_step0", tmp_path / "ran"
@@ -144,7 +144,7 @@ def test_descriptions_and_directories_have_a_limit(
 
 
 def seal(body: dict[str, Any]) -> bytes:
-    """A manifest with the right checksum of its own."""
+    """A manifest with a valid checksum of itself."""
     return json.dumps({**body, "crc32": zlib.crc32(json.dumps(body, sort_keys=True).encode())}).encode()
 
 

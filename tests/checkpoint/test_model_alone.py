@@ -1,4 +1,4 @@
-"""Checkpoints of models that are not trained, and training checkpoints loaded to look at the model only."""
+"""Checkpoints of untrained models, and training checkpoints of which only the model is loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run_saving(rank: int, stage: int, root: str, background: bool) -> dict[str, 
     engine.save_checkpoint(root, client_state={"note": "hello"})
     engine.save_checkpoint(root, tag="trainable", save_latest=False, exclude_frozen_parameters=True)
     found = whole(engine)
-    engine.destroy()  # waits for a save in the background
+    engine.destroy()  # waits for the asynchronous save
     return found
 
 
@@ -52,7 +52,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
-# Stage, whether it saves in the background, the stage that loads.
+# Saving stage, whether it saves asynchronously, loading stage.
 WAYS = [(0, False, 3), (2, False, 0), (3, True, 2), (3, False, 3)]
 
 
@@ -72,7 +72,7 @@ def check_files(tmp_path: Path, expected: dict[str, Tensor]) -> None:
     assert {"frozen.weight", "frozen.bias"} == set(open_checkpoint(tmp_path).frozen) - set(
         open_checkpoint(tmp_path, "trainable").frozen
     )
-    # It can be trained from, too, but not as if there had been a training before.
+    # It can also be trained from, but not as the continuation of a training.
     engine = new_engine(2, 1)
     with pytest.raises(CheckpointError, match=r"holds no optimizer state.*\n.*load_optimizer_states=False"):
         engine.load_checkpoint(str(tmp_path))
@@ -91,7 +91,7 @@ def test_a_training_checkpoint_is_loaded_to_evaluate(stage: int, tmp_path: Path)
 
 
 def test_lost_optimizer_files_do_not_look_like_a_model_alone(tmp_path: Path) -> None:
-    """In a checkpoint of DeepSpeed's, which has no list of its files."""
+    """In a checkpoint of DeepSpeed, which has no manifest."""
     engine = new_engine(3, 1)
     engine.save_checkpoint(str(tmp_path))
     folder = tmp_path / "global_step0"
@@ -130,7 +130,7 @@ def test_states_of_whole_matrices_resume_to_the_bit(sections: dict[str, Any], tm
 
 
 class RowSums(torch.optim.SGD):
-    """Keeps one number per row, under a name that no list of such optimizers has."""
+    """Keeps one number per row, under a name that is not in any list of such optimizers."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -141,7 +141,7 @@ class RowSums(torch.optim.SGD):
 
 
 def test_states_that_nobody_expects_in_the_files_of_one_rank(tmp_path: Path) -> None:
-    """Such an optimizer trained at stage 2, and was refused at the first save: after the work was done."""
+    """Such an optimizer trained at stage 2, but its first save failed, after the training was done."""
 
     def new(seed: int) -> Any:
         torch.manual_seed(seed)

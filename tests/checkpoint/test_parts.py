@@ -1,4 +1,4 @@
-"""Small parts of checkpoints, each alone: files in place, background saves, plain objects, lines of elements."""
+"""Unit tests of checkpoint parts: atomic file replacement, background saves, plain objects, element lines."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_copies_for_a_background_save_are_apart_and_tied_tensors_stay_one() -> N
 
 
 def test_batches_that_end_before_the_next_one_are_told_apart() -> None:
-    """A save beside training held now and then the values of another state: what arrived was known by its address,
-    which the batch after it had got when it was freed."""
+    """An asynchronous save sometimes contained values of another state: arrived batches were identified by their
+    address, which the next batch reused after the previous one had been freed."""
     first, second = (Awaited(torch.float32, (4,)) for _ in range(2))
     content = streamed(torch.zeros(4))
 

@@ -1,4 +1,4 @@
-"""Resuming equals never having stopped: to the bit in the same world, closely in any other, at any stage."""
+"""Resuming equals an uninterrupted run: bitwise with the same world size, closely with any other, at any stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 def run_uninterrupted(rank: int, world: int, stage: int, root: str, sections: dict[str, Any]) -> list[float]:
-    """Four steps, a checkpoint, ten more steps; the losses of those."""
+    """Four steps, a checkpoint, ten more steps; returns the losses of the latter."""
     engine = new_engine(stage, world, **sections)
     train(engine, rank, world, range(4))
     engine.save_checkpoint(root, client_state={"note": [1, "two"]})
@@ -23,7 +23,7 @@ def run_uninterrupted(rank: int, world: int, stage: int, root: str, sections: di
 
 
 def run_resumed(rank: int, world: int, stage: int, root: str, sections: dict[str, Any]) -> list[float]:
-    """An engine with other weights takes the checkpoint, and goes on."""
+    """An engine with different weights loads the checkpoint and continues."""
     engine = new_engine(stage, world, seed=9, **sections)
     train(engine, rank, world, range(20, 22))
     path, client_state = engine.load_checkpoint(root)

@@ -1,4 +1,4 @@
-"""The whole out of the files of a tensor group's ranks, and other parts of it: views of tensors in memory."""
+"""Merging the files of tensor-parallel ranks, or repartitioning them, as views of tensors in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _cuts(ranks: int) -> dict[str, Cut]:
 
 
 def _view(cuts: dict[str, Cut], rank: int, **more: Any) -> CheckpointView:
-    """What the files of one tensor rank hold; its elements lie in two pieces, as with two data ranks."""
+    """The content of one tensor rank's files; its elements are in two pieces, as with two data-parallel ranks."""
     lone = LoneCollectives()
     mine = {n: HeldPart(lone, cuts[n]).of(whole, rank) if n in cuts else whole for n, whole in WHOLE.items()}
     trained = {name: value for name, value in mine.items() if name != FROZEN}
@@ -91,7 +91,7 @@ def test_other_parts_are_read(saved: int, wanted: int) -> None:
 
 
 def test_the_same_parts_are_read_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States that fit nothing else go on; so do checkpoints of before, which do not say how they are cut."""
+    """States that cannot be merged still load, and so do older checkpoints, which do not record the partition."""
     for cuts in (_cuts(2), {}):
         view = replace(_view(cuts, 0), shard_states={(("fused", 0, 1, 0),): {}})
         monkeypatch.setattr("hf_zero.checkpoint.opening.view_of", lambda _folder, _groups, view=view: view)

@@ -1,4 +1,4 @@
-"""Processes that do not know of one another write to the same place: whoever finishes last wins, with all of it."""
+"""Independent processes that write to the same place: the last one to finish wins, completely."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def both(*acts: Callable[[], object]) -> None:
-    """Run them at once, in a process each."""
+    """Runs them concurrently, in one process each."""
     running = [FORK.Process(target=act, daemon=True) for act in acts]
     for process in running:
         process.start()
@@ -37,7 +37,7 @@ def staged(folder: Path) -> list[str]:
 
 
 def meet_before(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
-    """Both have written everything, and neither has given it its name, when either calls this function."""
+    """Makes both processes wait at this function, where they have written everything but not renamed it."""
     barrier, original = FORK.Barrier(2, timeout=30), getattr(module, name)
 
     def after_both(*args: Any) -> Any:
@@ -49,9 +49,9 @@ def meet_before(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None
 
 @pytest.mark.parametrize("exists", [False, True])
 def test_two_conversions_into_one_folder(exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that its launcher ran on two ranks ended in convert_zero_checkpoint_to_fp32_state_dict. Both wrote to
-    `.weights.partial`, which each removed first: one rank's files were gone while it wrote them, the other renamed a
-    folder with half of them."""
+    """A script started by a launcher on two ranks ended with convert_zero_checkpoint_to_fp32_state_dict. Both ranks
+    wrote to `.weights.partial`, which each removed first: one rank's files disappeared while it wrote them, and the
+    other renamed a folder with half of them."""
     contents, target = example(), tmp_path / "weights"
     write(tmp_path / "run", contents, Setting(2, 2))
     if exists:
@@ -71,7 +71,7 @@ def test_two_conversions_into_one_folder(exists: bool, tmp_path: Path, monkeypat
 
 
 def test_two_of_the_other_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kin of that: the universal form, a checkpoint that two lone processes save, one file, an analyzer's rows."""
+    """Other writers with the same problem: universal and ordinary checkpoints, single files, an analyzer's rows."""
     contents = example()
     source = write(tmp_path / "run", contents, Setting(2, 2))
     last = list(open_checkpoint(source).shapes)[-1]
@@ -93,7 +93,7 @@ def test_two_of_the_other_writers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert row.tolist() in ([3] * 3, [5] * 5)
 
     meet_before(monkeypatch, transaction, "write_manifest")
-    for _ in range(2):  # a new name, then one that is there
+    for _ in range(2):  # first under a new name, then under an existing one
         both(*[lambda: write(tmp_path / "alone", contents, Setting(2, 1))] * 2)
         check_folder(open_checkpoint(tmp_path / "alone").folder.path)
     assert not staged(tmp_path)

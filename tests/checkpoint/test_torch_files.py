@@ -1,4 +1,4 @@
-"""Torch files as we write and read them: torch agrees, DeepSpeed's classes are inert, strangers are refused."""
+"""Torch files as written and read by hf_zero: compatible with torch, DeepSpeed's classes inert, others refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_torch_reads_what_we_write_and_so_do_we(tmp_path: Path) -> None:
 
 
 def test_tensors_that_arrive_later_make_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In batches in any order, in spans that several threads write, cast on the way, some not waited for."""
+    """The batches come in any order, in spans written by several threads, cast on the way, some without waiting."""
     monkeypatch.setattr(stream, "CHUNK_BYTES", 64)
     monkeypatch.setattr(stream, "_SPAN_BYTES", 256)
     whole = {"a": torch.arange(500.0), "b": torch.arange(77), "c": WEIGHT, "d": WEIGHT.bfloat16()}
@@ -93,8 +93,8 @@ def test_tensors_that_arrive_later_make_the_same_file(tmp_path: Path, monkeypatc
 def test_large_records_are_written_past_the_cache_where_that_can_be_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
-    """Two saves beside training took forty steps, and each waited for the one before: to copy 1.8 GB into the cache and
-    to write it from there cost over two seconds of two processors that training kept busy."""
+    """Two asynchronous saves took forty steps, and each waited for the one before: copying 1.8 GB into the page cache
+    and writing it from there cost more than two seconds of the two processors, which were busy training."""
     direct = [0]
     original_open, original_pwrite = os.open, os.pwrite
 
@@ -160,7 +160,7 @@ def test_checksums_combine(first: bytes, second: bytes) -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 733_111, 733_112, 1 << 20, (1 << 20) + 1, 3_141_593])
 def test_the_fast_checksum_is_zlibs(num_bytes: int) -> None:
-    """Below and above the size from which it pays, whole windows and odd ends, with and without something before."""
+    """Sizes below and above the threshold, whole windows and odd ends, with and without a preceding checksum."""
     data = random.Random(num_bytes).randbytes(num_bytes)
     assert checksum(data) == zlib.crc32(data)
     assert checksum(memoryview(data), 12345) == zlib.crc32(data, 12345)

@@ -1,4 +1,4 @@
-"""Trainer's own switches around checkpoints: resume, the best model, how many are kept, weights alone."""
+"""Trainer's options for checkpoints: resuming, the best model, their number, weights only."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_resume_on_another_world_and_stage(tmp_path: Path) -> None:
     other = arguments(tmp_path, 3, 1, save_strategy="no")
     again, _ = trained(1, other, str(tmp_path / "checkpoint-4"), 1)
     assert again == pytest.approx(losses, rel=1e-5)
-    # True means the last one in the folder, at which there is nothing left to do.
+    # True means the last one in the folder, after which no steps remain.
     assert trained(1, other, True, 1)[0] == losses
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_adafactor_resumes_on_another_world(stage: int, tmp_path: Path) -> None:
-    """It trained at stages 2 and 3, and its first save was refused."""
+    """Adafactor trained at stages 2 and 3, but its first save failed."""
     losses, _ = trained(2, arguments(tmp_path / "a", stage, 2, optim="adafactor"))
     plain, _ = trained(1, {**arguments(tmp_path / "b", stage, 1, optim="adafactor"), "deepspeed": None})
     assert losses == pytest.approx(plain, rel=1e-5)
@@ -57,7 +57,7 @@ def test_the_best_model_is_loaded_at_the_end_and_consolidates_into_a_model(tmp_p
     assert losses[-1] > losses[0], "a rate of 3 makes it worse, so the best model is not the last"
     best = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     assert torch.equal(best.lm_head.weight, weights["lm_head.weight"])
-    # And the checkpoint's masters are a model that from_pretrained takes.
+    # The checkpoint's masters also give a model that from_pretrained loads.
     out = tmp_path / "out"
     assert main([str(tmp_path / "checkpoint-2"), str(out), "--safetensors"]) == 0
     model, found = LlamaForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -72,7 +72,7 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_best_model_is_loaded_from_weights_alone(stage: int, tmp_path: Path) -> None:
-    """transformers refuses `save_only_model` with `load_best_model_at_end`: DeepSpeed could not load such a folder."""
+    """transformers rejects `save_only_model` with `load_best_model_at_end`: DeepSpeed could not load such a folder."""
     options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 3.0}
     losses, weights = trained(2, arguments(tmp_path, stage, 2, max_grad_norm=0.0, save_only_model=True, **options))
     assert losses[-1] > losses[0], "a rate of 3 makes it worse, so the best model is not the last"

@@ -1,4 +1,4 @@
-"""Nothing that happens while a checkpoint is written costs an earlier one."""
+"""No failure during a save damages an earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OLD, NEW = Setting(2, 1, tag="global_step3"), Setting(2, 1, tag="global_step4")
 
 
 def dies_at(call: int, act: Callable[[], Any]) -> bool:
-    """Run `act` in a copy of this process that is gone right before its `call`-th change; whether it came that far."""
+    """Runs `act` in a fork that exits right before its `call`-th disk change; returns whether it got there."""
     child = os.fork()
     if child == 0:
         try:
@@ -33,7 +33,7 @@ def dies_at(call: int, act: Callable[[], Any]) -> bool:
 @pytest.mark.parametrize(
     ("new_tag", "every"),
     [
-        ("global_step3", 3),  # so many calls
+        ("global_step3", 3),  # this many calls
         pytest.param("global_step3", 1, marks=pytest.mark.slow),
         pytest.param("global_step4", 1, marks=pytest.mark.slow),
     ],
@@ -41,8 +41,8 @@ def dies_at(call: int, act: Callable[[], Any]) -> bool:
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_under_latest(
     tmp_path: Path, new_tag: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`global_step3` again: saving under a tag that exists already must not lose the old content either."""
-    monkeypatch.setattr(os, "fsync", lambda file: None)  # counted all the same; nobody pulls the plug here
+    """`global_step3` again: overwriting an existing tag must not lose its old content either."""
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # still counted; no power failure is simulated
     first, second = example(), example()
     call, outcomes = 1 - every, set()
     while True:

@@ -1,4 +1,4 @@
-"""Universal checkpoints, which DeepSpeed's converter writes: read, and checked as far as their files allow."""
+"""Universal checkpoints from DeepSpeed's converter: read, and checked as far as their files allow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.checkpoint.writer import MOMENTS, Contents, Setting, example, write
 
 @pytest.fixture
 def universal(tmp_path: Path) -> tuple[Path, Contents]:
-    """The folder and what is in it, as ds_to_universal makes it of a checkpoint of stage 2."""
+    """The folder and its content, as ds_to_universal creates it from a stage 2 checkpoint."""
     contents = example()
     folder = write(tmp_path, contents, Setting(2, 2))
     for path in folder.iterdir():
@@ -51,7 +51,7 @@ def test_every_state_is_read(universal: tuple[Path, Contents]) -> None:
 
 @pytest.mark.parametrize("kind", ["fp32", "exp_avg"])
 def test_a_missing_file_is_named(universal: tuple[Path, Contents], kind: str) -> None:
-    """Moments that one parameter lacked were left out for all: the optimizer started anew without a word."""
+    """If one parameter lacked its moments, all moments were skipped, and the optimizer silently started from zero."""
     folder, _ = universal
     (folder / "zero" / "mlp.weight" / f"{kind}.pt").unlink()
     with pytest.raises(CheckpointError, match=rf"mlp.weight/{kind}.pt: this file of the checkpoint is missing"):
@@ -68,12 +68,12 @@ def test_a_flipped_byte_is_named(universal: tuple[Path, Contents], name: str) ->
         check_together(*find(folder.parent, folder.name), LoneCollectives())
 
 
-# Writing the form
+# Writing universal checkpoints
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_converting_keeps_every_value(stage: int, tmp_path: Path) -> None:
-    """Every state of every rank's files is in the folders, whole; the command is DeepSpeed's, and so are its flags."""
+    """The folders contain every state of every rank's files, merged; command and flags are DeepSpeed's."""
     contents = example()
     folder = write(tmp_path, contents, Setting(stage, 2))
     words = ["--input_folder", str(folder), "--output_folder", str(tmp_path / "universal"), "--num_merge_workers", "2"]

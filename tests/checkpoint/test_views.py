@@ -1,4 +1,4 @@
-"""Reading any checkpoint as intervals, and consolidating it: every stage, several worlds, both precisions."""
+"""Reading any checkpoint as intervals, and consolidating it: every stage, several world sizes, both precisions."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_lines_of_the_summary(stage_2: tuple[Path, Contents], capsys: pytest
         f"Wrote {whole} ({whole.stat().st_size:,} bytes)",
     ]
     assert main([str(folder), str(parts), "--safetensors", "--max-shard-size", "100B"]) == 0
-    num_files = len(list(parts.iterdir()))  # the index is one, too
+    num_files = len(list(parts.iterdir()))  # including the index
     assert num_files > 1 and f"Wrote {num_files} files in {parts} (" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -124,7 +124,7 @@ def test_a_folder_gets_shards_and_an_index(stage_2: tuple[Path, Contents], flags
     if flags:
         wanted.pop("head.weight")
     assert same(found, wanted)
-    # Once more, in fewer and larger shards: nothing of the first run may be left to be mixed in.
+    # Convert again with fewer and larger shards: no files of the first run may remain.
     assert main([str(folder), str(out), *flags]) == 0
     assert [path.name for path in out.iterdir()] == [index]
 
@@ -150,7 +150,7 @@ def test_library_calls(stage_2: tuple[Path, Contents], tmp_path: Path) -> None:
     assert model.scale.item() == contents.groups[1]["scale"].item()
 
 
-@pytest.mark.slow  # that of a Trainer's folder does in tests/end_to_end/test_documented_usage.py
+@pytest.mark.slow  # the script of a Trainer's folder runs in tests/end_to_end/test_documented_usage.py
 def test_the_script_in_the_folder_runs_alone(stage_2: tuple[Path, Contents]) -> None:
     folder, contents = stage_2
     command = [sys.executable, "./zero_to_fp32.py", ".", "pytorch_model.bin"]

@@ -1,4 +1,4 @@
-"""States of whole matrices in checkpoints: from any number of ranks and any stage to any other."""
+"""Checkpoints of per-matrix optimizer states, between any numbers of ranks and any stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAT: dict[str, Any] = {"hf_zero": {"optimizer_sees": "flat_shards"}}
 
 
 class Shampoo(torch.optim.Optimizer):
-    """One matrix of statistics per dimension, of another size than the parameter; small as a test needs it."""
+    """One matrix of statistics per dimension, of a different size than the parameter; minimal for a test."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
@@ -85,7 +85,7 @@ def new_engine(kind: str, stage: int, world: int, seed: int = 0, **sections: Any
 
 
 def run_saving(rank: int, world: int, kind: str, stage: int, root: str, sections: dict[str, Any]) -> list[float]:
-    """Three steps, a checkpoint, five more steps; the losses of those."""
+    """Three steps, a checkpoint, five more steps; returns the losses of the latter."""
     engine = new_engine(kind, stage, world, **sections)
     train(engine, rank, world, range(3))
     engine.save_checkpoint(root)
@@ -100,7 +100,7 @@ def run_saving_all(
 
 
 def run_resumed(rank: int, world: int, kind: str, places: list[tuple[str, int, dict[str, Any]]]) -> list[list[float]]:
-    """The losses after resuming from each (root, stage, sections), in this world."""
+    """The losses after resuming from each (root, stage, sections) with this world size."""
     found = []
     for root, stage, sections in places:
         engine = new_engine(kind, stage, world, seed=9, **sections)
@@ -117,7 +117,7 @@ SECTIONS = {"Blockwise": WHOLE, "AdamW amsgrad": WHOLE}
     ("kind", "runs_all"), [("Adafactor", False), *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in KINDS)]
 )
 def test_any_number_of_ranks_and_any_stage_continues(kind: str, runs_all: bool, tmp_path: Path) -> None:
-    """From every stage at 2 ranks to 1, 2 and 3 ranks at all stages: the same losses as without a stop."""
+    """From every stage on 2 ranks to all stages on 1, 2 and 3 ranks: the same losses as without interruption."""
     sections = SECTIONS.get(kind, {})
     pairs = [(0, 1), (0, 3), (1, 0), (2, 3), (3, 1), (3, 3), (1, 2)][:: 1 if runs_all else 2]
     roots = {stage: str(tmp_path / str(stage)) for stage in {source for source, _ in pairs}}
@@ -148,7 +148,7 @@ def test_bf16_with_fp32_masters(stage: int, tmp_path: Path) -> None:
 
 
 def test_what_files_say(tmp_path: Path) -> None:
-    """Every rank writes what begins in its part; put together they are the states that the class itself has."""
+    """Every rank writes the states that begin in its part; merged, they equal those of the optimizer class itself."""
     run_ranks(run_saving, 2, 2, "Adafactor with momentum", 3, str(tmp_path), {})
     (losses,) = run_ranks(run_saving, 1, 1, "Adafactor with momentum", 0, str(tmp_path / "whole"), {})
     ours, theirs = open_checkpoint(tmp_path), open_checkpoint(tmp_path / "whole")
@@ -168,11 +168,11 @@ def run_flat(rank: int, world: int, kind: str, root: str) -> list[float]:
 
 
 def test_adafactor_on_flat_shards_by_choice(tmp_path: Path) -> None:
-    """As DeepSpeed has it: its states are per element then, and fit any number of ranks, also one."""
+    """As in DeepSpeed: its states are then per element, and fit any number of ranks, including one."""
     expected = run_ranks(run_flat, 2, 2, "Adafactor", str(tmp_path))[0]
     assert "exp_avg_sq" in open_checkpoint(tmp_path).states()
     assert run_ranks(run_resumed, 2, 2, "Adafactor", [(str(tmp_path), 2, FLAT)])[0][0] == expected
-    for world in (1, 3):  # clipping is by shard, so that other shards take other steps
+    for world in (1, 3):  # clipping is per shard, so that different shards take different steps
         found = run_ranks(run_resumed, world, world, "Adafactor", [(str(tmp_path), 2, FLAT)])[0][0]
         assert found == pytest.approx(expected, rel=0.5)
     with pytest.raises(AssertionError, match=r"holds the optimizer states exp_avg_sq; Adafactor has exp_avg_sq_row"):
@@ -180,7 +180,7 @@ def test_adafactor_on_flat_shards_by_choice(tmp_path: Path) -> None:
 
 
 def test_states_of_flat_shards_that_fit_nothing_else(tmp_path: Path) -> None:
-    """They were refused at the first save, after the work was done. Now they are saved, and fit the same layout."""
+    """The first save failed, after the training was done. Now such states are saved, and fit the same layout."""
     expected = run_ranks(run_flat, 2, 2, "Blockwise", str(tmp_path))
     found = run_ranks(run_resumed, 2, 2, "Blockwise", [(str(tmp_path), 2, FLAT)])
     assert [losses for (losses,) in found] == expected
@@ -199,7 +199,7 @@ def test_another_optimizer_is_told(tmp_path: Path) -> None:
 
 
 def test_slices_of_ranks_are_put_together_or_missed() -> None:
-    """From any order; what lacks a part, or holds another thing, names the file."""
+    """Slices may come in any order; errors for missing or wrong parts name the file."""
     whole = torch.arange(12.0).view(3, 4)
     parts = [StateSlice((3, 4), 5, whole.view(-1)[5:]), StateSlice((3, 4), 0, whole.view(-1)[:5])]
     empty = StateSlice((3, 4), 12, whole.view(-1)[12:])

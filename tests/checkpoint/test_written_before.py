@@ -1,7 +1,7 @@
-"""Checkpoints that an earlier version wrote load to the same bits: they are kept here, with what is in them.
+"""Checkpoints of earlier versions, stored here with their contents, load bitwise.
 
-`python -m tests.checkpoint.test_written_before` writes the missing ones. A file that exists stays as it is: a test of
-rewritten files would say nothing.
+`python -m tests.checkpoint.test_written_before` writes the missing ones. Existing files are never rewritten, because a
+test of rewritten files would be meaningless.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write(rank: int, world: int, name: str, root: str) -> None:
 
 
 def digest(values: dict[str, torch.Tensor]) -> str:
-    """Of names, dtypes, shapes and bytes."""
+    """A digest of names, dtypes, shapes and bytes."""
     found = hashlib.sha256()
     for name, value in sorted(values.items()):
         found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -59,7 +59,7 @@ def digest(values: dict[str, torch.Tensor]) -> str:
 
 
 def read(rank: int, world: int, name: str, root: str) -> dict[str, str]:
-    """What an engine has after loading: fp32 weights, states, 16-bit weights, counters."""
+    """The state of an engine after loading: fp32 weights, optimizer states, 16-bit weights, counters."""
     stage, sections = CASES[name]
     engine = new_engine(stage, world, seed=9, **sections)
     path, client_state = engine.load_checkpoint(root)
@@ -77,7 +77,7 @@ def read(rank: int, world: int, name: str, root: str) -> dict[str, str]:
 
 
 def contents(name: str, root: Path) -> dict[str, Any]:
-    """As read by engines on as many ranks as wrote it, on one rank, and by zero_to_fp32."""
+    """As read by engines on as many ranks as wrote it, by one rank, and by zero_to_fp32."""
     same, *others = run_ranks(read, WORLD, WORLD, name, str(root))
     assert all(other == same for other in others)
     alone = run_ranks(read, 1, 1, name, str(root))[0] if "onebit" not in name else same

@@ -1,4 +1,4 @@
-"""Trainer on a tiny Llama, in the processes that run_ranks starts, with a checkpoint every other step."""
+"""Trainer on a tiny Llama, in processes of run_ranks, with a checkpoint every other step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def arguments(folder: Path, stage: int, world: int, **options: Any) -> dict[str,
 def run(
     rank: int, given: dict[str, Any], resume: str | bool | None, seed: int
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses by step, and the weights at the end."""
+    """Losses by step, and the final weights."""
     if os.environ["WORLD_SIZE"] == "1":
         for name in LAUNCHER_VARIABLES:
             os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""A small training that runs under any stage, world and precision: what resume tests compare."""
+"""A small training with any stage, world size and precision, for resume tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.entry import initialize
 from tests.support.models import AwkwardMLP, mlp_batches
 
-GLOBAL_ROWS = 12  # divisible by every world from 1 to 4
+GLOBAL_ROWS = 12  # divisible by every world size from 1 to 4
 
 
 def settings(stage: int, world: int, **sections: Any) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def settings(stage: int, world: int, **sections: Any) -> dict[str, Any]:
 
 
 def new_engine(stage: int, world: int, *, seed: int = 0, **sections: Any) -> ZeroEngine:
-    """Two param groups, in an order that is not the model's; a frozen layer, a tied pair, a scalar, a buffer."""
+    """Two param groups in a different order than the model's; a frozen layer, a tied pair, a scalar, a buffer."""
     model = AwkwardMLP(seed)
     model.register_buffer("seen", torch.zeros(3))
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -37,7 +37,7 @@ def new_engine(stage: int, world: int, *, seed: int = 0, **sections: Any) -> Zer
 
 
 def train(engine: ZeroEngine, rank: int, world: int, steps: range) -> list[float]:
-    """The global losses of these steps; the same batches whatever the world."""
+    """The global losses of these steps; the batches are the same for any world size."""
     losses = []
     for step in steps:
         (batch,) = mlp_batches(1, GLOBAL_ROWS, seed=100 + step)

@@ -1,4 +1,4 @@
-"""Checkpoints of any stage and world, made in one process from whole tensors through the pure half of the writer."""
+"""Writes checkpoints of any stage and world size in one process, from full tensors through the writer's pure half."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _GENERATOR = torch.Generator().manual_seed(5)
 
 @dataclass(frozen=True)
 class Contents:
-    """Whole tensors of a model with two groups, a frozen parameter, a tied pair and two buffers."""
+    """Full tensors of a model with two groups, a frozen parameter, a tied pair and two buffers."""
 
     groups: Sequence[dict[str, Tensor]]
     moments: dict[str, dict[str, Tensor]]
@@ -73,7 +73,7 @@ def example(dtype: torch.dtype = torch.bfloat16) -> Contents:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a checkpoint is written."""
+    """The setting in which a checkpoint is written."""
 
     stage: int
     world: int

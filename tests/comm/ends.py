@@ -1,10 +1,10 @@
-"""Ends processes by the hundred: worlds of ranks that resume, train a little and end as interpreters do.
+"""Ends hundreds of processes: worlds of ranks that resume, train a little and exit normally.
 
     python -m tests.comm.ends --worlds 170 --ranks 3 --at-once 3 --by engine
 
-Ranks are forked from one process that has imported everything, so an end costs a fraction of a second; several worlds
-at once are the busy machine. Each goes on from a checkpoint of two ranks, at stage 3. Prints what ended otherwise than
-with 0, and exits with how many did.
+Ranks are forked from one process that has imported everything, so that each takes a fraction of a second; several
+worlds run at once to keep the machine busy. Each resumes at stage 3 from a checkpoint of two ranks. Prints the exit
+codes that are not 0, and exits with their number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # late otherwise, in every rank
+import torch._dynamo  # otherwise imported late by every rank
 from torch import nn
 
 from hf_zero.api.entry import initialize
@@ -31,7 +31,7 @@ CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
 }
-KEPT: list[Any] = []  # what a script's globals keep until its end
+KEPT: list[Any] = []  # what a script's globals hold until it exits
 
 
 def model() -> nn.Module:
@@ -40,7 +40,7 @@ def model() -> nn.Module:
 
 
 def train(by: str, saved: Path, *, saves: bool) -> None:
-    """A rank's whole life."""
+    """The entire life of a rank."""
     if by == "accelerate":
         from accelerate import Accelerator
         from accelerate.utils import DeepSpeedPlugin, DummyOptim
@@ -64,7 +64,7 @@ def train(by: str, saved: Path, *, saves: bool) -> None:
 
 
 class Worlds:
-    """Those that run."""
+    """The running worlds."""
 
     def __init__(self, by: str, folder: Path) -> None:
         self.by = by
@@ -73,7 +73,7 @@ class Worlds:
         self.codes: list[int] = []
 
     def start(self, number: int, ranks: int, *, saves: bool = False) -> bool:
-        """Whether this process is one of the ranks, which has trained and is to end."""
+        """Returns whether this process is one of the ranks, which has trained and should exit."""
         own = self.folder / f"world{number}"
         own.mkdir()
         for rank in range(ranks):
@@ -94,7 +94,7 @@ class Worlds:
         return False
 
     def wait(self, most: int) -> None:
-        """Until so many processes are left."""
+        """Waits until at most `most` processes are left."""
         while len(self.running) > most:
             pid, status = os.waitpid(-1, 0)
             log, code = self.running.pop(pid), os.waitstatus_to_exitcode(status)

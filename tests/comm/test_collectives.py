@@ -1,4 +1,4 @@
-"""The exchanges give what plain sums and concatenations give, on every world size, and are counted."""
+"""Collectives equal plain sums and concatenations for every world size, and are recorded in the ledger."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Small integers: their sums are exact in every dtype, so results can be compared to the bit."""
+    """Small integers, whose sums are exact in every dtype, so that results can be compared bitwise."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randint(-8, 9, (numel,), generator=generator).to(dtype)
 
@@ -34,7 +34,7 @@ def run_all(rank: int, world: int, numel: int, dtype: torch.dtype, shared: bool)
     collectives.all_reduce(flat).wait()
     assert torch.equal(flat, total)
 
-    # Several under way at once, waited for in another order than they were started.
+    # Several in flight at once, waited for in a different order than they were started.
     flats = [contribution(rank, numel, dtype) for _ in range(3)]
     shards = [torch.empty(numel // world, dtype=dtype) for _ in flats]
     pending = [collectives.reduce_scatter(shard, flat) for shard, flat in zip(shards, flats, strict=True)]
@@ -57,7 +57,7 @@ def run_all(rank: int, world: int, numel: int, dtype: torch.dtype, shared: bool)
 
 
 def run_all_to_all(rank: int, world: int, kind: str) -> None:
-    """Rank i sends i + 2j elements of value 10i + j to rank j, and rank 0 none to itself."""
+    """Rank i sends i + 2j elements of value 10i + j to rank j, and rank 0 sends none to itself."""
     kinds = {"native": NativeCollectives, "exchange": ExchangeCollectives, "shared": lambda: collectives_for(CPU)}
     collectives = kinds[kind]()
     sent = [torch.full((rank + 2 * peer,), 10.0 * rank + peer) for peer in range(world)]
@@ -121,10 +121,10 @@ def run_alone(rank: int) -> int:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     init_distributed()
-    init_distributed()  # a second call is harmless
+    init_distributed()  # a second call has no effect
     assert is_initialized()
     values = torch.ones(2)
-    torch.distributed.all_reduce(values)  # what accelerate's own gathers need
+    torch.distributed.all_reduce(values)  # accelerate's own gathers need it
     return int(values.sum())
 
 
@@ -136,13 +136,13 @@ def test_without_a_launcher_the_world_is_one_and_torch_distributed_works() -> No
 def test_contradictory_launcher_variables_are_named(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_group, "is_initialized", lambda: False)  # another test may have made a world of one
+    monkeypatch.setattr(process_group, "is_initialized", lambda: False)  # another test may have created a world of one
     with mock.patch.dict(os.environ, environment, clear=True), pytest.raises(ValueError, match=r"RANK=.*WORLD_SIZE="):
         init_distributed()
 
 
 class Twins(ControlMessages):
-    """Two ranks that say the same; what is sent is kept."""
+    """Two ranks with the same values; sent messages are recorded."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=2)
@@ -167,7 +167,7 @@ def test_values_and_facts_are_one_message_apart_from_the_payload() -> None:
 
 
 def test_what_meets_other_ranks_is_never_traced() -> None:
-    """Also where it ran before the compiler was loaded."""
+    """Even if it ran before the compiler was loaded."""
 
     @uncompiled
     def meet(values: Tensor) -> Tensor:

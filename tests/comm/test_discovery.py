@@ -1,4 +1,4 @@
-"""Ranks that an MPI has started find each other by its variables alone; nobody else has said who they are."""
+"""Ranks started by MPI find each other through MPI's environment variables alone."""
 
 from __future__ import annotations
 

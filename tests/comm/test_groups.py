@@ -1,4 +1,4 @@
-"""How ranks are cut into groups: arithmetic of integers."""
+"""How ranks are divided into groups: integer arithmetic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_shard_groups_stay_within_hosts_whose_ranks_do_not_stand_side_by_side() 
 
 
 def test_ranks_in_another_order_than_their_hosts_go_in_one_hop() -> None:
-    """The shards of a host would not lie side by side."""
+    """The shards of a host would not be contiguous."""
     cut = Mesh.of(Hosts((0, 1, 0, 1)))
     assert cut.host == cut.shard == ((0, 1, 2, 3),) and all(len(ranks) == 1 for ranks in cut.across_hosts)
 
@@ -154,7 +154,7 @@ def test_states_are_cut_within_the_ranks_that_hold_the_same_parts(size: ShardSiz
 
 
 def test_every_host_has_one_rank_that_writes_what_ranks_with_the_same_parts_share() -> None:
-    """Under checkpoint.use_node_local_storage with tensor groups, only the first host got the models' files."""
+    """With checkpoint.use_node_local_storage and tensor-parallel groups, only the first host got the models' files."""
     world = InProcessWorld(4, hosts=TWO_HOSTS)
 
     def body(rank: int) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""Large sums and gathers within hosts and then across: the same values, fewer bytes between hosts."""
+"""Large sums and gathers within hosts and then across: the same values, with fewer bytes between hosts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_values_are_those_of_one_hop() -> None:
 
 
 def test_what_crosses_is_a_part_of_it() -> None:
-    """Payload over the ranks of a host across, instead of all of it."""
+    """Between hosts it is the payload divided by the ranks of a host, instead of all of it."""
     world = InProcessWorld(WORLD, hosts=HOSTS)
 
     def body(rank: int) -> None:
@@ -83,5 +83,5 @@ def test_where_there_is_nothing_to_choose() -> None:
     ("payload", "across", "expected"), [(1 << 10, 1e8, False), (1 << 24, 1e8, True), (1 << 24, 1e11, False)]
 )
 def test_the_cost_model(payload: int, across: float, expected: bool) -> None:
-    """Small buffers, and links between hosts that are as fast as memory, want one hop."""
+    """Small buffers, and links between hosts that are as fast as memory, are better with one hop."""
     assert Links(across=across).two_are_faster(payload, per_host=4, hosts=2) == expected

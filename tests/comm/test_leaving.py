@@ -1,4 +1,4 @@
-"""The end of a process: no thread of a process group is left when the interpreter takes itself apart."""
+"""At the end of a process, all threads of process groups must end before the interpreter is finalized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_zero.sequence.groups import SequenceGroups
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-KEPT: list[Any] = []  # as a script's globals are, which nobody takes down before its end
+KEPT: list[Any] = []  # like a script's globals, which live until its end
 
 
 def _threads() -> list[str]:
@@ -31,13 +31,13 @@ def _threads() -> list[str]:
 
 
 def _run_to_its_end(rank: int, stage: int) -> tuple[list[str], list[str]]:
-    """(gloo's threads while an engine lives, and once the process has left its groups)."""
+    """(gloo's threads while an engine lives, and after the process has left its groups)."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }
-    for host in ("one", f"of rank {rank}"):  # as on one machine, and as on two: then ranks negotiate by gloo
+    for host in ("one", f"of rank {rank}"):  # as on one machine, and as on two, where ranks negotiate by gloo
         comm_groups._worlds.clear()
         with mock.patch.object(shared_memory, "host_name", lambda host=host: host):
             engine = initialize(model=nn.Linear(3, 3), config=config)[0]
@@ -54,12 +54,12 @@ def _run_to_its_end(rank: int, stage: int) -> tuple[list[str], list[str]]:
 
 
 def test_groups_are_gone_though_engines_are_not() -> None:
-    """Three ranks, stage 3, resumed from a checkpoint of two, on a busy machine: once in some forty runs one of them
-    ended with SIGABRT, after its last line and without a word.
+    """Three ranks at stage 3, resumed from a checkpoint of two on a busy machine: in about one of forty runs a rank
+    silently ended with SIGABRT, after its last line of output.
 
-    Groups were destroyed at exit, and lived on: the threads of a gloo group end with the last reference to it, and
-    engines, what they share, and the list of ranks had references. An engine that nobody has destroyed outlives the
-    interpreter.
+    Groups were destroyed at exit, but their threads lived on: gloo's threads end with the last reference to their
+    group, which engines, their shared objects and the list of ranks still had. An engine that nobody has destroyed
+    outlives the interpreter.
     """
     for before, after in run_ranks(_run_to_its_end, 2, 3):
         assert len(before) >= 6 and after == []
@@ -69,7 +69,7 @@ def test_groups_are_gone_though_engines_are_not() -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("by", ["engine", "accelerate"])
 def test_processes_end_by_themselves(by: str) -> None:
-    """Ninety of them on a busy machine; `python -m tests.comm.ends --worlds 170` are five hundred."""
+    """Ninety of them on a busy machine; `python -m tests.comm.ends --worlds 170` runs five hundred."""
     words = ["--worlds", "30", "--at-once", "3", "--by", by]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""How ranks agree on what they gather next: the rule alone, and two to three ranks of it under every order of turns."""
+"""How ranks agree on the next gather: the rule alone, and two or three ranks under every possible scheduling."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_request_travels_as_integers(request: Request) -> None:
 
 @given(st.lists(requests, min_size=2, max_size=5))
 def test_something_always_happens_or_is_refused(heads: list[Request]) -> None:
-    """A decision that fulfils nobody's request would be made again and again."""
+    """A decision that fulfils no request would be repeated forever."""
     decision = decide(heads)
     assert decision is None or decision.granted
     if decision is not None and decision.unit is not None:
@@ -100,7 +100,7 @@ def test_something_always_happens_or_is_refused(heads: list[Request]) -> None:
 
 @dataclass
 class Shards:
-    """A `Source` whose row for unit u is [rank, u, updates]; counts what is open."""
+    """A `Source` whose row for unit u is [rank, u, updates]; counts open rows."""
 
     rank: int
     updates: int = 0
@@ -126,14 +126,14 @@ class Shards:
 
 @dataclass(frozen=True)
 class Script:
-    """What a rank does between two updates: one forward and one backward per route, units in this order."""
+    """A rank's work between two updates: one forward and one backward per route, with units in this order."""
 
     routes: tuple[tuple[int, ...], ...]
     prefetches: bool = False
 
 
 class Player:
-    """Drives negotiation and reductions as the engine does: gathers around use, a bucket per unit, two send buffers."""
+    """Drives negotiation and reductions like the engine: gathers around use, one bucket per unit, two send buffers."""
 
     def __init__(self, world: InProcessWorld, units: int) -> None:
         self.world, self.rank, self.units = world.world, world.rank, units
@@ -145,7 +145,7 @@ class Player:
         self.flights: list[tuple[Pending, Tensor, Tensor, int, int]] = []
         self.ahead: dict[int, Gathering] = {}
         self.in_backward = False
-        self.depth = 2  # units that are asked for ahead where it is known what comes
+        self.depth = 2  # prefetched units if the next ones are known
         self.shards.ask_ahead = self.ask_ahead
 
     def play(self, script: Script) -> None:
@@ -179,7 +179,7 @@ class Player:
     def ask_for_more(self, unit: int) -> None:
         upcoming = self.negotiation.upcoming(in_backward=self.in_backward, trains=True)
         if upcoming is None:
-            if not self.ahead and unit + 1 < self.units:  # right or not, as expectations are
+            if not self.ahead and unit + 1 < self.units:  # correct or not, like predictions
                 self.ahead[unit + 1] = self.ask(unit + 1, self.in_backward)
             return
         for number in upcoming:
@@ -238,7 +238,7 @@ def play(
     *,
     apart: bool = False,
 ) -> None:
-    """Every rank plays its script, or one for each update; values, leaks and ends are checked."""
+    """Every rank plays its script, or one per update; checks values, leaks and ends."""
     world = InProcessWorld(len(scripts), schedule, apart=apart)
 
     def body(rank: int) -> None:
@@ -271,7 +271,7 @@ STORIES = {
 
 
 def some_with_prefetching(stories: Iterable[str]) -> list[Any]:
-    """(story, whether it prefetches): by turns one of the two in the default tests, the other in the slow ones."""
+    """(story, prefetches): alternately one of the two is a default test, the other a slow test."""
     pairs = [
         (story, prefetches, number % 2 == prefetches)
         for number, story in enumerate(stories)
@@ -282,14 +282,14 @@ def some_with_prefetching(stories: Iterable[str]) -> list[Any]:
 
 @pytest.mark.parametrize(("story", "prefetches"), some_with_prefetching(STORIES))
 def test_stories_under_every_order_of_turns(story: str, prefetches: bool) -> None:
-    """Experts in different orders: gathers were matched by their place in the order of calls, so that one expert's
-    weights were read as another's; or a rank waited for a send buffer and the other one for its gather, for ever."""
+    """Experts run in different orders. Gathers were matched by their position in the call order, so that one expert's
+    weights were used for another; or one rank waited forever for a send buffer, and the other one for its gather."""
     scripts = [Script((route,), prefetches) for route in STORIES[story]]
     assert explore(lambda schedule: play(scripts, 4, schedule, steps=1), overtakings=1) > 10
 
 
 def smallest_first(scripts: Sequence[Script]) -> bool:
-    """Of programs that differ only in the names of ranks, one is enough."""
+    """Of programs that differ only by exchanging ranks, one is enough."""
     return scripts[0].routes <= scripts[1].routes
 
 
@@ -316,7 +316,7 @@ def test_all_programs_of_a_few_modules_under_every_order_of_turns(units: int) ->
 
 
 def test_other_numbers_of_forwards_are_carried() -> None:
-    """A rank that runs one forward more meets others that are in backward already."""
+    """A rank that runs one more forward meets others that are already in backward."""
 
     def run(schedule: Schedule) -> None:
         world = InProcessWorld(2, schedule)
@@ -335,8 +335,8 @@ def test_other_numbers_of_forwards_are_carried() -> None:
 
 
 def test_backward_passes_at_other_places_are_carried() -> None:
-    """Forward, backward, backward beside three forwards and then both backwards: one waits for a reduction, the other
-    at the end of a forward."""
+    """Forward, backward, backward beside three forwards followed by both backwards: one rank waits for a reduction, the
+    other at the end of a forward."""
 
     def run(schedule: Schedule) -> None:
         world = InProcessWorld(2, schedule)
@@ -358,8 +358,8 @@ def test_backward_passes_at_other_places_are_carried() -> None:
 
 @pytest.mark.parametrize("limit", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_message_between_the_last_backward_and_the_step_is_carried(limit: int) -> None:
-    """An attendant took in what was waited for together with its sender's STEP, and held the wait, which was over, to
-    be in vain: ranks that had agreed on something after their backward were refused at the step, now and then."""
+    """A waiting rank received the awaited message together with its sender's STEP, and treated the finished wait as
+    futile. So ranks that communicated between backward and step sometimes raised an error at the step."""
 
     def run(schedule: Schedule) -> None:
         world = InProcessWorld(2, schedule)
@@ -377,7 +377,7 @@ def test_a_message_between_the_last_backward_and_the_step_is_carried(limit: int)
 
 
 def test_other_numbers_of_backward_passes_are_refused_on_all_ranks() -> None:
-    """What cannot be carried is an error at once, everywhere, that says who is where."""
+    """What cannot be matched is an immediate error on all ranks, which says where each rank is."""
     raised: list[str] = []
 
     def run(schedule: Schedule) -> None:
@@ -403,7 +403,7 @@ def test_other_numbers_of_backward_passes_are_refused_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("limit", [150, pytest.param(400, marks=pytest.mark.slow)])
 def test_ranks_that_run_alike_send_nothing_for_each_other(limit: int) -> None:
-    """One gather per unit and use, whatever order ranks take turns in."""
+    """One gather per unit and use, for every scheduling of the ranks."""
 
     def run(schedule: Schedule) -> None:
         ledger.reset()
@@ -435,7 +435,7 @@ def scripts_of(routes_by_rank: Sequence[Sequence[tuple[tuple[int, ...], ...]]], 
 @pytest.mark.parametrize("limit", [15, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("story", "prefetches"), some_with_prefetching(CHANGES))
 def test_ranks_follow_a_plan_and_leave_it_under_every_order_of_turns(story: str, prefetches: bool, limit: int) -> None:
-    """From alike to divergent and back: every value is right, and nobody waits for ever."""
+    """From equal passes to different ones and back: every value is right, and nobody waits forever."""
     scripts = scripts_of(CHANGES[story], prefetches)
     explore(lambda schedule: play(scripts, 3, schedule, apart=True), overtakings=1, limit=limit)
 
@@ -447,7 +447,7 @@ def test_stories_between_ranks_that_share_no_memory(story: str) -> None:
 
 
 def test_ranks_that_run_alike_meet_at_the_ends_of_passes_alone() -> None:
-    """Whatever the number of units: END of forward and backward, and STEP."""
+    """For any number of units they are END of forward and backward, and STEP."""
 
     def num_meetings(units: int) -> int:
         world = InProcessWorld(2, apart=True)

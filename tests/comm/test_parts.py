@@ -1,4 +1,4 @@
-"""Small parts of the communication, on one rank."""
+"""Unit tests of communication, on one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_zero.params.consolidation import broadcast_buffers
 
 
 class OneRow:
-    """A source of two units, each of one row."""
+    """A source of two units with one row each."""
 
     def __init__(self) -> None:
         self.opened: list[int] = []
@@ -84,19 +84,19 @@ def test_buffers_of_any_dtype_are_broadcast_in_one_message_each() -> None:
 
 def test_every_name_of_the_mirror_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(callable(getattr(mirror, name)) for name in mirror.__all__)
-    assert mirror.get_world_group() is torch.distributed.group.WORLD  # another test may have made a world of one
+    assert mirror.get_world_group() is torch.distributed.group.WORLD  # another test may have created a world of one
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     assert mirror.get_all_ranks_from_group() == [0]
     assert mirror.allgather_fn is mirror.all_gather_into_tensor and mirror.has_all_reduce_coalesced()
 
 
 def test_a_rank_that_waits_serves_the_plan_of_an_engine_that_is_gone() -> None:
-    """A rank that waited for a reduction, while another one needed the rows of a plan, died if the plan's engine had
-    been dropped meanwhile: it asked who had them. The plan is served to its end then, as it is where a rank asks."""
+    """A rank waited for a reduction while another one needed the rows of a plan. If the plan's engine had been dropped,
+    the waiting rank died looking up the rows' owner. Now it serves the plan to its end, as if it had asked for rows."""
 
     class Asked:
         def look(self, topic: int) -> int:
-            return 1 - topic % 2  # of gathers: somebody needs the first one
+            return 1 - topic % 2  # of gathers: another rank needs the first one
 
     collectives = LoneCollectives()
     demand: Any = Asked()

@@ -1,4 +1,4 @@
-"""Which plan the next pass follows: integers only."""
+"""Which plan the next pass follows, with integers only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UNITS = {FORWARD: (0, 1, 2), BACKWARD: (2, 1, 0), EVALUATION: (0, 1, 2)}
 
 
 def run(history: PassHistory, *passes: Start | None) -> list[bool]:
-    """End these passes, alike on all ranks (None: an update); whether each had been foreseen."""
+    """Ends these passes, the same on all ranks (None: an update); returns whether each had been predicted."""
     foreseen = []
     for start in passes:
         expected = history.foreseen()
@@ -31,7 +31,7 @@ def test_what_has_come_once_is_foreseen() -> None:
 
 
 def test_micro_batches_are_told_apart_by_their_number() -> None:
-    """What comes after a backward is a forward or an update: always the same one at the same place."""
+    """A backward is followed by a forward or an update, always the same one at the same position."""
     history = PassHistory()
     update = (FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD, BACKWARD)
     run(history, None, *update, None)
@@ -46,7 +46,7 @@ def test_an_evaluation_is_not_foreseen_and_makes_what_comes_after_it_uncertain()
     assert run(history, EVALUATION, EVALUATION, FORWARD, BACKWARD) == [False, False, False, False]
     assert history.plan(EVALUATION) == UNITS[EVALUATION]
     run(history, None)
-    assert history.foreseen() is None  # it was wrong here: more than once has to be right now
+    assert history.foreseen() is None  # it was wrong here: from now on one correct prediction is not enough
     run(history, FORWARD, BACKWARD, None, FORWARD, BACKWARD, None)
     assert history.foreseen() == FORWARD
 

@@ -1,4 +1,4 @@
-"""Groups of torch's that programs ask for."""
+"""torch process groups that programs request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_zero.tensor.groups import TensorGroups
 
 @pytest.fixture(params=range(4))
 def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """One of four ranks, whose groups are the lists of their ranks."""
+    """One of four ranks, whose groups are lists of their ranks."""
     rank: int = request.param
 
     def torch_group(partition: Partition) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Quantised reductions: sums within the bound of their blocks, the same whatever carries them, errors fed back."""
+"""Quantised reductions: sums within the error bound of their blocks, the same on every transport, error feedback."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_rows_are_exchanged_and_added_up_alike_by_everything(kind: str) -> None:
 
 
 class Group(LoneCollectives):
-    """Some ranks of an in-process world, as a group of their own."""
+    """Some ranks of an in-process world, as a separate group."""
 
     def __init__(self, world: InProcessWorld, members: list[int], channel: int) -> None:
         Collectives.__init__(self, members.index(world.rank), len(members))
@@ -71,7 +71,7 @@ class Group(LoneCollectives):
 
 @pytest.mark.parametrize(("hosts", "local"), [(2, 2), (3, 2), (2, 3)])
 def test_two_hops_quantise_once_each(hosts: int, local: int) -> None:
-    """Ranks of a host are consecutive; what crosses is one host's sum for each of the others."""
+    """Ranks of a host are consecutive; one host's sum for each of the others is sent between hosts."""
     size = hosts * local
     world = InProcessWorld(size)
 
@@ -98,7 +98,7 @@ def test_two_hops_quantise_once_each(hosts: int, local: int) -> None:
 
 
 def test_feedback_makes_up_for_what_was_left_out() -> None:
-    """The same gradient again and again: without feedback its small elements never arrive, with it their mean does."""
+    """With a constant gradient, its small elements are always lost without feedback; with it their mean is correct."""
     flat = torch.full((2 * ROW,), 0.05)
     flat[::50] = 1.0
     world = InProcessWorld(2)
@@ -135,7 +135,7 @@ def test_errors_follow_the_loss_scale_and_are_dropped() -> None:
 
 
 class _Pair(LoneCollectives):
-    """Two ranks that always say the same."""
+    """Two ranks that always send the same."""
 
     def __init__(self) -> None:
         Collectives.__init__(self, 0, 2)

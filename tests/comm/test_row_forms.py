@@ -1,4 +1,4 @@
-"""Rows that travel as messages: everybody reads the same, whether they lie in one buffer or apart."""
+"""Rows sent as messages: all ranks read the same, from one buffer or from separate ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIKE = torch.empty(0, dtype=torch.bfloat16)
 
 
 class Apart(Rows):
-    """Rows that do not lie in one buffer."""
+    """Rows that are not in one buffer."""
 
     def __init__(self, rows: list[Tensor]) -> None:
         self._rows = rows

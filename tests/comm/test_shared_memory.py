@@ -1,4 +1,4 @@
-"""Shared memory between ranks of one machine: reused, not used where a rank cannot, and honest about ranks that end."""
+"""Shared memory between ranks of one machine: reuse, fallback if a rank cannot use it, and errors for dead ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMEL = 1 << 20
 
 
 def run_many(rank: int, world: int) -> int:
-    """Gathers of changing values; a block that was written again before everybody had read it would show."""
+    """Gathers of changing values; a block that was overwritten before all ranks had read it would be detected."""
     first, second = collectives_for(CPU), collectives_for(CPU)
     for call in range(50):
         flat = torch.zeros(NUMEL)
@@ -31,7 +31,7 @@ def run_many(rank: int, world: int) -> int:
         small = torch.full((world,), float(call))
         pending = first.all_gather(flat)
         second.all_reduce(small).wait()
-        own_shard(flat, rank, world).fill_(-1.0)  # the piece has left already
+        own_shard(flat, rank, world).fill_(-1.0)  # the piece has already been sent
         pending.wait()
         for peer in range(world):
             expected = -1.0 if peer == rank else 100.0 * call + peer
@@ -47,7 +47,7 @@ def test_blocks_are_used_again(world: int) -> None:
 
 
 def run_burst(rank: int) -> list[int]:
-    """Twenty reductions under way at once; then a few more, one by one."""
+    """Twenty reductions in flight at once; then a few more, one by one."""
     collectives = collectives_for(CPU)
     assert isinstance(collectives, HostCollectives)
     pending = []
@@ -56,7 +56,7 @@ def run_burst(rank: int) -> list[int]:
         flat = torch.full((2 * shard.numel(),), 1.0 * number)
         pending.append((number, shard, collectives.reduce_scatter(shard, flat)))
     levels = [len(collectives.buffers())]
-    collectives.gather_objects(None)  # a rank that reads already would give the other one its blocks back
+    collectives.gather_objects(None)  # a rank that already reads would return the other one's blocks
     for number, shard, handle in pending:
         handle.wait()
         assert shard.tolist() == [2.0 * number] * (1000 + number)
@@ -66,14 +66,14 @@ def run_burst(rank: int) -> list[int]:
 
 
 def test_blocks_of_a_burst_do_not_stay() -> None:
-    """In a first step nobody waited for reductions: memory for all of them stayed with every rank for good."""
+    """In the first step nobody waited for reductions: every rank kept memory for all of them permanently."""
     for during, after in run_ranks(run_burst, 2):
         assert during >= 20
         assert after <= 3  # small ones
 
 
 def run_send_buffers(rank: int) -> tuple[int, int]:
-    """Twenty reductions from send buffers, as the gradients' owner does them; one rank dawdles."""
+    """Twenty reductions from send buffers, used as for gradients; one rank is slow."""
     collectives = collectives_for(CPU)
     assert isinstance(collectives, HostCollectives)
     under_way: list[tuple[torch.Tensor, torch.Tensor, Pending]] = []
@@ -99,7 +99,7 @@ def run_send_buffers(rank: int) -> tuple[int, int]:
 
 
 def test_a_fast_rank_waits_rather_than_take_a_third_send_buffer() -> None:
-    """Gradients are written where the others read them: a buffer that was filled again too early would show."""
+    """Gradients are written where the other ranks read them: overwriting a buffer too early would be detected."""
     assert run_ranks(run_send_buffers, 2) == [(MAX_SEND_BUFFERS, MAX_SEND_BUFFERS * 2 * 4 * NUMEL)] * 2
 
 
@@ -119,7 +119,7 @@ def run_unreachable(rank: int, reason: str) -> str:
 
 @pytest.mark.parametrize("reason", ["another host", "another file system", "no memory files"])
 def test_ranks_that_cannot_share_memory_exchange_messages(reason: str) -> None:
-    """One rank that cannot is enough: all of them have to do the same."""
+    """One rank that cannot is enough, because all of them have to do the same."""
     assert run_ranks(run_unreachable, 2, reason) == [ExchangeCollectives.__name__] * 2
 
 
@@ -138,7 +138,7 @@ def test_a_rank_that_stops_is_named_at_once() -> None:
 
 
 def run_without_the_last(rank: int, folder: str) -> None:
-    """Rank 0 waits for rank 1, which waits for rank 2, which is dead: who asks whom is not left to chance."""
+    """Rank 0 waits for rank 1, which waits for rank 2, which is dead; the order of waiting is deterministic."""
     collectives = collectives_for(CPU)
     assert isinstance(collectives, HostCollectives)
     collectives.sum_small(torch.zeros(1))
@@ -152,7 +152,7 @@ def run_without_the_last(rank: int, folder: str) -> None:
 
 
 def test_a_rank_that_was_not_asked_is_named_all_the_same(tmp_path: Path) -> None:
-    """A rank that ended only because another one had used to be named in its place."""
+    """Previously a rank was blamed that only ended because another one had."""
     with pytest.raises(RankFailure, match="rank 2 of 3 failed first"):
         run_ranks(run_without_the_last, 3, str(tmp_path))
     assert (tmp_path / "1").read_text() == "rank 2 has stopped"
@@ -188,7 +188,7 @@ def run_slow(rank: int) -> list[str]:
 
 
 def test_a_rank_that_is_waited_for_is_named_long_before_the_timeout() -> None:
-    """A rank that ran a forward alone slept for half an hour without a word about whom it waited for."""
+    """A rank that ran a forward alone silently slept for half an hour, without saying for whom it waited."""
     warned, _ = run_ranks(run_slow, 2)
     assert warned and warned[0].startswith("nothing from rank 1 for 0.05 seconds: this rank waits for it")
 
@@ -203,5 +203,5 @@ def run_without_temporary_folder(rank: int) -> list[float]:
 
 
 def test_without_a_temporary_folder_ranks_go_on_without_shared_memory() -> None:
-    """With no folder that can be written to, FileNotFoundError ended the run that gloo would have carried."""
+    """Without a writable folder, FileNotFoundError ended a run that gloo could have carried."""
     assert run_ranks(run_without_temporary_folder, 2) == [[3.0, 3.0], [3.0, 3.0]]

@@ -1,4 +1,4 @@
-"""Rows in a block: where they lie, and when the block goes back."""
+"""Rows in a shared block: their position, and when the block is returned."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OWN, PEER = 0, 1
 
 
 class OneEnd(GroupLink):
-    """A link whose peer's blocks are its own: nothing travels."""
+    """A link whose peer's blocks are its own: nothing is sent."""
 
     def __init__(self) -> None:
         self.blocks = OwnBlocks()

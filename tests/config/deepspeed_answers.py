@@ -1,4 +1,4 @@
-"""Ask a real DeepSpeed a small question: run a program under its interpreter, JSON in, JSON out."""
+"""Runs a small program under a real DeepSpeed's interpreter, with JSON as input and output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ given = json.load(open(sys.argv[1]))
 {program}
 json.dump(answer, open(sys.argv[2], "w"))
 """
-# Nothing is compiled and no GPU is touched: the questions are about numbers and names.
+# Nothing is compiled and no GPU is used: the questions are about numbers and names.
 _ENVIRONMENT = {
     "DS_BUILD_OPS": "0",
     "DS_ACCELERATOR": "cpu",

@@ -1,4 +1,4 @@
-"""Fills in configs as Trainer does."""
+"""Fills in configs like Trainer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import hf_zero
 
-# The availability check of transformers runs when it is imported.
+# transformers checks for DeepSpeed when it is imported.
 hf_zero.install()
 
 from transformers import TrainingArguments  # noqa: E402

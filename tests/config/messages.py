@@ -1,6 +1,6 @@
-"""What wrong flags and wrong configs are told: `python -m tests.config.messages > tests/config/messages.txt` writes it.
+"""Messages for wrong flags and configs: `python -m tests.config.messages > tests/config/messages.txt` writes them.
 
-Read the file again as an editor does when it has changed: every rule a sentence, every fix something to do.
+Proofread the file after a change: every rule must be a sentence, and every fix an instruction.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FLAGS = (
     "launch --include a --num_nodes 2 train.py",
     "launch",
 )
-LEFT_ASIDE = ("--lr", "--batch_size", "--epochs", "--gradient-clipping", "--my_own_flag")  # of `explain`
+LEFT_ASIDE = ("--lr", "--batch_size", "--epochs", "--gradient-clipping", "--my_own_flag")  # ignored by `explain`
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
@@ -131,7 +131,7 @@ def _of_flags() -> Iterator[str]:
 
 
 def _refusal(words: list[str]) -> str:
-    """The last line on the error channel: before it argparse shows the usage."""
+    """The last line of stderr; argparse prints the usage before it."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

@@ -32,9 +32,9 @@ answer = {
     "bf16": fields(DeepSpeedBF16Config),
 }
 """
-# Translated before the schema sees them.
+# Translated before the schema is applied.
 OLD_NAMES = {"cpu_offload", "cpu_offload_param", "stage3_gather_fp16_weights_on_model_save"}
-# Other defaults on purpose, see docs/differences.md: unset means yes.
+# Intentionally different defaults, see docs/differences.md: unset means yes.
 OTHER_DEFAULTS = {
     "zero_optimization.offload_optimizer.pipeline_read",
     "zero_optimization.offload_optimizer.pipeline_write",

@@ -1,4 +1,4 @@
-"""A literal "auto" that nobody filled means "unset", wherever it stands; batch sizes follow the triad."""
+"""A literal "auto" that was not filled means "unset" anywhere; batch sizes follow from the other two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_zero.config import ConfigError, resolve
 
 BASE: dict[str, Any] = {"train_batch_size": 8}
 
-# path of the unfilled "auto" -> where the default then shows
+# path of the unfilled "auto" -> where the default is then visible
 STRAYS = [
     ("zero_optimization.stage", lambda r: r.zero.stage == 0),
     ("zero_optimization.reduce_bucket_size", lambda r: r.zero.bucket_numel == 500_000_000),

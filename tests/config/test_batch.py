@@ -1,4 +1,4 @@
-"""The batch triad as a table; "-" means the key is absent."""
+"""The batch triad as a table; "-" means that the key is absent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TABLE = """
     -    8.0  "2"  1   ->   16   8    2
 """
 
-# the same, but the equation cannot hold
+# the same, but the equation does not hold
 BROKEN = """
     8    3    -    1   ->   8 (train_batch_size) != 3 (train_micro_batch_size_per_gpu) x 2 (gradient_accumulation_steps, derived) x 1 (world size) = 6
     8    2    2    3   ->   8 (train_batch_size) != 2 (train_micro_batch_size_per_gpu) x 2 (gradient_accumulation_steps) x 3 (world size) = 12

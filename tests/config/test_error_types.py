@@ -1,4 +1,4 @@
-"""Whoever catches DeepSpeed's errors, or looks for their words, finds ours: the same wrong set-ups under both."""
+"""Code that catches DeepSpeed's errors, or matches their text, also works with hf_zero's, for the same wrong setups."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ for name, config in given["setups"].items():
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_an_error_is_caught_by_what_was_written_for_deepspeeds(name: str) -> None:
-    """`except AssertionError` and `pytest.raises(TypeError)` of others' suites catch ours, and `match=` too."""
+    """`except AssertionError`, `pytest.raises(TypeError)` and `match=` of other test suites match hf_zero's errors."""
     model = None if name == NO_MODEL else torch.nn.Linear(4, 4)
     with pytest.raises(CATCHES[RAISED[name]], match=WORDS.get(name)) as caught:
         hf_zero.initialize(model=model, config=copy.deepcopy(SETUPS[name]))

@@ -1,4 +1,4 @@
-"""Autos filled from Trainer, Accelerate and model; contradictions named with both places; a record per key."""
+"""Autos filled from Trainer, Accelerate and the model; contradictions name both sources; a record for each key."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_contradictions_come_together_with_both_places(ds_json: Path) -> None:
     assert message.count('fix:  write "auto" in the config') == 2
 
 
-# key, value in the file, field of TrainingArguments, its value, words in the message
+# key, value in the file, fields of TrainingArguments, words in the message
 CONFLICTS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("train_micro_batch_size_per_gpu", 3, {"per_device_train_batch_size": 4}, "per_device_train_batch_size = 4"),
     ("gradient_accumulation_steps", 3, {}, "gradient_accumulation_steps = 1"),
@@ -115,14 +115,14 @@ def test_each_key_that_trainer_knows_must_agree(path: str, value: Any, fields: d
 
 
 def test_no_warm_up_agrees_with_no_warm_up() -> None:
-    """Trainer's default of no warm-up fills an "auto" with 1, and so it contradicted a 0 written by hand."""
+    """Trainer's default of no warm-up fills an "auto" with 1, which contradicted an explicit 0."""
     config = config_with("scheduler.params.warmup_num_steps", 0)
     resolve(config, TrainingView(total_steps=9), world_size=1)
     assert "warmup_steps = 3" in str(problems_of(config, TrainingView(total_steps=9, warmup_steps=3)))
 
 
 def config_with(path: str, value: Any) -> dict[str, Any]:
-    """A config with optimizer and scheduler whose other arguments are left open."""
+    """A config with optimizer and scheduler whose other arguments are unset."""
     config: dict[str, Any] = {"train_batch_size": "auto"}
     if path.startswith("optimizer"):
         config["optimizer"] = {"type": "AdamW", "params": {}}
@@ -239,8 +239,8 @@ def test_one_section_fills_another_without_any_trainer() -> None:
 
 @pytest.mark.parametrize("kind", ["FusedAdam", "CPUAdam", "FusedLamb", "AdamW8bit", "OneBitAdam"])
 def test_betas_count_for_every_optimizer_that_takes_them(kind: str) -> None:
-    """A list of names beside that of the optimizers did not have these: under Trainer their `"auto"` stayed open, and
-    betas other than TrainingArguments' were accepted without a word."""
+    """The list of arguments to fill lacked these optimizers: under Trainer their `"auto"` was not filled, and betas
+    that contradict TrainingArguments were silently accepted."""
     config = {"train_batch_size": "auto", "optimizer": {"type": kind, "params": {"betas": "auto"}}}
     optimizer = resolve(config, TrainingView(adam_beta2=0.95), world_size=1).optimizer
     assert optimizer is not None and optimizer.params["betas"] == (0.9, 0.95)
@@ -323,7 +323,7 @@ def test_a_config_with_places_travels() -> None:
     assert str(copied.source_of("bf16.enabled")) == "TrainingArguments.bf16"
     copied["bf16"]["enabled"] = False
     assert config["bf16"]["enabled"] is True
-    # Whoever opens a pickle without hf_zero installed finds a plain dict.
+    # Unpickling without hf_zero installed gives a plain dict.
     assert b"hf_zero" not in pickle.dumps(config) and type(pickle.loads(pickle.dumps(config))) is dict
 
 

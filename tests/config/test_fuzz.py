@@ -1,4 +1,4 @@
-"""Whatever is thrown at it, the resolver answers with policies or with ConfigError that has a key path in it."""
+"""For any input the resolver returns policies or raises a ConfigError that contains a key path."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ trees = st.recursive(
 
 @st.composite
 def configs(draw: st.DrawFn) -> dict[Any, Any]:
-    """Known keys with any value, in any number, over a config that is right or wrong to begin with."""
+    """Known keys with any values, in any number, added to a valid or invalid config."""
     config: dict[Any, Any] = draw(st.sampled_from([{}, {"train_batch_size": 8}]))
     config = dict(config)
     for path in draw(st.lists(st.sampled_from(PATHS), max_size=6)):
@@ -96,7 +96,7 @@ def check(config: dict[Any, Any], around: tuple[Any, Any, Any] = (None, None, No
 
 
 def prepare_like_the_flows(config: dict[Any, Any], around: tuple[Any, Any, Any]) -> None:
-    """What the patches do to a config in place: fill, drop what is left over, put into form."""
+    """Modifies a config in place like the patches: fills it, drops leftovers, normalizes it."""
     training, accelerator, model = around
     try:
         own = load_config(config)

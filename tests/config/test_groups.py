@@ -1,4 +1,4 @@
-"""Over which ranks states are sharded: the keys, and ranks that cannot be cut like that."""
+"""The ranks over which states are sharded: their keys, and ranks that cannot be grouped that way."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HPZ = "zero_optimization.zero_hpz_partition_size"
         (config(3, "host", zero_hpz_partition_size=4), 4, (4, 4)),
         (config(3, mics_shard_size=4, mics_hierarchical_params_gather=True), "host", (2, 2, 2, 2)),
         (config(3, mics_hierarchical_params_gather=True), None, (4, 4)),
-        (config(3, zero_hpz_partition_size=16), 16, (8,)),  # more than there are: all of them
+        (config(3, zero_hpz_partition_size=16), 16, (8,)),  # more than the world size: all ranks
         (config(2, zero_hpz_partition_size=3), None, (4, 4)),
     ],
 )

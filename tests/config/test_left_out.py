@@ -1,7 +1,7 @@
-"""What TrainingArguments say holds, also where the config has no key for it.
+"""TrainingArguments apply even if the config lacks their key.
 
-The story: `max_grad_norm=100` in TrainingArguments and no `gradient_clipping` in ds.json was clipped at 1.0, in
-silence, because an absent key had DeepSpeed's default and only "auto" followed TrainingArguments. The same went for the
+With `max_grad_norm=100` in TrainingArguments and no `gradient_clipping` in ds.json, gradients were silently clipped at
+1.0, because an absent key had DeepSpeed's default and only "auto" followed TrainingArguments. The same happened to the
 learning rate of an optimizer section without params (0.001), the warm-up of a schedule without params (1000 updates),
 and an `fp16` section without `enabled` (off).
 """
@@ -29,7 +29,7 @@ TOTAL = 60
 ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW"}}
 DECAY: dict[str, Any] = {"scheduler": {"type": "WarmupDecayLR"}}
 
-# key, what the rest of the file must have, TrainingArguments, the value that then holds, one that contradicts it
+# key, required rest of the file, TrainingArguments, the resulting value, a contradicting value
 FIELDS: list[tuple[str, dict[str, Any], dict[str, Any], Any, Any]] = [
     ("gradient_clipping", {}, {"max_grad_norm": 100.0}, 100.0, 1.0),
     ("gradient_clipping", {}, {"max_grad_norm": 0.0}, 0.0, 1.0),
@@ -62,7 +62,7 @@ def spelled(path: str, rest: dict[str, Any], value: Any) -> dict[str, Any]:
 
 
 def absent(path: str, rest: dict[str, Any]) -> list[dict[str, Any]]:
-    """All ways to leave the key out: without its section, in an empty or null one, as null."""
+    """All ways to omit the key: without its section, in an empty or null one, as null."""
     ways = [rest, spelled(path, rest, None)]
     parent = path.rpartition(".")[0]
     if parent:
@@ -71,7 +71,7 @@ def absent(path: str, rest: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def value_of(path: str, resolved: Resolved) -> Any:
-    """What the engine will use, not what the config says."""
+    """The value that the engine will use, which may differ from the config's."""
     section, _, name = path.rpartition(".")
     if section == "optimizer.params":
         assert resolved.optimizer is not None
@@ -112,7 +112,7 @@ def test_absent_is_auto_and_a_contradiction_is_an_error(
 def test_in_two_phases_as_trainer_fills(
     path: str, rest: dict[str, Any], given: dict[str, Any], expected: Any, contradiction: Any
 ) -> None:
-    """TrainingArguments know no number of updates: nothing is missing yet, and all is there when training starts."""
+    """TrainingArguments do not contain the number of updates, so it is only known when training starts."""
     for config in map(load_config, absent(path, rest)):
         for phase in (TrainingView(**given), TrainingView(total_steps=TOTAL, steps_only=True, **given)):
             views = Views(world_size=2, training=phase)
@@ -122,7 +122,7 @@ def test_in_two_phases_as_trainer_fills(
 
 
 def test_no_section_is_made_up() -> None:
-    """Without an optimizer section the optimizer is Trainer's own; plain fp32 needs no section either."""
+    """Without an optimizer section Trainer's own optimizer is used; plain fp32 needs no section either."""
     config = load_config({"zero_optimization": {"stage": 1}})
     apply(config, fill(config, Views(world_size=1, training=TrainingView())))
     assert set(config) == {
@@ -170,7 +170,7 @@ def test_an_optimizer_gets_what_it_takes(kind: str, given: dict[str, Any], names
 
 SCHEDULES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("WarmupLR", {"warmup_steps": 5}, {"warmup_max_lr", "warmup_num_steps"}),
-    ("WarmupLR", {}, {"warmup_max_lr"}),  # no warm-up is said by default: the schedule keeps its own number
+    ("WarmupLR", {}, {"warmup_max_lr"}),  # TrainingArguments' default is no warm-up: the schedule keeps its own
     ("WarmupCosineLR", {"warmup_steps": 5}, {"total_num_steps", "warmup_num_steps"}),
     ("LRRangeTest", {"warmup_steps": 5}, set()),
     ("CosineAnnealingLR", {"warmup_steps": 5}, set()),
@@ -190,7 +190,7 @@ def test_a_batch_size_that_is_looked_for_does_not_contradict_a_fixed_total() -> 
 
 
 def test_what_a_script_gives_to_the_stand_ins_holds_too() -> None:
-    """DummyOptim(lr=0.5) with an optimizer section that names no rate trained at 0.001."""
+    """DummyOptim(lr=0.5) with an optimizer section without a learning rate trained at 0.001."""
     config = {"train_batch_size": 2, **ADAMW, **DECAY}
     view = AcceleratorView(
         prepares=True,

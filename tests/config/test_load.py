@@ -1,4 +1,4 @@
-"""Every form a config may arrive in, and what is said when it cannot be read."""
+"""Every form of a config, and the errors if it cannot be read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_places_of_keys_are_known() -> None:
     }
 
 
-# text, then what the message must contain
+# text, then parts of the message
 MALFORMED = [
     ('{"a": 1, "a": 2}', ["1:10", "key 'a' is given twice, first at line 1, column 2", "keep one"]),
     ('{"z": {"b": 1,\n "b": 1}}', ["2:2", "key 'z.b' is given twice, first at line 1, column 8"]),
@@ -118,7 +118,7 @@ WILD_HJSON = """
 
 
 def test_unquoted_keys_and_line_ends_for_commas(tmp_path: Path) -> None:
-    """DeepSpeed reads its files with an Hjson parser; here they were refused: "a key must stand in double quotes"."""
+    """DeepSpeed reads its files with an Hjson parser; hf_zero failed with "a key must stand in double quotes"."""
     path = tmp_path / "ds.hjson"
     path.write_text(WILD_HJSON)
     config = load_config(path)
@@ -175,7 +175,7 @@ HJSON = """{
 
 
 def test_keys_without_quotes_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
-    """DeepSpeed reads ds.json with a parser of HJSON; files that others ship have keys without quotes."""
+    """DeepSpeed reads ds.json with an HJSON parser; files of other projects have keys without quotes."""
     pytest.importorskip("hjson")
     (tmp_path / "ds.json").write_text(HJSON, encoding="utf-8")
     config = load_config(tmp_path / "ds.json")
@@ -192,6 +192,6 @@ def test_keys_without_quotes_where_no_parser_is_installed(monkeypatch: pytest.Mo
 
 
 def test_a_quoted_file_is_never_left_to_the_lenient_parser() -> None:
-    """HJSON would take `8 "b": 2` for a text; a comma that is missing stays an error with its place."""
+    """HJSON would parse `8 "b": 2` as a string; a missing comma remains an error with its position."""
     with pytest.raises(ConfigError, match="a comma or } must follow"):
         load_config('{"train_batch_size": 8 "gradient_clipping": 2}')

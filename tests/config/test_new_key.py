@@ -1,4 +1,4 @@
-"""What a new key with an effect costs: this file has a feature with its section, and one line registers it."""
+"""The cost of a new key with an effect: this file has a feature with its section, and one line registers it."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_a_section_is_found_by_its_class_wherever_it_stands() -> None:
     "kind", [Tiling, ActivationCheckpointing, Observation, FlopsProfiler, CommsLogger, Comet, Trace]
 )
 def test_a_key_of_a_feature_stands_in_one_file_of_config(kind: type[Section]) -> None:
-    """`tiled_loss` stood in five files here: section, two policies, what fills them and the list of features."""
-    sections = {"tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"}  # which DeepSpeed's objects name
-    everywhere = {"steps_per_print"}  # whose null and infinity are translated
+    """`tiled_loss` was in five files here: section, two policies, their construction and the list of features."""
+    sections = {"tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler"}  # named by DeepSpeed's objects
+    everywhere = {"steps_per_print"}  # its null and infinity are translated
     common = {"enabled", "verbose", "debug", "profile", "mode", "online"}
     keys = {*vars(kind)["__annotations__"]} - sections - everywhere - common
     assert keys

@@ -1,4 +1,4 @@
-"""Settings as people find them in guides and examples: each resolves, or is refused with a clear reason."""
+"""Settings from guides and examples: each resolves, or is rejected with a clear reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILLED_SCHEDULE = {
     "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e-4, "warmup_num_steps": 1, "total_num_steps": 60},
 }
 STAGE_2 = LLAMA_FACTORY_2
-# A whole file after the style of the Trainer guides: every section present, the unused ones empty.
+# A whole file in the style of the Trainer guides: every section present, unused ones empty.
 EVERYTHING = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
 }
 
-# Shown in guides, but placeholders rather than JSON: the message says where reading stopped, and why.
+# Shown in guides, but placeholders rather than JSON: the message says where parsing stopped, and why.
 PLACEHOLDERS = [
     ('{\n "zero_optimization": {\n  "stage": [0|1|2|3] # one of these\n }\n}', ":3:14", "a comma or ] must follow"),
     ('{\n "steps_per_print": 100 "optimizer": {}\n}', ":2:25", "add the missing comma"),

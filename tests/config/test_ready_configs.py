@@ -1,4 +1,4 @@
-"""The files in configs/: they resolve once Trainer has filled in its values."""
+"""The files in configs/ resolve once Trainer has filled in its values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_zero.config import ConfigError, load_config, resolve
 FOLDER = Path(__file__).parents[2] / "configs"
 ALL = sorted(FOLDER.glob("*.json"))
 
-# What transformers writes in place of "auto" for a model of hidden size 64 on 2 ranks.
+# What transformers writes instead of "auto" for a model of hidden size 64 on 2 ranks.
 TRAINER = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 4,

@@ -1,4 +1,4 @@
-"""docs/config.md says what the schema says."""
+"""docs/config.md matches the schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is not supported is refused by name, with the reason; what changes nothing is accepted and noted."""
+"""Unsupported features are rejected by name, with the reason; keys without effect are accepted and noted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
-# key, value, words of the message: what contradicts itself, whatever is built
+# key, value, words of the message: contradictions, regardless of the model
 WRONG: list[tuple[str, Any, str]] = [
     ("fp16", {"enabled": True, "min_loss_scale": 0}, "a dynamic scale needs a floor above 0"),
     ("fp16", {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}, "the first scale, 2 to the power 2"),
@@ -176,7 +176,7 @@ def test_accepted_without_effect_is_noted(path: str, value: Any, stage: int, wor
 
 
 def test_a_key_that_names_its_stage_is_no_warning_at_another() -> None:
-    """A healthy run at stage 2 with a config that also serves stage 3 began with a warning."""
+    """A correct run at stage 2 logged a warning about a config that also serves stage 3."""
     keys = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1e6}
     resolved = resolve({**BASE, "zero_optimization": {"stage": 2, **keys}}, world_size=1)
     assert not resolved.warnings
@@ -245,6 +245,6 @@ def test_what_needs_something_else(path: str, value: Any, words: str) -> None:
 
 
 def test_messages_are_those_that_an_editor_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a change: `python -m tests.config.messages > tests/config/messages.txt`, and read what is new."""
+    """After a change: `python -m tests.config.messages > tests/config/messages.txt`, and proofread the differences."""
     monkeypatch.setenv("COLUMNS", "120")
     assert messages.text() == messages.FILE.read_text(encoding="utf-8")

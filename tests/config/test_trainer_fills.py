@@ -1,4 +1,4 @@
-"""transformers fills in the autos of the ready configs, and the resolver takes what it leaves."""
+"""transformers fills in the autos of the ready configs, and the resolver accepts the result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.ranks import run_ranks
 
 
 def run_filling(rank: int, folder: str) -> dict[str, dict[str, Any]]:
-    """A process of its own: transformers keeps the config in globals."""
+    """Runs in a separate process, because transformers keeps the config in globals."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name)
     from tests.config.fill_with_transformers import filled

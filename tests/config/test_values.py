@@ -1,4 +1,4 @@
-"""Honoured keys reach their policy; values of the wrong kind get one problem each; names are matched or suggested."""
+"""Supported keys reach their policy; each value of a wrong type is one problem; names are matched or suggested."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_supported_keys_reach_their_policy() -> None:
 def test_checkpoint_keys_reach_their_policy() -> None:
     assert given("checkpoint", None).section(Checkpoint) == Checkpoint()
     assert given("checkpoint.tag_validation", "FAIL").section(Checkpoint).tag_validation == "Fail"
-    # Read from the raw dict, text would have counted as false.
+    # In the raw dict the string would have counted as false.
     assert given("checkpoint.load_universal", "true").section(Checkpoint).load_universal is True
     assert given("checkpoint.use_node_local_storage", True).section(Checkpoint).use_node_local_storage is True
     assert given("zero_optimization.round_robin_gradients", True).section(Zero).round_robin_gradients is True
@@ -132,7 +132,7 @@ NONSENSE: list[tuple[str, Any, str]] = [
     ("data_parallel_size", 4, "every rank is data parallel, and there are 1"),
     ("optimizer", {"type": 3}, "must be text"),
     ("tensorboard.enabled", "perhaps", "must be true or false"),
-    # A warning, and theta kept its default: two letters that have changed places resembled nothing.
+    # It was a warning, and theta kept its default: transposed letters were not recognized as a misspelling.
     ("progressive_layer_drop", {"enabled": True, "tetha": 0.5}, "no such key in progressive_layer_drop"),
     ("progressive_layer_drop", {"enabled": True, "colour": 1}, "no such key in progressive_layer_drop"),
     ("data_efficiency", {"data_routing": {"xyz": 1}}, "no such key in data_efficiency.data_routing"),
@@ -158,7 +158,7 @@ def test_nonsense_is_named(path: str, value: Any, rule: str) -> None:
 
 
 def test_of_a_size_with_a_fraction_the_whole_part_counts() -> None:
-    """The script for inference on transformers' page gives 0.9 times the square of the hidden size: 943718.4 of T0."""
+    """transformers' inference example uses 0.9 times the square of the hidden size, which is 943718.4 for T0."""
     found = given("zero_optimization", {"stage": 3, "stage3_prefetch_bucket_size": 0.9 * 1024 * 1024})
     assert found.zero.keys.stage3_prefetch_bucket_size == 943718
     (problem,) = problems(nested("zero_optimization.stage3_prefetch_bucket_size", 0.4))

@@ -1,4 +1,4 @@
-"""ds.json as others ship it: each file resolves, and what it asks for in vain is named with the reason."""
+"""ds.json files of other projects: each resolves, and settings without effect are named with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_zero.config import ConfigError, ModelView, TrainingView, Views, examine,
 from tests.config.wild import FILES
 
 _ZERO = "zero_optimization."
-# file -> key -> words of the reason; all other files are silent
+# file -> key -> words of the reason; all other files give no warnings
 WARNED: dict[str, dict[str, str]] = {
     "axolotl/zero1_torch_compile.json": {"compile": "the engine compiles nothing"},
     "axolotl/zero2_torch_compile.json": {"compile": "the engine compiles nothing"},
@@ -27,7 +27,7 @@ WARNED: dict[str, dict[str, str]] = {
 
 
 def views_for(config: dict[str, Any]) -> Views:
-    """Trainer around a file with open keys; a script of its own around a generated dict."""
+    """Trainer for a file with unset keys; a user's own loop for a generated dict."""
     training = None
     if "auto" in (config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps")):
         fp16, bf16 = (config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16"))
@@ -37,7 +37,7 @@ def views_for(config: dict[str, Any]) -> Views:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_resolves_and_warns_of_what_it_asks_for_in_vain(name: str) -> None:
-    """Nine of fifty files stopped a run that DeepSpeed starts: offload_param at stage 2, autotp_size 1, field names."""
+    """Nine of fifty files failed that DeepSpeed accepts: offload_param at stage 2, autotp_size 1, field names."""
     config = FILES[name]
     given = copy.deepcopy(config)
     views = views_for(config)
@@ -60,7 +60,7 @@ FIELD_NAMES = (
 
 
 def test_a_key_by_the_name_of_its_field() -> None:
-    """DeepSpeed reads `max_live_parameters` as well as `stage3_max_live_parameters`; the first was an unknown key."""
+    """DeepSpeed reads `max_live_parameters` as well as `stage3_max_live_parameters`; hf_zero did not know the first."""
     fields = {name: number for number, name in enumerate(FIELD_NAMES, 7)}
     flags = dict.fromkeys(("gather_16bit_weights_on_model_save", "use_all_reduce_for_fetch_params"), True)
     zero = {"stage": 3, **fields, **flags, "allgather_sequential": False}
@@ -133,7 +133,7 @@ ELEVEN: dict[str, Any] = {
 
 
 def test_eleven_mistakes_are_eleven_problems() -> None:
-    """`optimizer.type: AdamWW` was missing from the list beside ten others, though it was reported when alone."""
+    """`optimizer.type: AdamWW` was missing from the report of ten other mistakes, but was reported alone."""
     with pytest.raises(ConfigError) as caught:
         resolve(ELEVEN, world_size=1)
     fixes = {problem.path: problem.fix for problem in caught.value.problems}

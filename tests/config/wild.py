@@ -1,4 +1,4 @@
-"""Settings that repositories around Hugging Face ship or generate, by repository and file."""
+"""Settings that projects around Hugging Face ship or generate, by repository and file."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def axolotl(zero: Config, **more: Any) -> Config:
 
 
 def llama_factory(zero: Config, **more: Any) -> Config:
-    """Every section to be filled, and zero_allow_untested_optimizer."""
+    """Every section with "auto", and zero_allow_untested_optimizer."""
     precision = {"fp16": FP16_AUTO, "bf16": BF16_AUTO}
     return {**AUTO_BATCH, "gradient_clipping": "auto", "zero_allow_untested_optimizer": True, **precision} | {
         "zero_optimization": zero,
@@ -101,7 +101,7 @@ LLAMA_FACTORY_2: Config = {
 
 
 def ms_swift(zero: Config, **more: Any) -> Config:
-    """Every section to be filled, with the communication dtype left open."""
+    """Every section with "auto", and an unset communication dtype."""
     return {"fp16": FP16_AUTO, "bf16": BF16_AUTO, "zero_optimization": zero, **AUTO_COMMON, **more}
 
 
@@ -114,14 +114,14 @@ MS_SWIFT_3: Config = {
 
 
 def llava(zero: Config, **more: Any) -> Config:
-    """What LLaVA's scripts pass, and a long line of vision models after it."""
+    """The config of LLaVA's scripts and of many vision models after it."""
     batch = {key: AUTO_BATCH[key] for key in ("train_micro_batch_size_per_gpu", "train_batch_size")}
     steps = {"gradient_accumulation_steps": "auto"}
     return {"fp16": FP16_AUTO, "bf16": BF16_AUTO, **batch, **steps, "zero_optimization": zero, **more}
 
 
 def open_rlhf_train(stage: int, **zero: Any) -> Config:
-    """get_train_ds_config: plain numbers, and every switch written out."""
+    """get_train_ds_config: plain numbers, with every flag written out."""
     return {
         "steps_per_print": 100,
         "zero_optimization": {
@@ -175,7 +175,7 @@ def open_rlhf_eval(stage: int, offload: bool) -> Config:
 
 
 def deepspeed_chat(stage: int, offload: bool) -> Config:
-    """The dict of DeepSpeed-Chat, which several RLHF trainers took over."""
+    """The dict of DeepSpeed-Chat, which several RLHF trainers have copied."""
     device = "cpu" if offload else "none"
     return {
         "train_batch_size": 8,
@@ -208,7 +208,7 @@ def deepspeed_chat(stage: int, offload: bool) -> Config:
 
 
 def internvl(zero: Config) -> Config:
-    """An AdamW section to be filled, and wall_clock_breakdown."""
+    """An AdamW section with "auto", and wall_clock_breakdown."""
     optimizer = {"type": "AdamW", "params": {**ADAMW["params"]}}
     batch = {**AUTO_BATCH, "gradient_clipping": "auto"}
     precision = {

@@ -1,4 +1,4 @@
-"""Set-ups that DeepSpeed refuses: what is given to `initialize`, the type of the error, and words of its message."""
+"""Setups that DeepSpeed rejects: the arguments of `initialize`, the type of the error, and words of its message."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SETUPS: dict[str, Any] = {
     NO_MODEL: _with(),
 }
 
-# As DeepSpeed 0.19.8 answered; a test asks it again. pydantic's ValidationError is a ValueError none can inherit from.
+# As raised by DeepSpeed 0.19.8; a test checks them again. No class can also inherit from pydantic's ValidationError.
 RAISED: dict[str, str] = {
     "no batch size": "AssertionError",
     "batch sizes that do not fit": "AssertionError",
@@ -109,9 +109,9 @@ RAISED: dict[str, str] = {
     NO_MODEL: "AssertionError",
 }
 
-# Words (a regex) that DeepSpeed's message and ours both have: what `pytest.raises(..., match=...)` of others looks for.
-# Where the message is not DeepSpeed's own but pydantic's ("Input should be ..."), or speaks of what DeepSpeed once had
-# ("... has been removed"), it is the key.
+# Words (a regex) that are in both DeepSpeed's and hf_zero's message, for others' `pytest.raises(..., match=...)`. If
+# the message comes from pydantic ("Input should be ...") or is about former features of DeepSpeed ("... has been
+# removed"), it is the key.
 _EQUATION = r"train_batch_size is not equal to micro_batch_per_gpu \* gradient_acc_step \* world_size"
 _EXTRA = "Extra inputs are not permitted"
 _SOURCE = "Expected a string path to an existing deepspeed config"

@@ -1,4 +1,4 @@
-"""Freed host memory goes back to the system, now and then."""
+"""Freed host memory is occasionally returned to the system."""
 
 from __future__ import annotations
 

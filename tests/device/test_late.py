@@ -1,4 +1,4 @@
-"""The device on which everything is late: what it refuses, and that it lets pass what is in order."""
+"""Tests of the late device: it detects missing synchronization, and accepts correct programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to be had: the smallest of what the machine, its control groups and ulimit leave."""
+"""Available memory: the minimum of what the machine, its control groups and ulimit allow."""
 
 from __future__ import annotations
 

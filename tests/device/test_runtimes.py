@@ -1,4 +1,4 @@
-"""Which runtime a device has, what the CPU's does, and what the accelerator's asks of its streams and events."""
+"""The runtime of each device, the CPU's behaviour, and the accelerator's use of streams and events."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_machine_without_accelerator() -> None:
 
 
 class Stream:
-    """A stream of a device that is not there: notes what it is asked."""
+    """A simulated stream, which records its calls."""
 
     device = META
 
@@ -145,7 +145,7 @@ class FakeAccelerator:
 
 @contextmanager
 def fake_accelerator(*names: str) -> Iterator[tuple[Accelerator, list[str]]]:
-    """`names`: of its streams, in the order in which they are made."""
+    """`names`: of its streams, in the order of creation."""
     fake = FakeAccelerator(*(names or ("in", "out")))
     with (
         mock.patch.object(torch, "Stream", fake.make_stream),
@@ -187,7 +187,7 @@ def test_copies_wait_for_the_compute_stream_where_nothing_else_is_said() -> None
 
 
 def test_a_thread_beside_training_copies_through_two_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third part waits until the first has left its buffer; a dtype of the target's own is cast on the host."""
+    """The third part waits until the first has left its buffer; a different target dtype is cast on the host."""
     monkeypatch.setattr(registry, "_BESIDE_BYTES", 16)
     moments, master = torch.arange(10.0), torch.arange(3, dtype=torch.bfloat16)
     pairs = [(moments, torch.zeros(10)), (master, torch.zeros(3))]
@@ -218,7 +218,7 @@ def test_gathers_wait_for_what_they_depend_on_and_not_for_compute() -> None:
         "on gather",
         "on compute",
         "compute: waits for gather",
-        "compute: record",  # nothing is said of what it depends on: everything
+        "compute: record",  # without an event: everything before
         "gather: waits for compute",
         "on gather",
         "on compute",

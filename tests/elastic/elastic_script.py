@@ -1,8 +1,8 @@
-"""A loop of one's own with elastic batch sizes and a curriculum, saved after every update and resumed at the start.
+"""A user's own loop with elastic batch sizes and a curriculum, saved after every update and resumed at the start.
 
-torchrun ... elastic_script.py FOLDER UPDATES [UPDATE]: with UPDATE, the last rank of a job of several ends there, with
-the agent that started it, as a lost host does. FOLDER/losses.jsonl gets a line per update: its number, the number of
-ranks, the samples of its batch in order of ranks and micro-steps, the mean loss before the update.
+torchrun ... elastic_script.py FOLDER UPDATES [UPDATE]: in update UPDATE the last rank of a job of several exits,
+together with the agent that started it, like a lost host. FOLDER/losses.jsonl gets a line per update: its number, the
+number of ranks, the samples of its batch in order of ranks and micro-batches, and the mean loss before the update.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAMPLES, WIDTH = 96, 6
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
-    """Rows of numbers, their own number beside them, and how difficult each is."""
+    """Rows of numbers, with their index and difficulty."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -37,7 +37,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 
 
 def make_model() -> nn.Module:
-    """The same on every rank and in the reference."""
+    """The same model on every rank and in the reference."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, WIDTH))
 
@@ -77,7 +77,7 @@ def analyze(folder: Path) -> None:
 
 
 def main() -> None:
-    """Train up to the last update, from wherever the last checkpoint is."""
+    """Train up to the last update, resuming from the last checkpoint."""
     folder, updates = Path(sys.argv[1]), int(sys.argv[2])
     lost_at = int(sys.argv[3]) if len(sys.argv) > 3 else -1
     model = make_model()
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def record(folder: Path, update: int, losses: list[float], samples: list[int]) -> None:
-    """One line for all ranks."""
+    """Write one line for all ranks."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (losses, samples))
     if dist.get_rank() == 0:

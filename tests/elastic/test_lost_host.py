@@ -1,4 +1,4 @@
-"""A job under torchrun loses a host, goes on without it by itself, and trains what it would have trained anyway."""
+"""A job under torchrun loses a host, continues without it, and trains as it would have with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UPDATES, LOST_AT = 8, 3
 
 
 def two_hosts(folder: Path) -> list[subprocess.Popen[bytes]]:
-    """Two of torchrun's agents on this machine, one rank each; the job may go on with one."""
+    """Two of torchrun's agents on this machine, with one rank each; the job may continue with one."""
     port, mark = a_port(), uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     environment |= {"OMP_NUM_THREADS": "1", MARK: mark, "PYTHONPATH": str(ROOT), "LOGLEVEL": "INFO"}
@@ -59,7 +59,7 @@ def plain_losses(batches: list[list[int]]) -> list[float]:
 
 @pytest.mark.slow
 def test_a_job_that_loses_a_host_keeps_its_batch_its_samples_and_its_losses(tmp_path: Path) -> None:
-    """The page on elasticity once promised this from the design alone; nobody had killed a rank under torchrun."""
+    """The page on elasticity promised this, but no test had killed a rank under torchrun."""
     folder, alone = tmp_path / "elastic", tmp_path / "alone"
     for each in (folder, alone):
         each.mkdir()

@@ -1,4 +1,4 @@
-"""Fixtures for the examples: their folder on the path, and a small text that is the same everywhere."""
+"""Fixtures for the examples: their folder on the path, and a small fixed text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# The examples are scripts that import each other as neighbours, not a package.
+# The examples are scripts that import each other as siblings, not a package.
 sys.path.insert(0, str(EXAMPLES))
 
 
@@ -27,7 +27,7 @@ def text_folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _caches_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of a test lands in, or comes from, the person's own cache."""
+    """Keeps tests out of the user's own cache."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))

@@ -1,4 +1,4 @@
-"""The two Accelerate examples, started in every way: each trains, and on as many ranks with the same result."""
+"""The two Accelerate examples with every launcher: each trains, with the same result for the same number of ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def by_plain_python(script: Path, words: Sequence[object]) -> Finished:
 
 
 def run_as_main(rank: int, script: Path, words: list[str]) -> str:
-    """Its output."""
+    """Returns the output."""
     if os.environ["WORLD_SIZE"] == "1":
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name)
@@ -62,18 +62,18 @@ def run_as_main(rank: int, script: Path, words: list[str]) -> str:
 
 
 def by_a_fork(script: Path, words: Sequence[object], world: int = 1) -> Finished:
-    """As by plain Python, without paying for imports."""
+    """Like plain Python, without the time for imports."""
     said = run_ranks(run_as_main, world, script, list(map(str, words)), init=False, timeout_s=TIMEOUT_S)
     return Finished(0, said[0], 0.0, 0)
 
 
 def by_two_forks(script: Path, words: Sequence[object]) -> Finished:
-    """As by torchrun."""
+    """Like torchrun."""
     return by_a_fork(script, words, world=2)
 
 
 def result(done: Finished) -> tuple[str, list[str]]:
-    """The last line, and what was said of the epochs without their seconds."""
+    """The last line, and the messages of the epochs without their seconds."""
     done.check()
     last = re.search(r"accuracy [\d.]+ on held-out files; guessing reaches [\d.]+", done.output)
     assert last, done.output

@@ -1,4 +1,4 @@
-"""The examples for clusters, as far as one machine shows: Ray runs, the Kubernetes manifest fits its schema."""
+"""The examples for clusters, as far as one machine can test them: Ray runs, the Kubernetes manifest fits its schema."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def worker_container() -> dict[str, Any]:
 
 
 def departures(value: Any, kind: str, models: Any, path: str) -> list[str]:
-    """What in `value` is not as the generated model class `kind` has it, by path."""
+    """Differences, by path, between `value` and the generated model class `kind`."""
     if nested := re.fullmatch(r"list\[(.+)\]", kind):
         if not isinstance(value, list):
             return [f"{path}: not a list"]

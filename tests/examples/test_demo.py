@@ -32,7 +32,7 @@ def test_command_on_two_cores(tmp_path: Path) -> None:
 
 
 def test_a_processor_that_only_emulates_bf16_gets_fp32(tmp_path: Path) -> None:
-    """On one without products in bf16 a step of the demo took ten seconds, and the whole of it two hours."""
+    """On a processor without native bf16 products a step of the demo took ten seconds, and the whole demo two hours."""
     command = training_command(Machine(2, "cpu", "fp32"), 600, tmp_path)
     assert option(command, "--deepspeed").endswith("configs/zero2.json") and "--bf16" not in command
 
@@ -64,7 +64,7 @@ def test_environment_of_the_person_wins(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.fixture
 def output_folder(tmp_path: Path) -> Path:
-    """What a Trainer leaves behind, in small."""
+    """Small versions of the files that a Trainer writes."""
     log = [
         {"step": 0, "eval_loss": 8.4, "eval_runtime": 1.0},
         {"step": 1, "loss": 8.3},
@@ -104,7 +104,7 @@ def test_mean_loss_is_the_loss_of_all_blocks() -> None:
 
 
 def test_other_weights_are_noticed() -> None:
-    """The tolerance of the reload check is far below what fresh weights would show."""
+    """The tolerance of the reload check is far below the difference that new weights would cause."""
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )

@@ -1,4 +1,4 @@
-"""The example of sequence parallelism: two ranks say what one process would, and four in two groups train."""
+"""The example of sequence parallelism: two ranks give the same losses as one, and four in two groups train."""
 
 from __future__ import annotations
 

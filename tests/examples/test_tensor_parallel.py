@@ -1,4 +1,4 @@
-"""examples/tensor_parallel.py on 2 and 4 CPU ranks: the losses of one rank, and whole weights at the end."""
+"""examples/tensor_parallel.py on 2 and 4 CPU ranks: the losses of one rank, and full weights at the end."""
 
 from __future__ import annotations
 

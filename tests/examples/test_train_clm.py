@@ -122,7 +122,7 @@ def test_document_order_is_random_but_fixed(text_folder: Path) -> None:
 
 
 def run_training(arguments: list[str], cache: Path, num_processes: int) -> str:
-    """The script under torchrun; its output. Fails with that output if it fails."""
+    """Runs the script under torchrun; returns its output, or fails with it."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
     command += [str(EXAMPLES / "train_clm.py"), *arguments]
     settings = {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_ZERO": "1"}
@@ -149,7 +149,7 @@ def test_trains_and_evaluates_under_the_launcher(text_folder: Path, tmp_path: Pa
     arguments += ["--logging_steps", "10", "--logging_first_step", "--save_strategy", "no", "--report_to", "none"]
     printed = run_training(arguments, tmp_path / "hf", num_processes=2)
 
-    assert printed.count("training on 2 process(es)") == 1  # the main process speaks, the other is silent
+    assert printed.count("training on 2 process(es)") == 1  # only the main process logs
     state = json.loads((output / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     tokenizer = AutoTokenizer.from_pretrained(output)
@@ -173,7 +173,7 @@ def test_resuming_from_the_last_checkpoint_begins_anew_where_there_is_none(tmp_p
         return checkpoint_to_resume(training_args)
 
     assert found(tmp_path / "absent", "last") is None
-    (tmp_path / "checkpoint-5").mkdir()  # and nothing in it: the job has ended while it saved
+    (tmp_path / "checkpoint-5").mkdir()  # empty: the job ended while it saved
     assert found(tmp_path, "last") is None
     for step in (7, 40, 10):
         (tmp_path / f"checkpoint-{step}").mkdir()

@@ -1,4 +1,4 @@
-"""LoRA on packed experts and beside them, with experts over ranks: trains, is saved and goes on as in one process."""
+"""LoRA on packed experts and other layers with expert parallelism: training, saving and resuming as in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adapted(kind: str) -> Any:
     torch.manual_seed(3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zero at first, which hides much
+            if "lora_B" in name:  # initially zero, which hides errors
                 parameter.normal_(std=0.05)
     return model
 

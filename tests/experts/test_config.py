@@ -1,4 +1,4 @@
-"""What goes with experts over ranks and what is refused, by name and with a reason; and the groups that follow."""
+"""Valid and invalid combinations with expert parallelism, errors with reasons, and the resulting groups."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_copies_of_states_each_have_all_parts() -> None:
 
 
 def _refused(rank: int) -> list[str]:
-    """Messages of what only a model, an optimizer or the number of ranks tell."""
+    """Errors that depend on the model, the optimizer or the number of ranks."""
     section = {"enabled": True, "autoep_size": 2}
     lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
     said = []

@@ -1,4 +1,4 @@
-"""The parts of expert parallelism on one rank: what an exchange computes, and which models can be spread."""
+"""Expert parallelism on one rank: the result of an exchange, and which models are supported."""
 
 from __future__ import annotations
 

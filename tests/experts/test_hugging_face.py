@@ -1,4 +1,4 @@
-"""Experts over ranks by the config alone, under an unmodified Trainer and Accelerator."""
+"""Expert parallelism enabled by the config alone, with an unmodified Trainer and Accelerator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _config(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def _by_trainer(rank: int, stage: int, folder: str) -> dict[str, Any]:
-    """The model is saved at the end; evaluated once before."""
+    """The model is saved at the end, and evaluated once before."""
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -73,13 +73,13 @@ def _by_trainer(rank: int, stage: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_trainer(stage: int, tmp_path: Path) -> None:
-    """Also that weights come from `from_pretrained`, at stage 3 under zero.Init, and that what is saved is whole."""
-    model = model_of("deepseek")  # without a loss of the router, of which Trainer takes the sum over ranks
+    """The weights come from `from_pretrained`, at stage 3 under zero.Init, and the saved model is complete."""
+    model = model_of("deepseek")  # without a router loss, of which Trainer takes the sum over ranks
     model.save_pretrained(tmp_path / "first")
     plain = in_one_process(model, batches(WORLD * STEPS), together=WORLD)
     told = run_ranks(_by_trainer, WORLD, stage, str(tmp_path), timeout_s=280)
     for each in told:
-        assert each["norms"] == pytest.approx(plain.norms, abs=1e-4)  # as the log has them
+        assert each["norms"] == pytest.approx(plain.norms, abs=1e-4)  # as rounded in the log
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
     for name, value in saved.named_parameters():
         assert (value - plain.weights[name]).abs().max() <= 1e-4, name
@@ -104,9 +104,9 @@ def _by_accelerator(rank: int, stage: int, folder: str, expected: dict[str, torc
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_experts_that_the_program_asks_for(stage: int, tmp_path: Path) -> None:
-    """Somebody loaded a model by `from_pretrained(distributed_config=DistributedConfig(...))` with experts over ranks
-    under accelerate and ZeRO-3, and it hung (transformers#45548): DTensors were made of weights that zero.Init had
-    sharded. The experts of such a model are the engine's to spread."""
+    """A user loaded a model by `from_pretrained(distributed_config=DistributedConfig(...))` with expert parallelism
+    under accelerate and ZeRO-3, which hung (transformers#45548): DTensors were created from weights that zero.Init had
+    partitioned. The engine now distributes the experts of such a model."""
     model = model_of("mixtral")
     model.save_pretrained(tmp_path)
     expected = in_one_process(model, batches(WORLD * STEPS), together=WORLD).weights

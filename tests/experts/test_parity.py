@@ -1,4 +1,4 @@
-"""Experts over ranks train as the dense model in one process does."""
+"""Training with expert parallelism equals training the dense model in one process."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def test_four_ranks_train_as_one_process() -> None:
     _check([("mixtral", 1, 2, "eager"), ("mixtral", 3, 2, "grouped_mm"), ("gpt-oss", 2, 2, "batched_mm")], 4)
 
 
-@pytest.mark.slow  # a pair of tests/products
+@pytest.mark.slow  # covered by tests/products
 def test_copies_of_the_states() -> None:
-    """Two copies: in each, both ranks hold all experts between them."""
+    """Two replicas: in each, the two ranks together hold all experts."""
     _check([("mixtral", 2, 2, "eager"), ("qwen3", 3, 2, "eager")], 4, hf_zero={"shard_group": 2})
 
 

@@ -1,4 +1,4 @@
-"""Experts that no token uses, experts alone trained, layers computed again in backward, evaluation, traffic."""
+"""Unused experts, training experts only, recomputed layers, evaluation, traffic."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TOLERANCE, TOKENS, TOP_K = 1e-5, 14, 2
 
 
 def _unused(model: Any) -> None:
-    """No token ever takes the first two experts, which one of two ranks holds."""
+    """No token is routed to the first two experts, which one of two ranks holds."""
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.router.bias[:2] = -1e4
 
 
 def _experts_alone(model: Any) -> None:
-    """What comes to the first layer's experts wants no gradient, and no token comes to one rank."""
+    """The input of the first layer's experts needs no gradient, and no token is routed to one rank."""
     _unused(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".experts." in name)
@@ -76,8 +76,8 @@ def test_peculiar_models_train_as_one_process(world: int, size: int, stages: lis
 
 
 def _evaluated(rank: int) -> tuple[float, bool, int]:
-    """The difference of logits in eval mode; whether a training forward wants gradients; bytes of rows sent by it and
-    its backward, to this rank itself, too."""
+    """The difference of logits in eval mode; whether a training forward needs gradients; bytes of rows sent by it and
+    its backward, including those to this rank itself."""
     model, data = model_of("mixtral"), batches(2)
     engine = engine_of(model, 3, 2)
     model.eval()
@@ -94,7 +94,7 @@ def _evaluated(rank: int) -> tuple[float, bool, int]:
 
 
 def test_evaluation_and_bytes_on_their_way() -> None:
-    """Rows that are sent out and those that are sent back are as many over all ranks, in forward and in backward."""
+    """Over all ranks, as many rows are sent back as are sent out, in forward and in backward."""
     told = run_ranks(_evaluated, 2)
     assert all(apart <= TOLERANCE and requires for apart, requires, _ in told)
     rows = bytes_per_token(hidden=HIDDEN, itemsize=4, top_k=TOP_K) * TOKENS * LAYERS
@@ -102,7 +102,7 @@ def test_evaluation_and_bytes_on_their_way() -> None:
 
 
 def _generated(rank: int, stage: int) -> tuple[list[int], list[int]]:
-    """What this rank generates from a prompt of its own, of another length on each rank; and the dense model."""
+    """The output of this rank for a prompt of its own, with a different length on each rank; and the dense model's."""
     model = model_of("mixtral").eval()
     prompt = batches(2)[rank]["input_ids"][:1, : 3 + rank]
     options: dict[str, Any] = {"max_new_tokens": 4 + 3 * rank, "do_sample": False, "pad_token_id": 0}
@@ -116,13 +116,13 @@ def _generated(rank: int, stage: int) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_generate_texts_of_other_lengths(stage: int) -> None:
-    """One that has ended goes on with the others, whose tokens may be routed to its experts."""
+    """A rank that has finished continues with the others, whose tokens may be routed to its experts."""
     for found, expected in run_ranks(_generated, 2, stage):
         assert found == expected
 
 
 def test_tokens_are_less_than_the_experts_that_stage_3_gathers() -> None:
-    """Mixtral-8x7B on four ranks in bf16, with 8,192 tokens of a rank: in each layer 8 experts of three matrices."""
+    """Mixtral-8x7B on four ranks in bf16, with 8,192 tokens per rank: in each layer 8 experts of three matrices."""
     experts = 8 * 3 * 4096 * 14336
     gathered = Traffic.of(traffic_of(Sizes(gathered=experts, trained=experts), Wiring(ranks=4, per_host=4))).total
     tokens = 8192 * bytes_per_token(hidden=4096, itemsize=2, top_k=2, computed_again=True) * 3 // 4

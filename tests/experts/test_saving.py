@@ -1,4 +1,4 @@
-"""Checkpoints of experts over ranks: any number of ranks per expert group goes on, and files have whole experts."""
+"""Checkpoints with expert parallelism: they resume with any number of ranks per expert group, and have all experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.experts.training import Trained, batches, engine_of, in_one_process, 
 from tests.support.ranks import run_ranks
 
 TOLERANCE, WORLD = 1e-5, 4
-Way = tuple[int, int, int, int]  # stage and ranks per expert group that save, and that go on
+Way = tuple[int, int, int, int]  # stage and ranks per expert group for saving, and for resuming
 DEFAULT: list[Way] = [(1, 2, 3, 4), (3, 2, 2, 1)]
 ALL: list[Way] = [(2, 4, 1, 2), (1, 1, 3, 2), (3, 4, 3, 2), (2, 2, 1, 1), (3, 1, 2, 4)]
 
@@ -19,7 +19,7 @@ ALL: list[Way] = [(2, 4, 1, 2), (1, 1, 3, 2), (3, 4, 3, 2), (2, 2, 1, 1), (3, 1,
 def _resumed(
     rank: int, ways: list[Way], kind: str, folder: str, device: str, copies: tuple[int, int]
 ) -> dict[str, tuple[float, ...]]:
-    """`copies`: of the states, as ways save and as they go on; 1: none but the only one."""
+    """`copies`: replicas of the states for saving and for resuming; 1: not replicated."""
     data, model = batches(WORLD * 4), model_of(kind)
     plain = in_one_process(model, data, together=WORLD)
     half = in_one_process(model, data[: WORLD * 2], together=WORLD)

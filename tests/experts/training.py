@@ -1,4 +1,4 @@
-"""Training with experts over ranks, and the same in one plain process: losses, norms and weights side by side."""
+"""Training with expert parallelism, and the same in one plain process: losses, norms and weights compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Batch = dict[str, Tensor]
 
 
 def config_of(kind: str) -> PreTrainedConfig:
-    """Tiny; each token takes 2 of the experts."""
+    """Tiny models; each token is routed to 2 experts."""
     common = {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -47,7 +47,7 @@ def config_of(kind: str) -> PreTrainedConfig:
             first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
             v_head_dim=8,
         )  # fmt: skip
-    if kind == "gpt-oss":  # biases, features of gate and up in turn
+    if kind == "gpt-oss":  # biases, interleaved features of gate and up
         return GptOssConfig(**common, head_dim=8, num_local_experts=EXPERTS, sliding_window=8)
     return MixtralConfig(
         **common, num_local_experts=EXPERTS, output_router_logits=True, router_aux_loss_coef=0.1, sliding_window=None
@@ -61,7 +61,7 @@ def model_of(kind: str, implementation: str = "eager") -> nn.Module:
     model.set_experts_implementation(implementation)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)  # also where zeros and ones would hide a mistake
+            parameter.add_(torch.randn_like(parameter) * 0.05)  # even where zeros and ones would hide an error
     return model.train()
 
 
@@ -81,7 +81,7 @@ class Trained:
     weights: dict[str, Tensor]
 
     def differs_from(self, other: Trained, losses: list[float] | None = None) -> tuple[float, float, float]:
-        """The largest difference of losses, norms and weights; `losses` of the other in another order."""
+        """The largest difference of losses, norms and weights; `losses` are the other's, in another order."""
         assert list(self.weights) == list(other.weights)
         weights = max(float((mine - other.weights[name]).abs().max()) for name, mine in self.weights.items())
         told = other.losses if losses is None else losses
@@ -97,7 +97,7 @@ def optimizer_of(model: nn.Module) -> Any:
 
 
 def in_one_process(model: nn.Module, data: list[Batch], *, together: int) -> Trained:
-    """Plain PyTorch; an update takes `together` batches."""
+    """Plain PyTorch, with `together` batches per update."""
     model = copy.deepcopy(model)
     optimizer = optimizer_of(model)
     losses, norms = [], []
@@ -115,7 +115,7 @@ def in_one_process(model: nn.Module, data: list[Batch], *, together: int) -> Tra
 def engine_of(
     model: nn.Module, stage: int, size: int, rank: int = 0, zero: dict[str, Any] | None = None, **more: Any
 ) -> Any:
-    """Other values on all ranks but the first, which must not matter.
+    """The other ranks start with different values, which must not matter.
 
     Args:
         zero: further keys of the section zero_optimization; `more`: of the config.
@@ -149,6 +149,6 @@ def train(engine: Any, data: list[Batch], rank: int, world: int) -> Trained:
 
 
 def bytes_per_token(*, hidden: int, itemsize: int, top_k: int, computed_again: bool = False) -> int:
-    """Bytes per token that a layer of experts sends: forward and backward `top_k` rows of `hidden` elements to experts,
-    as many back, and the gradients of both. `computed_again`: forward runs a second time (gradient checkpointing)."""
+    """Bytes per token that a layer of experts sends: forward and backward each send `top_k` rows of `hidden` elements
+    to experts and as many back. `computed_again`: forward runs a second time (gradient checkpointing)."""
     return (6 if computed_again else 4) * top_k * hidden * itemsize

@@ -1,4 +1,4 @@
-"""python -m hf_zero explain: the rows, the problems, the exit status, and what it does not need."""
+"""python -m hf_zero explain: rows, problems, exit status, and that it needs neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_a_problem_too(
 def test_the_table_for_people(ds_json: Path) -> None:
     report = report_on(examine(load_config(ds_json), Views(world_size=1), complete=False), name="ds.json")
     page = io.StringIO()
-    show(report, Console(file=page, width=400))  # the path of the file is as long as it likes
+    show(report, Console(file=page, width=400))  # wide enough for any path of the file
     text = page.getvalue()
     for words in ("key", "value", "source", "effect", "zero_optimization.stage", "1_000_000_000", "no problems"):
         assert words in text
@@ -162,7 +162,7 @@ def on_paper(ds_json: Path, width: int | None = None) -> list[str]:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_keys_and_sources_are_never_broken(width: int, ds_json: Path) -> None:
-    """`COLUMNS=80 explain` through a pipe was 150 wide; on a terminal four equal columns split keys in the middle."""
+    """`COLUMNS=80 explain` through a pipe was 150 wide; on a terminal four equal columns broke keys in the middle."""
     lines = on_paper(ds_json, width)
     page = "\n".join(lines)
     for key in ("zero_optimization.stage", "zero_optimization.reduce_bucket_size", "optimizer.params.lr"):
@@ -199,7 +199,7 @@ def test_fix_writes_the_mended_file(ds_json: Path, capsys: pytest.CaptureFixture
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "contiguous_gradients": True},
         "bf16": {"enabled": "perhaps"},
     }
-    # What needs a decision is left, told with its place in the new file, and is the status.
+    # A problem that needs a decision remains, with its place in the new file, and determines the exit status.
     assert code == 1 and [(x["key"], x["source"]) for x in content["problems"]] == [("bf16.enabled", f"{target}:17")]
     assert content["warnings"] == [] and ds_json.read_text() == BROKEN
     assert {note.partition(" ")[2] for note in content["notes"] if note.startswith("--fix: ")} == {
@@ -232,9 +232,9 @@ VALID = {
 def test_fix_writes_the_file_that_it_is_given_and_leaves_valid_values(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--fix mended.json` took the name for a flag of TrainingArguments: ds.fixed.json was written instead, and as the
-    defaults of a Trainer differ from lr 0.001 and the batch sizes, those became "auto". Kin: without --world-size the
-    total for 4 ranks does not go with one rank, and was removed."""
+    """`--fix mended.json` took the name for a flag of TrainingArguments. It wrote ds.fixed.json instead, and replaced
+    lr 0.001 and the batch sizes by "auto", because they differ from Trainer's defaults. Similarly, without --world-size
+    a total for 4 ranks contradicts one rank, and was removed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text(json.dumps(VALID))
     explained(capsys, "ds.json", *words)

@@ -1,4 +1,4 @@
-"""`explain` says what a config sends, in models or on given links, beside what other keys would send."""
+"""`explain` shows the traffic of a config, in models or on given links, compared with other keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One bucket's gradients on one rank: what arrives, what is taken, what is kept and what is summed."""
+"""One bucket's gradients on one rank: arrival, taking, local accumulation and reduction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_zero.params.store import TrainedBucket
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
-SHAPES = [(3, 2), (5,)]  # at 0 and 32 of a flat bucket, whose padding begins at 6 and 37
+SHAPES = [(3, 2), (5,)]  # at 0 and 32 of a flat bucket, with padding from 6 and 37 on
 
 
 def flat_bucket(shapes: Sequence[tuple[int, ...]] = SHAPES, world: int = 2) -> Bucket:
@@ -36,14 +36,14 @@ def gradients(
     communication: torch.dtype = FP32,
     accumulation: torch.dtype = FP32,
 ) -> BucketGradients:
-    """Of the first rank, unless `owned` says more."""
+    """Gradients of the first rank, unless `owned` specifies another interval."""
     parameters = tuple(nn.Parameter(torch.zeros(SHAPES[slot.parameter])) for slot in bucket.slots)
     trained = TrainedBucket(bucket, owned or bucket.shard(0), (), in_memory_placement(CPU), parameters, CPU)
     return BucketGradients(trained, GradientDtypes(communication, accumulation))
 
 
 def leave(of: BucketGradients, *factors: float | None) -> list[Tensor | None]:
-    """Give each parameter a gradient, as autograd does; None leaves one out."""
+    """Gives each parameter a gradient, as autograd does; None leaves one out."""
     left: list[Tensor | None] = []
     for slot, parameter, factor in zip(of.bucket.slots, of.trained.parameters, factors, strict=True):
         if factor is not None:
@@ -54,7 +54,7 @@ def leave(of: BucketGradients, *factors: float | None) -> list[Tensor | None]:
 
 
 def dirty(of: BucketGradients, dtype: torch.dtype = FP32) -> Tensor:
-    """A buffer that somebody has used before."""
+    """A buffer with values of an earlier use."""
     return torch.full((of.bucket.numel,), 77.0, dtype=dtype)
 
 
@@ -158,7 +158,7 @@ def test_in_rows_every_parameter_is_cut_alone() -> None:
     leave(of, 1.0, 10.0)
     target = dirty(of)
     of.arrivals.take(target, add=False)
-    # Two rows of 16: three of six elements at 0, three of five (the last one padding) at 8.
+    # Two rows of 16: three of six elements at 0, three of five (the last one is padding) at 8.
     assert target.view(2, 16).tolist() == [
         [1, 2, 3, 0, 0, 0, 0, 0, 10, 20, 30, 0, 0, 0, 0, 0],
         [4, 5, 6, 0, 0, 0, 0, 0, 40, 50, 0, 0, 0, 0, 0, 0],

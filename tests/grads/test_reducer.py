@@ -1,4 +1,4 @@
-"""The reducer without processes: one rank, beside which a made-up other one sends the same gradients at its leisure."""
+"""The reducer without processes: one rank, and a simulated second one that sends the same gradients later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUMEL, WORLD = 64, 2
 
 
 class Travelling(Pending):
-    """A reduction that ends when somebody waits for it, or the test says so."""
+    """A reduction that ends when somebody waits for it, or when the test ends it."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self.finish = finish
@@ -38,12 +38,12 @@ class Travelling(Pending):
 
 
 class Twins(LoneCollectives):
-    """Two ranks with the same gradients, of which this is the first. Keeps what was called."""
+    """The first of two ranks with the same gradients. Records the calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.size = WORLD
-        self.launched: list[int] = []  # first element of what was sent
+        self.launched: list[int] = []  # first element of each sent buffer
         self.travelling: list[Travelling] = []
         self.num_buffers = 0
 
@@ -66,7 +66,7 @@ class Twins(LoneCollectives):
 
 
 class Store:
-    """Three parameters, each of which is a bucket; the last one is the first bucket."""
+    """Three parameters with one bucket each; the last parameter is in the first bucket."""
 
     negotiation = None
 
@@ -93,13 +93,13 @@ def made(stage: int, **options: Any) -> SimpleNamespace:
 
 
 def backward(of: SimpleNamespace, order: Sequence[int]) -> None:
-    """Gradients of these parameters arrive in this order; parameter 0 has gradients of 10, 1 of 11, 2 of 12."""
+    """Gradients arrive in this order of parameters; parameter 0 has gradients of 10, 1 of 11, 2 of 12."""
     for index in order:
         (of.parameters[index] * float(10 + index)).sum().backward()
 
 
 def summed(of: SimpleNamespace) -> list[float | None]:
-    """What is reduced of each parameter's bucket, last parameter first."""
+    """The reduced gradient of each parameter's bucket, last parameter first."""
     sums = [bucket.reduced.at_hand for bucket in of.reducer.buckets]
     return [None if total is None else float(total[0]) for total in sums]
 

@@ -1,4 +1,4 @@
-"""Sums over copies of a shard: once per update, and again after more has come."""
+"""Sums over replicas of a shard: once per update, and again if more gradients follow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Copies(LoneCollectives):
-    """As many copies as given, of which every other one adds 10 to each element."""
+    """The given number of replicas; every other replica adds 10 to each element."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_each_bucket_is_summed_once_until_more_comes(size: int, communication: t
     found[0].reduced.add(torch.ones(found[0].trained.owned.numel))
     sums.sum()
     assert len(copies.sent) == len(found) + 1
-    with found[0].reduced.opened() as values:  # the first copy keeps what was summed, and sends it with what came
+    with found[0].reduced.opened() as values:  # the first replica keeps the sum, and sends it with the new gradients
         assert values.eq(total + 1 + 10 * (size - 1)).all()
 
 

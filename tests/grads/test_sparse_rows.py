@@ -1,4 +1,4 @@
-"""Embeddings summed by the rows that batches have looked up: the same weights, and fewer bytes."""
+"""Embedding gradients reduced by the rows that batches use: the same weights, and fewer bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS, PLACES, WIDTH = 1000, 12, 16
 
 
 class Reader(nn.Module):
-    """Looks words up in a table that few of them reach, and places in one that they all reach."""
+    """Looks up words in a table of which few rows are used, and positions in one of which all are used."""
 
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def trained(
     generator = torch.Generator().manual_seed(rank)
     ledger.reset()
     for step in range(6):
-        rows = 2 if rank else 1 + step % 2  # ranks have different numbers of rows, one none at all
+        rows = 2 if rank else 1 + step % 2  # ranks have different numbers of rows, and one rank has none
         ids = torch.randint(0, WORDS, (rows, PLACES), generator=generator)
         loss = engine(ids) if (rank, step // 2) != (1, 2) else 0 * engine(ids)
         engine.backward(loss)
@@ -82,7 +82,7 @@ def test_two_ranks_end_with_the_same_bits_and_send_rows_alone() -> None:
         assert dense["backward all_reduce"] - by_rows["backward all_reduce"] == table
         assert dense["backward all_reduce"] - of_a_layer["backward all_reduce"] == table
         assert places < by_rows["backward all_reduce"] < 3 * 4 * 1000
-        # At most 48 rows of 64 bytes with an index of 4 each, from two ranks, in three updates.
+        # At most 48 rows of 64 bytes, with an index of 4 bytes each, from two ranks, in three updates.
         assert 0 < by_rows["backward all_gather"] <= 3 * 2 * 48 * 68
         assert by_rows["backward all_gather"] == of_a_layer["backward all_gather"]
         assert "backward all_gather" not in dense

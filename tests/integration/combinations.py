@@ -14,7 +14,7 @@ MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_s
 
 @dataclass(frozen=True)
 class Combination:
-    """One file with the arguments around it."""
+    """One config file and its arguments."""
 
     config: dict[str, Any]
     arguments: dict[str, Any]
@@ -22,7 +22,7 @@ class Combination:
 
 
 def combinations() -> Iterator[Combination]:
-    """Different ones; less than half of them contradict themselves."""
+    """Different combinations, less than half of which are contradictory."""
     choice = random.Random(SEED)
     for _ in range(COUNT):
         arguments = _arguments(choice)
@@ -45,7 +45,7 @@ def _arguments(choice: random.Random) -> dict[str, Any]:
 
 
 def _config(choice: random.Random, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Mostly autos and values that agree; now and then one that does not."""
+    """Mostly autos and consistent values, sometimes a contradictory one."""
 
     def pick(right: Any, wrong: Any) -> Any:
         return choice.choices(["auto", right, wrong], [12, 6, 1])[0]

@@ -1,4 +1,4 @@
-"""The wheel, built once, and the environments it is tried in."""
+"""The wheel, built once, and environments in which it is tested."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.integration.sites import Site, copy_of_the_tree, pip
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """Built once for all of xdist's workers."""
+    """Built once for all workers of xdist."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "wheel"
     with FileLock(f"{folder}.lock"):
@@ -44,8 +44,8 @@ def beside_real(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A launched job of one rank, without what earlier tests left in the libraries' globals."""
-    from tests.integration.flows import clean  # here: other tests want nothing of these libraries
+    """A launched job of one rank, without state of earlier tests in the libraries' globals."""
+    from tests.integration.flows import clean  # local, because other tests do not need these libraries
 
     clean()
     launched = {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

@@ -1,4 +1,4 @@
-"""What Trainer and Accelerate make of an evaluation on several ranks, and the same in one plain process."""
+"""An evaluation by Trainer and Accelerate on several ranks, and the same in one plain process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH = 2
 
 
 def samples(number: int) -> list[Batch]:
-    """Rows of different lengths, the first and the last longest: what fills up the last batch pads nobody."""
+    """Rows of different lengths, the first and the last longest, so that filling up the last batch adds no padding."""
     generator, made = torch.Generator().manual_seed(5), []
     for row in range(number):
         length = 9 if row in (0, number - 1) else int(torch.randint(4, 9, (1,), generator=generator))
@@ -48,7 +48,7 @@ class Stream(IterableDataset[Batch]):
 
 
 def padded(rows: list[Batch], length: int = 0) -> Batch:
-    """To the longest of this batch, or to `length`."""
+    """Pads to the longest row of this batch, or to `length`."""
     length = max(length, *(len(row["input_ids"]) for row in rows))
 
     def column(name: str, fill: int) -> Tensor:
@@ -59,7 +59,7 @@ def padded(rows: list[Batch], length: int = 0) -> Batch:
 
 
 def counted(prediction: EvalPrediction) -> dict[str, float]:
-    """What is different as soon as a sample is missing, or there twice."""
+    """Metrics that differ as soon as a sample is missing or duplicated."""
     logits, hidden = prediction.predictions[0], prediction.predictions[1]
     labels = torch.as_tensor(prediction.label_ids)
     is_token = labels != IGNORED
@@ -75,8 +75,8 @@ def counted(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def in_one_process(rows: list[Batch], data_ranks: int, *, by_tokens: bool = True) -> dict[str, float]:
-    """Plain PyTorch. The loss is that of Trainer under DDP with as many ranks: batches that are evaluated at one time
-    are weighed by tokens (not where ranks share sequences), each counts for its samples, and the last ones are filled
+    """Plain PyTorch. The loss is that of Trainer under DDP with as many ranks: batches that are evaluated together are
+    weighted by tokens (except with sequence parallelism), each counts for its samples, and the last batches are filled
     up from the beginning."""
     model = model_of("llama").eval()
     with torch.no_grad():
@@ -145,7 +145,7 @@ def config_of(**more: Any) -> dict[str, Any]:
 
 
 def accelerated(rows: list[Batch], config: dict[str, Any], **more: Any) -> tuple[Accelerator, nn.Module, Any]:
-    model = model_of("llama")  # before stage 3 is known, which would shard it
+    model = model_of("llama")  # before stage 3 is configured, which would partition it
     plugin = DeepSpeedPlugin(hf_ds_config={**config, "train_micro_batch_size_per_gpu": BATCH})
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **more)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""A small Trainer, and a small Accelerator, for tests of the flows; each test starts from a clean state."""
+"""A small Trainer and a small Accelerator for tests; each test starts from a clean state."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ WARMUP_DECAY = {"type": "WarmupDecayLR", "params": DECAY}
 
 
 def one_step(**sections: Any) -> dict[str, Any]:
-    """BASE without accumulation, and these sections."""
+    """BASE without accumulation, with these sections."""
     return {**BASE, "gradient_accumulation_steps": 1, **sections}
 
 
 def clean() -> None:
-    """Accelerate and transformers keep their state in globals."""
+    """Resets the globals of Accelerate and transformers."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     unset_hf_deepspeed_config()
@@ -63,7 +63,7 @@ def trainer(folder: Path, config: Any, **options: Any) -> Trainer:
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:
-    """ds.json with a comment in it, one key a line."""
+    """Writes ds.json with a comment, one key per line."""
     path = folder / "ds.json"
     path.write_text("// a comment\n" + json.dumps(config, indent=1))
     return path
@@ -81,7 +81,7 @@ def loader(batch_size: int | None = 2) -> Any:
 
 @contextmanager
 def heard(records: list[logging.LogRecord] | None = None) -> Iterator[list[str]]:
-    """What hf_zero's logger says meanwhile; with its records where a list for them is given."""
+    """Collects the messages of hf_zero's logger, and its records if a list for them is given."""
     said: list[str] = []
 
     class Ear(logging.Handler):

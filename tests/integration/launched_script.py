@@ -1,4 +1,4 @@
-"""Started by accelerate's launcher: each rank says, in one line of JSON, what reached it and what it trains with."""
+"""Started by accelerate's launcher: each rank prints a JSON line with its settings and its engine."""
 
 import json
 import os
@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 def content(folder: str | None) -> int:
-    """How many files are under a folder."""
+    """The number of files under a folder."""
     return sum(path.is_file() for path in Path(folder).rglob("*")) if folder and Path(folder).exists() else 0
 
 

@@ -1,7 +1,7 @@
 """One row per name that well-known programs import from deepspeed, with its verdict.
 
-W works, T is a thin equivalent, E can be imported and says on use what to use instead. L leads nowhere yet: its part of
-DeepSpeed is not supported, so that today it is an E.
+W: works. T: a thin equivalent. E: can be imported, and raises on use, naming the replacement. L: belongs to an
+unsupported part of DeepSpeed, and currently behaves like E.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Throw-away Python environments with hf_zero in them, and children that run there (start-up needs a new process)."""
+"""Temporary Python environments with hf_zero, and processes that run in them (startup needs a new process)."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Site:
         return cls(folder / "bin" / "python", folder / "lib" / version / "site-packages")
 
     def unpack(self, wheel: Path) -> Site:
-        """What installing a pure-Python wheel comes down to."""
+        """Unpacks a pure-Python wheel, which is equivalent to installing it."""
         zipfile.ZipFile(wheel).extractall(self.packages)
         return self
 
     def borrow_libraries(self) -> Site:
-        """Add this test run's torch, transformers, ... without its .pth files (so without its own hf_zero)."""
+        """Add this test run's torch, transformers, ... without its .pth files (and so without its own hf_zero)."""
         paths = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
-        # An environment of `make test-versions` has most of its libraries from another one, behind its own.
+        # An environment of `make test-versions` gets most of its libraries from another one, after its own.
         paths |= dict.fromkeys(path for path in sys.path if Path(path).name == "site-packages")
         (self.packages / "zz_borrowed.pth").write_text("\n".join(paths) + "\n", encoding="utf-8")
         return self
 
     def add_real_deepspeed(self) -> Site:
-        """A stand-in for a real DeepSpeed: a regular package with metadata."""
+        """An imitation of a real DeepSpeed: a regular package with metadata."""
         package = self.packages / "deepspeed"
         package.mkdir()
         (package / "__init__.py").write_text("REAL = True\n", encoding="utf-8")
@@ -58,7 +58,7 @@ class Site:
         return self
 
     def run(self, code: str, *, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run code in a child of this environment; -I keeps PYTHONPATH and the current folder out of it."""
+        """Runs code in a process of this environment; -I excludes PYTHONPATH and the current folder."""
         return self.run_args("-I", "-c", textwrap.dedent(code), cwd=cwd, **env)
 
     def run_args(self, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
@@ -73,7 +73,7 @@ class Site:
         )
 
     def ask(self, code: str, **env: str) -> Any:
-        """Run code that ends by setting `answer`; give that back."""
+        """Runs code that assigns `answer`; returns its value."""
         done = self.run(textwrap.dedent(code) + "\nimport json\nprint('ANSWER ' + json.dumps(answer))\n", **env)
         assert done.returncode == 0, done.stderr
         line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER "))
@@ -81,7 +81,7 @@ class Site:
 
 
 def copy_of_the_tree(folder: Path) -> Path:
-    """What a build needs, away from the checkout: building leaves folders behind."""
+    """The files that a build needs, outside the checkout, because building creates folders."""
     tree = folder / "tree"
     shutil.copytree(ROOT / "hf_zero", tree / "hf_zero", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "packaging", tree / "packaging", ignore=shutil.ignore_patterns("__pycache__"))
@@ -92,7 +92,7 @@ def copy_of_the_tree(folder: Path) -> Path:
 
 
 def pip(*args: str, python: Path | None = None) -> str:
-    """Run pip without any index, into another environment where `python` names one; what it says."""
+    """Runs pip without an index, in the environment of `python` if given; returns its output."""
     target = [] if python is None else ["--python", str(python)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", *target, "--disable-pip-version-check", "-q", *args],

@@ -1,4 +1,4 @@
-"""Accelerator.prepare with ds.json through hf_zero: the optimizer and scheduler objects, the autos, the conflicts."""
+"""Accelerator.prepare with ds.json through hf_zero: optimizer and scheduler objects, autos, conflicts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fresh(one_rank: None) -> Iterator[None]:
 
 
 def prepared(given: Any, optimizer: str, scheduler: str | None, **options: Any) -> tuple[Any, Any]:
-    """The engine and the scheduler that `prepare` makes of real or dummy objects."""
+    """The engine and the scheduler that `prepare` creates from real or dummy objects."""
     acc = accelerator(given, **options)
     model = torch.nn.Linear(8, 8)
     optim: Any = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,7 +126,7 @@ def test_unfilled_autos_are_no_error() -> None:
     types = {"keep_in_fp32_modules": "auto"}
     given = one_step(zero_optimization=unfilled, fp16={"enabled": False, "loss_scale": "auto"}, data_types=types)
     engine, _ = prepared(given, "real", None)
-    # A model without config: 8 is what its matrices share.
+    # For a model without config the size is computed from its matrices, here 8.
     assert engine.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 64}
 
 
@@ -140,8 +140,8 @@ def test_betas_and_eps_come_from_the_dummy_optimizer() -> None:
 
 @pytest.mark.parametrize("form", ["generators", "filters", "one parameter"])
 def test_the_groups_of_a_dummy_optimizer_may_be_generators(form: str) -> None:
-    """Looking for a model that is prepared again emptied the generators, and "no trainable parameter" was left; with a
-    list in one of the groups, the others were not trained, and nothing said so."""
+    """The search for an already prepared model exhausted the generators, which ended in "no trainable parameter". If
+    one group had a list, the other groups were silently not trained."""
     acc = accelerator(one_step(optimizer=ADAMW))
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False))
     rest, last = list(model[0].parameters()), model[1].weight

@@ -1,4 +1,4 @@
-"""`accelerate launch --use_deepspeed` on a script that names neither hf_zero nor deepspeed."""
+"""`accelerate launch --use_deepspeed` with a script that mentions neither hf_zero nor deepspeed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ print("LOSSES", *losses)
 """
 
 
-# Among the default tests, test_launch_flag.py trains under `--use_hf_zero`, and scenario 3 of test_launch_scenarios.py
-# asks for DeepSpeed.
+# By default test_launch_flag.py tests training under `--use_hf_zero`, and scenario 3 of test_launch_scenarios.py the
+# flag for DeepSpeed.
 @pytest.mark.slow
 def test_the_launcher_starts_a_script_on_our_engine(full: Site, tmp_path: Path) -> None:
     script = tmp_path / "train.py"

@@ -1,4 +1,4 @@
-"""The Accelerator under our engine, on two ranks: what each method gives, beside plain PyTorch on the whole batch."""
+"""Accelerator's methods with hf_zero on two ranks, compared with plain PyTorch on the whole batch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def new_model() -> nn.Module:
 
 
 def rows(batches: int = BATCHES) -> TensorDataset:
-    """For so many batches on every rank."""
+    """Rows for `batches` batches on every rank."""
     generator = torch.Generator().manual_seed(3)
     count = RANKS * BATCH * batches
     return TensorDataset(torch.randn(count, 7, generator=generator), torch.randn(count, 3, generator=generator))
@@ -66,7 +66,7 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def train_plainly(accumulation: int = ACCUMULATION, clip: float = CLIP, batches: int = BATCHES) -> Trained:
-    """One process, the whole batch, nothing of this package."""
+    """Trains on the whole batch in one process, without hf_zero."""
     model = new_model()
     optimizer = new_optimizer(model)
     schedule = new_schedule(optimizer)
@@ -84,7 +84,7 @@ def train_plainly(accumulation: int = ACCUMULATION, clip: float = CLIP, batches:
 
 
 def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, schedule: Any = None) -> Trained:
-    """As accelerate's documentation has it."""
+    """The loop of accelerate's documentation."""
     norms, rates = [], []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -102,7 +102,7 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, sch
 
 
 def assert_weights(got: dict[str, Tensor] | None, expected: dict[str, Tensor], rank: int, stage: int) -> None:
-    """At stage 3 they are gathered on the main process only, as DeepSpeed does."""
+    """At stage 3 they are gathered on the main process only, as in DeepSpeed."""
     if stage == 3 and rank > 0:
         assert got is None
     else:
@@ -115,7 +115,7 @@ def plugin(stage: int, **more: Any) -> DeepSpeedPlugin:
 
 
 def from_environment(stage: int) -> Accelerator:
-    """As a launcher leaves it."""
+    """Configured by the environment, as by a launcher."""
     os.environ |= {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
@@ -131,7 +131,7 @@ def from_plugin(stage: int) -> Accelerator:
 
 
 def told_to_use_the_cpu(stage: int) -> Accelerator:
-    """accelerate alone would leave the engine aside, and train with DDP."""
+    """accelerate alone would not use the engine, and train with DDP."""
     return Accelerator(cpu=True, deepspeed_plugin=plugin(stage), gradient_accumulation_steps=ACCUMULATION)
 
 
@@ -188,7 +188,7 @@ def test_a_loop_trains_as_plain_pytorch(make: Any, calls: int, stage: int) -> No
 
 
 def run_no_sync(rank: int, stage: int) -> Trained:
-    """The documentation's own example: two backwards, gradients travel with the second."""
+    """The documentation's example: two backwards, with gradients reduced in the second."""
     clean()
     accelerator = Accelerator(deepspeed_plugin=plugin(stage))
     model = new_model()
@@ -208,7 +208,7 @@ def run_no_sync(rank: int, stage: int) -> Trained:
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), *MOSTLY_3])
 def test_no_sync_holds_the_update_back(stage: int) -> None:
-    """It stopped with an error at stages 0 and 1, and made an update of its own at 2 and 3."""
+    """It raised an error at stages 0 and 1, and made an extra update at stages 2 and 3."""
     model = new_model()
     optimizer = new_optimizer(model)
     norms = []
@@ -267,7 +267,7 @@ def whole(model: nn.Module) -> list[Tensor]:
 
 
 def run_overflow(rank: int, stage: int) -> list[tuple[bool, float, bool]]:
-    """After every update: was it skipped, the rate, have the weights changed."""
+    """After every update: whether it was skipped, the learning rate, whether the weights have changed."""
     clean()
     config = {
         **PORTION,
@@ -282,7 +282,7 @@ def run_overflow(rank: int, stage: int) -> list[tuple[bool, float, bool]]:
     found = []
     before = whole(model)
     for inputs, targets in loader:
-        factor = 1e4 if len(found) == 0 else 1e-3  # the first step's gradients do not fit into fp16
+        factor = 1e4 if len(found) == 0 else 1e-3  # the first step's gradients overflow in fp16
         accelerator.backward(loss_of(model, (inputs.half(), targets.half())) * factor)
         optimizer.step()
         schedule.step()
@@ -320,13 +320,13 @@ def run_metrics(rank: int, stage: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("stage", MOSTLY_3)
 def test_metrics_count_every_row_once(stage: int) -> None:
-    """Ten rows on two ranks in threes: the last batches are filled up, and the fillers taken out again."""
+    """Ten rows on two ranks in batches of three: the last batches are filled up, and the extra rows dropped again."""
     got = run_ranks(run_metrics, RANKS, stage, init=False)
     assert got == [[list(range(10)), [0, 1], [0, 1]]] * RANKS
 
 
 def run_batches(rank: int) -> list[tuple[Any, ...]]:
-    """What `train_batch_size` and its kin become, and which rows this rank sees first."""
+    """The resulting `train_batch_size` and related sizes, and the first rows of this rank."""
     found = []
     for options, plugin_options, sizes in (
         ({}, {}, (BATCH,)),

@@ -1,4 +1,4 @@
-"""The package called `deepspeed`: found as Hugging Face looks for it, complete for what is built, frank otherwise."""
+"""The package named `deepspeed`: detected by Hugging Face, complete for supported parts, with errors for the rest."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def test_every_way_of_asking_whether_deepspeed_is_installed(full: Site) -> None:
 
 
 def test_pip_does_not_see_what_libraries_see() -> None:
-    """`pip freeze` printed deepspeed==0.19.8+hf.zero, which no index has: requirements files and images made of it
-    could not be installed; `pip install deepspeed` was already satisfied "in <memory>", and `pip uninstall deepspeed`
-    found something that it could not remove."""
+    """`pip freeze` printed deepspeed==0.19.8+hf.zero, which is on no index, so that requirements files and images based
+    on it could not be installed. `pip install deepspeed` was already satisfied "in <memory>", and `pip uninstall
+    deepspeed` found something that it could not remove."""
 
     def pip(*words: str) -> str:
         command = [sys.executable, "-m", "pip", *words, "--disable-pip-version-check"]
@@ -85,7 +85,7 @@ MODULES = deepspeed_names.MODULES.read_text(encoding="utf-8").split()
 
 
 def test_every_module_of_deepspeed_imports_at_once_and_loads_nothing(bare: Site) -> None:
-    """All 750 in one process, without torch: no GPU, compiler or process group is asked for."""
+    """All 750 in one process, without torch, and without touching a GPU, compiler or process group."""
     code = f"""
         import importlib, importlib.util, sys
         wanted = open({str(deepspeed_names.MODULES)!r}).read().split()
@@ -97,7 +97,7 @@ def test_every_module_of_deepspeed_imports_at_once_and_loads_nothing(bare: Site)
 
 
 def run_walk(rank: int) -> tuple[int, list[str]]:
-    """(number of names, those that cannot be had)."""
+    """(number of names, names that cannot be resolved)."""
     names, broken = 0, []
     for module in [
         importlib.import_module(f"deepspeed.{n}".rstrip(".")) for n in {*MODULES, *all_homes(), *SAME_MODULE}
@@ -112,7 +112,7 @@ def run_walk(rank: int) -> tuple[int, list[str]]:
 
 
 def test_every_name_of_the_alias_exists_and_comes_from_its_home() -> None:
-    """Walks the alias by `dir`, so that a home that moved, or a name misspelled in a table, fails here."""
+    """Walks the alias by `dir`, so that a moved module or a misspelled name in a table fails here."""
     ((names, broken),) = run_ranks(run_walk, 1, init=False)
     assert names > 5000 and broken == []
 
@@ -126,7 +126,7 @@ def test_the_tables_of_names_are_those_of_the_real_package(oracle: str) -> None:
 
 
 def test_the_table_says_of_borrowed_names_only_what_no_rule_does() -> None:
-    """A name that one module alone defines comes from there: half of the table said so, name by name."""
+    """A name that one module alone defines comes from there: half of the table repeated this, name by name."""
     text = deepspeed_names.NAMES.read_text(encoding="utf-8")
     table = json.loads(text)
     assert deepspeed_names.write_lines(deepspeed_names.packed(with_homes(table))) == text
@@ -199,7 +199,7 @@ def run_stage_3_names(rank: int) -> dict[str, Any]:
 
 
 def test_stage_3_names_are_what_they_are_called() -> None:
-    """What transformers, accelerate, trl and peft take from these modules, and how they take it."""
+    """Imports of transformers, accelerate, trl and peft from these modules, in their forms."""
     (found,) = run_ranks(run_stage_3_names, 1, init=False)
     assert found == {
         "contexts": [True, True],

@@ -1,6 +1,6 @@
-"""A job that dies while saving leaves a folder that Trainer cannot resume from; the one before it can be.
+"""A job that dies while saving leaves a folder that Trainer cannot resume from; the previous one is used.
 
-Seen under torchrun's elastic mode: a node was lost during a save, and every restart failed on the half-written folder.
+Under torchrun's elastic mode a node was lost during a save, and every restart failed on the partial folder.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def test_the_newest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.
             assert search(str(tmp_path)) == str(tmp_path / "checkpoint-100")
     finally:
         logging.getLogger("hf_zero").removeHandler(caplog.handler)
-    # Once, although a script that asks for the newest checkpoint hands over to Trainer, which asks again.
+    # Only once, although a script that looks for the newest checkpoint passes it to Trainer, which looks again.
     said = {id(record) for record in caplog.records if record.msg.startswith("%s is incomplete")}
     assert len(said) == 1 and f"{tmp_path / 'checkpoint-110'} is incomplete" in caplog.text
 
 
 def test_nothing_else_changes(tmp_path: Path) -> None:
     assert trainer_utils.get_last_checkpoint(str(tmp_path)) is None
-    make(tmp_path, 3, complete=False)  # somebody else's, perhaps
+    make(tmp_path, 3, complete=False)  # possibly of another program
     assert trainer_utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
     make(tmp_path, 4, complete=True)
     assert trainer_utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-4")

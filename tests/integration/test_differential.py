@@ -1,4 +1,4 @@
-"""Generated configs give the values that transformers, accelerate and DeepSpeed give; what differs is listed here."""
+"""Generated configs give the same values as in transformers, accelerate and DeepSpeed, with the listed exceptions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plain(one_rank: None, tmp_path: Path) -> TrainingArguments:
 
 
 def original(function: Any) -> Any:
-    """Upstream's own function behind ours."""
+    """Upstream's original of a patched function."""
     return getattr(function, MARK)
 
 
@@ -58,7 +58,7 @@ def arguments_of(combination: Combination, plain: TrainingArguments) -> Training
 
 
 def through_trainer(combination: Combination, plain: TrainingArguments, *, ours: bool) -> dict[str, Any] | None:
-    """The config after both phases; None if it is refused."""
+    """The config after both phases; None if it is rejected."""
     arguments = arguments_of(combination, plain)
     process, finalize = (
         HfTrainerDeepSpeedConfig.trainer_config_process,
@@ -69,7 +69,7 @@ def through_trainer(combination: Combination, plain: TrainingArguments, *, ours:
     config = HfTrainerDeepSpeedConfig(copy.deepcopy(combination.config))
     try:
         process(config, arguments)
-        # Its constructor fills what a launcher may know; for a Trainer that is the stage and the gathering on save.
+        # Its constructor fills what a launcher may set; for a Trainer that is the stage and the gathering on save.
         DeepSpeedPlugin(hf_ds_config=config)
         finalize(config, arguments, MODEL, combination.total_steps)
     except ValueError:
@@ -78,7 +78,7 @@ def through_trainer(combination: Combination, plain: TrainingArguments, *, ours:
 
 
 def spelled_out(combination: Combination) -> Combination:
-    """With "auto" at the keys that the config leaves out and TrainingArguments know: so hf_zero reads them."""
+    """With "auto" at the absent keys that TrainingArguments contain, as hf_zero interprets them."""
     config = copy.deepcopy(combination.config)
     config.setdefault("gradient_clipping", "auto")
     if combination.arguments["bf16"]:
@@ -89,7 +89,7 @@ def spelled_out(combination: Combination) -> Combination:
 
 
 def meaning(config: dict[str, Any]) -> Any:
-    """What the engine will do, without what only the text of a config tells apart."""
+    """The effect of a config on the engine, without differences that are only in its text."""
     resolved = resolve(config, world_size=1)
     parts = (resolved.batch, resolved.precision, resolved.zero, resolved.gradients)
     chosen = [policy and (policy.type, dict(policy.params)) for policy in (resolved.optimizer, resolved.scheduler)]
@@ -112,7 +112,7 @@ def test_trainer_fills_the_same(plain: TrainingArguments) -> None:
 
 
 def theirs_by_key(config: dict[str, Any], arguments: TrainingArguments, total: int) -> tuple[dict[str, Any], set[str]]:
-    """transformers' own two phases: the values, and the keys it calls mismatched."""
+    """transformers' own two phases: the values, and the keys reported as mismatched."""
     holder = HfTrainerDeepSpeedConfig(copy.deepcopy(config))
     original(HfTrainerDeepSpeedConfig.trainer_config_process)(holder, arguments)
     with contextlib.suppress(ValueError):
@@ -121,7 +121,7 @@ def theirs_by_key(config: dict[str, Any], arguments: TrainingArguments, total: i
 
 
 def ours_by_key(config: dict[str, Any], arguments: TrainingArguments, total: int) -> tuple[dict[str, Any], set[str]]:
-    """The same from the resolver's filling alone, whatever the engine has built of it."""
+    """The same from the resolver's filling alone, regardless of what the engine supports."""
     own = load_config(config)
     normalise(own)
     training = training_view(arguments, total_steps=total)
@@ -133,7 +133,7 @@ def ours_by_key(config: dict[str, Any], arguments: TrainingArguments, total: int
 
 PUBLISHED = {**ACCEPTED, **{name: config for name, (config, _) in REFUSED.items()}}
 MODEL = SimpleNamespace(config=SimpleNamespace(hidden_size=HIDDEN), parameters=lambda: iter(()))
-# Trainer leaves these two to accelerate below stage 3; accelerate gives them the same values.
+# Below stage 3 Trainer leaves these two to accelerate, which gives them the same values.
 LATER = {f"zero_optimization.stage3_{key}" for key in ("prefetch_bucket_size", "param_persistence_threshold")}
 
 
@@ -160,7 +160,7 @@ def compare_by_key(combination: Combination, plain: TrainingArguments) -> None:
 
 
 def flat(config: dict[str, Any], around: str = "") -> dict[str, Any]:
-    """Values by path; 4.0 and 4 are the same."""
+    """Values by path; 4.0 and 4 are equal."""
     result: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
@@ -171,24 +171,24 @@ def flat(config: dict[str, Any], around: str = "") -> dict[str, Any]:
 
 
 class Caught(Exception):
-    """Carries what upstream would have given to deepspeed.initialize."""
+    """Carries the arguments that upstream would have passed to deepspeed.initialize."""
 
     def __init__(self, **given: Any) -> None:
         self.config = given["config_params"]
 
 
 def through_accelerate(combination: Combination, *, ours: bool) -> dict[str, Any] | None:
-    """The config as `prepare` hands it on; None if it is refused."""
+    """The config that `prepare` passes on; None if it is rejected."""
     clean()
     os.environ.update({"LOCAL_RANK": "0"})
     config = copy.deepcopy(combination.config)
-    # A script has neither betas nor eps to offer: upstream refuses those autos, see docs/differences.md.
+    # A script without TrainingArguments has no betas and eps: upstream rejects those autos, see docs/differences.md.
     for name in ("betas", "eps"):
         if config.get("optimizer", {}).get("params", {}).get(name) == "auto":
             del config["optimizer"]["params"][name]
     rate, decay = combination.arguments["learning_rate"], combination.arguments["weight_decay"]
     if "optimizer" in config and not ours:
-        # What hf_zero takes from DummyOptim where the config says nothing, written out for upstream.
+        # Values that hf_zero takes from DummyOptim if the config lacks them, written out for upstream.
         stated = {"lr": rate != 0.001, "weight_decay": decay != 0}
         autos = {name: "auto" for name, is_stated in stated.items() if is_stated}
         config["optimizer"]["params"] = {**autos, **config["optimizer"]["params"]}
@@ -221,7 +221,7 @@ def test_accelerate_fills_the_same(every: int, monkeypatch: pytest.MonkeyPatch) 
     for combination in ALL[::every]:
         theirs, ours = (through_accelerate(combination, ours=which) for which in (False, True))
         if ours is None:
-            # Only what DeepSpeed itself would refuse: accelerate does not check the batch equation.
+            # Only what DeepSpeed itself would reject: accelerate does not check the batch equation.
             refused += 1
             assert theirs is not None
             with pytest.raises(ConfigError) as caught:

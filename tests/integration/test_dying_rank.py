@@ -1,4 +1,4 @@
-"""A rank that dies, or does not answer, in the middle of a Trainer run: the others end soon, and name it."""
+"""If a rank dies or hangs in the middle of a Trainer run, the others end soon and name it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VICTIM = 1
 
 
 def stopping_at(forward: int, model: nn.Module, how: str) -> None:
-    """From that forward pass on, this rank is no longer there."""
+    """From this forward pass on, the rank is dead or hangs."""
     passes = 0
 
     def hook(*_: object) -> None:
@@ -44,7 +44,7 @@ def stopping_at(forward: int, model: nn.Module, how: str) -> None:
 
 
 def run_until_it_stops(rank: int, folder: str, stage: int, how: str, options: dict[str, object]) -> None:
-    """Train; what this rank says when it ends goes into a file."""
+    """Trains; the rank's final message is written to a file."""
     clean()
     said = Path(folder, f"said-{rank}")
     logging.getLogger("hf_zero").addHandler(logging.FileHandler(said))
@@ -63,7 +63,7 @@ def run_until_it_stops(rank: int, folder: str, stage: int, how: str, options: di
 
 @pytest.mark.parametrize(("world", "stage"), [(2, 2), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named_by_the_others(world: int, stage: int, tmp_path: Path) -> None:
-    """Trainer's own collectives (loss, token counts) run beside ours, and gloo does not know whom it lost."""
+    """Trainer's own collectives (loss, token counts) are involved, and gloo does not know which rank was lost."""
     with pytest.raises(RankFailure, match=f"rank {VICTIM} of {world} failed first"):
         run_ranks(run_until_it_stops, world, str(tmp_path), stage, "killed", {}, init=False)
     for rank in set(range(world)) - {VICTIM}:
@@ -71,7 +71,7 @@ def test_a_killed_rank_is_named_by_the_others(world: int, stage: int, tmp_path: 
 
 
 def run_barrier(rank: int, folder: str) -> None:
-    """A collective of the script's own, which our exchange through shared memory knows nothing of."""
+    """A collective of the script itself, unknown to hf_zero's exchange through shared memory."""
     said = Path(folder, f"said-{rank}")
     logging.getLogger("hf_zero").addHandler(logging.FileHandler(said))
     comm.collectives_for(torch.device("cpu"))
@@ -86,7 +86,7 @@ def run_barrier(rank: int, folder: str) -> None:
 
 
 def test_a_rank_lost_by_the_back_end_is_named(tmp_path: Path) -> None:
-    """Gloo says "Connection closed by peer" and a port."""
+    """Gloo only reports "Connection closed by peer" and a port."""
     with pytest.raises(RankFailure, match=f"rank {VICTIM} of 2 failed first"):
         run_ranks(run_barrier, 2, str(tmp_path))
     assert f"another one did: rank {VICTIM} (process" in (tmp_path / "said-0").read_text()
@@ -94,7 +94,7 @@ def test_a_rank_lost_by_the_back_end_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_others_after_ddp_timeout(tmp_path: Path) -> None:
-    """transformers forgets ddp_timeout where ranks train on CPUs: the others waited half an hour."""
+    """transformers ignores ddp_timeout for ranks on CPUs, so the others waited half an hour."""
     with pytest.raises(RankFailure):
         run_ranks(run_until_it_stops, 2, str(tmp_path), 2, "hanging", {"ddp_timeout": 5}, init=False)
     said = (tmp_path / "said-0").read_text()
@@ -115,7 +115,7 @@ def run_timeouts(rank: int, folder: str) -> list[float]:
         known.native_group(0, comm.Channel.GATHER),
     ]
     device = torch.device("cpu")
-    torch.distributed.barrier()  # rank 0 keeps the store through which the other makes its groups
+    torch.distributed.barrier()  # rank 0 keeps the store through which the other rank creates its groups
     return [link.timeout_s, *(group._get_backend(device).options._timeout.total_seconds() for group in groups)]
 
 
@@ -124,7 +124,7 @@ def test_ddp_timeout_holds_for_every_group_that_we_make(tmp_path: Path) -> None:
 
 
 def run_raised(rank: int) -> list[float]:
-    """A group that is there before anyone sets its timeout."""
+    """The group exists before its timeout is set."""
     before = comm.collectives_for(torch.device("cpu"))
     comm.set_timeout(timedelta(seconds=33))
     return [before._link.link.timeout_s, comm.process_group.common_timeout().total_seconds()]
@@ -136,7 +136,7 @@ def test_a_timeout_reaches_what_is_already_connected() -> None:
 
 def test_the_message_about_dead_ranks_knows_who_has_ended_here_and_who_is_elsewhere() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    while known_groups._state(ended.pid) != "Z":  # not collected yet, as under a launcher
+    while known_groups._state(ended.pid) != "Z":  # not reaped yet, as under a launcher
         time.sleep(0.01)
     here = _Process(1, "this-one", _place(), ended.pid)
     alive = _Process(2, "this-one", _place(), os.getpid())
@@ -149,7 +149,7 @@ def test_the_message_about_dead_ranks_knows_who_has_ended_here_and_who_is_elsewh
 
 
 def test_a_rank_that_is_stopped_is_named() -> None:
-    """After SIGSTOP, or below a debugger, its process is there and its connections are open."""
+    """After SIGSTOP, or in a debugger, its process exists and its connections are open."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as stopped:
         os.kill(stopped.pid, signal.SIGSTOP)
         while known_groups._state(stopped.pid) != "T":

@@ -1,4 +1,4 @@
-"""What an evaluation on several ranks hands over: each sample once, in order, whoever shares what with whom."""
+"""An evaluation on several ranks returns each sample once, in order, with any kind of parallelism."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def _under_trainer(folder: Path, config: dict[str, Any], data_ranks: int, number
     found = {"rows": difference(of_trainer(trainer, Rows(rows)), plain)}
     metrics = {name.removeprefix("eval_"): value for name, value in trainer.evaluate().items()}
     found["evaluate"] = difference(metrics, plain)
-    trainer.data_collator = functools.partial(padded, length=9)  # rank 0 deals out what can be joined
+    trainer.data_collator = functools.partial(padded, length=9)  # rank 0 splits batches that can be concatenated
     arguments = trainer.args
     arguments.include_num_input_tokens_seen, before = "all", trainer.state.num_input_tokens_seen
     trainer._track_num_input_tokens({"input_ids": torch.ones(2, 9)})
     assert trainer.state.num_input_tokens_seen - before == 18 * data_ranks
     found["stream"] = difference(of_trainer(trainer, Stream(rows)), plain)
-    if data_ranks > 2:  # what is left of a stream makes smaller batches than Trainer counts their losses for
+    if data_ranks > 2:  # the last batches of a stream are smaller than Trainer assumes for their losses
         found["stream"].pop("loss", None)
     fresh()
     return {name: differences for name, differences in found.items() if differences}
 
 
 def _in_a_loop(config: dict[str, Any], data_ranks: int, **more: Any) -> dict[str, Any]:
-    """The loop of accelerate's page on metrics, with lengths that vary, nested outputs, objects and numbers."""
+    """The loop of accelerate's page on metrics, with varying lengths, nested outputs, objects and numbers."""
     rows, plain = samples(7), model_of("llama").eval()
     accelerator, model, loader = accelerated(rows, config_of(**config), **more)
     gathered, objects, numbers = [], [], []
@@ -80,7 +80,7 @@ def _in_a_loop(config: dict[str, Any], data_ranks: int, **more: Any) -> dict[str
 
 
 def _of_accelerator(accelerator: Accelerator, data_ranks: int) -> dict[str, Any]:
-    """What programs compute with: samples once, numbers of all ranks."""
+    """Results of `gather` and related functions: samples once, numbers of all ranks."""
     rank, world = accelerator.process_index, accelerator.num_processes
     size = world // data_ranks
     own = torch.tensor([[rank // size, row] for row in range(3)])
@@ -90,7 +90,7 @@ def _of_accelerator(accelerator: Accelerator, data_ranks: int) -> dict[str, Any]
     with accelerator.split_between_processes(list(range(5)), apply_padding=True) as part:
         dealt = accelerator.gather_for_metrics(part)
     assert sorted(set(dealt)) == list(range(5)) and len(dealt) == data_ranks * -(-5 // data_ranks)
-    # A count of all ranks goes with `num_processes`, which accelerate's page on accumulation divides by.
+    # A number from each rank matches `num_processes`, by which accelerate's page on accumulation divides.
     assert accelerator.gather(torch.tensor(rank)).tolist() == list(range(world))
     assert accelerator.reduce(torch.tensor(1.0), "sum").item() == world
     accelerator.set_trigger() if rank == 1 else None
@@ -99,7 +99,7 @@ def _of_accelerator(accelerator: Accelerator, data_ranks: int) -> dict[str, Any]
 
 
 def _before_the_model(rows: list[Batch]) -> None:
-    """A loader that is prepared first, as one that only evaluates may be, or that was skipped into."""
+    """A loader is prepared before the model, as for evaluation only, or skips its first batches."""
     accelerator, model, _ = accelerated(rows, config_of(**TENSOR))
     del accelerator.state.ds_device_mesh
     loader = accelerator.prepare_data_loader(DataLoader(Rows(rows), BATCH, collate_fn=padded))
@@ -122,10 +122,10 @@ def _tensor(rank: int, folder: str, world: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_that_hold_parts_of_matrices(tmp_path: Path, world: int) -> None:
-    """Somebody evaluated under `autotp_size`: compute_metrics saw 14 rows of 7 on two ranks, 13 on four, and eval_loss
-    was another one than without, because Trainer and Accelerate gather over all ranks, though those of a tensor group
-    see the same samples: the remainder of the last batch, which counts samples, then cut in the wrong place. Of an
-    iterable dataset, all ranks of all groups even saw the same batches, in training, too."""
+    """A user evaluated with `autotp_size`: compute_metrics got 14 rows of 7 on two ranks, 13 on four, and eval_loss was
+    wrong. Trainer and Accelerate gather over all ranks, although those of a tensor-parallel group see the same samples,
+    and then cut the remainder of the last batch, which counts samples, at the wrong place. With an iterable dataset,
+    all ranks of all groups even got the same batches, in training, too."""
     assert run_ranks(_tensor, world, str(tmp_path), world, init=False)[0] == {}
 
 
@@ -144,8 +144,8 @@ def _hybrid_and_sequences(rank: int, folder: str) -> dict[str, Any]:
 
 
 def _parts_are_not_evaluated(shared: dict[str, Any]) -> None:
-    """Somebody gave the loader for evaluation to prepare() beside the model: it dealt out parts of sequences, each of
-    which the model, which shares none while it evaluates, took for the whole."""
+    """A user passed the evaluation loader to prepare() together with the model. It returned parts of sequences, each of
+    which the model took for a whole one, since it does not split sequences in evaluation."""
     plugin = DeepSpeedPlugin(hf_ds_config=config_of(train_micro_batch_size_per_gpu=BATCH))
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, **shared)
     model = model_of("llama")
@@ -153,7 +153,7 @@ def _parts_are_not_evaluated(shared: dict[str, Any]) -> None:
     model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     part = next(iter(loader))
     trained = model(**part).loss
-    # accelerate's example for Ulysses never calls train(), and from_pretrained leaves a model in eval mode.
+    # accelerate's example for Ulysses never calls train(), and from_pretrained returns a model in eval mode.
     assert torch.equal(model.eval()(**part).loss, trained)
     ranks = r"in eval mode.* ranks (0, 1|2, 3) share: it would be taken for the whole"
     with torch.no_grad(), pytest.raises(RuntimeError, match=ranks):
@@ -164,7 +164,7 @@ def _parts_are_not_evaluated(shared: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_copies_of_shards_and_ranks_that_share_sequences(tmp_path: Path) -> None:
-    """They evaluate other samples each: sequences are shared in training only."""
+    """They evaluate different samples each: sequences are only shared in training."""
     assert run_ranks(_hybrid_and_sequences, 4, str(tmp_path), init=False)[0] == {}
 
 
@@ -195,6 +195,6 @@ def _equal() -> list[Batch]:
 
 @pytest.mark.slow
 def test_generation_under_seq2seq_trainer(tmp_path: Path) -> None:
-    """Seq2SeqTrainer gathers by `Accelerator.gather`."""
+    """Seq2SeqTrainer gathers with `Accelerator.gather`."""
     expected = _generated(model_of("llama").eval(), _equal())
     assert run_ranks(_generating, 2, str(tmp_path), init=False) == [expected] * 2

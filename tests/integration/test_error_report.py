@@ -1,7 +1,7 @@
-"""The error that ended a run is the last thing that torchrun shows.
+"""The error that ended a run is the last thing that torchrun prints.
 
-A mistake in ds.json came out once per rank with its traceback, and below all that stood some thirty lines of torchrun's
-own, which ended in "To enable traceback see ...": the useful words had left the screen.
+A mistake in ds.json was printed once per rank with its traceback, followed by about thirty lines of torchrun that end
+in "To enable traceback see ...", so that the useful message had scrolled away.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_torchrun_ends_with_the_cause(tmp_path: Path, kind: str, cause: str) -> 
 
 
 def ended_with(error: Exception, monkeypatch: pytest.MonkeyPatch, file: Path, rank: str = "0") -> list[object]:
-    """What the hook before ours was given."""
+    """The arguments of the previous excepthook."""
     seen: list[object] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, where: seen.append(error))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))

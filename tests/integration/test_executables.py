@@ -1,4 +1,4 @@
-"""The commands `deepspeed` and `ds_report`: ours where no real DeepSpeed answers, else the real ones."""
+"""The commands `deepspeed` and `ds_report` belong to hf_zero, unless a real DeepSpeed is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = {
 
 
 def run(name: str, *words: str) -> str:
-    """What the script that pip makes of an entry point does."""
+    """The code of the script that pip creates for an entry point."""
     module, _, function = COMMANDS[name].partition(":")
     return f"import sys; sys.argv = {[name, *words]!r}; from {module} import {function}; {function}()"
 

@@ -1,4 +1,4 @@
-"""Training-time features from ds.json alone, under an unmodified Trainer: real batches, counts, resuming, sizes."""
+"""Training-time features enabled by ds.json under an unmodified Trainer: batches, counts, resuming, sizes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ROUTING = {
         "schedule_config": {"require_steps": 5, "seq_per_step": 2},
     },
 }
-LENGTHS = [4, 8, 12, 16, 16, 16]  # of updates 1 to 6: 4 + 3 n, down to a multiple of 4: 4 8 12 16
+LENGTHS = [4, 8, 12, 16, 16, 16]  # of updates 1 to 6: 4 + 3 n, rounded down to a multiple of 4: 4 8 12 16
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def fresh() -> Iterator[None]:
 
 
 class Watched(Trainer):
-    """Notes what every forward of training gets."""
+    """Records the inputs of every training forward."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         notes: list[Any] = self.__dict__.setdefault("notes", [])
@@ -76,7 +76,7 @@ class Watched(Trainer):
 def run(folder: Path, sections: dict[str, Any], *, resume: Any = None, **options: Any) -> Watched:
     rows = token_rows(ROWS, LENGTH)
     for number, row in enumerate(rows):
-        row["input_ids"][0] = number  # every row can be told from the others
+        row["input_ids"][0] = number  # makes every row distinguishable
     options = {"max_steps": 6, "report_to": "none", "logging_steps": 1, **options}
     trainer = Watched(
         model=tiny_llama(),
@@ -90,7 +90,7 @@ def run(folder: Path, sections: dict[str, Any], *, resume: Any = None, **options
 
 
 def test_batches_are_shorter_and_their_tokens_are_counted_after_that(tmp_path: Path) -> None:
-    """Two micro-batches of an update have one length; evaluation sees whole rows."""
+    """The micro-batches of an update have the same length; evaluation uses whole rows."""
     options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     trainer = run(tmp_path, {"curriculum_learning": CURRICULUM}, **options)
     notes = trainer.notes  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def test_batches_are_shorter_and_their_tokens_are_counted_after_that(tmp_path: P
 
 
 def sampled(folder: Path) -> tuple[dict[str, Any], list[list[int]]]:
-    """The section, and the samples of every update by the stream itself."""
+    """The section, and the expected samples of every update."""
     prefix = analyse(folder, [row % 6 for row in range(ROWS)])
     one = {
         "difficulty_type": "value",
@@ -159,7 +159,7 @@ def test_elastic_batch_sizes_become_trainers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_all_at_once(stage: int, tmp_path: Path) -> None:
-    """Sparse attention, random-LTD and a curriculum of lengths, at stages with and without sharded weights."""
+    """Sparse attention, random-LTD and a length curriculum, at stages with and without partitioned weights."""
     sections = {
         "zero_optimization": {"stage": stage},
         "curriculum_learning": CURRICULUM,
@@ -173,12 +173,12 @@ def test_all_at_once(stage: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("feature", [RandomLTD, ProgressiveLayerDrop])
 def test_every_micro_batch_draws_its_own_and_a_resumed_run_draws_the_same(feature: Any, tmp_path: Path) -> None:
-    """Somebody trained with random-LTD, or with progressive layer drop, and gradient_accumulation_steps: 3.
+    """A user trained with random-LTD, or with progressive layer drop, and gradient_accumulation_steps: 3.
 
-    All micro-batches of an update dropped the same tokens or layers, and a resumed run dropped others than one that
-    had not been interrupted (a loss of 5.45211 for 5.45626). What is drawn depends on the number of the micro-batch in
-    its update, which was taken from the calls of `engine.step()`: Accelerate calls it after the last one only, so that
-    it counted updates, and loading a checkpoint set it to updates x accumulation.
+    All micro-batches of an update dropped the same tokens or layers, and a resumed run dropped different ones than an
+    uninterrupted run (loss 5.45211 instead of 5.45626). The choice depends on the number of the micro-batch in its
+    update, which was derived from the calls of `engine.step()`: Accelerate only calls it after the last micro-batch, so
+    that updates were counted instead, and loading a checkpoint set the number to updates x accumulation.
     """
     sections: dict[str, Any] = {"data_efficiency": {"data_routing": {"random_ltd": ROUTING}}}
     if feature is ProgressiveLayerDrop:
@@ -203,7 +203,7 @@ def test_every_micro_batch_draws_its_own_and_a_resumed_run_draws_the_same(featur
 
 
 def _resumed_on_two_ranks(rank: int, folder: str, tensor: int) -> dict[str, Any]:
-    """What an uninterrupted run and one that was resumed in the middle of an epoch do differently."""
+    """The differences between an uninterrupted run and one that was resumed in the middle of an epoch."""
     found: dict[str, Any] = {}
     for stage, kept in ((3, {"cpu_checkpointing": True, "contiguous_memory_optimization": True}), (1, {})):
         own, runs = Path(folder, str(stage), str(rank)), Path(folder, str(stage), "runs")
@@ -232,6 +232,6 @@ def _resumed_on_two_ranks(rank: int, folder: str, tensor: int) -> dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_curricula_and_kept_activations_on_two_ranks_after_a_resume(tensor: int, tmp_path: Path) -> None:
-    """Resumed in the middle of an epoch. With `autotp_size` somebody's curriculum over samples ran at half its speed:
-    the sampler counted samples of an update by ranks, two of which see the same ones."""
+    """The runs are resumed in the middle of an epoch. With `autotp_size` a user's curriculum over samples ran at half
+    speed: the sampler counted the samples of an update by ranks, two of which get the same ones."""
     assert run_ranks(_resumed_on_two_ranks, 2, str(tmp_path), tensor, init=False, timeout_s=280) == [{}, {}]

@@ -1,6 +1,6 @@
-"""mixed_precision="fp8" under Accelerate: torchao's layers under each stage are torchao's own layers, to the bit.
+"""mixed_precision="fp8" under Accelerate: at each stage the results bitwise equal those of torchao alone.
 
-Scales are those of whole tensors, so two ranks with the same samples see what one sees. CPUs emulate the products.
+Scales are per tensor, so two ranks with the same samples get the same as one. CPUs emulate the products.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The small pieces behind the alias: device, copies for saving, loaders, flags, logger."""
+"""Small parts behind the alias: device, copies for saving, loaders, flags, logger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`accelerate launch --use_hf_zero`: every flag and config field for DeepSpeed, as it arrives in the workers."""
+"""`accelerate launch --use_hf_zero`: all flags and config fields for DeepSpeed reach the workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMEOUT_S = 250
 
 @dataclass(frozen=True)
 class Row:
-    """A flag, or a field of the config file, and what a worker must find."""
+    """A flag, or a field of the config file, and the expected value in a worker."""
 
     name: str
     value: object
@@ -42,14 +42,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """One launch that sets many of them."""
+    """One launch with several rows."""
 
     name: str
     rows: tuple[Row, ...]
     more: tuple[str, ...] = ()  # flags that are not DeepSpeed's
-    machine: tuple[tuple[str, object], ...] = ()  # top level of the config file; with it, rows are its fields
+    machine: tuple[tuple[str, object], ...] = ()  # top level of the config file; if set, rows are its fields
     ds: tuple[tuple[str, object], ...] = ()  # a DeepSpeed config file
-    reports: tuple[tuple[str, object], ...] = ()  # what workers must find besides
+    reports: tuple[tuple[str, object], ...] = ()  # other expected values in workers
     slow: bool = True
 
 
@@ -108,7 +108,7 @@ CASES = (
         machine=(("distributed_type", "DEEPSPEED"), ("num_processes", 2), ("machine_rank", 0), ("num_machines", 1),
                  ("main_training_function", "main"), ("downcast_bf16", "no"), ("rdzv_backend", "static"),
                  ("same_network", True), ("enable_cpu_affinity", False)),
-        # Among the default tests, such files are those of test_launch_scenarios.py.
+        # By default test_launch_scenarios.py tests such files.
         reports=(("type", "DEEPSPEED"), ("HF_ZERO", ""), ("engine", "hf_zero.api.engine"), *ON_CPU, ("updates", 8)),
     ),
     Case(
@@ -138,7 +138,7 @@ CASES = (
     Case("nothing else at all", (), more=("--use_hf_zero",),
          reports=(*OURS, ("ranks", 1), ("stage", 2), ("accumulation", 1))),
 )  # fmt: skip
-# They say where ranks run and end in the launcher, not in a worker: see the tests of several machines.
+# They set where ranks run, and are used by the launcher, not by a worker: see the tests of several machines.
 MULTI_MACHINE = {
     "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter", "deepspeed_multinode_launcher",
 }  # fmt: skip
@@ -180,18 +180,18 @@ def test_what_arrives_in_the_workers(case: Case, tmp_path: Path) -> None:
 
 
 def home(folder: Path) -> dict[str, str]:
-    """No default config file of this machine's user."""
+    """An environment without the user's default config file."""
     return {"HF_HOME": str(folder / "home"), "HF_ZERO": ""}
 
 
 def reports(done: Finished) -> list[dict[str, Any]]:
-    """What the workers said. Their lines may share one: ranks write at the same time."""
+    """The workers' reports. They may share a line, because ranks write concurrently."""
     decoder = json.JSONDecoder()
     return [decoder.raw_decode(done.output, match.end())[0] for match in re.finditer(r"REPORT (?=\{)", done.output)]
 
 
 def test_every_documented_flag_and_field_is_in_the_table() -> None:
-    """accelerate's own lists: its parser's group, and what its questionnaire writes."""
+    """accelerate's own lists: its parser's group, and the output of its questionnaire."""
     rows = {row.name for case in CASES for row in case.rows}
     group = next(g for g in cli.launch_command_parser()._action_groups if g.title == "DeepSpeed Arguments")
     assert {action.dest for action in group._group_actions} - MULTI_MACHINE <= rows
@@ -203,7 +203,7 @@ def test_every_documented_flag_and_field_is_in_the_table() -> None:
 
 @pytest.fixture
 def validated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """What accelerate makes of a command line, before it starts anything."""
+    """accelerate's result for a command line, before it starts anything."""
     monkeypatch.setenv("HF_ZERO", "")
     monkeypatch.setattr(cli, "default_config_file", str(tmp_path / "none.yaml"))
 

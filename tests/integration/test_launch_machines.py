@@ -1,4 +1,4 @@
-"""`accelerate launch --use_hf_zero` with several machines: the flags that say where ranks run, down to the workers."""
+"""`accelerate launch --use_hf_zero` with several machines: flags for the placement of ranks reach the workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.launch import Finished, a_port, accelerate, launch
 
 
 def started(folder: Path, *flags: object) -> Finished:
-    # accelerate writes its whole environment into that file, to be carried to the other machines.
+    # accelerate writes its environment into this file, to copy it to the other machines.
     environment = {**home(folder), "DS_ENV_FILE": str(folder / "environment")}
     return launch(SCRIPT, [], launcher=accelerate(*flags), environment=environment, timeout_s=250).check()
 
@@ -22,7 +22,7 @@ def started(folder: Path, *flags: object) -> Finished:
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [
-        ({}, 2),  # as many on each machine
+        ({}, 2),  # the same number on each machine
         ({"deepspeed_inclusion_filter": "localhost:0,2,3"}, 3),
         ({"deepspeed_exclusion_filter": "localhost:1"}, 3),
     ],
@@ -31,7 +31,7 @@ def started(folder: Path, *flags: object) -> Finished:
 def test_hosts_and_filters_reach_our_launcher(
     settings: dict[str, str], ranks: int, as_file: bool, tmp_path: Path
 ) -> None:
-    """The one host that this test has is enough to see who starts how many ranks."""
+    """This test's single host is enough to check who starts how many ranks."""
     (tmp_path / "hosts").write_text("localhost slots=4\n")
     machine = {"num_machines": 2, "num_processes": 4, "machine_rank": 0, "main_process_ip": "127.0.0.1"}
     ds = {"deepspeed_hostfile": str(tmp_path / "hosts"), "deepspeed_multinode_launcher": "pdsh", "zero_stage": 1}

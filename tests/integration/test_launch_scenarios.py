@@ -1,4 +1,4 @@
-"""`accelerate launch` with a DeepSpeed config file: the three scenarios of accelerate's guide, and flags that lose."""
+"""`accelerate launch` with a DeepSpeed config file: the scenarios of accelerate's guide, and overridden flags."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def test_scenario_1_other_entries_beside_the_file(full: Site, tmp_path: Path) ->
     ):  # fmt: skip
         assert f"'{name}'" in output
     assert "Please specify them appropriately in the DeepSpeed config file." in output
-    # What upstream does not say: where the two stand, and what each has.
+    # In addition to upstream's message: where both values are, and what they are.
     assert "gradient_accumulation_steps = '10'  [ds_config.json:" in output
     assert "but:  offload_param_device = 'cpu'  [accelerate config file]" in output
 
 
-@pytest.mark.slow  # as the file in test_launch_flag.py
+@pytest.mark.slow  # like the file in test_launch_flag.py
 def test_scenario_2_the_file_alone(full: Site, tmp_path: Path) -> None:
     code, output = launched(full, tmp_path, FILE_ALONE, FIXED)
     assert code == 0, output

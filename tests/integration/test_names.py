@@ -1,4 +1,4 @@
-"""Every name that well-known programs import from deepspeed: it is there, and does what its verdict says."""
+"""Every name that well-known programs import from deepspeed exists, and behaves according to its verdict."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_modules_without_a_name_of_their_own_import(module: str) -> None:
 
 
 def test_a_refused_class_can_be_subclassed_and_asked_about() -> None:
-    """Programs say `class GPTModelPipe(PipelineModule, Base)` at import, and isinstance(engine, PipelineEngine)."""
+    """Programs subclass PipelineModule (`class GPTModelPipe(PipelineModule, Base)`) at import, and use isinstance."""
     pipeline = load("pipe", "PipelineModule")
     kind = type("Model", (pipeline, nn.Module), {})
     assert not isinstance(nn.Linear(1, 1), pipeline)
@@ -129,7 +129,7 @@ def test_sections_can_be_read_alone() -> None:
 
 
 def test_optimizers_are_of_the_kinds_that_callers_ask_for() -> None:
-    """Lightning asks whether engine.optimizer is a ZeROOptimizer, and of which stage."""
+    """Lightning checks whether engine.optimizer is a ZeROOptimizer, and of which stage."""
     kinds = {
         "deepspeed": load("runtime.base_optimizer", "DeepSpeedOptimizer"),
         "zero": load("runtime.base_optimizer", "ZeROOptimizer"),
@@ -173,7 +173,7 @@ def test_the_accelerator_answers_all_that_deepspeed_s_abstract_one_asks() -> Non
 
 
 def test_the_accelerator_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`supported_dtypes` was missing, memory of a CPU was 0, and LOCAL_SIZE did not count."""
+    """`supported_dtypes` was missing, memory of a CPU was 0, and LOCAL_SIZE was ignored."""
     accelerator = load("accelerator.cpu_accelerator", "CPU_Accelerator")()
     assert {torch.float32, torch.bfloat16} <= set(accelerator.supported_dtypes())
     before = accelerator.memory_allocated()

@@ -1,4 +1,4 @@
-"""A real Trainer on a device that the host runs ahead of: how often a step makes the host wait for it."""
+"""A real Trainer on a device that runs behind the host: how often a step synchronizes with it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def late() -> Iterator[Late]:
 
 
 class Watch(TrainerCallback):
-    """What each step waited for, and what Trainer's callbacks see."""
+    """Records each step's synchronizations, and what Trainer passes to callbacks."""
 
     def __init__(self, runtime: Late) -> None:
         self.runtime, self.before = runtime, 0
@@ -66,8 +66,8 @@ PRECISIONS = {
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_waits_of_a_step(precision: str, stage: int, late: Late, tmp_path: Path) -> None:
-    """Trainer asked for the gradient norm after every step, for the overflow and, micro-batch by micro-batch, whether
-    the loss was NaN: the host never ran ahead of its device, and everything built for that bought nothing."""
+    """After every step Trainer read the gradient norm and the overflow flag, and for every micro-batch whether the loss
+    was NaN. So the host never ran ahead of its device, which defeated the engine's asynchronous design."""
     sections, arguments, most = PRECISIONS[precision]
     config = {**BASE, "zero_optimization": {"stage": stage}, "gradient_clipping": "auto", **sections}
     options = {"max_steps": STEPS, "logging_steps": LOGGED_EVERY, "report_to": "none", "learning_rate": 1e-3}
@@ -76,7 +76,7 @@ def test_waits_of_a_step(precision: str, stage: int, late: Late, tmp_path: Path)
     run.add_callback(watch)
     with mock.patch.object(torch, "isnan", side_effect=AssertionError("Trainer read a loss")):
         run.train()
-    # The order of gathers is agreed on in the first step.
+    # Ranks agree on the order of gathers in the first step.
     assert len(watch.waits) == STEPS and max(watch.waits[1:]) <= most, watch.waits
     assert run.args.logging_nan_inf_filter is True, "as the user has it"
     norms = [logs["grad_norm"] for logs in watch.logs if "grad_norm" in logs]
@@ -85,7 +85,7 @@ def test_waits_of_a_step(precision: str, stage: int, late: Late, tmp_path: Path)
 
 
 def test_waiting_or_not_logs_the_same(tmp_path: Path) -> None:
-    """Losses and norms of a run that waits for everything, and of one that waits for nothing."""
+    """Losses and norms of a run that synchronizes every time, and of one that never does."""
     options: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "report_to": "none", "learning_rate": 1e-2}
     histories = []
     for runtime in (None, Late()):
@@ -101,7 +101,7 @@ def test_waiting_or_not_logs_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 2.5])
 def test_the_filter_of_losses_is_trainers(loss: float, late: Late, tmp_path: Path) -> None:
-    """A loss that is not finite counts as the mean of those before it since the last log."""
+    """A nonfinite loss counts as the mean of the preceding ones since the last log."""
     run = trainer(tmp_path, BASE, max_steps=1, report_to="none")
     run.train()
     run._tr_loss, run.state.global_step, run._globalstep_last_logged = torch.tensor(6.0), 5, 3

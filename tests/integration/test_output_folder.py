@@ -1,4 +1,4 @@
-"""An output folder that cannot be written to is named when training starts, on every rank."""
+"""An output folder that is not writable is reported when training starts, on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .flows import ADAMW, BASE, trainer
 
 
 def test_training_does_not_start_without_a_place_for_its_files(tmp_path: Path) -> None:
-    """It was found at the first save only, after hours, and the other rank showed the words of the back-end."""
+    """It was only detected at the first save, after hours, and the other rank only showed the backend's message."""
     run = trainer(tmp_path, {**BASE, "optimizer": ADAMW}, max_steps=1, save_strategy="steps", report_to="none")
     (tmp_path / "file").touch()
     run.args.output_dir = str(tmp_path / "file" / "out")
@@ -41,6 +41,6 @@ def test_every_rank_is_told(tmp_path: Path) -> None:
 
 def test_what_hinders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _obstacle(tmp_path / "to" / "be" / "made") == ""
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # whoever runs the tests as root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root, who may run the tests, can write anywhere
     assert _obstacle(tmp_path / "x") == f"Permission denied ({tmp_path})"
     assert _obstacle(Path("/proc")) != "" and not (tmp_path / "x").exists()

@@ -1,4 +1,4 @@
-"""The wheel and the editable install: pure Python, with the start-up hook in both."""
+"""The wheel and the editable install: pure Python, with the startup hook in both."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_metadata_promises_what_the_project_promises(wheel: Path) -> None:
 
 
 def test_the_hook_is_one_line_that_site_executes() -> None:
-    # site.py executes a .pth line only if it starts with "import"; a second line would be taken for a path.
+    # site.py executes a .pth line only if it starts with "import"; it would take a second line for a path.
     text = Path(ROOT, "packaging", "hf_zero.pth").read_text(encoding="utf-8")
     assert text.startswith("import ") and text.count("\n") == 1 and text.endswith("\n")
 
@@ -70,7 +70,7 @@ def test_the_wheel_installs_into_an_empty_environment_and_leaves_it_again(wheel:
     assert site.ask("import importlib.util as u; answer = u.find_spec('deepspeed') is None") is True
 
 
-@pytest.mark.slow  # the tests themselves run on such an install
+@pytest.mark.slow  # the test suite itself runs on such an install
 def test_the_editable_install_has_the_hook_and_follows_the_sources(tmp_path: Path) -> None:
     site, tree = Site.empty(tmp_path / "site"), copy_of_the_tree(tmp_path)
     # pip would look for setuptools in the empty environment; call the backend as pip does and install its wheel.
@@ -80,7 +80,7 @@ def test_the_editable_install_has_the_hook_and_follows_the_sources(tmp_path: Pat
     (wheel,) = tmp_path.glob("*.whl")
     pip("install", "--no-deps", str(wheel), python=site.python)
     assert site.ask("import deepspeed; answer = deepspeed.__file__").startswith(str(tree))
-    # A plain path line, not an import hook of setuptools, which would cost every interpreter start some milliseconds.
+    # A plain path line, not an import hook of setuptools, which would slow down every interpreter start.
     assert site.ask("import sys; answer = [n for n in sys.modules if n.startswith('__editable__')]") == []
 
 

@@ -1,4 +1,4 @@
-"""The functions that hf_zero patches: upstream has the shape we know, ours are in force, a change is harmless."""
+"""The functions that hf_zero patches: upstream has the expected form, patches are active, and changes do no harm."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALL = [one for module in sorted(startup.PATCHED) for one in patches_of(module)]
 
 @pytest.mark.parametrize("one", ALL, ids=lambda one: f"{one.module}.{one.place}")
 def test_upstream_has_the_shape_we_know_and_ours_is_in_force(one: Patch) -> None:
-    """When this fails, upstream has moved: read its new code, then adapt our file of that module."""
+    """If this fails, upstream has changed: read its new code, then adapt the patch of that module."""
     module = pytest.importorskip(one.module)
     assert hasattr(one.find(module)[2], MARK), "upstream's own function is in force"
 
@@ -52,14 +52,14 @@ def test_trainer_itself_calls_ours() -> None:
 
 
 def imitation(**functions: Any) -> ModuleType:
-    """A module of upstream's name with other content."""
+    """A module with upstream's name and other content."""
     module = ModuleType("transformers.integrations.deepspeed")
     vars(module).update(functions)
     return module
 
 
 def lines_about(module: ModuleType) -> dict[str, str]:
-    """Patch it; place -> what the log says about it, one line each."""
+    """Patches it; returns place -> the log's line about it."""
     with heard() as messages:
         patch(module)
     assert not any("\n" in message for message in messages)
@@ -82,7 +82,7 @@ def test_other_parameters_are_left_alone() -> None:
 
 
 def test_a_module_without_the_function_is_left_alone() -> None:
-    """One line for each name that is missing, and none of them stops the others."""
+    """One log line for each missing name; none of them prevents the other patches."""
 
     def initialize_weights_zero3(model: Any) -> None: ...
 
@@ -96,7 +96,7 @@ def test_a_module_without_the_function_is_left_alone() -> None:
 
 
 def test_a_patch_that_breaks_says_so_in_one_line() -> None:
-    """As where a module makes its names when they are asked for, and one of them cannot be imported."""
+    """For example in a module with lazy imports, one of which fails."""
 
     def raises(name: str) -> None:
         raise ImportError("cannot import name 'gone'\nfrom 'upstream'")
@@ -121,8 +121,8 @@ def test_only_one_rank_says_that_something_does_not_fit(monkeypatch: pytest.Monk
 
 
 def test_keys_without_home_are_found_under_the_older_name_of_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers 5.3 calls the prefix `prefix`, later versions `base_model_prefix`: given by name, it stopped every
-    load at stage 3 there."""
+    """In transformers 5.3 the parameter is called `prefix`, in later versions `base_model_prefix`. Passing it by name
+    made every load at stage 3 fail there."""
 
     def rename_source_key(key: str, renamings: Any, converters: Any, prefix: str, meta_state_dict: Any) -> Any:
         return key.replace("old", "new"), None
@@ -138,8 +138,8 @@ def test_keys_without_home_are_found_under_the_older_name_of_a_parameter(monkeyp
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("is_main_process", [False, True])
 def test_a_rank_that_is_not_to_write_does_not(sharded: bool, is_main_process: bool, upstream_asks: bool) -> None:
-    """`save_pretrained(..., is_main_process=False, state_dict=None)` of transformers up to 5.14 wrote on every rank: at
-    stage 3, one without a state dict met released weights. Newer versions ask which ranks save."""
+    """`save_pretrained(..., is_main_process=False, state_dict=None)` of transformers up to 5.14 wrote on every rank,
+    and at stage 3 a rank without a state dict met released weights. Newer versions ask which ranks save."""
     calls: list[Any] = []
 
     def save(*arguments: Any, **options: Any) -> None:
@@ -156,8 +156,8 @@ def test_a_rank_that_is_not_to_write_does_not(sharded: bool, is_main_process: bo
 
 
 def test_a_folder_to_resume_from_that_has_weights_alone_says_what_to_do(tmp_path: Path) -> None:
-    """Whoever resumed from a checkpoint of save_only_model, or of a run without a ds.json, was told that it was not
-    valid, and nothing more."""
+    """Resuming from a checkpoint of save_only_model, or of a run without a ds.json, only raised an error that it was
+    not valid."""
     load = importlib.import_module("transformers.integrations.deepspeed").deepspeed_load_checkpoint
     with pytest.raises(ValueError, match=r"Can't find a valid checkpoint at .*\n    rule: .*this is no folder\n"):
         load(None, str(tmp_path / "none"))
@@ -182,7 +182,7 @@ def test_patching_twice_wraps_once() -> None:
 
 
 def test_arguments_of_an_unknown_shape_go_to_upstream() -> None:
-    """Ours reads fields that these arguments lack; upstream then says what it thinks of them."""
+    """The patch reads fields that these arguments lack; upstream then raises its own error."""
     transformers_config = importlib.import_module("transformers.integrations.deepspeed")
     config = transformers_config.HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 2}})
     with heard() as said, pytest.raises(AttributeError):
@@ -212,7 +212,7 @@ answer = {"before": before, "after": [hasattr(place, mark) for place in places]}
 """
 
 
-@pytest.mark.slow  # who answers beside a real one is in test_startup.py
+@pytest.mark.slow  # test_startup.py tests which one is imported
 def test_a_real_deepspeed_keeps_its_flows_until_hf_zero_is_asked_for(wheel: Path, tmp_path: Path) -> None:
     site = Site.empty(tmp_path / "site").unpack(wheel).borrow_libraries().add_real_deepspeed()
     assert site.ask(AFTERWARDS) == {"before": [False, False], "after": [True, True, True]}

@@ -1,4 +1,4 @@
-"""DeepSpeedPlugin and Accelerator made with ds.json: which of launcher, script and file decides, and what is said."""
+"""DeepSpeedPlugin and Accelerator with ds.json: whether launcher, script or file decides, and the messages."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_file_without_a_zero_section_is_refused() -> None:
 
 
 def test_what_the_file_leaves_out_is_left_to_the_code() -> None:
-    """Accelerate wrote 1 for a missing gradient_accumulation_steps, and Accelerator(gradient_accumulation_steps=4) lost
-    against a file that says nothing; DeepSpeedPlugin(gradient_clipping=0.5) was dropped for the same reason."""
+    """Accelerate set a missing gradient_accumulation_steps to 1, so Accelerator(gradient_accumulation_steps=4)
+    conflicted with a file without it; DeepSpeedPlugin(gradient_clipping=0.5) was ignored for the same reason."""
     left = {"gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
     config = plugin_config({"zero_optimization": {"stage": 1}})
     assert {key: config[key] for key in left} == left
@@ -134,7 +134,7 @@ def test_every_form_through_accelerate(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("micro", "kept"), [("auto", None), (None, None), (4, 16)])
 def test_a_model_loads_before_the_batch_is_known(micro: Any, kept: int | None) -> None:
-    """The copy that zero.Init reads: the equation is checked only once there is one."""
+    """zero.Init reads a copy of the config: the batch equation is only checked if it is complete."""
     from transformers.integrations.deepspeed import deepspeed_config
 
     given = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
@@ -154,9 +154,9 @@ def test_a_switched_off_precision_is_said() -> None:
 
 
 def test_who_reads_a_number_finds_a_number_and_both_configs_are_the_same() -> None:
-    """A program multiplied by `plugin.deepspeed_config["gradient_accumulation_steps"]`, which a file had left out: 1
-    with accelerate alone, here the text "auto" until prepare(). transformers' own view, made when a second plugin was
-    selected, said 1, and stayed so after prepare() had filled the other one."""
+    """A program multiplied by `plugin.deepspeed_config["gradient_accumulation_steps"]`, which the file did not set:
+    accelerate alone gives 1, hf_zero gave "auto" until prepare(). transformers' own view, created when a second plugin
+    was selected, contained 1, and still did after prepare() had filled the other one."""
     without = {key: value for key, value in BASE.items() if key != "gradient_accumulation_steps"}
     plugins = {
         "first": DeepSpeedPlugin(hf_ds_config={**without, "zero_optimization": {"stage": 1}}),
@@ -168,7 +168,7 @@ def test_who_reads_a_number_finds_a_number_and_both_configs_are_the_same() -> No
     seen = plugins["second"].hf_ds_config.config
     numbers = ("gradient_accumulation_steps", "gradient_clipping")
     assert {key: deepspeed_config()[key] for key in numbers} == {key: seen[key] for key in numbers}
-    seen["gradient_clipping"] = 1.0  # as accelerate's pages have it: from here on it is said
+    seen["gradient_clipping"] = 1.0  # as on accelerate's pages: from here on it is set
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator.prepare(model, optimizer, DataLoader(torch.ones(4, 4), batch_size=2))

@@ -1,4 +1,4 @@
-"""Everything that can be seen of a run, from ds.json alone, under an unmodified Trainer: and the same weights."""
+"""All monitoring and profiling enabled by ds.json under an unmodified Trainer, with unchanged weights."""
 
 from __future__ import annotations
 

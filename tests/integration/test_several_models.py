@@ -1,4 +1,4 @@
-"""Several models under one Accelerator, several Accelerators, several engines by hand: each as if it were alone."""
+"""Several models in one Accelerator, several Accelerators, several engines: each trains as if it were alone."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def models() -> tuple[Network, Network, Network, Network]:
 
 
 def batch(step: int) -> Tensor:
-    """All ranks' states."""
+    """The states of all ranks."""
     return torch.randn(RANKS * ROWS, 7, generator=torch.Generator().manual_seed(step))
 
 
 def policy_loss(policy: nn.Module, value: nn.Module, reference: nn.Module, reward: nn.Module, states: Tensor) -> Tensor:
-    """In the shape of PPO's: the advantage under the policy, less the divergence from the reference."""
+    """Similar to PPO's: the advantage under the policy, less the divergence from the reference."""
     logs = policy(states).log_softmax(-1)
     with torch.no_grad():
         advantage = reward(states) - value(states)
@@ -77,7 +77,7 @@ def optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 def train_plainly() -> list[Weights]:
-    """Plain PyTorch, the whole batch in one process."""
+    """Plain PyTorch, with the whole batch in one process."""
     policy, value, reference, reward = models()
     policy_steps, value_steps = optimizer(policy, 0.02), optimizer(value, 0.05)
     for step in range(STEPS):
@@ -94,7 +94,7 @@ def train_plainly() -> list[Weights]:
 def train_prepared(
     accelerators: tuple[Accelerator, Accelerator], engines: list[Any], steps: list[Any], rank: int
 ) -> list[Weights]:
-    """The same with whatever `prepare` gave."""
+    """The same with the results of `prepare`."""
     policy, value, reference, reward = engines
     for step in range(STEPS):
         states = batch(step)[rank * ROWS : (rank + 1) * ROWS]
@@ -117,7 +117,7 @@ def run_one_accelerator(rank: int, stage: int) -> list[Weights]:
     one = accelerator(ds(stage))
     policy, value, reference, reward = models()
     steps = [optimizer(policy, 0.02), optimizer(value, 0.05)]
-    # In any order, as people write it.
+    # In any order, as in users' scripts.
     value_engine, reward_engine, policy_engine, reference_engine, *steps = one.prepare(
         value, reward, policy, reference, *steps
     )
@@ -140,7 +140,7 @@ def run_calls_one_by_one(rank: int, stage: int) -> list[Weights]:
 
 
 def run_two_accelerators(rank: int, stage: int) -> list[Weights]:
-    """As accelerate documents it: a plugin and an Accelerator for each trained model, a plugin for inference."""
+    """As in accelerate's documentation: a plugin and an Accelerator per trained model, and a plugin for inference."""
     clean()
     plugins = {name: DeepSpeedPlugin(hf_ds_config=ds(stage)) for name in ("policy", "value", "forward")}
     first, second = Accelerator(deepspeed_plugins=plugins), Accelerator()
@@ -189,7 +189,7 @@ def run_by_hand(rank: int, stage: int) -> list[Weights]:
     ],
 )
 def test_two_trained_and_two_forward_models(run: Callable[[int, int], list[Weights]], stage: int) -> None:
-    """One engine used to serve an Accelerator: of several models the last was taken for all, or an assertion failed."""
+    """An Accelerator had a single engine: of several models the last one was used for all, or an assertion failed."""
     results = run_ranks(run, RANKS, stage, init=run is run_by_hand)
     for weights, expected in zip(results[0], train_plainly()):
         assert_same_weights(weights, expected, TOLERANCE)
@@ -244,7 +244,7 @@ def test_a_loss_of_no_model_is_refused() -> None:
 
 
 def test_a_model_that_was_prepared_without_its_optimizer_is_not_trained() -> None:
-    """backward() spoke of a loss that belonged to none of 0 models, because of reentrant checkpointing."""
+    """backward() raised an error about a loss of none of 0 models, and blamed reentrant checkpointing."""
     one, (first, _) = accelerator(ds(2)), two()
     (engine,), loss = (one.prepare(first),), torch.ones(1, requires_grad=True).sum()
     assert engine.optimizer is None
@@ -283,7 +283,7 @@ def test_freeing_the_memory_lets_go_of_all_engines(caplog: pytest.LogCaptureFixt
 
 
 def two_phases(first: Any, again: Callable[[Any], Any]) -> tuple[list[float], Any]:
-    """Adam, then SGD, on what `again` makes of the model; the losses, and what was trained."""
+    """Adam, then SGD, on the result of `again` for the model; returns the losses, and what was trained."""
     model, losses = first, []
     for phase, kind in enumerate((torch.optim.AdamW, torch.optim.SGD)):
         accelerator_of, model, steps = again((phase, model, kind))
@@ -299,8 +299,8 @@ def two_phases(first: Any, again: Callable[[Any], Any]) -> tuple[list[float], An
 @pytest.mark.parametrize("unwraps", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_second_phase_has_an_optimizer_of_its_own(stage: int, unwraps: bool, tmp_path: Any) -> None:
-    """A script prepared its model again, with another optimizer: the loss went to the first engine, which no step
-    belonged to any more, and the second phase trained nothing."""
+    """A script prepared its model again with another optimizer. The loss went to the first engine, which had no step
+    any more, and the second phase trained nothing."""
     clean()
     one = accelerator(ds(stage))
 
@@ -325,7 +325,7 @@ def test_a_second_phase_has_an_optimizer_of_its_own(stage: int, unwraps: bool, t
 
 
 def test_what_is_prepared_stays_as_it_is() -> None:
-    """A cell of a notebook ran again: a second engine was made around the first, and no step updated anything."""
+    """A notebook cell was run again: a second engine was created around the first, and no step updated anything."""
     clean()
     one = accelerator(ds(2))
     policy, value, *_ = models()

@@ -1,4 +1,4 @@
-"""The hook at interpreter start: who answers to `deepspeed`, at what cost, and that it can break nothing."""
+"""The hook at interpreter startup: which package is `deepspeed`, the hook's cost, and that it is harmless."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ SAYS = "hf_zero: a real DeepSpeed (of unknown version) is installed too and answ
 
 
 def test_who_steps_aside_says_so_once(beside_real: Site) -> None:
-    """A framework's requirements had brought a real DeepSpeed along; the job trained with that one, and hf_zero, which
-    had been installed for it, said nothing."""
+    """A framework's requirements had installed a real DeepSpeed. The job trained with it, and hf_zero, which had been
+    installed for the job, gave no message."""
     silent = "import importlib.util, hf_zero; importlib.util.find_spec('deepspeed')"
     assert beside_real.run(silent).stderr == ""
     imports = "import deepspeed, importlib; importlib.import_module('deepspeed')"
@@ -86,7 +86,7 @@ def test_a_script_folder_with_its_own_deepspeed_package_wins(bare: Site, tmp_pat
 
 
 def test_importing_hf_zero_is_enough_where_the_hook_file_is_not_processed(bare: Site) -> None:
-    # -S skips site, and with it every .pth file: a zip application or a plain PYTHONPATH looks like this.
+    # -S skips site and so every .pth file, as in a zip application or with a plain PYTHONPATH.
     code = f"""
 import sys; sys.path.append({str(bare.packages)!r})
 import hf_zero, deepspeed
@@ -114,7 +114,7 @@ def test_interpreter_start_loads_three_small_modules_only(wheel: Path, tmp_path:
     assert set(with_hook) - set(without) - {"__future__"} == own
 
 
-# Runs before our hook (.pth files go by name) and notes what nobody wants at import time.
+# Runs before hf_zero's hook (.pth files are sorted by name) and records events that must not occur at import time.
 WATCHER = (
     "import sys; sys.noted = []; sys.addaudithook(lambda event, args: sys.noted.append(event) if event.startswith("
     "('subprocess.', 'os.system', 'os.exec', 'os.fork', 'os.posix_spawn', 'os.spawn', 'pty.', 'socket.', 'ctypes.')) "
@@ -163,8 +163,8 @@ def test_the_hook_is_silent_under_warnings_as_errors(bare: Site) -> None:
 
 
 def test_a_finder_that_passes_questions_on_is_no_real_deepspeed(bare: Site) -> None:
-    """A tracing tool's finder asked every other finder in turn. Our own answer came back to us through it and was taken
-    for a real DeepSpeed, so that nobody answered and accelerate found none.
+    """A tracing tool's finder queried every other finder in turn. hf_zero's own answer came back through it and was
+    mistaken for a real DeepSpeed, so that neither was found by accelerate.
     """
     code = """
         import importlib.metadata, importlib.util, sys

@@ -1,4 +1,4 @@
-"""What somebody does in the first ten minutes, in one go: the wheel, README's script, and what follows."""
+"""A new user's first ten minutes: the wheel, README's script, and the next commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def script_of_readme() -> str:
 
 
 def run(site: Site, folder: Path, *words: str) -> str:
-    """What a command of the environment says; it must succeed."""
+    """The output of a command in the environment, which must succeed."""
     kept = {key: value for key, value in os.environ.items() if key not in ("HF_ZERO", "PYTHONPATH", "PYTHONHOME")}
     command = [str(site.python), *words]
     environment = {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")}

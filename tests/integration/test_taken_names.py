@@ -1,4 +1,4 @@
-"""What transformers, accelerate, peft, trl, datasets, lightning, diffusers and others take from deepspeed is there."""
+"""All names exist that transformers, accelerate, peft, trl, datasets, lightning, diffusers and others use."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ INSTALLED = ("accelerate", "datasets", "peft", "transformers", "trl")
 
 
 def resolve(name: str) -> Any:
-    """By import or attribute; AttributeError for what is neither. A name that refuses to be used is there."""
+    """Resolves by import or attribute; raises AttributeError otherwise. Unsupported names count as existing."""
     first, *rest = name.split(".")
     found, path = importlib.import_module(first), first
     for part in rest:
         path = f"{path}.{part}"
         try:
-            # Before the attribute: deepspeed.utils.z3_leaf_module is a function beside a module of that name.
+            # Before the attribute: deepspeed.utils.z3_leaf_module is a function as well as a module of that name.
             found = importlib.import_module(path)
         except ImportError:
             found = getattr(found, part)
@@ -41,8 +41,8 @@ def missing(names: set[str]) -> list[str]:
 
 
 def test_nothing_is_missing_that_the_libraries_and_their_tests_take() -> None:
-    """transformers' tests for this integration import deepspeed.ops.aio.AsyncIOBuilder in a decorator, and look it up
-    in deepspeed.ops.__compatible_ops__. It was not there, so that the whole file of tests failed at import."""
+    """transformers' tests of this integration import deepspeed.ops.aio.AsyncIOBuilder in a decorator, and look it up in
+    deepspeed.ops.__compatible_ops__. It did not exist, so that the whole test file failed at import."""
     hf_zero.install()
     assert not missing(set(json.loads(TABLE.read_text(encoding="utf-8"))))
     assert not missing({name for who in INSTALLED for name in installed(who, everything=False)})
@@ -56,7 +56,7 @@ def test_nothing_is_missing_that_this_version_takes(who: str) -> None:
 
 
 def installed(who: str, *, everything: bool) -> set[str]:
-    """What the installed version takes; without `everything` by the files that are known to, which are read quickly."""
+    """Names that the installed version uses; without `everything` only from the files known to use some, for speed."""
     spec = find_spec(who)
     assert spec is not None and spec.submodule_search_locations
     home = Path(spec.submodule_search_locations[0])
@@ -73,7 +73,7 @@ _KNOWN = {
 
 
 def test_what_works_without_an_operator_says_so() -> None:
-    """Tests that ask for `async_io` or `cpu_adam` skipped themselves, although both work here by another way."""
+    """Tests that require `async_io` or `cpu_adam` were skipped, although hf_zero implements both differently."""
     ops = importlib.import_module("deepspeed.ops")
     builders = importlib.import_module("deepspeed.ops.op_builder")
     aio = importlib.import_module("deepspeed.ops.aio")

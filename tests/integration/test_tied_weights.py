@@ -1,8 +1,8 @@
-"""Tied weights are written once, at every stage and by every way of saving, under the names that plain saving keeps.
+"""Tied weights are saved once, at every stage and by every method, under the names that plain saving keeps.
 
-The story: below stage 3 the tensors of `accelerator.get_state_dict` were copies made one by one, so that nothing told
-any more which of them are one: a T5 that Trainer, `accelerator.save_model` or `save_pretrained` saved had 50 tensors
-instead of 47, its embedding four times.
+Below stage 3 `accelerator.get_state_dict` copied tensors one by one, which lost the information about shared ones: a T5
+saved by Trainer, `accelerator.save_model` or `save_pretrained` had 50 tensors instead of 47, with its embedding four
+times.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 def plain_names(folder: Path) -> Names:
-    """Without any engine."""
+    """Names saved without any engine."""
     found = {}
     for kind, make in MODELS.items():
         make().save_pretrained(folder / f"{kind}-pretrained")
@@ -110,7 +110,7 @@ def test_files_have_the_names_of_plain_saving(stage: int, limits: dict[str, int]
 
 
 def check_engine_checkpoint(folder: Path, model: nn.Module) -> None:
-    """All names, as in a state dict, and one storage for what is tied."""
+    """All names, as in a state dict, with one storage for tied ones."""
     (path,) = folder.rglob("mp_rank_00_model_states.pt")
     module = torch.load(path, weights_only=False)["module"]
     assert set(module) == set(model.state_dict())

@@ -1,4 +1,4 @@
-"""Trainer with ds.json through hf_zero: what is filled, what is refused and how, evaluation alone, decay groups."""
+"""Trainer with ds.json through hf_zero: filled values, errors, evaluation only, weight decay groups."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_commented_file_is_read_and_filled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sections", [{}, {"optimizer": ADAMW}, {"optimizer": ADAMW, "scheduler": WARMUP_DECAY}])
 def test_the_rate_in_the_log_is_that_of_the_update(sections: dict[str, Any], tmp_path: Path) -> None:
-    """An optimizer from ds.json with a schedule from code logged a rate one step ahead of plain Trainer's."""
+    """An optimizer from ds.json with a schedule from code logged a learning rate one step ahead of plain Trainer's."""
     options: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "learning_rate": 0.3, "report_to": "none"}
     run = trainer(tmp_path, {**BASE, **sections}, **options)
     run.train()
@@ -98,7 +98,7 @@ def test_all_problems_come_before_the_model_is_loaded(tmp_path: Path) -> None:
 
 
 def test_unfilled_autos_train(tmp_path: Path) -> None:
-    """Every one of these makes accelerate raise "not found in kwargs"."""
+    """With each of these accelerate raises "not found in kwargs"."""
     config = {
         **BASE,
         "zero_optimization": {"stage": 2, "overlap_comm": "auto", "allgather_bucket_size": "auto"},
@@ -112,7 +112,7 @@ def test_unfilled_autos_train(tmp_path: Path) -> None:
 
 
 def test_numbers_as_text_and_floats_train(tmp_path: Path) -> None:
-    """accelerate multiplies these as they stand: "2" x 2 would be "22"."""
+    """accelerate multiplies these without conversion: "2" x 2 would be "22"."""
     config = {
         "train_micro_batch_size_per_gpu": "2",
         "gradient_accumulation_steps": 2.0,
@@ -132,7 +132,7 @@ def test_old_and_empty_forms_of_zero_optimization_train(config: dict[str, Any], 
 
 
 def test_a_missing_zero_section_is_named_with_all_else(tmp_path: Path) -> None:
-    """accelerate's own check comes later, names nothing else, and does not say what to write."""
+    """accelerate checks this later, reports nothing else, and does not say what to write."""
     config = {key: value for key, value in BASE.items() if key != "zero_optimization"}
     message = refused(tmp_path, {**config, "gradient_clipping": 3})
     assert "(2 problems)" in message and "gradient_clipping = 3" in message
@@ -147,7 +147,7 @@ def test_checkpoints_and_weights_alone(tmp_path: Path) -> None:
 
 
 def test_where_there_is_no_engine_the_pair_stays_refused(tmp_path: Path) -> None:
-    """Only a run with our engine can load the best model from weights alone; FSDP cannot."""
+    """Only a run with hf_zero can load the best model from saved weights only; FSDP cannot."""
     from hf_zero.integration.patches.transformers_trainer import around_start
 
     class Args:
@@ -165,7 +165,7 @@ def test_where_there_is_no_engine_the_pair_stays_refused(tmp_path: Path) -> None
 
 
 def test_a_search_for_the_batch_size_at_stage_3(tmp_path: Path) -> None:
-    """transformers refuses this one itself when a Trainer is made, and says what to use."""
+    """transformers itself raises an error when a Trainer is created, and names the alternative."""
     with pytest.raises(ValueError, match="`auto_find_batch_size` isn't supported yet with DeepSpeed Zero-3"):
         trainer(tmp_path, {**BASE, "zero_optimization": {"stage": 3}}, auto_find_batch_size=True)
 
@@ -210,8 +210,8 @@ def test_training_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_arguments_that_change_later_are_followed(fixed: bool, tmp_path: Path) -> None:
-    """`trainer.args.learning_rate = ...` before another train() had no effect beside an optimizer section whose rate is
-    "auto", and nothing said so: the file was filled when TrainingArguments were made. What it writes itself stays."""
+    """`trainer.args.learning_rate = ...` before another train() silently had no effect if the optimizer section's rate
+    is "auto", because the file was filled when TrainingArguments were created. Explicit values of the file stay."""
     given = {"type": "AdamW", "params": {"lr": 0.2, "weight_decay": 0.3}} if fixed else ADAMW
     options = {"learning_rate": 0.2, "weight_decay": 0.3, "lr_scheduler_type": "constant"}
     run = trainer(tmp_path, {**BASE, "optimizer": given}, **options)
@@ -249,8 +249,8 @@ LEFT_OUT: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_what_the_file_leaves_out_is_as_trainer_alone_has_it(
     sections: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """`max_grad_norm=100` without `gradient_clipping` in ds.json was clipped at 1.0, and an optimizer section without
-    params trained at 0.001 whatever TrainingArguments said, both in silence."""
+    """With `max_grad_norm=100` and no `gradient_clipping` in ds.json, gradients were clipped at 1.0. An optimizer
+    section without params trained at 0.001 regardless of TrainingArguments. Both were silent."""
     if options.get("gradient_accumulation_steps", 1) > 1 and not PLAIN_TRAINER_ACCUMULATES:
         pytest.skip(WHY_NOT)
     alone = trained(tmp_path, None, **options)
@@ -262,7 +262,7 @@ def test_what_the_file_leaves_out_is_as_trainer_alone_has_it(
 
 @pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
 def test_a_schedule_of_a_metric_is_trainers_own(kind: str, tmp_path: Path) -> None:
-    """Beside an optimizer of ds.json the engine had this schedule, and the first update ended in "step() missing 1
+    """With an optimizer from ds.json the engine got this schedule, and the first update failed with "step() missing 1
     required positional argument: 'metrics'"."""
     options = {"max_steps": 4, "learning_rate": 0.5, "lr_scheduler_type": kind, "eval_strategy": "steps"}
     options |= {"eval_steps": 1, "metric_for_best_model": "loss"}
@@ -277,7 +277,7 @@ def test_a_schedule_of_a_metric_is_trainers_own(kind: str, tmp_path: Path) -> No
 
 
 def with_own_optimizers(folder: Path, config: Any, kind: type[torch.optim.Optimizer]) -> Trainer:
-    """A Trainer that is given an optimizer with two groups, and a schedule of it."""
+    """A Trainer with a given optimizer of two groups, and a schedule for it."""
     run = trainer(folder, config, max_steps=3)
     norms = [parameter for parameter in run.model.parameters() if parameter.ndim == 1]
     matrices = [parameter for parameter in run.model.parameters() if parameter.ndim > 1]
@@ -291,8 +291,8 @@ def with_own_optimizers(folder: Path, config: Any, kind: type[torch.optim.Optimi
 def test_optimizers_that_a_trainer_is_given_train(
     stage: int, kind: type[torch.optim.Optimizer], tmp_path: Path
 ) -> None:
-    """`Trainer(optimizers=...)` had no effect: with an engine upstream sets both to None, and trained with the AdamW
-    and the linear schedule of TrainingArguments, in silence."""
+    """`Trainer(optimizers=...)` silently had no effect: with an engine upstream sets both to None, and trained with the
+    AdamW and the linear schedule of TrainingArguments."""
     runs = []
     for config in (None, {**BASE, "zero_optimization": {"stage": stage}}):
         clean()
@@ -308,7 +308,7 @@ def test_optimizers_that_a_trainer_is_given_train(
     schedule, optimizer = ours.lr_scheduler, ours.optimizer.optimizer.optimizer
     assert ours.train().training_loss < first.training_loss
     assert (ours.lr_scheduler, ours.optimizer.optimizer.optimizer) == (schedule, optimizer)
-    assert ours.state.log_history[0]["learning_rate"] == 1.25e-4  # both go on
+    assert ours.state.log_history[0]["learning_rate"] == 1.25e-4  # both continue
 
 
 GIVEN: list[tuple[dict[str, Any], str | None]] = [
@@ -384,7 +384,7 @@ def test_a_model_whose_size_sits_nowhere(tmp_path: Path) -> None:
 
 
 class NoConfig:
-    """Parameters, and no configuration."""
+    """A model with parameters, but without a config."""
 
     def __init__(self, model: Any) -> None:
         self.parameters = model.parameters
@@ -436,7 +436,7 @@ def test_a_choice_that_the_file_overrules_is_said(
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_healthy_run_says_what_it_is_and_warns_of_nothing(stage: int, tmp_path: Path) -> None:
-    """The line that said that ZeRO is on was a warning, because Trainer's default level hides information."""
+    """The message that ZeRO is enabled was a warning, because Trainer's default log level hides info."""
     with heard(records := []):
         run = trainer(tmp_path, {**BASE, "zero_optimization": {"stage": stage}}, save_strategy="steps", save_steps=2)
         run.train()

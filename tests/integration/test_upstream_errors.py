@@ -1,4 +1,4 @@
-"""Errors begin with what transformers and accelerate say themselves: that is what people search for."""
+"""Errors start with the messages of transformers and accelerate, which users search for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CLASHES = [
 def test_prepare_begins_with_the_words_of_accelerate(
     sections: dict[str, Any], optimizer: str, scheduler: str | None, words: str
 ) -> None:
-    """A search for accelerate's sentence found nothing: ours said the same in other words."""
+    """A search for accelerate's message found nothing, because hf_zero's was worded differently."""
     acc, model = accelerator(one_step(**sections)), torch.nn.Linear(8, 8)
     real = torch.optim.SGD(model.parameters(), lr=0.1)
     optim: Any = real if optimizer == "real" else DummyOptim(model.parameters())
@@ -57,7 +57,7 @@ def test_prepare_begins_with_the_words_of_accelerate(
     before = dict(acc.deepspeed_plugin.deepspeed_config)
     message = str(refusal(acc.prepare, model, optim, loader(), *schedule))
     assert message.startswith(words) and "\nhf_zero found in this config (" in message
-    # The check of accelerate leaves nothing behind: the engine can be made from the same objects, put right.
+    # accelerate's check has no side effects: the engine can be created from the same objects, once corrected.
     assert dict(acc.deepspeed_plugin.deepspeed_config) == before
     import deepspeed
 

@@ -1,9 +1,9 @@
-"""The script's own optimizer.step() and zero_grad() under Accelerate: what they mean without an engine, they mean here.
+"""The script's own optimizer.step() and zero_grad() under Accelerate work as without an engine.
 
-The story: accelerate's wrapper of DeepSpeed updates within `accelerator.backward`, and leaves the script's
-`optimizer.step()` and `zero_grad()` without effect. Two losses before one step so made two updates, in silence; an
-accumulation by hand made one per micro-batch; a step that the script left out was made all the same; and a loss through
-two trained models had to be refused, because nobody could say which one was to move.
+accelerate's DeepSpeed wrapper updates inside `accelerator.backward`, and makes the script's `optimizer.step()` and
+`zero_grad()` no-ops. So two losses before one step silently made two updates; manual accumulation made one per
+micro-batch; a step omitted by the script was made anyway; and a loss through two trained models raised an error,
+because it was unclear which of them to update.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOLERANCE = 1e-5
 
 
 class PlainAccelerator:
-    """As much of Accelerator as the loops use, over plain PyTorch."""
+    """The part of Accelerator that the loops use, over plain PyTorch."""
 
     sync_gradients = True
 
@@ -84,7 +84,7 @@ def accumulation_by_hand(pair: Pair, step: int) -> None:
 
 
 def a_step_left_out(pair: Pair, step: int) -> None:
-    """A gradient that is too long is thrown away, as scripts do after a spike."""
+    """A gradient that is too large is dropped, as scripts do after a spike."""
     pair.accelerator.backward(pair.maker(pair.seed(step)).square().mean() * (50 if step == 1 else 1))
     norm = pair.accelerator.clip_grad_norm_(pair.maker.parameters(), CLIP)
     if norm < 5:
@@ -193,7 +193,7 @@ def test_two_losses_a_step_are_no_reason_to_speak() -> None:
 
 
 def test_without_an_optimizer_object_backward_updates() -> None:
-    """The config's optimizer, and a script that gives its model alone: nobody else could ask for the update."""
+    """The config has the optimizer, and the script only prepares its model: nothing else could trigger the update."""
     one = accelerator({**ds(2, {}), "optimizer": {"type": "AdamW", "params": {"lr": 0.02}}})
     engine = one.prepare(models()[0])
     one.backward(loss(engine))
@@ -204,13 +204,13 @@ def test_step_without_gradients_is_no_update() -> None:
     one, engine, steps = prepared()
     steps.step()
     one.backward(loss(engine))
-    engine.step()  # DeepSpeed's word for it
+    engine.step()  # DeepSpeed's API for it
     steps.step()
     assert engine.global_steps == 1
 
 
 def test_dropping_gradients_before_the_last_micro_batch_is_said_and_not_done() -> None:
-    """`zero_grad()` at the top of the loop is a common slip; DeepSpeed forgives it, and so does this engine."""
+    """`zero_grad()` at the top of the loop is a common mistake; DeepSpeed tolerates it, and so does hf_zero."""
     one, engine, steps = prepared(gradient_accumulation_steps=2)
     with heard() as said:
         for step in range(2):
@@ -227,8 +227,8 @@ def test_dropping_gradients_before_the_last_micro_batch_is_said_and_not_done() -
 
 
 def test_the_second_micro_batch_of_an_accumulation_is_no_missing_step() -> None:
-    """Every run of Trainer with accumulation was told, wrongly, that it called backward() again before step();
-    LLaMA-Factory and ms-swift said so on each rank."""
+    """Every run of Trainer with accumulation got a wrong warning that it called backward() again before step();
+    LLaMA-Factory and ms-swift logged it on each rank."""
     one, engine, steps = prepared(gradient_accumulation_steps=2)
     with heard() as said:
         for step in range(4):

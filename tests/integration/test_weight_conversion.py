@@ -1,4 +1,4 @@
-"""Packs of experts made in one go are those that transformers makes in two, in every layout its models have."""
+"""Expert weights packed in one step equal those that transformers packs in two, in all layouts of its models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def through(entry: WeightConverter, found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("dim", "rows"), [(1, (3, 3)), (1, (3, 2)), (2, (3, 3))])
 def test_a_pack_is_what_transformers_makes_of_it(dim: int, rows: tuple[int, int]) -> None:
-    """Stacks, pack and parameter were in memory together: loading Mixtral took more than a share and one layer."""
+    """Stacks, packed tensor and parameter were in memory at once: Mixtral needed more than a share and one layer."""
     theirs = converter(MergeModulelist(dim=0), Concatenate(dim=dim))
     ours = in_one_go(theirs)
     assert len(ours.operations) == 1 and len(theirs.operations) == 2
@@ -45,7 +45,7 @@ def test_a_pack_is_what_transformers_makes_of_it(dim: int, rows: tuple[int, int]
     assert packed[TARGET].shape == expected.shape and packed[TARGET].dtype == expected.dtype
     assert torch.equal(torch.empty_like(expected).copy_(packed[TARGET]), expected)
     assert torch.equal(torch.empty_like(expected, dtype=torch.bfloat16).copy_(packed[TARGET]), expected.bfloat16())
-    assert torch.equal(packed[TARGET] * 2, expected * 2)  # whatever else is asked of it
+    assert torch.equal(packed[TARGET] * 2, expected * 2)  # it supports further operations
     assert torch.equal(packed[TARGET][1:], expected[1:])
 
 
@@ -54,7 +54,7 @@ def test_what_is_stacked_already_takes_their_way() -> None:
     theirs = converter(MergeModulelist(dim=0), Concatenate(dim=1))
     try:
         expected = through(theirs, dict(stacked))[TARGET]
-    except TypeError:  # the transformers of the floor stacks lists only
+    except TypeError:  # the oldest supported transformers only stacks lists
         with pytest.raises(TypeError):
             through(in_one_go(theirs), dict(stacked))
         return
@@ -70,8 +70,8 @@ def in_groups(model: object, state_dict: dict[str, Any], weight_mapping: list[We
 
 
 def test_both_forms_of_upstreams_conversion_are_patched() -> None:
-    """Up to transformers 5.17 at least, the function returned a dict. Ours went over it as over the groups that later
-    versions give: the loader got keys in place of weights, and no checkpoint of experts loaded at stage 3."""
+    """Up to transformers 5.17 at least, the function returns a dict. The patch iterated over it as over the groups of
+    later versions: the loader got keys instead of weights, and no checkpoint of experts loaded at stage 3."""
     theirs = converter(MergeModulelist(dim=0), Concatenate(dim=1))
     expected = through(theirs, experts((3, 3)))[TARGET]
     (group,) = around_conversions(in_groups, None, experts((3, 3)), [theirs])

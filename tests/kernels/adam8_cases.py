@@ -1,4 +1,4 @@
-"""What Adam with 8-bit states must do, checked on any device, as `tests.kernels.cases` does for the others."""
+"""Tests of Adam with 8-bit states for any device, like `tests.kernels.cases` for the other kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(
 
 
 def states_for(held: int) -> tuple[Tensor, Tensor]:
-    """Packed states of an optimizer that has run a while, over many orders of magnitude; the fourth block is zeros."""
+    """Packed states as after a long run, over many orders of magnitude; the fourth block is zeros."""
     spread = torch.exp(2 * randn(held, torch.float32, 12))
     m, v = randn(held, torch.float32, 10) * spread * 0.1, (randn(held, torch.float32, 11) * spread * 0.1).square()
     m[3 * BLOCK : 4 * BLOCK] = v[3 * BLOCK : 4 * BLOCK] = 0.0
@@ -39,7 +39,7 @@ def states_for(held: int) -> tuple[Tensor, Tensor]:
 
 
 def vectors_for(numel: int, types: Types, device: str, before: int = 0, behind: int = 0) -> BlockVectors:
-    """Misaligned views; the states have so many elements before and behind those of the weights."""
+    """Misaligned views; the states have `before` elements before and `behind` elements after those of the weights."""
     return BlockVectors(
         weight=randn(numel + 1, types.weight, 4).to(device)[1:],
         gradient=randn(numel + 3, types.gradient, 5).to(device)[3:],
@@ -59,7 +59,7 @@ def in_double(vectors: BlockVectors) -> BlockVectors:
 
 
 def assert_as_quantized(ours: Tensor, theirs: Tensor, *, signed: bool) -> None:
-    """The same scales, and codes that are the same or neighbours; few are not the same."""
+    """The same scales, and the same or neighbouring codes; few differ."""
     ours = ours.cpu()
     torch.testing.assert_close(blocks_of(ours).scales, blocks_of(theirs).scales, rtol=2e-5, atol=1e-30)
     codes, _ = code_order(signed)
@@ -71,7 +71,7 @@ def assert_as_quantized(ours: Tensor, theirs: Tensor, *, signed: bool) -> None:
 
 
 def check(form: Form, ours: BlockVectors, rule: AdamRule, scale: Tensor | float) -> None:
-    """One update: weights as from exact states, and those quantised as the reference does."""
+    """One update: weights equal those from exact states, and states are quantised as in the reference."""
     exact = in_double(ours)
     run(form, ours, rule, 3, scale)
     adam8_reference(exact, rule, 3, float(scale))

@@ -1,6 +1,6 @@
-"""What every kernel must do, checked on any device: by the tests on a CPU, under Triton's interpreter, on a GPU.
+"""Tests of every kernel for any device: run on a CPU, under Triton's interpreter, and on a GPU.
 
-Needs nothing but torch and hf_zero.kernels, so that a bare machine with a GPU can run it (bench/gpu_suite.py).
+Needs only torch and hf_zero.kernels, so that it runs on a fresh machine with a GPU (bench/gpu_suite.py).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from hf_zero.kernels.vectors import Vectors
 
 STEPS = 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Relative to the largest value: what one rounding in that dtype may cost.
+# Relative to the largest value: the error of one rounding in that dtype.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
 @dataclass(frozen=True)
 class Form:
-    """Where a kernel runs, and which of its functions is meant.
+    """Where a kernel runs, and which of its implementations is used.
 
-    `interpreted`: Triton's form on CPU tensors, by its interpreter or, where `truncates` is off, as compiled code
-    (tests.support.executed). `truncates`: Triton's interpreter cuts bf16 off instead of rounding it; a GPU rounds.
+    `interpreted`: Triton's form on CPU tensors, in its interpreter or, if `truncates` is false, as compiled code
+    (tests.support.executed). `truncates`: Triton's interpreter truncates to bf16 instead of rounding; a GPU rounds.
     """
 
     device: str = "cpu"
@@ -60,7 +60,7 @@ def randn(numel: int, dtype: torch.dtype, seed: int, shift: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer kernel: how many states it has, its forms, and its reference."""
+    """One optimizer kernel: its number of states, its forms, and its reference."""
 
     states: int
     run: Callable[..., None]
@@ -69,7 +69,7 @@ class Update:
 
 
 def _gpu(name: str) -> Any:
-    """Triton's forms, imported when they are asked for."""
+    """Triton's forms, imported on demand."""
     import importlib
 
     return importlib.import_module(f"hf_zero.kernels.gpu.{name}")
@@ -120,7 +120,7 @@ def _sgd(rule: SgdRule) -> Update:
 
 
 def _frozen(lr: float, eps: float, weight_decay: float) -> Update:
-    """The factor on the gradient is one on the rate here: a linear update, without the decay."""
+    """Here the factor on the gradient scales the learning rate: the update is linear, except for the decay."""
     return Update(
         states=1,
         run=lambda vectors, step, scale=1.0, **options: frozen_adam(vectors, lr * scale, eps, weight_decay, **options),
@@ -132,7 +132,7 @@ def _frozen(lr: float, eps: float, weight_decay: float) -> Update:
 
 
 def segments_of(numel: int) -> list[tuple[int, int]]:
-    """Three tensors with a gap of padding before the last, where there is room."""
+    """Three tensors with a gap of padding before the last, if there is room."""
     if numel < 10:
         return [(0, numel)]
     third = numel // 3
@@ -161,7 +161,7 @@ def _lamb(rule: LambRule) -> Update:
 
 UPDATES: dict[str, Update] = {
     "adamw": _adam(AdamRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)),
-    # A larger eps: where decay and gradient cancel, m / sqrt(v) is as uncertain as the few bits that are left of g.
+    # A larger eps: where decay and gradient cancel, m / sqrt(v) is as inaccurate as the few remaining bits of g.
     "adam": _adam(AdamRule(lr=1e-2, beta1=0.8, beta2=0.999, eps=1e-3, weight_decay=0.1, decoupled=False)),
     "adam without bias correction": _adam(
         AdamRule(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, decoupled=True, bias_correction=False)
@@ -203,7 +203,7 @@ MIXTURES = [
 
 
 def vectors_for(update: Update, numel: int, types: Types, device: str) -> Vectors:
-    """Misaligned views with random content; the states of an optimizer that has run a while."""
+    """Misaligned views with random content, and states as after a long run."""
     wide = types.states or torch.promote_types(types.weight, torch.float32)
     states = [randn(numel, wide, 10 + index, shift=index).abs() * 0.1 for index in range(update.states)]
     return Vectors(
@@ -223,7 +223,7 @@ def _in_double(vectors: Vectors) -> Vectors:
 
 
 def check_update(name: str, numel: int, types: Types, scale: Tensor | float, form: Form) -> None:
-    """Three steps against the reference in fp64; the narrow weight is the master, rounded once."""
+    """Three steps against the reference in fp64; the low-precision weight is the master, rounded once."""
     update = UPDATES[name]
     fast = vectors_for(update, numel, types, form.device)
     exact = _in_double(fast)
@@ -245,7 +245,7 @@ def check_update(name: str, numel: int, types: Types, scale: Tensor | float, for
 
 
 def check_narrow(name: str, numel: int, states: torch.dtype, form: Form) -> None:
-    """bf16 weights alone, states in bf16 or not: one step is that of fp64, rounded once."""
+    """bf16 weights without masters, states in bf16 or not: one step equals that of fp64, rounded once."""
     update, types = UPDATES[name], Types(torch.bfloat16, None, weight=torch.bfloat16, states=states)
     vectors = vectors_for(update, numel, types, form.device)
     exact = _in_double(vectors)
@@ -258,7 +258,7 @@ def check_narrow(name: str, numel: int, states: torch.dtype, form: Form) -> None
 
 
 def check_skip_flag(name: str, form: Form) -> None:
-    """A raised flag makes the kernel a no-op, a lowered one does not."""
+    """A set flag makes the kernel a no-op, a cleared one does not."""
     update = UPDATES[name]
     run = update.interpreted if form.interpreted else update.run
     vectors = vectors_for(update, 100, MIXTURES[1], form.device)
@@ -272,7 +272,7 @@ def check_skip_flag(name: str, form: Form) -> None:
 
 
 def check_stochastic_rounding(name: str, form: Form) -> None:
-    """bf16 weights alone: every result is one of the two neighbours, and their mean is the exact value."""
+    """bf16 weights without masters: every result is one of the two neighbours, and their mean is the exact value."""
     update, numel, draws = UPDATES[name], 64, 60 if form.interpreted else 400
     types = Types(torch.float32, None, weight=torch.bfloat16)
     run = update.interpreted if form.interpreted else update.run
@@ -342,7 +342,7 @@ def check_signs(numel: int, dtype: torch.dtype, form: Form) -> None:
 
 
 def check_signs_with_padding(form: Form) -> None:
-    """The last elements are nobody's: they do not count in the scale, and nothing is owed there."""
+    """The last elements are padding: they do not count in the scale, and have no error feedback."""
     numel, padded = 27, 32
     value = torch.zeros(padded)
     value[:numel] = randn(numel, torch.float32, 6)
@@ -365,10 +365,10 @@ def check_elements_without_variance(form: Form) -> None:
 
 
 def check_messages(rows: int, numel: int, bits: int, dtype: torch.dtype, form: Form) -> None:
-    """Written, read and added up: to the bit as the reference, within half a step of the values."""
+    """Written, read and summed: bitwise as the reference, within half a step of the values."""
     values = randn(rows * numel + 8, dtype, 8).to(form.device)[8:].view(rows, numel)
     values[0, :BLOCK] = 0.0
-    values[-1, -1] = 100.0  # of its block the others are nothing beside it
+    values[-1, -1] = 100.0  # the others of its block are negligible beside it
     messages = torch.zeros(rows, message_bytes(numel, bits), dtype=torch.uint8, device=form.device)
     _messages(form, "write_messages")(values, messages, bits, None)
     found = torch.empty(rows, numel, device=form.device)
@@ -399,7 +399,7 @@ def check_messages(rows: int, numel: int, bits: int, dtype: torch.dtype, form: F
 
 
 def check_feedback(rows: int, numel: int, bits: int, dtype: torch.dtype, form: Form) -> None:
-    """LoCo's formulas, line by line, over three messages; what is not finite leaves nothing behind."""
+    """LoCo's formulas, line by line, over three messages; nonfinite values leave no error feedback."""
     beta, errors = 0.8, torch.zeros(rows, message_bytes(numel, 8), dtype=torch.uint8, device=form.device)
     messages = torch.empty(rows, message_bytes(numel, bits), dtype=torch.uint8, device=form.device)
     kept = torch.zeros(rows, numel)
@@ -415,7 +415,7 @@ def check_feedback(rows: int, numel: int, bits: int, dtype: torch.dtype, form: F
             torch.testing.assert_close(sent[row].cpu(), expected, rtol=0, atol=0)
             e = beta * kept[row] + (1 - beta) * (h - expected)
             step_of_e = quantize_reference(e, 8)[1].float().repeat_interleave(BLOCK)[:numel]
-            # Once more or less rounded on the way, a value in the middle of two codes may go either way.
+            # With one intermediate rounding more or less, a value in the middle of two codes may go either way.
             assert bool(((left[row].cpu() - e).abs() <= step_of_e * 0.51).all())
         kept = left.cpu()
     values[0, 0] = float("nan")

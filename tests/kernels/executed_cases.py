@@ -1,7 +1,7 @@
-"""What the compiled code of every kernel must do, run by tests.support.executed in a process of its own.
+"""Tests of the compiled code of every kernel, run by tests.support.executed in a separate process.
 
-Products are not fused with additions there: which ones are is the assembler's choice (test_compilation.py sees that it
-makes one). So where the reference does the same operations in the same order, results have the same bits.
+Products are not fused with additions there, because the assembler chooses which to fuse (test_compilation.py checks
+that it fuses some). So where the reference does the same operations in the same order, results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ NUMEL = 3 * 1024 + 17
 COMPILED = Form(interpreted=True)
 BF16, FP32 = torch.bfloat16, torch.float32
 ALONE = [Types(BF16, None, weight=BF16, states=states) for states in (FP32, BF16)]
-# Where each vector begins: weight, gradient, states, lp_param.
+# Start of each vector: weight, gradient, states, lp_param.
 SHIFTS = {"aligned": (0, 0, 0, 0), "shifted": (1, 1, 1, 1), "mixed": (1, 3, 0, 2)}
-# Units in the last place of what was added up; all others have the same bits. The reference fuses some of Adam's
-# products, and divides by the corrections 0.1 and 0.01, which fp32 does not have, where the kernel multiplies by 10 and
-# 100, which it has: that is the second unit, in one or two elements of 3,089.
+# Units in the last place of the sum; all others are bitwise equal. The reference fuses some of Adam's products, and
+# divides by the corrections 0.1 and 0.01, which fp32 cannot represent, where the kernel multiplies by 10 and 100, which
+# it can: this is the second unit, in one or two elements of 3,089.
 UNITS = {"adam": 1, "adamw": 2, "adam without bias correction": 1}
 
 
@@ -66,7 +66,7 @@ def widened(given: Vectors) -> Vectors:
 
 
 def root(vector: Tensor) -> Tensor:
-    """PyTorch's own root of an fp32 vector is off by a unit in the last place for one element in five (with MKL)."""
+    """PyTorch's vectorised fp32 root differs in the last place for one element in five (with MKL)."""
     return _root(vector.double()).to(vector.dtype)
 
 
@@ -80,7 +80,7 @@ def same(ours: Tensor, expected: Tensor) -> None:
 
 
 def near(ours: Tensor, expected: Tensor, before: Tensor, units: float) -> None:
-    """Apart by so many units in the last place of what the update has added up."""
+    """The difference is at most `units` in the last place of what the update has summed."""
     narrow = expected.to(ours.dtype)
     terms = torch.stack([before, expected, expected - before]).abs().amax(0).nan_to_num(0.0, 0.0)
     unit = torch.finfo(ours.dtype).eps * torch.exp2(torch.frexp(terms).exponent - 1.0)
@@ -92,7 +92,7 @@ def near(ours: Tensor, expected: Tensor, before: Tensor, units: float) -> None:
 def check_step(name: str, types: Types, numel: int, where: str, scale: Tensor | float = 0.125) -> None:
     """One step against the reference in fp32."""
     given = vectors(name, types, numel, where)
-    if numel > 7:  # overflows in fp16, and what is no number
+    if numel > 7:  # overflows in fp16, and NaN
         given.weight[3], given.gradient[5], given.gradient[7] = 3e38, float("inf"), float("nan")
     expected, before = widened(given), widened(given)
     UPDATES[name].interpreted(given, 1, scale=scale)
@@ -106,7 +106,7 @@ def check_step(name: str, types: Types, numel: int, where: str, scale: Tensor | 
 
 
 def check_skip(name: str, where: str) -> None:
-    """A raised flag leaves every bit, a lowered one does not; nothing behind the end is written."""
+    """A set flag changes no bit, a cleared one does; nothing behind the end is written."""
     given = vectors(name, Types(BF16, BF16), NUMEL, where)
     assert given.lp_param is not None
     watched = (given.weight, *given.states, given.lp_param)
@@ -120,7 +120,7 @@ def check_skip(name: str, where: str) -> None:
 
 
 def check_stochastic(name: str) -> None:
-    """Every result is one of the two neighbours, and their mean is exact; each seed gives the same bits again."""
+    """Every result is one of the two neighbours, and their mean is exact; a seed always gives the same bits."""
     types, numel, draws = Types(FP32, None, weight=BF16), 256, 100
     exact = widened(vectors(name, types, numel))
     UPDATES[name].reference(exact, 1, 1.0)
@@ -137,7 +137,7 @@ def check_stochastic(name: str) -> None:
 
 
 def check(name: str) -> None:
-    """Vectors that begin anywhere, in all types."""
+    """Vectors that start anywhere, in all types."""
     for where in SHIFTS:
         for types in MIXTURES:
             check_step(name, types, NUMEL, where)
@@ -167,7 +167,7 @@ def check_types_of_weights(name: str) -> None:
 
 
 def check_lamb(*, inside: bool) -> None:
-    """Both halves: moments and norms, then the update by given factors."""
+    """Both halves: moments and norms, then the update with given factors."""
     from hf_zero.kernels.gpu.lamb import lamb_apply_on_gpu, lamb_moments_on_gpu
 
     rule = LambRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-6, weight_decay=0.1, eps_inside_sqrt=inside)
@@ -194,7 +194,7 @@ def check_lamb(*, inside: bool) -> None:
         same(given.weight[segments[-1][0] + segments[-1][1] :], old.weight[segments[-1][0] + segments[-1][1] :])
 
 
-# A square and at most twelve additions in fp32, one upon the other; of the sums of programs there are as many in fp64.
+# A square and at most twelve consecutive additions in fp32; the sums of programs are added in fp64.
 ADDED_UP = 13 * 2.0**-24
 
 
@@ -242,7 +242,7 @@ def check_quantize() -> None:
 
 
 def check_feedback(rows: int, numel: int, bits: int, dtype: torch.dtype) -> None:
-    """LoCo's formulas, line by line, over three messages; what is not finite leaves nothing behind."""
+    """LoCo's formulas, line by line, over three messages; nonfinite values leave no error feedback."""
     from hf_zero.kernels.gpu.quantize import write_messages_on_gpu
 
     beta, cpu = 0.8, torch.device("cpu")
@@ -266,7 +266,7 @@ def check_feedback(rows: int, numel: int, bits: int, dtype: torch.dtype) -> None
 
 
 def check_adam8() -> None:
-    """The same codes; weights within four units, because what codes stand for is computed, not looked up."""
+    """The same codes; weights within four units, because the values of codes are computed, not looked up."""
     for rule in adam8_cases.RULES:
         for types in (*MIXTURES, ALONE[0]) if rule.decoupled else MIXTURES[1:2]:
             for numel, start, behind in ((1, 0, 0), (1000, 40, 700)):

@@ -1,4 +1,4 @@
-"""Kernels with one fault each, for tests/kernels/test_compilation.py: whoever checks kernels must find all of them."""
+"""Kernels with one defect each, for tests/kernels/test_compilation.py: the checks must find all of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def spills(source, target, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Reads source; writes target: 8 bytes per element (fp32)."""
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(source + places)
-    total = tl.sum(value, axis=0)  # until here all of them have to be kept
+    total = tl.sum(value, axis=0)  # all of them have to be kept until here
     tl.store(target + places, value * total)
 
 

@@ -1,6 +1,6 @@
-"""Launches of every Triton kernel on CPU tensors, for tests.support.compilation, which compiles and runs nothing.
+"""Launches of every Triton kernel on CPU tensors, for tests.support.compilation, which compiles without running.
 
-FEW has every kernel with all options, QUICK without any as well, which is where kernels differ most, ALL every
+FEW has every kernel with all options, QUICK also without any, which is where kernels differ most, and ALL every
 combination of dtypes and options that an engine has:
 
     masters      fp32 (beside bf16, fp16 or no lp_param), or bf16 alone, rounded to nearest or stochastically
@@ -37,7 +37,7 @@ from tests.kernels.cases import UPDATES, Types
 from tests.support.compilation import Launch
 
 NUMEL = 4096
-ODD = 1  # elements by which a vector that begins anywhere is off
+ODD = 1  # offset in elements of a vector that starts anywhere
 
 # The same kernel with other numbers.
 SAME = {"adam without bias correction", "adagrad with L2"}
@@ -101,7 +101,7 @@ def signs(dtype: torch.dtype, *, add: bool, aligned: bool = True) -> None:
 
 
 def messages(bits: int, dtype: torch.dtype, *, feedback: bool, aligned: bool = True) -> None:
-    """Two rows; the second begins anywhere, too, where vectors are not aligned."""
+    """Two rows; if vectors are not aligned, the second row also starts anywhere."""
     numel = NUMEL if aligned else NUMEL + ODD
     values = _vector(2 * numel, dtype, aligned=aligned).view(2, numel)
     sent, errors = (torch.zeros(2, message_bytes(numel, b), dtype=torch.uint8) for b in (bits, 8))
@@ -117,7 +117,7 @@ ALONE = Types(BF16, None, weight=BF16)
 
 
 def with_integers() -> None:
-    """Hyper-parameters as a ds.json may have them: "weight_decay": 0, "lr": 1."""
+    """Hyper-parameters as they may be in a ds.json: "weight_decay": 0, "lr": 1."""
     for decay, lr, start in ((0, 1, 0), (0.0, 1.0, 0), (1, 1, 0)):
         given = vectors(2, FULL, aligned=True)
         rule = AdamRule(lr=lr, beta1=start, beta2=start, eps=1, weight_decay=decay, decoupled=True)
@@ -153,7 +153,7 @@ ANYWHERE = [
     Launch(partial(messages, 4, BF16, feedback=False, aligned=False), False),
 ]
 
-# What a bf16 run with AdamW and clipping has to wait for at its first step.
+# The kernels that a bf16 run with AdamW and clipping compiles at its first step.
 FIRST_STEP = [Launch(partial(squares, BF16)), Launch(partial(update, "adamw", FULL, FLAG_AND_SCALE))]
 
 

@@ -1,4 +1,4 @@
-"""Kernels whose programs are in each other's way, each in one way, for tests/kernels/test_races.py."""
+"""Kernels with one kind of data race each, for tests/kernels/test_races.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_right(source, target, numel, BLOCK: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def writes_what_another_writes(source, target, numel, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    places = tl.program_id(0) * BLOCK + tl.arange(0, 2 * BLOCK)  # the same bits, whoever is last
+    places = tl.program_id(0) * BLOCK + tl.arange(0, 2 * BLOCK)  # the same bits, whichever is last
     tl.store(target + places, tl.load(source + places, mask=places < numel), mask=places < numel)
 
 

@@ -37,7 +37,7 @@ SIGNS = pytest.mark.parametrize("signed", [True, False])
 
 
 def test_the_code() -> None:
-    """256 different values: 0, 1, and in each of seven decades evenly spaced ones, half as many as in the next."""
+    """256 different values: 0, 1, and evenly spaced ones in each of seven decades, half as many as in the next."""
     for signed, most in ((True, 64), (False, 128)):
         values = code_values(signed).double()
         assert values[0] == 0 and len(set(values.tolist())) == 256 and values.max() == 1
@@ -62,7 +62,7 @@ def test_quantize(numel: int, signed: bool) -> None:
     assert_as_quantized(packed, expected, signed=signed)
     back = dequantize(packed, numel, signed=signed)
     assert torch.equal(back, dequantize_reference(packed, numel, signed=signed))
-    # Half a step of the topmost decade, or of the element's own.
+    # Half a step of the highest decade, or of the element's own.
     step = (0.9 / (64 if signed else 128)) * torch.tensor(1.0)
     scales = blocks_of(packed).scales.abs().repeat_interleave(BLOCK)[:numel]
     assert bool(((back - values).abs() <= scales * step * 0.54).all())
@@ -71,7 +71,7 @@ def test_quantize(numel: int, signed: bool) -> None:
 
 @pytest.mark.skipif(bool(missing(modules=("triton",))), reason="no Triton")
 def test_every_limit_of_the_gpu_form() -> None:
-    """It computes codes from lines where others look them up: a hair below and above each limit they are the same."""
+    """It computes codes with linear formulas instead of a table: just below and above each limit they are the same."""
     without_memory = AdamRule(lr=0.1, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.0, decoupled=True)
     for index, signed in enumerate((True, False)):
         _, limits = code_order(signed)
@@ -89,7 +89,7 @@ def test_every_limit_of_the_gpu_form() -> None:
 
 @SIGNS
 def test_what_was_dequantised_quantises_to_the_same_bits(signed: bool) -> None:
-    """A checkpoint holds fp32 values; a run that continues from it must have the states of the one that saved."""
+    """A checkpoint contains fp32 values; a resumed run must have the same states as the saving one."""
     codes = torch.arange(256, dtype=torch.uint8)
     for scale in (1.0, 3.7e-5, 1e-30, 2.5e12, 1 / 3, -0.7 if signed else 0.7):
         packed = torch.empty(packed_bytes(BLOCK), dtype=torch.uint8)
@@ -136,7 +136,7 @@ NAMED = dict(zip(("adamw", "adam"), RULES, strict=True))
     ],
 )
 def test_one_update(numel: int, rule: str, form: Form) -> None:
-    """Weights as from exact states, and those quantised as the reference does."""
+    """Weights equal those from exact states, and states are quantised as in the reference."""
     for types in MIXTURES:
         check(form, vectors_for(numel, types, form.device), NAMED[rule], 0.125)
     check(form, vectors_for(numel, MIXTURES[0], form.device), NAMED[rule], torch.tensor(0.5, device=form.device))
@@ -145,13 +145,13 @@ def test_one_update(numel: int, rule: str, form: Form) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("before", "behind"), [(32, 0), (300, 700), (8, 8)])
 def test_weights_that_begin_inside_a_block(before: int, behind: int, form: Form) -> None:
-    """A parameter without gradient divides a shard; the states of its elements in a common block keep their values."""
+    """A parameter without gradient divides a shard; the states of its elements in a shared block keep their values."""
     vectors = vectors_for(1000, MIXTURES[0], form.device, before, behind)
     check(form, vectors, RULES[0], 1.0)
 
 
 def test_chunks_and_the_whole() -> None:
-    """Several chunks after weights that begin inside a block."""
+    """Several chunks after weights that start inside a block."""
     numel = 4 * CPU_CHUNK_NUMEL + 17
     check(Form(), vectors_for(numel, MIXTURES[1], "cpu", before=40), RULES[0], 0.125)
 
@@ -202,7 +202,7 @@ def test_weights_of_64_bits() -> None:
 @pytest.mark.parametrize("is_read", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_skip_flag(form: Form, is_read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A raised flag makes the update a no-op, whatever the gradients are; a lowered one does not."""
+    """A set flag makes the update a no-op, regardless of the gradients; a cleared one does not."""
     if not is_read:
         monkeypatch.setattr(vectors_module, "_is_at_hand", lambda _flag: False)
     vectors = vectors_for(1000, MIXTURES[1], form.device, before=100)

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles to machine code for real GPUs, without one, and costs what it says."""
+"""Every Triton kernel compiles to machine code for real GPUs, without one, and has its documented costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = requires(modules=("triton",))
 TARGETS = [("cuda", 90), ("cuda", 80), ("cuda", 100), ("hip", "gfx942")]
 
 
-# Whose fused instructions come of nothing else: a division has some of its own.
+# Kernels without divisions, which have fused instructions of their own.
 WITH_PRODUCTS = {"lion._lion", "sgd._sgd", "norm._squares"}
 
 
@@ -42,19 +42,19 @@ def kernels() -> set[str]:
 
 
 def examine(compiled: list[Compiled], backend: str) -> None:
-    """Every kernel ends in machine code that is as its docstring has it."""
+    """Every kernel compiles to machine code that matches its docstring."""
     assert {entry.kernel for entry in compiled} == kernels()
     for entry in compiled:
         assert entry.stages.get(BINARY[backend], 0) > 0, f"{entry.kernel} ended before machine code: {entry.stages}"
         assert entry.wrong == [], f"{entry.kernel}, {entry.signature}"
         if version("triton").startswith(FIGURES_OF):
             assert list(over(entry, budget_of(entry, backend))) == [], f"{entry.kernel}, {entry.signature}"
-        # Said by us, where Triton's default would be the opposite (tests/support/compilation.py).
+        # Set explicitly, because here Triton's default is the opposite (tests/support/compilation.py).
         assert entry.may_fuse, entry.kernel
         assert entry.fused > 0 or short(entry.kernel) not in WITH_PRODUCTS, f"{entry.kernel}: products are not fused"
     for kernel in {entry.kernel for entry in compiled if entry.said_bytes is not None}:
         entries = [entry for entry in compiled if entry.kernel == kernel]
-        # No argument moves twice (that would be in `wrong`), so the case that the docstring counts stands for all.
+        # No argument moves twice (that would be in `wrong`), so the case in the docstring stands for all.
         assert entries[0].said_bytes in {entry.num_bytes for entry in entries}, kernel
 
 
@@ -64,9 +64,9 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> list[Compiled]:
 
 
 def test_every_kernel_compiles(few: list[Compiled]) -> None:
-    """Three helpers named Python's `Any` in their annotations. Triton's interpreter, under which all other tests of
-    these kernels run, does not look at annotations; the compiler does, and refuses. So on a GPU the first step of
-    every optimizer ended in a CompilationError, and no test said so."""
+    """Three helpers used Python's `Any` in their annotations. Triton's interpreter, in which all other tests of these
+    kernels run, ignores annotations, but the compiler rejects it. So on a GPU the first step of every optimizer ended
+    in a CompilationError, which no test detected."""
     examine(few, "cuda")
 
 
@@ -94,16 +94,16 @@ def _without(entry: Compiled, flag: str) -> bool:
 
 
 def test_numbers_make_no_specialisation(few: list[Compiled]) -> None:
-    """`"weight_decay": 0` in ds.json came to the kernel as an integer, for which it was compiled once more than for
-    0.1; and a seed that happened to be 1 or a multiple of 16 cost a compilation in the middle of training."""
+    """`"weight_decay": 0` in ds.json was passed to the kernel as an integer, for which it was compiled again; and a
+    seed of 1 or a multiple of 16 caused a compilation in the middle of training."""
     with_integers = [entry for entry in few if entry.kernel.endswith("._adam") and _without(entry, "skip")]
     with_seeds = [entry for entry in few if entry.kernel.endswith("._lion") and entry.signature["weight"] == "*bf16"]
     assert [entry.signature["lr"] for entry in with_integers] == ["fp32"] and len(with_seeds) == 1
 
 
-@pytest.mark.slow  # of what `examine` asks, on kernels that are not ours
+@pytest.mark.slow  # checks `examine` on kernels with defects
 def test_faults_are_found(tmp_path: Path) -> None:
-    """What is checked of every kernel fails where a kernel has the fault."""
+    """The checks of every kernel fail for a kernel with the defect."""
     found = compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="FAULTY")
     twice, unsaid, twos, spills, shared, unordered, apart, together = found
     assert twice.wrong[:2] == ["source is loaded 2 times", "target is stored 2 times"]
@@ -122,8 +122,8 @@ def test_what_costs_more_has_a_reason() -> None:
     assert all(entry.why and ELEMENTWISE["cuda"] != entry.cuda for entry in EXCESS.values())
 
 
-@pytest.mark.slow  # a compiler's process for one helper
+@pytest.mark.slow  # a separate compiler process for one helper
 def test_what_the_compiler_refuses_fails(tmp_path: Path) -> None:
-    """The fault that began all this: a helper with `Any` in its annotations."""
+    """The original bug: a helper with `Any` in its annotations."""
     with pytest.raises(AssertionError, match=r"(?s)faulty_kernels for cuda 90 failed:.*\bAny\b"):
         compile_apart("tests.kernels.faulty_kernels", "cuda", 90, tmp_path, launches="REFUSED")

@@ -1,4 +1,4 @@
-"""The code that kernels are compiled to runs on the CPU, and does what their references do."""
+"""The compiled code of kernels runs on the CPU, and equals its references."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.test_imports import PACKAGE, ROOT
 pytestmark = [requires(modules=("triton", "llvmlite")), pytest.mark.timeout(600)]
 
 MODULE = "tests.kernels.executed_cases"
-# Each list in one process, whose start takes as long as two of them. Those that exchange values have their file's name.
+# Each list runs in one process, whose startup takes as long as two kernels. Exchanging ones have their file's name.
 EXCHANGING = ["lamb", "lamb with eps inside", "norm", "signs", "quantize", "adam8"]
 FEW = [name for name in CASES if name.startswith("few of ")]
 ELEMENTWISE = [name for name in CASES if name not in (*EXCHANGING, *FEW)]
@@ -47,7 +47,7 @@ def test_compiled_code(names: list[str], tmp_path: Path, request: pytest.Fixture
     assert set(have_run.split()) == (exchange if names is EXCHANGING else kernels() - exchange), "add a check"
 
 
-# File, what it says, what it says wrongly, and the case that has to notice.
+# File, correct code, mutated code, and the case that has to detect it.
 MUTATIONS = [
     ("adam", "beta2 * v + rest2 * g * g", "beta2 * v + rest2 * g", "adamw"),
     ("adam", "(tl.sqrt(v * inverse2) + eps)", "tl.sqrt(v * inverse2 + eps)", "adam"),
@@ -81,7 +81,7 @@ MUTATIONS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "right", "wrong", "case"), MUTATIONS)
 def test_one_wrong_line_is_noticed(file: str, right: str, wrong: str, case: str, tmp_path: Path) -> None:
-    """By what the compiled code does alone: nothing here looks at the source."""
+    """Only the results of the compiled code are checked, not the source."""
     shutil.copytree(ROOT / PACKAGE, tmp_path / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     os.symlink(ROOT / "tests", tmp_path / "tests")
     source = tmp_path / PACKAGE / "kernels" / "gpu" / f"{file}.py"

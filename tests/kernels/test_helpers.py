@@ -1,4 +1,4 @@
-"""What kernels share: numbers on a device, rounding, and the choice between forms."""
+"""Shared parts of kernels: numbers on a device, rounding, and the choice between forms."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ def test_sum_parts(numel: int, dtype: torch.dtype, num_parts: int) -> None:
     if dtype == torch.float32:
         torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
     else:
-        assert torch.equal(out, expected)  # one rounding, whatever the number of parts
+        assert torch.equal(out, expected)  # one rounding, for any number of parts
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("overwritten", [0, 1, 2])
 def test_sum_parts_may_write_over_one_of_its_parts(dtype: torch.dtype, overwritten: int) -> None:
-    """The in-place all-reduce sums into its own piece, which for rank 2 and up is not among the first two addends."""
+    """The in-place all-reduce sums into its own piece, which from rank 2 on is not among the first two addends."""
     parts = [randn(100, dtype, seed) for seed in range(3)]
     expected = torch.empty(100, dtype=dtype)
     sum_parts_reference(parts, expected)
@@ -93,7 +93,7 @@ def test_skip_flag(name: str) -> None:
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_skip_flag_that_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's form on an accelerator (fp64 there, or no Triton) puts back what it has changed."""
+    """PyTorch's form on an accelerator (fp64, or no Triton) restores what it has changed."""
     monkeypatch.setattr(vectors_module, "_is_at_hand", lambda _flag: False)
     cases.check_skip_flag(name, CPU)
 
@@ -106,8 +106,8 @@ def test_stochastic_rounding(name: str) -> None:
 @pytest.mark.parametrize("numel", [4, CPU_CHUNK_NUMEL + 4])
 @pytest.mark.parametrize("run", [lion, lion_reference])
 def test_lion_keeps_what_is_no_number(run: Callable[..., None], numel: int) -> None:
-    """PyTorch's sign of NaN is 0, the Triton kernel's is NaN. On a CPU a gradient with NaN left the weight as it was,
-    and its momentum was NaN from then on: that weight never learned anything again, and nothing said so."""
+    """PyTorch's sign of NaN is 0, the Triton kernel's is NaN. On a CPU a gradient with NaN left the weight unchanged,
+    but made its momentum NaN: the weight was silently never updated again."""
     weight, gradient = torch.ones(numel), torch.tensor([nan, inf, -1.0, 0.0]).repeat(numel // 4)
     run(Vectors(weight, gradient, (torch.zeros(numel),)), LionRule(lr=0.5, beta1=0.9, beta2=0.99, weight_decay=0.0))
     torch.testing.assert_close(weight[-4:], torch.tensor([nan, 0.5, 1.5, 1.0]), rtol=0, atol=0, equal_nan=True)
@@ -145,7 +145,7 @@ def test_messages(rows: int, numel: int, bits: int) -> None:
 
 
 def test_tiny_and_large_values_in_messages() -> None:
-    """A scale below bf16's least normal number would be a number with few bits, and a code of 127 one that lies."""
+    """A scale below bf16's smallest normal number would have few bits, and so a code of 127 a wrong value."""
     values = torch.tensor([[1e-38, -3e-39] + [0.0] * 126 + [3e38] * 128])
     for bits in (8, 4):
         messages = new_messages(1, 256, bits, values.device)

@@ -1,4 +1,4 @@
-"""No program of a kernel is in another one's way, or reaches outside of what the kernel was given."""
+"""No data races between the programs of a kernel, and no access outside the kernel's tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def examine(launches: Sequence[Launch]) -> None:
 
 
 def test_no_program_is_in_the_way_of_another() -> None:
-    """On vectors that begin and end anywhere, where a program could reach beyond its own; the slow test has all."""
+    """On vectors that begin and end anywhere, where a program could exceed its part; the slow test has all."""
     from tests.kernels.launches import ANYWHERE
 
     examine(ANYWHERE)

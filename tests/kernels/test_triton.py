@@ -1,4 +1,4 @@
-"""The Triton form of every kernel: under Triton's interpreter here, on a GPU where there is one."""
+"""The Triton form of every kernel: in Triton's interpreter here, or on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def device_scalar(value: float) -> torch.Tensor:
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("name", UPDATES)
 def test_updates(name: str, numel: int) -> None:
-    for types in MIXTURES if numel > 1 else MIXTURES[:1]:  # what one element is made of, too, follows from more
+    for types in MIXTURES if numel > 1 else MIXTURES[:1]:  # larger vectors cover the dtypes of one element
         cases.check_update(name, numel, types, 0.125, FORM)
     cases.check_update(name, numel, MIXTURES[0], device_scalar(0.5), FORM)
 

@@ -1,4 +1,4 @@
-"""Whom a thread of a wavefront reads from, against AMD's manual."""
+"""The source of each thread of a wavefront, against AMD's manual."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ Program({text!r}).run([None], (2,), 64, Threads())
 @requires(modules=("llvmlite",))
 @pytest.mark.parametrize(("least", "ends"), [(0, True), (64, True), (1, False)])
 def test_threads_that_part_at_a_barrier_end_the_process(least: int, ends: bool) -> None:
-    """On a GPU they would wait for each other for good."""
+    """On a GPU they would wait for each other forever."""
     code = RUN.format(text=PARTING.replace("LEAST", str(least)))
     assert (subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0) == ends

@@ -1,4 +1,4 @@
-"""Argument vectors of every backend: what is started, and that nothing of the user's is read by a shell."""
+"""Argument vectors of every backend: the started command, which no shell may interpret."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_launcher_has_a_backend_of_its_name() -> None:
 def test_a_job_survives_its_journey() -> None:
     sent = job(UNEVEN, log_folder="/logs", binds_cores=True, core_list="0-1")
     word = sent.encode()
-    assert re.fullmatch(r"[\w=-]+", word)  # nothing in it that a shell, pdsh or mpirun would read
+    assert re.fullmatch(r"[\w=-]+", word)  # nothing in it that a shell, pdsh or mpirun would interpret
     assert Job.decode(word) == sent
 
 
@@ -88,7 +88,7 @@ def test_programs(program: Program, expected: list[str]) -> None:
 def test_pdsh_gets_one_word_for_the_remote_shell() -> None:
     words = command("pdsh", job(), ssh_port=2222, launcher_args=["-u", "9"]).words
     assert words[:-1] == ["/bin/pdsh", "-S", "-f", "1024", "-u", "9", "-w", "a,b"]
-    # What pdsh makes of it for host b, as the shell over there then splits it.
+    # The words for host b, after pdsh's substitutions and the remote shell's splitting.
     remote = shlex.split(words[-1].replace("%%", "\0").replace("%h", "b").replace("\0", "%"))
     assert remote[:3] == ["exec", "env", f"PYTHONPATH=/x:{WICKED}"]
     assert remote[3:7] == [sys.executable, "-u", "-m", "hf_zero.launch.ranks"]

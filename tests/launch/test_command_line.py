@@ -1,4 +1,4 @@
-"""`hf-zero launch` as a user runs it on one machine: ranks, failures, signals, logs, and what is refused."""
+"""`hf-zero launch` as run by a user on one machine: ranks, failures, signals, logs, and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_zero.launch.restarts import newest_update
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, "-m", "hf_zero", "launch"]
-# Each rank says in a file of its own what it was told.
+# Each rank writes its environment and arguments to its own file.
 TELL = """
 import json, os, sys
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES GIVEN".split()
@@ -118,17 +118,17 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
 
 
 def hear_signals() -> None:
-    """What a run under nohup, or in the background of a script, ignores is ignored by what it starts, too."""
+    """Signals ignored by a run under nohup, or in the background of a script, are also ignored by its children."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_reach_every_rank(tmp_path: Path, number: signal.Signals) -> None:
-    """The launcher passes them on.
+    """The launcher forwards them.
 
-    This test itself failed wherever the tests were started with a signal ignored; and it waited minutes for ranks of a
-    launcher that had ended at once, where the interpreter could not import hf_zero.
+    This test itself failed if the tests were started with a signal ignored; and it waited minutes for ranks of a
+    launcher that had ended at once, because the interpreter could not import hf_zero.
     """
     script = """
 import os, pathlib, signal, sys, time
@@ -163,7 +163,7 @@ def test_logs_of_ranks_and_the_launchers_number(tmp_path: Path) -> None:
     assert said == "I am 1" and numbers != "[]"
 
 
-@pytest.mark.processes  # some are refused by what the launcher has started
+@pytest.mark.processes  # some errors come from processes started by the launcher
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -235,7 +235,7 @@ def test_who_starts_the_ranks(words: list[str], hosts: int, expected: str, tmp_p
     assert choose_backend(options, world, has_hosts=listed is not None).name == expected
 
 
-@pytest.mark.processes  # Python counts GPUs in one of its own
+@pytest.mark.processes  # Python counts GPUs in a separate process
 def test_a_machine_without_gpus_has_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "_COUNT", "print(0)")
     assert chosen_world(parse(["x.py"]), None, {}).num_ranks == 1
@@ -282,8 +282,8 @@ def test_they_start_no_more_often_than_they_may(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_script_is_not_tried_over_and_over(tmp_path: Path) -> None:
-    """A script with a wrong import was started a hundred times under --max_restarts 100, until it was read that it
-    says the same each time; what a checkpoint in host memory would show is not there yet."""
+    """A script with a wrong import was restarted a hundred times with --max_restarts 100. Repeated identical errors now
+    end the job; there is no checkpoint in host memory yet that would show progress."""
     words = ["--num_gpus", "1", "--max_restarts", "100", "--no_python", "--no_local_rank", "sh", "-c"]
     done = run(tmp_path, *words, "echo . >> starts; echo NameError >&2; exit 1")
     assert done.returncode == 1 and len((tmp_path / "starts").read_text().splitlines()) == 2

@@ -1,7 +1,7 @@
-"""Hostile hostfiles, filters and files of variables: 500 of them, each answered with a clear sentence or a sound job.
+"""500 malicious hostfiles, filters and variable files: each gives a clear error or a valid job.
 
-They are mutations of honest ones: pieces of shell, of pdsh's and ssh's own syntax, numbers at the edge, bytes that are
-no text. Whatever is accepted must be harmless: plain host names, plain variable names, values that arrive as they are.
+They are mutations of valid ones: shell syntax, the syntax of pdsh and ssh, extreme numbers, bytes that are not text.
+Accepted ones must be harmless: plain host names, plain variable names, values that arrive unchanged.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ HOSTFILE = b"node1 slots=2\nnode2 slots=4\n# the end\n"
 FILTERS = [b"node1", b"node1:0@node2:1,2", b"node2:0-3", b"node2@node1:1"]
 VARIABLES = b"NCCL_DEBUG=INFO\nexport A='b c'\n\n# note\nPYTHONPATH=/x:/y\n"
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-# What a sentence for the terminal must not hold: it could move the cursor or end the line.
+# Characters that an error message must not contain: they could move the cursor or end the line.
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f\u2028\u202e]")
 
 
 def mutated(text: bytes, dice: random.Random) -> bytes:
-    """`text` after one to four changes: pieces put in, parts cut out, doubled or replaced."""
+    """`text` after one to four changes: parts inserted, removed, doubled or replaced."""
     for _ in range(dice.randint(1, 4)):
         start, end = sorted(dice.choices(range(len(text) + 1), k=2))
         end = min(end, start + 12)
@@ -48,7 +48,7 @@ def mutated(text: bytes, dice: random.Random) -> bytes:
         if kind < 2:
             middle = dice.choice(PIECES) + text[start:end] * kind
         else:
-            middle = text[start:end] * (2 * kind - 4)  # gone, or there twice
+            middle = text[start:end] * (2 * kind - 4)  # removed or doubled
         text = text[:start] + middle + text[end:]
     return text
 

@@ -1,4 +1,4 @@
-"""Hostfiles and filters: what they mean, and what is said about those that mean nothing."""
+"""Hostfiles and filters: their meaning, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TWO = parse_hostfile(b"worker-0 slots=2\nworker-1 slots=3\n")
 
 
 def slots(world: World) -> dict[str, str]:
-    """Short form, for tables."""
+    """A short form for tables."""
     return {node.name: "".join(node.slots) for node in world.nodes}
 
 
@@ -111,7 +111,7 @@ def test_nothing_left() -> None:
 
 def test_limits() -> None:
     assert slots(limit(TWO, 1, -1)) == {"worker-0": "01"}
-    assert slots(limit(TWO, -1, 4)) == {"worker-0": "0123", "worker-1": "0123"}  # not held against the hostfile
+    assert slots(limit(TWO, -1, 4)) == {"worker-0": "0123", "worker-1": "0123"}  # not an error: the hostfile has fewer
     for nodes, gpus, message in ((3, -1, "the hostfile lists 2"), (0, -1, "--num_nodes 0"), (-1, 0, "--num_gpus 0")):
         with pytest.raises(LaunchError, match=message):
             limit(TWO, nodes, gpus)

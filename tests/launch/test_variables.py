@@ -1,4 +1,4 @@
-"""Variables that travel, cores that ranks share, and rank environments that MPI and Slurm give."""
+"""Exported variables, cores shared by ranks, and rank environments of MPI and Slurm."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ SLURM = {
         (HYDRA, RankEnvironment(1, 2, 1, 2, "MPICH or Intel MPI")),
         (SLURM, RankEnvironment(3, 4, 1, 2, "Slurm", "gpu07")),
         ({**SLURM, **OPEN_MPI}, RankEnvironment(3, 4, 1, 2, "Open MPI")),
-        # A batch script, which is no rank: srun has not started it.
+        # A batch script is not a rank: srun has not started it.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}, None),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_rank_environment_becomes_torchruns_variables() -> None:
     assert alone["MASTER_ADDR"] == "127.0.0.1"
     told = {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "1"}
     set_rank_environment(told, 1)
-    assert told["RANK"] == "0"  # who has said so explicitly is believed
+    assert told["RANK"] == "0"  # an explicit setting has priority
     with pytest.raises(ValueError, match="export MASTER_ADDR"):
         set_rank_environment(dict(OPEN_MPI), 1)
 

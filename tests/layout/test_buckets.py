@@ -1,4 +1,4 @@
-"""The layout is pure arithmetic: tables a reader can check by eye, and properties that always hold."""
+"""The layout is pure arithmetic: tables to check by eye, and general properties."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_groups_and_dtypes_never_share_a_bucket() -> None:
 
 
 def test_buckets_stand_in_the_order_in_which_backward_completes_them() -> None:
-    """The bucket of the small norms is complete only when the first layer's gradient is there."""
+    """The bucket of the small norms is complete only when the first layer's gradient has arrived."""
     rows = specs(("norm0", 8, 1), ("w0", 64), ("norm1", 8, 1), ("w1", 64))
     assert [[name for name, _ in members] for _, _, members in table(plan_layout(rows, world=1, bucket_numel=64))] == [
         ["w1"],
@@ -85,8 +85,8 @@ def test_shards_are_equal_and_pieces_say_who_owns_what() -> None:
     [
         (100, 500_000_000, MIN_BUCKET_NUMEL),  # a small model is one bucket
         (110_000_000, 500_000_000, 13_750_000),  # an eighth
-        (7_000_000_000, 500_000_000, MAX_BUCKET_NUMEL),  # beyond this nothing is won
-        (110_000_000, 262_144, 262_144),  # the configuration's ceiling wins
+        (7_000_000_000, 500_000_000, MAX_BUCKET_NUMEL),  # no benefit beyond this
+        (110_000_000, 262_144, 262_144),  # the configured limit wins
         (110_000_000, 0, 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Parts of a parameter along a dimension: every element of the whole is found in a part, and the other way round."""
+"""Partitions of a parameter along a dimension: every element of the whole is in a part, and vice versa."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intervals of flattened matrices: blocks, and the rows and matrices that several owners touch."""
+"""Intervals of flattened matrices: blocks, and the rows and matrices that several owners share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sizes = st.integers(1, 5)
 
 @given(sizes, sizes, sizes, st.data())
 def test_sums_over_blocks_are_those_of_the_whole(batch: int, rows: int, columns: int, data: st.DataObject) -> None:
-    """Row and column sums of what several owners have add up to those of the whole tensor."""
+    """The row and column sums of several owners add up to those of the whole tensor."""
     matrix = MatrixShape(batch, rows, columns)
     numel = batch * rows * columns
     cuts = sorted(data.draw(st.sets(st.integers(1, numel - 1))) if numel > 1 else ())

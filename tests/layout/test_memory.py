@@ -1,4 +1,4 @@
-"""Where master weights lie in memory."""
+"""The position of master weights in memory."""
 
 from __future__ import annotations
 

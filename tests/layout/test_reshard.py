@@ -100,7 +100,7 @@ layouts = st.sampled_from([ours, contiguous, by_parameter])
 
 
 def spread(numels: list[int], extents: list[Extent]) -> dict[tuple[int, int, int], tuple[int, int]]:
-    """Which element of which parameter lies at (rank, buffer, offset)."""
+    """Which element of which parameter is at (rank, buffer, offset)."""
     return {
         (run.rank, run.buffer, run.offset + i): (run.parameter, run.start + i)
         for run in extents

@@ -1,4 +1,4 @@
-"""What a rank updates, cut into sub-groups."""
+"""The elements that a rank updates, divided into sub-groups."""
 
 from __future__ import annotations
 

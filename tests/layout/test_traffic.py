@@ -1,4 +1,4 @@
-"""The table of the ZeRO++ paper follows from the formulas, and so does what hybrid sharding sends."""
+"""The table of the ZeRO++ paper follows from the formulas, and so does the traffic of hybrid sharding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NUMEL = 1 << 30
 M = 2 * NUMEL  # one flat 16-bit collective
 MODEL = Sizes(gathered=NUMEL, trained=NUMEL)
 HOSTS, LOCAL = 16, 8
-SHARE = (HOSTS - 1) / HOSTS  # of a flat gather comes from other hosts
+SHARE = (HOSTS - 1) / HOSTS  # share of a flat gather that comes from other hosts
 
 
 def across(**keys: object) -> float:
@@ -20,9 +20,9 @@ def across(**keys: object) -> float:
 
 
 def test_the_papers_table() -> None:
-    """Between hosts, per update: 3M; second shards take away both gathers but for one of updated rows, which a host
-    gets once (the paper's first forward brings M to every rank); int8 takes half of a gather, int4 three quarters of
-    the reduction, of which only sums of hosts travel."""
+    """Between hosts, per update: 3M; secondary shards remove both gathers except one of updated rows, which a host
+    receives once (the paper's first forward brings M to every rank); int8 halves a gather, int4 saves three quarters of
+    the reduction, of which only sums of hosts are sent."""
     message, codes = 1 / 2 + 1 / 128, 1 / 4 + 1 / 128
     assert across() == pytest.approx(3 * SHARE)
     assert across(second_shard=LOCAL) == pytest.approx((1 + 1 / LOCAL) * SHARE)
@@ -34,7 +34,7 @@ def test_the_papers_table() -> None:
 
 
 def test_accumulation() -> None:
-    """Second shards are refilled once per update."""
+    """Secondary shards are refilled once per update."""
     assert across(accumulation=4) == pytest.approx(12 * SHARE)
     assert across(accumulation=4, second_shard=LOCAL) == pytest.approx((4 + 1 / LOCAL) * SHARE)
 
@@ -46,7 +46,7 @@ def test_stages_below_three_send_two_models(stage: int) -> None:
 
 
 def test_hybrid_shards_stay_within_a_host() -> None:
-    """What crosses is the all-reduce of this rank's shard, once, whatever the stage and accumulation."""
+    """The all-reduce of this rank's shard is sent between hosts, once, for any stage and accumulation."""
     for stage, accumulation in ((1, 1), (2, 2), (3, 4)):
         sent = across(stage=stage, shard=LOCAL, accumulation=accumulation)
         assert sent == pytest.approx(2 * SHARE / LOCAL)
@@ -64,7 +64,7 @@ def test_small_worlds() -> None:
 
 
 def test_a_hundred_thousand_ranks() -> None:
-    """70 billion parameters on 100,000 ranks: what a rank keeps is small, what it receives is not."""
+    """70 billion parameters on 100,000 ranks: a rank keeps little, but receives much."""
     model = Sizes(gathered=70 * 10**9, trained=70 * 10**9)
     plain = Wiring(ranks=100_000, per_host=8)
     best = Wiring(ranks=100_000, per_host=8, second_shard=8, quantized_weights=True, gradient_bits=4)

@@ -1,4 +1,4 @@
-"""Dimensions of a mesh together: the numbers of one plain process, and checkpoints that go from shape to shape."""
+"""Several dimensions of a mesh: results of one plain process, and checkpoints that move between shapes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EIGHT = {
 }
 
 
-# By default those that are no pair of tests/products, which train there.
+# By default those that no pair of tests/products covers.
 STAGES = {"tensor x MiCS": 3, "tensor x sequence x copies": 1, "hpZ x shard groups": 3}
 
 
@@ -124,7 +124,7 @@ def test_checkpoints_go_from_shape_to_shape(stage: int, tmp_path: Path) -> None:
 
 
 def _registered(rank: int) -> tuple[dict[str, Any], tuple[float, ...]]:
-    """Sequence groups made by a program, neighbours, before the config adds tensor groups."""
+    """Neighbours form sequence groups, created by a program before the config adds tensor-parallel groups."""
     mpu = UlyssesSPAttentionHF.register_with_transformers(model_of("llama"), None, 2, micro_batch_size=2)
     engine = engine_of(model_of("llama"), Shape(tensor=2, sequence=2), 2, mpu=mpu)
     told = {
@@ -152,7 +152,7 @@ def test_groups_of_a_program_and_of_the_config_cross() -> None:
 
 
 def _dealt_out(rank: int) -> list[tuple[int, ...]]:
-    """The loader of an engine: the first forward compares what ranks of a tensor group see."""
+    """The engine's loader: the first forward checks that ranks of a tensor-parallel group get the same samples."""
     rows = [{name: values[0] for name, values in batch.items()} for batch in batches(4, size=1)]
     engine = engine_of(model_of("llama"), Shape(tensor=2, sequence=2), 1, training_data=rows)
     shapes = []

@@ -1,6 +1,6 @@
-"""A dimension that hf_zero does not have: ranks that train adapters (LoRA) for different tasks over one shared base.
+"""A dimension that hf_zero does not have: ranks that train adapters (LoRA) for different tasks on a shared base model.
 
-All that it takes is here: what is true of its ranks, how a model becomes theirs, and one line that registers it.
+This file has everything it needs: properties of its ranks, the preparation of a model, and one line to register it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Adapted(nn.Module):
         self.b = nn.Parameter(torch.randn(TASKS, WIDTH, RANK))
 
     def forward(self, inputs: Tensor, task: int) -> Tensor:
-        """Mean loss of one task; a rank that holds one adapter has no choice."""
+        """Mean loss of one task; a rank with a single adapter always uses that."""
         index = task if len(self.a) > 1 else 0
         found: Tensor = (self.base(inputs) + inputs @ self.a[index].T @ self.b[index].T).square().mean()
         return found
@@ -85,7 +85,7 @@ def optimizer_of(model: nn.Module) -> Any:
 
 def engine_of(stage: int, rank: int) -> Any:
     model = Adapted()
-    with torch.no_grad():  # values of other ranks than the first must not matter
+    with torch.no_grad():  # initial values of other ranks than the first must not matter
         for parameter in model.parameters():
             parameter.add_(rank)
     config = {

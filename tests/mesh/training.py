@@ -18,7 +18,7 @@ from tests.tensor.training import CLIP, RATE, Batch, Trained, batches, in_one_pr
 
 @dataclass(frozen=True)
 class Shape:
-    """How the ranks of a training are used.
+    """The parallelism of a training.
 
     Attributes:
         zero: keys of the section zero_optimization.
@@ -51,7 +51,7 @@ def engine_of(
 
 
 def train(engine: Any, data: list[Batch]) -> Trained:
-    """`data` is that of all data ranks, dealt out in turns; losses are this one's."""
+    """`data` is that of all data-parallel ranks, distributed in turns; losses are this rank's."""
     ranks, sample, losses, norms = engine.groups.data, engine.groups.sample, [], []
     for batch in data[ranks.rank :: ranks.size]:
         if sample.size > 1:
@@ -71,7 +71,7 @@ def train(engine: Any, data: list[Batch]) -> Trained:
 
 @functools.cache
 def plain_run(kind: str, steps: int, together: int) -> Trained:
-    """In one process, once for all shapes that a rank compares with it; an update takes `together` batches."""
+    """Trains in one process, once for all shapes that a rank compares with it; an update takes `together` batches."""
     return in_one_process(model_of(kind), batches(steps * together), data_ranks=together)
 
 

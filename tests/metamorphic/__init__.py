@@ -1,1 +1,1 @@
-"""Random valid jobs, each compared with itself under what must not matter."""
+"""Random valid jobs, each compared with variants that must give the same results."""

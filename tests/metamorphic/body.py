@@ -1,4 +1,4 @@
-"""What one rank does in a segment of a run, by the engine's own verbs; what it saw."""
+"""One rank of a segment of a run, using the engine's API, and its observations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CHECKPOINTS, UNUSED = "checkpoints", "unused"
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank saw: the mean loss of its part and the norm of every update; at the end of a run weights (trained
-    ones, whole, in fp32), logits of what is evaluated, and the labels that came with them."""
+    """A rank's observations: the mean loss of its part and the norm of every update; at the end of a run the trained
+    weights (full, in fp32), the logits of the evaluation, and their labels."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -32,7 +32,7 @@ class RankResult:
 
 
 def run_segment(segment: Segment, rank: int, folder: str = "") -> RankResult:
-    """`folder` is what runs of other kinds may write into; an engine writes into the segment's."""
+    """`folder` is for files of other kinds of runs; an engine writes into the segment's folder."""
     if segment.task.driver != "engine":
         from tests.metamorphic.libraries import run_library
 
@@ -41,7 +41,7 @@ def run_segment(segment: Segment, rank: int, folder: str = "") -> RankResult:
 
 
 class _Engine:
-    """One engine, for as long as a segment lasts."""
+    """One engine, for the duration of a segment."""
 
     def __init__(self, segment: Segment, rank: int) -> None:
         self.segment, self.task, self.shape, self.rank = segment, segment.task, segment.shape, rank
@@ -98,7 +98,7 @@ class _Engine:
         if self.shape.sequence == 1:
             return loss_of(self.engine(**batch))
         part = part_of(batch, self.rank % self.shape.sequence, self.shape.sequence)
-        # The recipe of accelerate's page on sequence parallelism.
+        # As in the example of accelerate's page on sequence parallelism.
         loss = self.engine(**part, labels=part["shift_labels"]).loss
         import torch.distributed.nn.functional as differentiable
 
@@ -136,8 +136,8 @@ def labels_of(segment: Segment) -> Tensor:
 
 
 def weights_of(engine: Any, shape: Shape) -> dict[str, Tensor]:
-    """What is trained, whole: masters, or, of parts of matrices, the weights themselves; nothing where 16 bits have
-    rounded those. Collective."""
+    """The full trained weights: masters, or, with tensor parallelism, the weights themselves; nothing if those are
+    rounded to 16 bits. Collective."""
     trained = {name: value for name, value in engine.module.named_parameters() if value.requires_grad}
     if shape.tensor > 1:
         state = engine.module_state_dict()

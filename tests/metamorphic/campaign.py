@@ -1,9 +1,9 @@
-"""Runs many random jobs, and says how they came out, in all and by feature.
+"""Runs many random jobs, and reports their outcomes in total and by feature.
 
     python -m tests.metamorphic.campaign --jobs-number 2000 --seed 0 --jobs 2 --only driver=engine
 
-Every failure is written into a folder: the job as JSON, and what was wrong; `-m tests.metamorphic.shrink` makes it
-small. The exit status is the number of kinds of failure that occurred.
+Every failure is written to a folder: the job as JSON, and the error; `-m tests.metamorphic.shrink` reduces it. The exit
+status is the number of kinds of failure that occurred.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.campaigns import KINDS, Outcome, choose, run_all, write_failu
 
 
 def table(outcomes: Sequence[Outcome[Job]]) -> str:
-    """How many came out how, in all and by feature; a job counts for all features that any of its runs has."""
+    """Numbers of outcomes, in total and by feature; a job counts for all features that any of its runs has."""
     counts: dict[str, Counter[str]] = {"all": Counter(one.verdict.kind for one in outcomes)}
     for one in outcomes:
         for feature in features(one.program):
@@ -64,13 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.metamorphic.campaign", description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="*", type=Path, help="jobs as JSON, instead of random ones")
-    parser.add_argument("--jobs-number", type=int, default=200, help="how many jobs")
-    parser.add_argument("--seed", type=int, default=0, help="of the first job; the others follow")
-    parser.add_argument("--jobs", type=int, default=1, help="jobs at a time")
+    parser.add_argument("--jobs-number", type=int, default=200, help="number of jobs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first job, incremented for the others")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel jobs")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for one segment of a run")
     parser.add_argument("--only", action="append", default=[], metavar="FEATURE", help="such as stage=3; repeatable")
     parser.add_argument("--without", action="append", default=[], metavar="FEATURE")
-    parser.add_argument("--folder", type=Path, default=Path("metamorphic-failures"), help="where failures are written")
+    parser.add_argument("--folder", type=Path, default=Path("metamorphic-failures"), help="folder for failures")
     return parser
 
 

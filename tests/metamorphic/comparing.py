@@ -1,19 +1,19 @@
 """By how much two runs of one task may differ, and whether they do.
 
-Equal to the last bit: runs whose ranks do the same arithmetic. A checkpoint and its loading, in every form, an
-evaluation in between, and a place in host memory or on a drive change no number.
+Bitwise equal: runs whose ranks do the same arithmetic. Saving and loading a checkpoint, in every form, an evaluation in
+between, and offload to host memory or a drive do not change any number.
 
-Otherwise sums are taken in another order: over other micro-batches, over other ranks, in tiles. Then
+Otherwise sums are computed in another order: over other micro-batches, over other ranks, in tiles. Then
 
     fp32  a unit in the last place is 6e-8 and a sum over 96 tokens loses a few; 1e-5 of a loss or norm is allowed, and
           1e-4 of the distance that weights have moved, which is a difference of sums and has fewer digits
     bf16  a unit is 4e-3 (8 bits); each micro-batch's gradients are rounded to it, so a norm may be off by some units
           and losses, means over all tokens, by about one. Masters move by lr at most where Adam's gradients are small
-          beside eps, so that their distance has the error of the gradients
+          compared with eps, so that their distance has the error of the gradients
     fp16  a unit is 5e-4, and logits are rounded to it
 
-Weights are measured by the norm of the difference over the norm of the distance from where they started, per parameter;
-those that have hardly moved are measured by what an average one has moved.
+Weights are measured per parameter by the norm of the difference over the norm of the distance from the start;
+parameters that have hardly moved are measured by the average distance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.metamorphic.spec import Job, Run, Shape, Task
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative: of losses, of norms, of logits (of the largest one), of the distance that weights have moved."""
+    """Relative to: losses, norms, logits (the largest one), the distance that weights have moved."""
 
     losses: float = 0.0
     norms: float = 0.0
@@ -48,14 +48,14 @@ BY_PRECISION = {
     "bf16": Tolerance(1e-2, 4e-2, 4e-2, 1.5e-1),
     "fp16": Tolerance(2e-3, 1e-2, 1e-2, 4e-2),
 }
-# Updates that do not depend smoothly on gradients: the sign of Lion's, Muon's iteration in bf16 (its own kernel), which
-# make of a rounding error near zero a whole step of an element, and Adagrad's first step, which is a sign as well.
+# Updates that do not depend smoothly on gradients: Lion's sign and Muon's iteration in bf16 (its own kernel) turn a
+# rounding error near zero into a full step of an element, and so does Adagrad's first step, which is also a sign.
 ENLARGED = {"Lion": 30.0, "Muon": 30.0, "Adagrad": 10.0, "Adafactor": 10.0, "Lamb": 3.0}
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What all ranks of a run saw together, and whether they agreed."""
+    """The combined observations of all ranks of a run, and whether they agreed."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -65,7 +65,7 @@ class RunResult:
 
 
 def together(job: Job, parts: Sequence[tuple[Shape, Sequence[RankResult]]]) -> RunResult | str:
-    """One result of the ranks' of all segments; a text where ranks contradict each other."""
+    """Combines the results of all ranks and segments; returns a text if ranks contradict each other."""
     losses: list[float] = []
     norms: list[float] = []
     for shape, ranks in parts:
@@ -81,7 +81,7 @@ def together(job: Job, parts: Sequence[tuple[Shape, Sequence[RankResult]]]) -> R
         losses += [sum(each) / len(each) for each in zip(*firsts)]
         norms += ranks[0].norms
     shape, ranks = parts[-1]
-    cuts = shape.sequence if job.task.driver == "engine" else 1  # into which each sequence's logits are cut
+    cuts = shape.sequence if job.task.driver == "engine" else 1  # into which each sequence's logits are divided
     for rank, one in enumerate(ranks):
         first = ranks[rank % cuts]
         for name, value in one.weights.items():
@@ -98,7 +98,7 @@ def _all_nan(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def tolerance(job: Job, run: Run) -> Tolerance:
-    """Of a run beside the first."""
+    """The tolerance of a run compared with the first."""
     reference = job.runs[0].first
     if all(same_arithmetic(shape) == same_arithmetic(reference) for shape in run.shapes):
         return EXACT
@@ -109,12 +109,12 @@ def tolerance(job: Job, run: Run) -> Tolerance:
 
 
 def same_arithmetic(shape: Shape) -> Shape:
-    """What is left of a shape that numbers could depend on."""
+    """The part of a shape that results may depend on."""
     return replace(shape, evaluates=False, saves=False, offload="none", keeps_on_host=False, universal=False)
 
 
 def difference(job: Job, run: Run, found: RunResult, wanted: RunResult) -> tuple[str, float]:
-    """(what differs by more than is allowed, "" if nothing does; the largest error as a part of what is allowed)."""
+    """(the difference beyond its tolerance, or ""; the largest error relative to its tolerance)."""
     allowed, errors = tolerance(job, run), dict[str, float]()
     for what in ("losses", "norms"):
         seen, right = getattr(found, what), getattr(wanted, what)

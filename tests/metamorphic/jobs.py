@@ -1,4 +1,4 @@
-"""Random jobs: `random_job(seed)` always gives the same one. All are valid: what the pages refuse is not drawn."""
+"""Random jobs: `random_job(seed)` always gives the same one. All are valid: unsupported combinations are not drawn."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from random import Random
 
 from tests.metamorphic.spec import DRIVERS, OFFLOADS, RECOMPUTATIONS, ROWS, TILES, Job, Run, Shape, Task
 
-LOSS_SCALES = (10, 10, 10, 26)  # 2**26 is more than fp16 holds: updates are skipped until the scale has come down
-# Arithmetic that depends on how the ranks cut vectors or sum over each other, or that makes steps of small differences.
+LOSS_SCALES = (10, 10, 10, 26)  # 2**26 overflows in fp16: updates are skipped until the scale is small enough
+# Arithmetic that depends on how ranks partition vectors or sum, or that makes full steps from small differences.
 SHAPED = ("AdamW8bit", "OneBitAdam")
 WORLDS = (1, 2, 2, 2, 3, 4)
 
@@ -50,11 +50,11 @@ def _task(draw: Random, seed: int) -> Task:
 
 
 def is_shaped(task: Task) -> bool:
-    """Whether numbers depend on stage, ranks and micro-batches by design."""
+    """Whether results depend on stage, ranks and micro-batches by design."""
     overflows = task.precision == "fp16" and task.scale_power > 16
-    # The gradient of GPT-2's key bias is nothing but rounding: softmax does not depend on it.
+    # The gradient of GPT-2's key bias is only rounding error: softmax does not depend on it.
     takes_noise = task.model == "gpt2" and task.optimizer in ("Lion", "Muon", "Adafactor")
-    # What rounds to 16 bits has another sign, or another direction, wherever it is near zero.
+    # Values rounded to 16 bits have another sign, or another direction, near zero.
     takes_noise |= task.precision != "fp32" and task.optimizer in ("Lion", "Muon")
     return task.optimizer in SHAPED or bool(task.wire) or overflows or task.feature == "compression" or takes_noise
 
@@ -81,7 +81,7 @@ def _shape(draw: Random, task: Task) -> Shape:
 
 
 def problem(task: Task, shape: Shape) -> str | None:
-    """Why this is no job: what one of the two asks for does not go with the other, as the pages say."""
+    """Why this job is invalid: task and shape ask for features that do not go together, according to the docs."""
     return next(_problems(task, shape), None)
 
 
@@ -123,7 +123,7 @@ def _variant(draw: Random, task: Task, reference: Shape) -> Run:
     kind = draw.choices(("same", "elsewhere", "shape", "between"), (25, 35, 30, 10))[0]
     if is_shaped(task) and kind in ("elsewhere", "shape"):
         kind = draw.choice(("same", "between"))
-    # The errors of compression that ranks feed back are saved as their mean.
+    # The error feedback of compression is saved as its mean over ranks.
     at = 1 if task.optimizer == "OneBitAdam" else draw.randrange(1, task.updates)
     if kind == "same":
         return _by_form(draw, task, Run(_between(draw, reference), at, reference))
@@ -135,7 +135,7 @@ def _variant(draw: Random, task: Task, reference: Shape) -> Run:
 
 
 def _by_form(draw: Random, task: Task, run: Run) -> Run:
-    """Sometimes by way of the universal form, which has states of one value per element, of matrices that are whole."""
+    """Sometimes converts to the universal form, which only has states with one value per element, of full matrices."""
     has_form = task.optimizer in ("AdamW", "Adam", "SGD", "Lion", "Adagrad", "Muon") and task.driver == "engine"
     if has_form and run.first.stage and run.first.tensor == 1 and not task.wire and draw.random() < 0.25:
         return replace(run, second=replace(run.second, universal=True))
@@ -158,7 +158,7 @@ def _another(draw: Random, task: Task, reference: Shape) -> Shape:
 
 
 def features(job: Job) -> frozenset[str]:
-    """What a job has, as words to choose and to count by."""
+    """The features of a job, as words to select and count by."""
     found = {f"{field.name}={getattr(job.task, field.name)}" for field in fields(Task) if field.name not in ("seed",)}
     for shape in job.shapes():
         found |= {f"{field.name}={getattr(shape, field.name)}" for field in fields(Shape)}
@@ -168,7 +168,7 @@ def features(job: Job) -> frozenset[str]:
 
 
 def relation(job: Job, run: Run) -> str:
-    """What must not matter in this run."""
+    """What this run varies, which must not matter."""
     reference = job.runs[0].first
     plain = [replace(shape, evaluates=False, saves=False, universal=False) for shape in run.shapes]
     if not run.resume_at:

@@ -1,4 +1,4 @@
-"""The same by an unmodified Trainer, or by a loop of Accelerate's, with what they hand to whoever computes metrics."""
+"""The same with an unmodified Trainer, or with a loop of Accelerate, including their inputs to metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.metamorphic.body import CHECKPOINTS, UNUSED, RankResult, logits_of, l
 from tests.metamorphic.model import build_model, ds_config, evaluated, samples, stack
 from tests.metamorphic.spec import ROWS, Segment
 
-MOST = ROWS  # samples of an evaluation of which every number of ranks gets as many, in batches of one
+MOST = ROWS  # evaluation samples, divisible by every number of ranks in batches of one
 
 
 def run_library(segment: Segment, rank: int) -> RankResult:
@@ -33,7 +33,7 @@ def _eval_batch(segment: Segment) -> int:
 
 
 class Watched(Trainer):
-    """Adds up what its steps return, for every update."""
+    """Sums the losses of its steps, for every update."""
 
     seen: list[float]
 
@@ -44,7 +44,7 @@ class Watched(Trainer):
 
 
 class Diary(TrainerCallback):
-    """Notes norms, and saves and stops where the segment says so."""
+    """Records norms, and saves and stops as the segment specifies."""
 
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
@@ -117,7 +117,7 @@ def _trainer(segment: Segment) -> RankResult:
     else:
         weights = weights_of(trainer.model_wrapped, shape)
         metrics = trainer.predict(evaluated(task)).metrics
-        # Trainer divides what ranks evaluate at a time by all their labels: an uneven loss depends on their number.
+        # Trainer divides by the labels of all ranks' concurrent batches: an uneven loss depends on their number.
         if task.num_evaluated == MOST and not task.uneven:
             losses = (*losses, metrics["test_loss"])
         logits, labels = (torch.as_tensor(values) for values in (found[-1].predictions, found[-1].label_ids))
@@ -148,7 +148,7 @@ def _accelerate(segment: Segment) -> RankResult:
     model, optimizer, loader, others = accelerator.prepare(model, optimizer, loader, others)
     if segment.start:
         accelerator.load_state(f"{segment.folder}/{CHECKPOINTS}")
-        accelerator.step = 0  # accelerate gives ranks that there were their number of micro-batches, and others none
+        accelerator.step = 0  # accelerate restores the micro-batch number only on ranks that existed before
         loader = skip_first_batches(loader, segment.start * shape.accumulation)
     losses: list[float] = []
     norms: list[float] = []
@@ -180,7 +180,7 @@ def _accelerate(segment: Segment) -> RankResult:
 
 
 def _gather(accelerator: Accelerator, model: Any, loader: Any) -> tuple[Tensor, Tensor]:
-    """Logits and labels of all samples, as `gather_for_metrics` hands them out."""
+    """Logits and labels of all samples, as returned by `gather_for_metrics`."""
     model.eval()
     logits, labels = [], []
     for batch in loader:

@@ -14,13 +14,13 @@ from tests.metamorphic.spec import ROWS, Shape, Task
 VOCABULARY, LENGTH, WIDTH = 61, 8, 6
 IGNORED = -100
 RATE = 1e-2
-# Large for Adam, on purpose: it bounds by how much rounding in a gradient near zero can move a weight (rate / eps).
+# Intentionally large for Adam: it bounds how far rounding in a gradient near zero can move a weight (rate / eps).
 EPS = 1e-3
 Batch = dict[str, Tensor]
 
 
 class Mlp(nn.Module):
-    """Odd sizes, a scalar, a frozen matrix, one that is tied and one that nobody uses."""
+    """Odd sizes, a scalar, a frozen matrix, a tied one and an unused one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def _bare(kind: str) -> nn.Module:
 
 
 def build_model(task: Task, recompute: str = "") -> nn.Module:
-    """Biases and gains are not zeros and ones, which would hide mistakes."""
+    """Biases and gains are not initialized to zeros and ones, which would hide errors."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(task.seed)
         model = _bare(task.model)
@@ -77,14 +77,14 @@ def build_model(task: Task, recompute: str = "") -> nn.Module:
     if recompute and isinstance(model, Mlp):
         model.recompute = recompute
     elif recompute:
-        if task.adapters:  # else reentrant recomputation finds nothing that requires a gradient
+        if task.adapters:  # otherwise reentrant recomputation finds nothing that requires a gradient
             model.enable_input_require_grads()  # type: ignore[operator]
         model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})  # type: ignore[operator]
     return model.train()
 
 
 def samples(task: Task, number: int, first: int = 0) -> list[Batch]:
-    """Training samples from `first` on, each made from its own number; evaluated ones have negative numbers."""
+    """Training samples from `first` on, each generated from its number; evaluation samples have negative numbers."""
     found = []
     for index in range(first, first + number):
         generator = torch.Generator().manual_seed(task.seed * 1_000_003 + index + 500_000)
@@ -94,7 +94,7 @@ def samples(task: Task, number: int, first: int = 0) -> list[Batch]:
             continue
         ids = torch.randint(3, VOCABULARY, (LENGTH,), generator=generator)
         labels = ids.clone()
-        # Nothing predicts the first, and not everybody leaves it out when labels are counted.
+        # Nothing predicts the first label, and some libraries count it nevertheless.
         ignored = 1 + int(torch.randint(LENGTH - 2, (1,), generator=generator)) if task.uneven else 1
         labels[:ignored] = IGNORED
         found.append({"input_ids": ids, "labels": labels})
@@ -219,7 +219,7 @@ def ds_config(task: Task, shape: Shape, folder: str) -> dict[str, Any]:
 
 
 def share(shape: Shape, rank: int, micro: int, rows: list[Batch]) -> list[Batch]:
-    """Of an update's samples those of a rank in one of its micro-batches."""
+    """A rank's samples in one micro-batch of an update."""
     start = (micro * shape.data_ranks + rank // (shape.tensor * shape.sequence)) * shape.micro_batch
     return rows[start : start + shape.micro_batch]
 

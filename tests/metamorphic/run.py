@@ -1,4 +1,4 @@
-"""Runs jobs on groups of ranks that live on from job to job, and says how they came out."""
+"""Runs jobs on groups of ranks that are reused from job to job, and reports their outcomes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MODULES = (
     "tests.metamorphic.model",
     "tests.metamorphic.libraries",
 )
-# A group makes process groups for every kind of parallelism that comes; now and then a new one begins.
+# A group creates process groups for every kind of parallelism; it is occasionally replaced by a new one.
 MOST_JOBS = 60
 
 
 class JobRunner:
-    """Use it as a context, so that no process is left behind."""
+    """Use it as a context manager, so that no process is left behind."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
@@ -43,7 +43,7 @@ class JobRunner:
         self._ranks.close()
 
     def run(self, job: Job) -> Verdict:
-        """All runs, each beside the first."""
+        """Runs all runs of a job, comparing each with the first."""
         results: list[RunResult] = []
         error = 0.0
         for number, run in enumerate(job.runs):

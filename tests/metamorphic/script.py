@@ -1,6 +1,6 @@
-"""A job as one Python file that needs nothing but hf_zero, torch and what trains (transformers, accelerate, peft).
+"""A job as one Python file that needs only hf_zero, torch and the training libraries (transformers, accelerate, peft).
 
-The file holds the very code that the tests run, so it cannot behave otherwise. It starts its ranks by itself.
+The file contains the very code that the tests run, so it behaves the same. It starts its own ranks.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ if __name__ == "__main__":
 
 
 def script_of(job: Job, kind: str, name: str = "script.py") -> str:
-    """The text of a script that exits with 0 when all runs are alike."""
+    """The text of a script that exits with 0 if all runs agree."""
     parts = [as_json, spec, model, body, comparing]
     if job.task.driver != "engine":
         parts += [flows, libraries]
@@ -107,7 +107,7 @@ def script_of(job: Job, kind: str, name: str = "script.py") -> str:
 
 
 def describe(job: Job) -> str:
-    """What a job is, in lines for a reader: only what is not as it is by default."""
+    """A readable description of a job's non-default values."""
     lines = [f"{job.task.model} by {job.task.driver}: {_words(job.task, spec.Task(0))}"]
     for number, run in enumerate(job.runs):
         lines.append(f"run {number}: {_words(run.first, spec.Shape())}")

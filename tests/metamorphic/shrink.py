@@ -1,4 +1,4 @@
-"""Makes of a failing job the smallest one that still fails in the same way, as a script.
+"""Reduces a failing job to the smallest one that still fails in the same way, as a script.
 
 python -m tests.metamorphic.shrink metamorphic-failures/wrong-17.json
 """
@@ -24,7 +24,7 @@ ATTEMPTS = 80
 
 
 def shrink(job: Job, fails: Callable[[Job], bool], attempts: int = ATTEMPTS) -> Job:
-    """The smallest job for which `fails`, asked at most `attempts` times; `job` itself is taken to fail."""
+    """The smallest job for which `fails`, called at most `attempts` times; `job` itself is assumed to fail."""
     return search(job, fails, (_fewer_runs, _plain_task, _plain_shapes, _one_segment), _tidy, attempts)[0]
 
 
@@ -53,7 +53,7 @@ def _plain_task(job: Job) -> Iterator[Job]:
 
 
 def _plain_shapes(job: Job) -> Iterator[Job]:
-    """One thing at its default in all shapes at once, then in each."""
+    """Resets one field in all shapes at once, then in each."""
     plain = Shape()
     for field in fields(Shape):
         changes: dict[str, Any] = {field.name: getattr(plain, field.name)}
@@ -91,11 +91,11 @@ def _each_shape(job: Job, change: Callable[[int, Shape], Shape]) -> Job:
 
 
 def write_shrunk(path: Path, job: Job, kind: str, runner: JobRunner, attempts: int = ATTEMPTS) -> Path:
-    """Shrink `job`; the result stands beside `path`, as a script and as JSON."""
+    """Shrink `job`; the result is written beside `path`, as a script and as JSON."""
     relations = {relation(job, run) for run in job.runs[1:]}
 
     def fails(one: Job) -> bool:
-        # Where only a resume fails, the same runs without one say nothing.
+        # If only a resume fails, the same runs without one are irrelevant.
         return relations.issuperset(relation(one, run) for run in one.runs[1:]) and runner.run(one).kind == kind
 
     small = shrink(job, fails, attempts)
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Shrink a job that a campaign has written, and print it."""
     parser = argparse.ArgumentParser(prog="python -m tests.metamorphic.shrink", description=main.__doc__)
     parser.add_argument("job", type=Path, help="JSON file of a failing job")
-    parser.add_argument("--attempts", type=int, default=ATTEMPTS, help="jobs to run at most")
+    parser.add_argument("--attempts", type=int, default=ATTEMPTS, help="maximum number of jobs to run")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for one segment of a run")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

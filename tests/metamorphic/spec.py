@@ -1,11 +1,11 @@
-"""A job of the metamorphic floor as plain frozen data, fully determined by its JSON text.
+"""A metamorphic job as plain frozen data, fully determined by its JSON text.
 
     Job
-      task   what is trained: model, data, optimizer, precision, whatever the numbers depend on
-      runs   the same task in several ways; what they give is compared with what the first gives
-               Run = one Shape, or a Shape up to some update and, from its checkpoint, another one
+      task   what is trained: model, data, optimizer, precision, everything that results depend on
+      runs   the same task in several ways; their results are compared with those of the first
+               Run = one Shape, or a Shape up to some update and another one from its checkpoint
 
-Nothing here imports torch, so that jobs can be made, counted and shrunk without it.
+Nothing here imports torch, so that jobs can be generated, counted and reduced without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FEATURES = ("", "curriculum", "random_ltd", "layer_drop", "compression")
 OFFLOADS = ("none", "optimizer_cpu", "param_cpu", "both_cpu", "optimizer_nvme", "both_nvme")
 TILES = ("", "mlp", "loss", "both")
 RECOMPUTATIONS = ("", "reentrant", "non_reentrant")
-ROWS = 12  # samples of an update: as many ranks, and micro-batches of each, as there are ways to divide them
+ROWS = 12  # samples of an update: divisible by many numbers of ranks and micro-batches
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Task:
         clip: largest norm; 0: none.
         schedule: the learning rate has one.
         adapters: LoRA; the model's own weights are frozen.
-        uneven: samples count different numbers of labels; only where the driver divides by their number.
-        wire: what is quantised on its way between ranks (ZeRO++): "", "weights", "gradients".
-        scale_power: the first loss scale of fp16; large: updates are skipped until it has come down.
+        uneven: samples have different numbers of labels; only if the driver divides by their number.
+        wire: what is quantised in communication (ZeRO++): "", "weights", "gradients".
+        scale_power: the first loss scale of fp16; if large, updates are skipped until it has come down.
         num_evaluated: samples of an evaluation.
     """
 
@@ -66,15 +66,15 @@ class Shape:
 
     Attributes:
         accumulation: micro-batches of an update, on every rank.
-        shard_group: ranks that share the states of a copy (hybrid sharding); 0: all.
-        gather_group: ranks that gather weights around use among themselves (hpZ); 0: all.
-        tensor: ranks that hold parts of the same matrices.
-        sequence: ranks that share sequences.
+        shard_group: ranks that share the states of a replica (hybrid sharding); 0: all.
+        gather_group: ranks that gather weights among themselves (hpZ); 0: all.
+        tensor: tensor-parallel ranks.
+        sequence: sequence-parallel ranks.
         small: buckets of a few elements, and all limits of stage 3 at zero.
-        keeps_on_host: what recomputed layers keep goes to the host, and into one buffer.
-        universal: what this shape resumes from is converted to DeepSpeed's universal form first.
+        keeps_on_host: kept inputs of recomputed layers are stored on the host, in one buffer.
+        universal: the checkpoint that this shape resumes from is first converted to DeepSpeed's universal form.
         evaluates: before every update.
-        saves: a checkpoint that nobody loads, after the first update.
+        saves: a checkpoint that is never loaded, after the first update.
     """
 
     world: int = 1
@@ -105,7 +105,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Run:
-    """One way to train the task. With `resume_at`, `second` goes on after so many updates of `first`."""
+    """One way to train the task. With `resume_at`, `second` continues after that many updates of `first`."""
 
     first: Shape
     resume_at: int = 0
@@ -118,7 +118,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Job(AsJson):
-    """The first run is what the others are compared with."""
+    """The first run is the reference for the others."""
 
     task: Task
     runs: tuple[Run, ...]
@@ -130,12 +130,12 @@ class Job(AsJson):
 
 @dataclass(frozen=True)
 class Segment:
-    """What one group of ranks does at a time: some updates of a run.
+    """The work of one group of ranks at a time: some updates of a run.
 
     Attributes:
-        folder: of the run, where checkpoints and what is swapped out may lie.
-        start: updates that were made before; their checkpoint is in `folder`.
-        stop: update after which the next segment goes on from a checkpoint, or the last one.
+        folder: of the run, for checkpoints and swap files.
+        start: number of earlier updates; their checkpoint is in `folder`.
+        stop: update after which the next segment resumes from a checkpoint, or the last one.
     """
 
     task: Task

@@ -1,4 +1,4 @@
-"""Random jobs give what must not matter, all end; and the floor itself: what is wrong is noticed, small and told."""
+"""Variants of random jobs give the same results; and the test framework detects, reduces and reports errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def assert_right(runner: JobRunner, jobs: list[Job]) -> None:
 
 
 def test_jobs_give_what_must_not_matter(runner: JobRunner) -> None:
-    """One by Trainer: a run of it takes as long as ten of an engine."""
+    """Only one with Trainer, whose runs take as long as ten of an engine."""
     jobs = choose(random_job, features, 0, NUM_QUICK - 1, ["driver=engine"])
     jobs += choose(random_job, features, 0, 1, ["driver=trainer", "world=2"], ["tensor=2"])
     assert_right(runner, jobs)
@@ -105,7 +105,7 @@ def alone(task: Task) -> RankResult:
 
 
 def test_differences_are_measured_by_what_may_differ() -> None:
-    """Bit for bit where arithmetic is the same, and by digits of the precision where sums have another order."""
+    """Bitwise if the arithmetic is the same, by digits of the precision if sums have another order."""
     task, two = Task(SEED, model="mlp"), Shape(world=2, stage=2)
     job = Job(task, (Run(two), Run(two, 1, replace(two, offload="optimizer_cpu")), Run(Shape())))
     assert tolerance(job, job.runs[1]) == EXACT and tolerance(job, job.runs[2]).losses == 1e-5
@@ -137,7 +137,7 @@ def test_ranks_that_contradict_each_other_are_named() -> None:
 
 
 def test_a_failure_shrinks_to_what_makes_it() -> None:
-    """Fails where a run with tiles resumes on two ranks."""
+    """It fails if a run with tiles resumes on two ranks."""
 
     def fails(job: Job) -> bool:
         return any(run.resume_at and run.second.world == 2 and run.first.tiles for run in job.runs[1:])
@@ -189,7 +189,7 @@ def test_a_campaign_writes_what_failed_and_counts_it(tmp_path: Path, capsys: pyt
 
 
 def test_every_shape_sees_all_samples_of_an_update() -> None:
-    """Samples are made from their numbers, so that no shape of a run sees others."""
+    """Samples are generated from their numbers, so all shapes of a run get the same ones."""
     from tests.metamorphic.model import share, update_samples
 
     task = Task(SEED, model="mlp")

@@ -1,4 +1,4 @@
-"""Training runs of the awkward little model, with and without offload; for ranks of `run_ranks`."""
+"""Training runs of AwkwardMLP, with and without offload, for ranks of `run_ranks`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from hf_zero.api.entry import initialize
 from tests.support.models import AwkwardMLP, mlp_batches
 
-ROWS = 12  # divided by 1, 2, 3 and 4 ranks
-# Little models are below every threshold: without these nothing of them would be sharded.
+ROWS = 12  # divisible by 1, 2, 3 and 4 ranks
+# Small models are below every threshold: with the defaults nothing of them would be sharded.
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
@@ -21,7 +21,7 @@ class Run:
 
     Attributes:
         zero: keys of zero_optimization.
-        optimizer: a class of torch.optim or of ours and its options; AdamW of the config without one.
+        optimizer: a class of torch.optim or hf_zero and its options; default: AdamW from the config.
     """
 
     stage: int
@@ -60,7 +60,7 @@ def engine_for(run: Run, world: int) -> Any:
 
 
 def train(engine: Any, run: Run, rank: int, world: int, *, first: int = 0, steps: int | None = None) -> list[float]:
-    """Losses and norms; which parameters are used differs from rank to rank and micro-batch to micro-batch."""
+    """Losses and norms; the used parameters differ between ranks and micro-batches."""
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     numbers = []
     last = first + (run.steps if steps is None else steps)

@@ -1,4 +1,4 @@
-"""Access to files that a test can let fail."""
+"""File access that a test can make fail."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hf_zero.offload.swap_store import FileAccess
 
 
 class RefusingAccess(FileAccess):
-    """Asks `check`, which may raise, before everything that it does."""
+    """Calls `check`, which may raise, before every operation."""
 
     def check(self, verb: str) -> None:
         """`verb`: read, write or reserve."""

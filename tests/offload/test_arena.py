@@ -1,4 +1,4 @@
-"""A model that is larger than its device, an arena with a limit: its bytes, and the losses of the plain step."""
+"""A model larger than its device, which is an arena with a limit: its bytes, and the losses of plain training."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from bench.models import Size
 from bench.streaming import SIZES, SPLIT, STATES, in_a_process, plain_losses, train
 from tests.support.arena import ArenaDevice, OutOfArena, arena
 
-# Of the largest: the one in use, the one that comes next, and gradients of the one in use; activations of two tokens
-# and what stays gathered are small beside them.
+# In units of the largest: the one in use, the next one, and gradients of the one in use; activations of two tokens and
+# persistent parameters are small in comparison.
 UNITS = 3.2
 
 
-@pytest.mark.slow  # its parts are compared in test_streaming.py, and the next test has the device
+@pytest.mark.slow  # test_streaming.py compares its parts, and the next test uses the device
 def test_a_model_larger_than_its_device() -> None:
-    """63 million parameters, trained in three ways: beside backward, after it, and without an engine."""
+    """63 million parameters, trained with updates during backward, with updates after it, and without an engine."""
     size = SIZES["60m"]
     plain = train(size, 2, "fp32", streams=False)
     limit = round(UNITS * 2 * plain["unit_numel"])
@@ -31,8 +31,8 @@ def test_a_model_larger_than_its_device() -> None:
 @pytest.mark.lengthy
 @pytest.mark.parametrize("compares", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["alone", "compared"])
 def test_400_million_parameters_on_a_device_of_130_megabytes(compares: bool) -> None:
-    """A sixth of the weights. One core that nothing else uses takes 20 seconds for it, and as many for what it is
-    compared with; by default that is done with fewer parameters, in the next test."""
+    """The device holds a sixth of the weights. This takes 20 seconds on one idle core, and as long again for the
+    comparison, which the next test does by default with fewer parameters."""
     size = SIZES["400m"]
     found = train(size, 1, "8bit", limit=130_000_000)
     assert found["numel"] > 400_000_000
@@ -47,7 +47,7 @@ def test_400_million_parameters_on_a_device_of_130_megabytes(compares: bool) -> 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("states", ["8bit", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_losses_are_those_without_an_engine(states: str) -> None:
-    """An update of 13 million parameters, on a device with room for less than a quarter of their weights."""
+    """One update of 13 million parameters, on a device that holds less than a quarter of their weights."""
     size = Size(hidden=256, intermediate=688, layers=16, vocabulary=512, batch=1, length=2)
     found = train(size, 1, states, limit=5_700_000)
     assert 4 * 5_700_000 < 2 * found["numel"] < 26_000_000
@@ -57,7 +57,7 @@ def test_losses_are_those_without_an_engine(states: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_2_billion_parameters_on_a_device_of_300_megabytes() -> None:
-    """One takes 14 GB and then the other 12, and five minutes of a core that nothing else uses."""
+    """They take 14 GB and then 12, and five minutes of one idle core."""
     found = in_a_process("2b", 2, "8bit", budget_mb=300)
     assert "failed" not in found, found
     assert found["numel"] > 1_990_000_000

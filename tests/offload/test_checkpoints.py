@@ -1,4 +1,4 @@
-"""Checkpoints go from offloaded to not, and back, and the training cannot tell."""
+"""Checkpoints load with and without offload, in both directions, and training continues identically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that leave the device: counted in when somebody asks, in order, and never more than a few under way."""
+"""Copies of gradients to host memory: added on demand, in order, and only a few in flight."""
 
 from __future__ import annotations
 

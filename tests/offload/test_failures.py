@@ -1,4 +1,4 @@
-"""A drive that fails on one rank stops all of them; and where the shards of parameters are kept."""
+"""A drive failure on one rank stops all ranks; and placement of parameter shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Others(LoneCollectives):
-    """This rank and one more, which has failed, or not."""
+    """This rank and another one, which may have failed."""
 
     def __init__(self, problem: str | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A drive that fails stops every rank with the reason, wherever it fails, and what was saved before stays good."""
+"""A drive failure stops every rank with the reason, wherever it occurs, and earlier checkpoints stay valid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.ranks import RankFailure, run_each, run_ranks
 
 
 class FailingOnce(RefusingAccess):
-    """Fails for good from one moment on."""
+    """Fails permanently from a given operation on."""
 
     def __init__(self, verb: str, error: int) -> None:
         self._verb = verb
@@ -37,7 +37,7 @@ class FailingOnce(RefusingAccess):
 
 
 def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: str) -> str:
-    """Train a step and save, let rank 1's drive break `where`, and return the message that this rank stops with."""
+    """Train a step and save, make rank 1's drive fail in `where`, and return this rank's error message."""
     access = FailingOnce(verb, error)
     if rank == 1:
         drives.ACCESS = access  # type: ignore[misc]
@@ -72,8 +72,8 @@ def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: 
 @pytest.mark.parametrize(
     ("stage", "where", "verb", "error"),
     [
-        pytest.param(2, "update", "read", errno.EIO, marks=pytest.mark.slow),  # as at stage 3, too
-        pytest.param(1, "update", "write", errno.ENOSPC, marks=pytest.mark.slow),  # as at stage 3
+        pytest.param(2, "update", "read", errno.EIO, marks=pytest.mark.slow),  # same as at stage 3
+        pytest.param(1, "update", "write", errno.ENOSPC, marks=pytest.mark.slow),  # same as at stage 3
         (2, "backward", "write", errno.ENOSPC),
         (3, "update", "read", errno.EIO),
         (3, "forward, of parameters", "read", errno.EIO),
@@ -82,7 +82,7 @@ def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: 
     ],
 )
 def test_all_ranks_stop_with_path_and_bytes(stage: int, where: str, verb: str, error: int, tmp_path: Path) -> None:
-    """A shard that could not be read in forward used to raise on its rank alone; the others heard of a broken link."""
+    """A shard that could not be read in forward raised on its rank only; the others reported a broken connection."""
     drive, saved = tmp_path / "drive", tmp_path / "saved"
     drive.mkdir()
     place, _, parameters = where.partition(", ")
@@ -104,7 +104,7 @@ def load_and_go_on(rank: int, run: Run, folder: str) -> dict[str, torch.Tensor]:
 
 
 def use_broken(rank: int, run: Run, use: str, folder: str) -> tuple[str, list[str]]:
-    """Let rank 1's drive refuse to be read after a step, and `use` the engine; (what this rank stops with, saved)."""
+    """Makes reads of rank 1's drive fail after a step, and `use`s the engine; (this rank's error, saved files)."""
     access = FailingOnce("read", errno.EIO)
     if rank == 1:
         drives.ACCESS = access  # type: ignore[misc]
@@ -143,7 +143,7 @@ def test_a_failed_drive_stops_all_ranks_outside_training_too(use: str, tmp_path:
 
 
 def start_too_small(rank: int, run: Run, after: int) -> str:
-    """The drive of rank 1 is full after so many reservations."""
+    """The drive of rank 1 is full after `after` reservations."""
 
     class Full(FileAccess):
         left = after
@@ -201,7 +201,7 @@ def train_without_folder(rank: int, run: Run, drive: str) -> tuple[list[float], 
 
 
 def killed_in_update(rank: int, run: Run, folder: str) -> None:
-    """Rank 1 is killed when the second of its sub-groups has been updated, after a checkpoint and a half-done step."""
+    """Rank 1 is killed after updating the second of its sub-groups, after a checkpoint and a partial step."""
     engine = engine_for(run, 2)
     train(engine, run, rank, 2, steps=1)
     engine.save_checkpoint(folder)
@@ -232,7 +232,7 @@ def test_a_rank_killed_in_its_update_costs_the_step_and_nothing_else(stage: int,
 
 
 def killed_alone(rank: int, drive: str) -> None:
-    """A program of one process is killed where its third update begins."""
+    """A single-process program is killed at the start of its third update."""
     model = torch.nn.Linear(50, 50)
     zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": drive}}
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}

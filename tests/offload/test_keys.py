@@ -1,4 +1,4 @@
-"""Every key of the offload sections and of aio changes what it says: each test fails where its key is ignored."""
+"""Every key of the offload sections and of aio has its documented effect: each test fails if its key is ignored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 
 
 def policy(optimizer: dict[str, Any] | None = None, parameters: dict[str, Any] | None = None, **aio: Any) -> Any:
-    """Resolved, with NVMe as the place of what is given."""
+    """The resolved section, with NVMe as the device of the given parts."""
     zero: dict[str, Any] = {"stage": 3}
     for name, section in (("offload_optimizer", optimizer), ("offload_param", parameters)):
         if section is not None:
@@ -37,7 +37,7 @@ def run_with(folder: Path, optimizer: dict[str, Any] | None, parameters: dict[st
 
 
 def bytes_on_drive(rank: int, runs: list[Run]) -> list[tuple[int, int]]:
-    """(of all files, written before the first step) for each run."""
+    """(bytes of all files, bytes written before the first step) for each run."""
     found = []
     for run in runs:
         engine = engine_for(run, 1)
@@ -66,7 +66,7 @@ def test_ratio_and_max_in_cpu_and_fast_init(tmp_path: Path) -> None:
 
 
 def test_sizes_of_the_pools() -> None:
-    """buffer_count for each stage of the pipeline; buffer_count of parameters, with that times buffer_size elements."""
+    """buffer_count for each stage of the pipeline; for parameters buffer_count buffers of buffer_size elements."""
     cases = [({"buffer_count": 3}, 9), ({"buffer_count": 5, "pipeline_read": False}, 10)]
     cases += [({"buffer_count": 4, "pipeline_write": False, "pipeline_read": False}, 4)]
     for section, limit in cases:
@@ -115,9 +115,9 @@ def refused(rank: int, run: Run) -> str:
 
 
 def order_of_events(rank: int, run: Run) -> tuple[list[str], list[bool]]:
-    """What happens in one update; and, each time a sub-group's update begins, whether earlier sub-groups are written.
+    """The events of one update; and, for each start of a sub-group's update, whether earlier sub-groups are written.
 
-    Gradients that backward has left are not meant: on a busy machine they are still being written at the first one.
+    Gradients from backward are ignored: on a busy machine they may still be being written at the first one.
     """
     engine = engine_for(run, 1)
     [drive] = engine.gradients.assembly.placements.drives
@@ -156,7 +156,7 @@ def test_pipeline_write(tmp_path: Path) -> None:
 
 
 def write_beside_the_next_update(rank: int, run: Run) -> bool:
-    """Writes of the first sub-group end only when the second one's update has begun: without a pipeline, never."""
+    """Writes of the first sub-group end only after the second one's update has begun: without a pipeline, never."""
     begun, gate, met = threading.Event(), threading.Event(), []
 
     class Held(FileAccess):
@@ -181,7 +181,7 @@ def write_beside_the_next_update(rank: int, run: Run) -> bool:
 
 @pytest.mark.parametrize("aio", [{"queue_depth": 6}, {"queue_depth": 2, "thread_count": 3, "intra_op_parallelism": 2}])
 def test_requests_under_way(aio: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six blocks are read at the same time, or none of them ever is."""
+    """Six blocks are read concurrently; otherwise none of the reads completes."""
     together = threading.Barrier(6)
 
     class Meeting(FileAccess):
@@ -222,7 +222,7 @@ def test_what_cannot_be_honoured_is_refused_by_name() -> None:
 
 
 class FakeRuntime:
-    """CUDA's calls that lock pages, and how they answer."""
+    """Simulates CUDA's calls that lock pages, with a given result."""
 
     def __init__(self, answer: int) -> None:
         self.answer = answer
@@ -239,7 +239,7 @@ class FakeRuntime:
 
 
 def test_pin_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Locked where asked for, unlocked before it goes; refused: ordinary memory and one warning."""
+    """Memory is locked if requested, and unlocked before it is freed; on failure, pageable memory and one warning."""
     runtime = FakeRuntime(answer=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)

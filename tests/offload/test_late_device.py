@@ -1,7 +1,7 @@
-"""Training on the late device: the same bits as on the CPU, and every wait is needed.
+"""Training on the late device: bitwise the same as on the CPU, and every wait is necessary.
 
-The device carries a copy out only when somebody waits for it (`tests.support.late`), so that a wait that is missing
-fails here, on a machine without an accelerator, every time.
+The device carries out a copy only when somebody waits for it (`tests.support.late`), so that a missing wait always
+fails here, without an accelerator.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def with_folder(run: Run, folder: Path) -> Run:
 
 
 def trained(run: Run) -> list[Any]:
-    """Losses, norms and weights of a lone rank."""
+    """Losses, norms and weights of a single rank."""
     torch.manual_seed(1234)
     engine = engine_for(run, 1)
     numbers = train(engine, run, 0, 1)
@@ -64,7 +64,7 @@ def trained(run: Run) -> list[Any]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_same_bits(case: str, tmp_path: Path) -> None:
-    """Where all copies are late, and where some are early."""
+    """With all copies late, and with some early."""
     run = with_folder(CASES[case], tmp_path)
     with use(AtOnce()):
         expected = trained(run)
@@ -74,13 +74,13 @@ def test_the_same_bits(case: str, tmp_path: Path) -> None:
             runtime.synchronize()
         for ours, wanted in zip(found, expected, strict=True):
             if isinstance(wanted, float):
-                assert ours == pytest.approx(wanted, rel=1e-6)  # units of a lone rank: another order
+                assert ours == pytest.approx(wanted, rel=1e-6)  # a single rank has units: another order of summation
             else:
                 assert ours == wanted
 
 
 class Deaf(Late):
-    """Does not wait at one site, and remembers all."""
+    """Omits the wait at one site, and records all sites."""
 
     def __init__(self, deaf_at: str = "") -> None:
         super().__init__(early=0.0)
@@ -99,18 +99,18 @@ def training(run: Run) -> Program:
     return lambda runtime: trained(run)
 
 
-# What no training does, because there engines live on and use all that they fetch.
+# Cases that no training covers, because its engines live on and use everything that they fetch.
 
 
 def staged(runtime: Late, *, is_host: bool) -> StagedVector:
-    """Worked on in host memory or on the device, kept on the other side."""
+    """Updated in host memory or on the device, stored on the other side."""
     memory = runtime.own if is_host else HOST_MEMORY
     pool = StagingPool(runtime, lambda numel, dtype: torch.zeros(numel, dtype=dtype), is_host=is_host)
     return StagedVector(InMemoryVector(torch.arange(8.0), memory), pool)
 
 
 def fetched_for_nothing(runtime: Late) -> Any:
-    """A unit that was prefetched and not used; then a checkpoint is loaded into the row."""
+    """A unit that was prefetched but not used; then a checkpoint is loaded into the row."""
     home = InMemoryVector(torch.arange(8.0))
     pool = StagingPool(runtime, lambda numel, dtype: torch.zeros(numel, dtype=dtype), is_host=False)
     vector = StagedVector(home, pool)
@@ -189,7 +189,7 @@ def notices(program: Program, site: str, expected: Any) -> bool:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_wait_is_needed(tmp_path: Path) -> None:
-    """A mutation campaign: each place that waits is left out in turn, and some training or story must mind."""
+    """A mutation campaign: each wait is omitted in turn, and some training or case must fail."""
     programs = [*STORIES, *(training(with_folder(run, tmp_path)) for run in CASES.values())]
     expected, sites = [], []
     for program in programs:
@@ -199,7 +199,7 @@ def test_every_wait_is_needed(tmp_path: Path) -> None:
     unnoticed = []
     for site in sorted(set.union(*sites)):
         if "/hf_zero/offload/" not in site:
-            continue  # numbers that are read, which are no copies of states
+            continue  # read numbers, which are not copies of states
         here = [(run, wanted) for run, seen, wanted in zip(programs, sites, expected, strict=True) if site in seen]
         if not any(notices(run, site, wanted) for run, wanted in here):
             unnoticed.append(described(site))
@@ -228,7 +228,7 @@ def lanes_of(runtime: Late, run: Run) -> list[tuple[str, str]]:
 
 
 def test_gradients_leave_while_backward_goes_on(traced: Late) -> None:
-    """Copies out are asked for between the buckets of backward, and the host waits for none before backward is over."""
+    """Copies out are requested between the buckets of backward, and the host waits for none before backward ends."""
     trace = lanes_of(traced, Run(2, {"offload_optimizer": CPU, "sub_group_size": 64}))
     start = trace.index(("compute", "hf_zero backward"))
     stop = trace.index(("compute", "hf_zero step"))
@@ -237,7 +237,7 @@ def test_gradients_leave_while_backward_goes_on(traced: Late) -> None:
 
 
 def test_weights_go_back_while_the_next_sub_group_is_updated(traced: Late) -> None:
-    """After each update its weights are sent; the host waits only for gradients of the next one."""
+    """The weights of each update are sent; the host only waits for gradients of the next one."""
     trace = lanes_of(traced, Run(2, {"offload_optimizer": CPU, "sub_group_size": 64}))
     step = trace[trace.index(("compute", "hf_zero step")) :]
     sent = [position for position, (lane, what) in enumerate(step) if lane == "in"]
@@ -248,7 +248,7 @@ def test_weights_go_back_while_the_next_sub_group_is_updated(traced: Late) -> No
 
 
 def test_rows_come_in_without_the_host(traced: Late) -> None:
-    """The compute stream waits for every row that comes in; the host waits for none of them in forward."""
+    """The compute stream waits for every incoming row; the host waits for none of them in forward."""
     run = Run(3, {"offload_optimizer": CPU, "offload_param": CPU, **SHARDED})
     trace = lanes_of(traced, run)
     forward = trace[trace.index(("compute", "hf_zero forward")) : trace.index(("compute", "hf_zero backward"))]
@@ -270,7 +270,7 @@ def test_an_engine_that_goes_in_the_middle_of_a_copy(traced: Late) -> None:
 
 @pytest.mark.parametrize("zero", [{"offload_param": CPU}, {"offload_param": CPU, "offload_optimizer": CPU}], ids=str)
 def test_a_checkpoint_loaded_right_after_a_forward(zero: dict[str, Any], traced: Late, tmp_path: Path) -> None:
-    """Rows in host memory are overwritten only when the forward before has read them, though nobody read its result."""
+    """Rows in host memory are only overwritten after the previous forward has read them, even if it was not used."""
     run = Run(3, zero)
     engine = engine_for(run, 1)
     train(engine, run, 0, 1, steps=1)

@@ -1,4 +1,4 @@
-"""Memory of offloaded training: it does not grow, and a model fits that does not fit without."""
+"""Memory of offloaded training does not grow, and a model fits that does not fit without offload."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from tests.support.launch import ROOT
 from tests.support.memory import live_bytes, shared_blocks
 from tests.support.ranks import run_ranks
 
-SMALLEST = 64 * 4  # bytes of the smallest thing that a step could leave behind: one state of one sub-group
+SMALLEST = 64 * 4  # bytes of the smallest object that a step could leak: one state of one sub-group
 
 
 def levels(rank: int, run: Run, num_steps: int) -> list[tuple[int, int, int]]:
-    """(bytes of live tensors, of files, number of threads) after 5 steps, and twice after so many more."""
+    """(bytes of live tensors, bytes of files, threads) after 5 steps, and twice after `num_steps` more."""
     engine = engine_for(run, 2)
     found = []
     for steps in (5, num_steps, num_steps):
         train(engine, run, rank, 2, first=engine.global_steps, steps=steps)
-        engine.optimizer.updater.stager.flush()  # how many buffers are under way is a matter of luck; now none is
+        engine.optimizer.updater.stager.flush()  # the number of buffers in flight varies; now it is zero
         places = engine.gradients.assembly.placements
         places.release_buffers()
         for drive in places.drives:
-            drive.requests.close()  # threads that are about to let go of a buffer; the next request starts new ones
+            drive.requests.close()  # threads about to release a buffer; the next request starts new ones
         files = sum(file.stat().st_size for drive in places.drives for file in drive.folder.path.iterdir())
         found.append((live_bytes(shared_blocks()), files, threading.active_count()))
     return found
@@ -52,7 +52,7 @@ def test_nothing_grows_over_steps(case: str, num_steps: int, tmp_path: Path) -> 
 
 
 def train_in_a_process(folder: Path, *, limit_gb: float, drive: Path | None) -> dict[str, Any]:
-    """What bench/offload_worker.py says of a 100 million parameter model within a limit of private memory."""
+    """Output of bench/offload_worker.py for a 100 million parameter model within a limit of private memory."""
     words = [
         "--shape",
         "100m",
@@ -76,7 +76,7 @@ def train_in_a_process(folder: Path, *, limit_gb: float, drive: Path | None) -> 
 
 @pytest.mark.slow
 def test_from_the_drive_a_model_trains_in_buffers_and_one_unit(tmp_path: Path) -> None:
-    """The same model without offload is stopped by the same limit. `make bench-offload` does this with 1.1 billion."""
+    """The same limit stops the model without offload. `make bench-offload` does this with 1.1 billion parameters."""
     drive = tmp_path / "drive"
     drive.mkdir()
     offloaded = train_in_a_process(tmp_path, limit_gb=1.4, drive=drive)
@@ -84,7 +84,7 @@ def test_from_the_drive_a_model_trains_in_buffers_and_one_unit(tmp_path: Path) -
     assert len(offloaded["steps"]) == 2
     allowed = offloaded["allowance_mb"]
     peak = offloaded["steps_peak_mb"] - offloaded["after_imports_mb"]
-    # Beside what the plan knows: pages of libraries that the first step touches.
+    # In addition to the plan: pages of libraries that the first step touches.
     assert peak <= 1.15 * (allowed["buffers"] + allowed["unit"] + allowed["persistent"]) + 64
     assert not list(drive.iterdir())
     assert "failed" in train_in_a_process(tmp_path, limit_gb=1.4, drive=None)
@@ -106,7 +106,7 @@ def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
     memory_estimate.check_memory = listening
     swap_store.os.pwritev = slow
     engine = engine_for(run, 2)
-    train(engine, run, rank, 2, steps=1)  # in which the order of this model's modules is not known yet
+    train(engine, run, rank, 2, steps=1)  # before the order of the model's modules is known
     [drive] = engine.gradients.assembly.placements.drives
     for store in drive._stores:
         store.pool._most_bytes = store.pool.bytes_live
@@ -116,8 +116,8 @@ def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
 
 @pytest.mark.parametrize("buffers", [{}, {"buffer_count": 3}, {"buffer_count": 1}, {"buffer_size": 1}], ids=str)
 def test_what_was_said_beforehand_bounds_the_buffers(buffers: dict[str, int], tmp_path: Path) -> None:
-    """A drive that wrote slowly made more buffers of parameters than had been said. Sizes of the little model are a
-    fraction of a page; with pages as the unit the number that is said holds."""
+    """A slow drive caused more parameter buffers than announced. The sizes of this small model are a fraction of a
+    page; with pages as the unit the announced number must hold."""
     zero = on_drive(tmp_path, parameters=True)
     zero["offload_param"] |= buffers
     count = AT_ONCE if "buffer_size" in buffers else max(AT_ONCE, buffers.get("buffer_count", 5))

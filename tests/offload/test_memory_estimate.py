@@ -1,4 +1,4 @@
-"""What an offloaded training takes is counted before, said, and refused where it cannot fit."""
+"""The memory of an offloaded training is estimated in advance, logged, and an error if it cannot fit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_adam_on_a_billion_parameters_in_bf16() -> None:
 
 
 def test_16_bit_masters() -> None:
-    """The weights are the masters, except where the update runs on another device."""
+    """The weights are the masters, unless the update runs on another device."""
     lp_param = Precision(None, None, None, low_precision_masters=True)
     assert needs(CUDA, 2, 4, lp_param) == MemoryEstimate(device=2500 * M)
     assert needs(CUDA, 2, 4, replace(lp_param, low_precision_states=True)) == MemoryEstimate(device=1500 * M)

@@ -1,4 +1,4 @@
-"""Real file systems that are full, and a real disk that gives errors: small ones, mounted by the tests (as root)."""
+"""Real file systems that are full, and a real disk with I/O errors: small ones, mounted by the tests (as root)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def command(*words: object) -> str:
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mount]:
-    """mount(size=...): a tmpfs of so many bytes; mount(image=path): ext4 on a loop device over a new file."""
+    """mount(size=...): a tmpfs of that many bytes; mount(image=path): ext4 on a loop device over a new file."""
     if os.geteuid() != 0:
         pytest.skip("mounting takes root")
     folders, devices = [], []
@@ -82,7 +82,7 @@ def take_all(path: Path) -> None:
 
 
 def fill_up(rank: int, run: Run, folder: str, saved: str) -> str:
-    """RMSprop alone knows its states, so room for them is taken in the first step; by then another program has it."""
+    """RMSprop's states are unknown in advance, so their space is reserved in the first step, when none is left."""
     engine = engine_for(run, 2)
     engine.save_checkpoint(saved)
     torch.distributed.barrier()
@@ -118,7 +118,7 @@ def lose_the_disk(rank: int, run: Run, image: str, saved: str) -> str:
     engine.save_checkpoint(saved)
     torch.distributed.barrier()
     if rank == 0:
-        os.truncate(image, MB // 4)  # what lay behind that cannot be read any more: the kernel says EIO
+        os.truncate(image, MB // 4)  # reading beyond this fails: the kernel returns EIO
     torch.distributed.barrier()
     try:
         train(engine, run, rank, 2, first=1, steps=3)

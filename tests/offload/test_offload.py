@@ -1,4 +1,4 @@
-"""Offload changes where things are kept, and not one bit of what is computed."""
+"""Offload changes where data is stored; results are bitwise identical."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_drive_gives_the_same_bits_and_is_left_empty(run: Run, world: int, tmp
 
 
 def test_units_of_a_lone_rank_give_the_same_weights(tmp_path: Any) -> None:
-    """Without offload one rank has no units, so the norm is added up in another order; nothing else may differ."""
+    """Without offload one rank has no units, so the norm is summed in another order; nothing else may differ."""
     run, offloaded = Run(3), Run(3, zero=on_drive(tmp_path, parameters=True))
     [(numbers, weights)], [(expected_numbers, expected_weights)] = run_each(train_run, 1, [(1, offloaded), (1, run)])
     assert numbers[::2] == expected_numbers[::2], "losses"
@@ -97,7 +97,7 @@ def train_born_in_shards(rank: int, world: int, run: Run, drive: str) -> tuple[l
 
 
 def test_a_model_born_on_the_drive_trains_and_loads_like_any(tmp_path: Path) -> None:
-    """Whole models do not fit where parameters are offloaded, so shards go to the drive module by module."""
+    """Whole models do not fit if parameters are offloaded, so shards go to the drive module by module."""
     run = Run(3, zero=on_drive(tmp_path, parameters=True))
     outcomes, expected = run_each(train_born_in_shards, 2, [(2, run, str(tmp_path)), (2, Run(3), "")])
     for ours, wanted in zip(outcomes, expected, strict=True):

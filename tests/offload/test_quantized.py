@@ -1,4 +1,4 @@
-"""Vectors kept as messages: reading is rounded once, writing touches the blocks that were written, no others."""
+"""Vectors stored as messages: a read is rounded once, a write only changes the written blocks."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def test_reading_and_writing_parts(dtype: torch.dtype) -> None:
     is_same = after == before
     assert bool(is_same[: 2 * 128].all()) and bool(is_same[3 * 128 :].all())
     with vector.opened(changes=True):
-        pass  # what has not changed is not rounded again
+        pass  # unchanged values are not rounded again
     assert torch.equal(vector.view(), after)

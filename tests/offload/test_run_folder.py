@@ -1,4 +1,4 @@
-"""A run's folder is its own, goes when it ends, and is removed by the next run where it was killed."""
+"""Each run has its own folder, which is removed at its end, or by the next run if it was killed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_it_goes_when_its_process_ends(tmp_path: Path) -> None:
 
 
 def hold(root: str, pipe: Connection, number: int, *, is_busy: bool) -> None:
-    """Hold a folder for ever, in a process that `number` ends as by default."""
-    signal.signal(number, signal.SIG_DFL)  # also where the tests were started with it ignored, as under nohup
+    """Holds a folder forever, in a process that signal `number` ends as by default."""
+    signal.signal(number, signal.SIG_DFL)  # even if the tests were started with it ignored, as under nohup
     folder = RunFolder(root)
     (folder.path / "states").write_bytes(bytes(1000))
     pipe.send(folder.path.name)
@@ -64,7 +64,7 @@ def hold(root: str, pipe: Connection, number: int, *, is_busy: bool) -> None:
 
 
 def forked_holder(root: Path, number: int = signal.SIGTERM, *, is_busy: bool = False) -> tuple[Any, Connection, str]:
-    """(process, pipe, folder's name): forked from a server with torch in it; it holds as long as the pipe is open."""
+    """(process, pipe, folder's name): forked from a server with torch imported; runs as long as the pipe is open."""
     context = forking_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=hold, args=(str(root), theirs, number), kwargs={"is_busy": is_busy})
@@ -75,9 +75,9 @@ def forked_holder(root: Path, number: int = signal.SIGTERM, *, is_busy: bool = F
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("is_busy", [False, True], ids=["waiting", "busy in one call"])
 def test_it_goes_when_its_process_is_told_to_end(is_busy: bool, number: signal.Signals, tmp_path: Path) -> None:
-    """SIGTERM and SIGHUP left swap folders, of the size of the states, until the next run; SIGINT did not.
+    """SIGTERM and SIGHUP left swap folders, as large as the states, until the next run; SIGINT did not.
 
-    The process still dies of the signal, at once, also while its main thread sits in one call that takes for ever.
+    The process must still die of the signal at once, even while its main thread is in one endless call.
     """
     process, _pipe, name = forked_holder(tmp_path, number, is_busy=is_busy)
     assert (tmp_path / name).is_dir()

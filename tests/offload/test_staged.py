@@ -1,6 +1,6 @@
-"""Weights that are kept in one place and updated in another: copies in buffers, which go back only if they changed.
+"""Weights stored in one place and updated in another: copies in buffers, which are written back only if changed.
 
-On a machine without a GPU both places are host memory; what is checked is when which values are where.
+Without a GPU both places are host memory; the tests check which values are where at which time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_values_that_do_not_matter_are_not_copied(home: Vector) -> None:
 
 
 def test_parts_of_one_home(home: Vector) -> None:
-    """The update's sub-groups: each has a buffer of its own; what they change comes together at home."""
+    """The update's sub-groups: each has its own buffer; their changes are merged at home."""
     buffers = pool()
     first, second = (StagedVector(part_of(home, start, 2500), buffers) for start in (0, 2500))
     first.fetch()

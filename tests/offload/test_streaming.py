@@ -1,4 +1,4 @@
-"""Updates beside backward, from host memory: not one bit of what is computed changes, and less is kept."""
+"""Updates during backward, from host memory: results are bitwise identical, and less memory is used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAST_NORM = {"clipping": "last_norm"}
 
 
 def run_of(streaming: dict[str, Any] | None = None, **changes: Any) -> Run:
-    """Everything on the host, and no step is skipped; with `streaming`, updates are beside backward."""
+    """Everything on the host, and no step is skipped; with `streaming`, updates run during backward."""
     sections: dict[str, Any] = {"bf16": {"enabled": changes.get("bf16", True), "check_grad_overflow": False}}
     if streaming is not None:
         sections["hf_zero"] = {"streaming": {"enabled": True, **streaming}}
@@ -41,14 +41,14 @@ def run_of(streaming: dict[str, Any] | None = None, **changes: Any) -> Run:
 
 
 def bits(upper: list[int], lower: list[int]) -> torch.Tensor:
-    """All fp32 numbers with one of these upper halves and one of these lower ones."""
+    """All fp32 numbers with one of these upper halves and one of these lower halves."""
     high = torch.tensor(upper, dtype=torch.int64).view(-1, 1) << 16
     both = (high + torch.tensor(lower, dtype=torch.int64)).view(-1)
     return torch.where(both >= 1 << 31, both - (1 << 32), both).to(torch.int32).view(torch.float32)
 
 
 def test_no_bit_of_a_master_is_lost() -> None:
-    """Every upper half, with the lower halves around a tie: a rest of 16 bits cannot say from which side it comes."""
+    """Every upper half, with the lower halves around a tie: 16 more bits cannot record the direction of rounding."""
     masters = bits(list(range(1 << 16)), [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     masters = masters[~masters.isnan()]
     weights, rest = masters.to(torch.bfloat16).zero_(), HalfRest(torch.empty(len(masters), dtype=torch.int16))
@@ -73,7 +73,7 @@ def test_ties_are_rare_and_a_nan_stays_one() -> None:
 
 
 def test_parts_are_split_and_joined_by_themselves() -> None:
-    """Of a part that is split again the old ties go, and those of its neighbours stay."""
+    """A part that is split again loses its old ties; those of its neighbours stay."""
     masters = bits(list(range(1 << 10)), [0x7FFF, 0x8000, 0x8001] * 3)
     weights, rest = masters.to(torch.bfloat16), HalfRest(torch.empty(len(masters), dtype=torch.int16))
     rest.split(masters, weights)
@@ -91,7 +91,7 @@ def test_parts_are_split_and_joined_by_themselves() -> None:
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_an_update_of_split_masters_is_that_of_whole_ones(decoupled: bool) -> None:
-    """To the bit, over more than one chunk, and with ties in several of them."""
+    """Bitwise, over more than one chunk, with ties in several of them."""
     generator, numel = torch.Generator().manual_seed(1), 2 * CPU_CHUNK_NUMEL * torch.get_num_threads() + 77
     masters = torch.randn(numel, generator=generator)
     masters.view(torch.int32)[::1001] &= -(1 << 16)
@@ -112,7 +112,7 @@ def test_an_update_of_split_masters_is_that_of_whole_ones(decoupled: bool) -> No
     assert all(map(torch.equal, whole.states, split.states))
 
 
-# The same bits
+# Bitwise identical results
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_an_update_of_split_masters_is_that_of_whole_ones(decoupled: bool) -> No
     ids=["one rank", "two ranks", "accumulation", "exact clipping", "fp32"],
 )
 def test_the_same_bits_as_stage_3(changes: dict[str, Any], world: int) -> None:
-    """Which parameters are used differs from rank to rank: what this rank has no gradient of waits for the step."""
+    """The used parameters differ between ranks: those without a gradient on this rank are updated in the step."""
     outcomes, expected = run_each(train_run, world, [(world, run_of({}, **changes)), (world, run_of(**changes))])
     for outcome, wanted in zip(outcomes, expected, strict=True):
-        if world == 1:  # units of a lone rank: squares are added up in another order
+        if world == 1:  # units of a single rank: squares are summed in another order
             assert outcome[0] == pytest.approx(wanted[0], rel=1e-6)
             outcome = (wanted[0], outcome[1])
         assert_same_bits(outcome, wanted)
@@ -133,7 +133,7 @@ def test_the_same_bits_as_stage_3(changes: dict[str, Any], world: int) -> None:
 @pytest.mark.parametrize("early", [0.0, 0.3], ids=["late", "sometimes early"])
 @pytest.mark.parametrize("masters", ["split", "fp32"])
 def test_the_same_bits_on_a_device(early: float, masters: str) -> None:
-    """Weights in host memory change while copies from there, and of gradients to there, are under way."""
+    """Weights in host memory change while copies from there, and copies of gradients to there, are in flight."""
 
     def trained(run: Run) -> Any:
         torch.manual_seed(1234)
@@ -147,7 +147,7 @@ def test_the_same_bits_on_a_device(early: float, masters: str) -> None:
         expected = trained(run_of(zero=zero))
     with use(Late(early=early)):
         assert_same_bits(trained(run_of({"masters": masters})), expected)
-    with use(AtOnce()):  # without memory of its own, squares are not added up parameter by parameter
+    with use(AtOnce()):  # without device memory, squares are not summed parameter by parameter
         outcome = trained(run_of({"masters": masters}))
     assert outcome[0] == pytest.approx(expected[0], rel=1e-6)
     assert_same_bits((expected[0], outcome[1]), expected)
@@ -175,7 +175,7 @@ def test_states_of_16_bits_go_into_plain_stage_3(tmp_path: Path) -> None:
 
 
 def kept_bytes(engine: Any) -> float:
-    """In host memory between steps, per parameter that is trained."""
+    """Bytes in host memory between steps, per trained parameter."""
     updater = engine.optimizer.updater
     numel = sum(sub_group.part.numel for sub_group in updater.sub_groups)
     states = sum(v.nbytes for s in updater.optimizer.state.values() for v in s.values() if v.dim())
@@ -199,7 +199,7 @@ def test_bytes_of_host_memory(streaming: dict[str, Any], optimizer: Any, expecte
     engine = engine_for(run, 1)
     train(engine, run, 0, 1)
     parts = [sub_group.part.numel for sub_group in engine.optimizer.updater.sub_groups]
-    if optimizer is AdamW8bit:  # little units end within a block
+    if optimizer is AdamW8bit:  # small units end within a block
         expected = 4.0 + 2 * sum(map(packed_bytes, parts)) / sum(parts)
     assert kept_bytes(engine) == pytest.approx(expected, rel=1e-3)  # and 4 bytes for each tie
     engine.destroy()
@@ -223,7 +223,7 @@ def test_one_gradient_at_a_time() -> None:
 
 
 def test_clipping_by_the_last_norm() -> None:
-    """The first update is not clipped, the second by the norm of the first: the bits of plain steps so scaled."""
+    """The first update is not clipped, the second by the norm of the first: bitwise as plain steps scaled so."""
     clip, steps = 0.05, 3
     run = run_of(LAST_NORM, clip=clip, steps=steps, optimizer=(torch.optim.SGD, {"lr": 0.5}))
     engine = engine_for(run, 1)
@@ -247,7 +247,7 @@ def test_clipping_by_the_last_norm() -> None:
     engine.destroy()
 
 
-# What is refused
+# Errors
 
 
 def backward(engine: Any, flag: bool = True) -> None:

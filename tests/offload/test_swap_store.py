@@ -1,4 +1,4 @@
-"""Vectors in a file: odd sizes, few buffers, several users, and files that fail."""
+"""Vectors in a file: odd sizes, few buffers, several users, and failing files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_more_vectors_than_buffers_are_on_their_way(tmp_path: Path) -> None:
         vector.take().add_(100)
         vector.release(changed=True)
     assert [float(vector.view()[-1]) for vector in vectors] == [100.0 + i for i in range(20)]
-    # Two in work at a time; one that was being written may have been joined by a third.
+    # Two in use at a time; a third may have joined one that was being written.
     assert store.pool.bytes_live <= 3 * store.pool.num_bytes
     drive.close()
 
@@ -100,14 +100,14 @@ def test_a_freed_place_is_used_again(tmp_path: Path) -> None:
 
 
 def test_a_buffer_that_is_given_up_is_freed(tmp_path: Path) -> None:
-    """Idle threads used to hold the last piece they had moved, and with it a buffer: up to one each, for good."""
+    """Idle threads kept the last piece they had moved, and with it a buffer: up to one each, permanently."""
     drive, store = store_in(tmp_path)
     vector = store.adopt("v", torch.ones(100_000))
     with vector.opened():
         buffer = weakref.ref(vector._buffer)
     vector.free()
     assert store.pool.bytes_live == 0
-    deadline = time.monotonic() + 60  # the threads that moved it are about to let go
+    deadline = time.monotonic() + 60  # the threads that moved it are about to release it
     while buffer() is not None and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)
@@ -116,7 +116,7 @@ def test_a_buffer_that_is_given_up_is_freed(tmp_path: Path) -> None:
 
 
 class Gate(FileAccess):
-    """Writes that wait until they may go."""
+    """Blocks writes until they are released."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
@@ -130,7 +130,7 @@ class Gate(FileAccess):
 def test_what_is_written_while_buffers_make_room_is_freed_when_it_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last vectors of an update were being written when its buffers were released, and stayed in memory through
+    """The last vectors of an update were being written when its buffers were released. They stayed in memory through
     the next forward and backward: on CPUs a tenth of a small model's peak."""
     made: list[weakref.ref[numpy.ndarray]] = []
 
@@ -226,7 +226,7 @@ def test_a_failing_drive_is_named_with_path_and_bytes(
 
 
 def test_nothing_is_moved_any_more_once_a_drive_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drive that has gone may take its time over every answer; and what was noted first is what matters."""
+    """A failed drive may be slow to answer every request, and the first failure is the relevant one."""
     access = Failing()
     monkeypatch.setattr(swap_store, "ACCESS", access)
     drive, store = store_in(tmp_path)
@@ -243,7 +243,7 @@ def test_nothing_is_moved_any_more_once_a_drive_has_failed(tmp_path: Path, monke
 
 
 def test_a_place_that_is_used_again_does_not_pass_for_zeros(tmp_path: Path) -> None:
-    """Without writing first, zeros are what a file has where nothing was written; a place given back has old values."""
+    """Without writing first, unwritten parts of a file read as zeros, but a reused place has old values."""
     drive, store = store_in(tmp_path, writes_first=False)
     store.adopt("short-lived", torch.ones(5000)).free()
     with store.keep("moments", 5000, torch.float32, zeros=True).opened() as values:

@@ -21,7 +21,7 @@ def weights() -> list[Tensor]:
 
 
 def gradients(rank: int, steps: int) -> Iterator[list[Tensor]]:
-    """One rank's gradients by step: noise of its own around a drift that all share and that turns slowly."""
+    """One rank's gradients by step: its own noise around a common drift that turns slowly."""
     shared = torch.Generator().manual_seed(5)
     drift = [0.3 * torch.randn(shape, generator=shared, dtype=torch.float64) for shape in SHAPES]
     own = torch.Generator().manual_seed(100 + rank)
@@ -31,7 +31,7 @@ def gradients(rank: int, steps: int) -> Iterator[list[Tensor]]:
 
 
 class Driven(nn.Module):
-    """Its loss has the gradients that it is told."""
+    """A module whose loss has given gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def advance(engine: Any, steps: Sequence[Sequence[Tensor | None]]) -> None:
 
 
 def run_engine(rank: int, kind: str, params: dict[str, Any], stage: int, steps: int) -> tuple[list[Tensor], Any]:
-    """The weights afterwards, and how they lie in buckets."""
+    """The final weights, and their positions in buckets."""
     engine = start(settings(kind, params, stage))
     advance(engine, list(gradients(rank, steps)))
     return [tensor.detach().clone() for tensor in engine.module.tensors], engine.optimizer.store.layout.buckets
@@ -73,7 +73,7 @@ def run_engine(rank: int, kind: str, params: dict[str, Any], stage: int, steps: 
 
 @dataclass
 class Line:
-    """One bucket of the simulation: where its tensors lie, one momentum per rank, what each rank owes."""
+    """One simulated bucket: positions of its tensors, one momentum and one error feedback per rank."""
 
     bucket: Bucket
     m: list[Tensor]
@@ -115,7 +115,7 @@ def rounded(values: Tensor) -> Tensor:
 
 
 class Simulation:
-    """All ranks in one process. Weights as lines, one per bucket and rank."""
+    """All ranks in one process. Weights are flat, one vector per bucket and rank."""
 
     def __init__(self, buckets: Sequence[Bucket], world: int) -> None:
         self.world = world

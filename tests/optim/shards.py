@@ -1,4 +1,4 @@
-"""Flat shards in one process: a few parameters laid out for several ranks, each rank with an updater of its own."""
+"""Flat shards in one process: a few parameters partitioned over several ranks, each with its own updater."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 30.0
 
 
 class Sum:
-    """Adds up what the ranks' threads bring, as an all-reduce does."""
+    """Sums values of the ranks' threads, like an all-reduce."""
 
     def __init__(self, world: int) -> None:
         self._barrier = threading.Barrier(world, timeout=PATIENCE_S)
@@ -35,7 +35,7 @@ class Sum:
 
 
 def shard_of(rank: int, world: int, sizes: Sequence[int], flat: Tensor, lp_param: Tensor | None) -> SubGroup:
-    """Rank's equal part of `flat`, which holds parameters of these sizes one after the other."""
+    """A rank's equal part of `flat`, which contains parameters of these sizes one after the other."""
     length = flat.numel() // world
     assert length * world == flat.numel()
     mine = Interval(rank * length, (rank + 1) * length)
@@ -64,7 +64,7 @@ def run_sharded(
     steps: Sequence[Sequence[Tensor]],
     world: int,
 ) -> list[Tensor]:
-    """The weights after updates with `steps` (gradients by step and parameter), updated by `world` ranks."""
+    """The weights after updates with `steps` (gradients by step and parameter) on `world` ranks."""
     sizes = [weight.numel() for weight in weights]
     padding = -sum(sizes) % world
     flat = torch.cat([weight.reshape(-1) for weight in weights] + [torch.zeros(padding)])
@@ -122,5 +122,5 @@ def run_sharded(
 
 
 def runs_natively(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an updater of ours stands in for `optimizer.step` everywhere."""
+    """Whether one of our updaters replaces `optimizer.step` everywhere."""
     return not traits_of(optimizer).keeps_shapes

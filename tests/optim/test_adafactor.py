@@ -1,4 +1,4 @@
-"""Adafactor of transformers and of torch: on shards that cut through rows and matrices, as alone on whole ones."""
+"""Adafactor of transformers and torch on shards that divide rows and matrices: the same as on whole tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_on_shards_as_alone(name: str, world: int) -> None:
 
 
 def test_which_classes_are_meant() -> None:
-    class Mine(Adafactor):  # may do something else
+    class Mine(Adafactor):  # may behave differently
         pass
 
     parameters = [nn.Parameter(torch.ones(2, 2))]
@@ -86,7 +86,7 @@ def test_which_classes_are_meant() -> None:
 
 
 def test_only_what_is_cut_travels() -> None:
-    """Rows and matrices inside a part are nobody else's; of a matrix that is whole on a rank there is nothing."""
+    """Rows and matrices inside a part belong to no other rank; a matrix that is whole on one rank sends nothing."""
     spread = [Spread((4, 6), (8, 16)), Spread((5, 3), ()), Spread((7,), (3,)), Spread((4, 2, 3), (6, 13))]
     # One number per parameter; rows 1 and 2 and all columns of the first; a row and a matrix of the last.
     assert Table(spread).numel == 4 + (2 + 6) + (1 + 3)
@@ -124,7 +124,7 @@ def test_a_learning_rate_is_asked_for() -> None:
 
 
 def test_the_state_dict_of_a_rank_holds_everything() -> None:
-    """`ZeroOptimizer.state_dict` is the optimizer's own; its rows and columns must come back with it."""
+    """`ZeroOptimizer.state_dict` is the optimizer's own; it must restore rows and columns, too."""
 
     def made() -> AdafactorUpdater:
         torch.manual_seed(0)

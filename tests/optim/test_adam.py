@@ -1,4 +1,4 @@
-"""FusedAdam alone, against torch's own; and when the fused step may stand in for an optimizer's."""
+"""FusedAdam alone, compared with torch's; and when the fused step may replace an optimizer's."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_type_nobody_has() -> None:
 
 
 def test_bias_correction_counts_per_parameter() -> None:
-    """`a` and `b` side by side, `c` behind padding; runs join while their step counts agree."""
+    """`a` and `b` are contiguous, `c` follows padding; runs are joined while their step counts agree."""
     pieces = (Piece(0, 0, 0, 32), Piece(1, 32, 0, 10), Piece(2, 64, 5, 7))
     counters = Counters()
     assert counters.advance(pieces, {0, 1, 2}) == [(0, 71, 1)]

@@ -1,4 +1,4 @@
-"""AdamW8bit and Adam8bit alone: close to torch's, small, saved and restored to the bit."""
+"""AdamW8bit and Adam8bit alone: close to torch's, small states, saved and restored bitwise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def losses_with(kind: Any, **options: Any) -> list[float]:
-    """A little regression."""
+    """A small regression."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
     generator = torch.Generator().manual_seed(1)
@@ -97,7 +97,7 @@ def test_a_parameter_that_is_not_contiguous() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_on_shards_closely_as_alone(world: int) -> None:
-    """Blocks lie otherwise on every number of ranks, so that codes differ, but not what is learned."""
+    """Blocks are aligned differently for every number of ranks: codes differ, but training has the same result."""
     generator = torch.Generator().manual_seed(7)
     weights = [torch.randn(shape, generator=generator) for shape in ((30, 20), (50,), (1,))]
     steps = [[torch.randn(weight.shape, generator=generator) + 0.3 for weight in weights] for _ in range(50)]
@@ -130,7 +130,7 @@ def test_blocks_have_256_elements() -> None:
 
 
 class Halves(StateForm):
-    """Another form, as a family to come may have it: fp16 in one tensor."""
+    """Another form, as a future family may have it: fp16 in one tensor."""
 
     dtype = torch.float16
 
@@ -151,7 +151,7 @@ def test_zeros_of_a_form() -> None:
 
 
 def held_out_loss(kind: str, steps: int) -> float:
-    """The demo's model, text and rates on one rank in fp32, four rows a step."""
+    """The demo's model, text and learning rate on one rank in fp32, with four rows per step."""
     from demo import DATA, MODEL
     from train_clm import DataArguments, ModelArguments, load_blocks, load_text, load_tokenizer, new_model
 

@@ -1,4 +1,4 @@
-"""The loop of optimizers that are used alone, and what is known of torch's SGD."""
+"""The loop of optimizers that are used alone, and properties of torch's SGD."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Optimizers of torchao and bitsandbytes, given by the client: they run as themselves on masters, at every stage.
+"""Optimizers of torchao and bitsandbytes passed by the user: they run unchanged on masters, at every stage.
 
-Skipped where the packages are not installed. They keep quantised states per block of a tensor, so flat shards see other
-blocks than whole parameters do; what must agree is where training goes.
+Skipped if the packages are not installed. They quantise states per block of a tensor, and flat shards have different
+blocks than whole parameters, so only the course of training must agree.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 class Mirror(nn.Module):
-    """Large enough for states to be quantised (4096 elements and more)."""
+    """Large enough for quantised states (4096 elements and more)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every optimizer of ours against its authority over 200 steps: torch, formulas in float64, a real DeepSpeed."""
+"""Every optimizer compared with its reference over 200 steps: torch, formulas in float64, or a real DeepSpeed."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_lamb_against_its_formulas(options: dict[str, Any]) -> None:
 
 
 def test_lamb_keeps_a_tensor_of_zeros_moving() -> None:
-    """A norm of 0 gives a ratio of 1, and the ratios can be read."""
+    """A norm of 0 gives a ratio of 1, and the ratios are accessible."""
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(3))]
     optimizer = FusedLamb(parameters, lr=0.1, bias_correction=False)
     parameters[0].grad, parameters[1].grad = torch.ones(3), torch.zeros(3)
@@ -113,7 +113,7 @@ def test_lion_against_its_formulas(kind: Any) -> None:
 
 
 def test_lion_leaves_an_element_without_any_gradient_where_it_is() -> None:
-    """DeepSpeed's GPU Lion takes an exact zero for negative and moves such an element up, its CPU Lion down."""
+    """DeepSpeed's GPU Lion treats an exact zero as negative and moves such an element up, its CPU Lion down."""
     parameter = nn.Parameter(torch.ones(2))
     optimizer = FusedLion([parameter], lr=0.5)
     parameter.grad = torch.tensor([0.0, 1.0])
@@ -156,7 +156,7 @@ ON_SHARDS: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("kind", "options"), ON_SHARDS)
 def test_on_shards_as_alone(kind: Any, options: dict[str, Any], world: int, num_steps: int) -> None:
-    """Shard borders cut through parameters; LAMB's trust ratio is that of the whole parameter all the same."""
+    """Shard boundaries divide parameters; LAMB's trust ratio must still be that of the whole parameter."""
     weights, steps = made_up(num_steps)
     assert_close(run_sharded(kind, options, weights, steps, world), alone(kind, options, num_steps))
 
@@ -195,7 +195,7 @@ def test_16_bit_parameters_keep_32_bit_states_in_the_cpu_names() -> None:
 
 
 def test_a_parameter_that_is_not_contiguous() -> None:
-    """A view of a transposed matrix has no flat form; the update must reach the parameter and not a copy."""
+    """A transposed matrix has no flat view; the update must change the parameter and not a copy."""
     for kind in (FusedAdam, FusedLion, FusedLamb):
         plain, transposed = nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.arange(6.0).view(2, 3))
         transposed.data = torch.arange(6.0).view(2, 3).t().contiguous().t()
@@ -233,7 +233,7 @@ def test_what_runs_natively() -> None:
     assert traits_of(FusedLamb(parameters)).sees is not Sees.WHOLE_TENSORS
 
 
-# DeepSpeed compiles these operators when they are first used; it takes minutes, once.
+# DeepSpeed compiles these operators on first use, which takes minutes once.
 ORACLE_PROGRAM = """
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam

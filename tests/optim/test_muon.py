@@ -1,4 +1,4 @@
-"""Muon against its formulas in float64, alone and on shards that cut through matrices."""
+"""Muon compared with its formulas in float64, alone and on shards that divide matrices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def made_up() -> tuple[list[Tensor], list[list[Tensor]]]:
 
 
 def in_double(lr: float, momentum: float, weight_decay: float) -> list[Tensor]:
-    """The formulas, written out for one matrix after the other."""
+    """The formulas, applied to one matrix after the other."""
     weights, steps = made_up()
     done = []
     for index, weight in enumerate(weights):

@@ -1,4 +1,4 @@
-"""What a new elementwise optimizer costs: this file has all of one, registers it, and nothing else changes."""
+"""The cost of a new elementwise optimizer: this file defines and registers one, and nothing else changes."""
 
 from __future__ import annotations
 

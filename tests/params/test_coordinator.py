@@ -1,4 +1,4 @@
-"""When units are gathered and released, on one rank, with nobody to wait for."""
+"""When units are gathered and released, on one rank that never waits for others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VALUES = torch.linspace(-1, 1, 8).view(2, 4)
 
 
 class Stack(nn.Module):
-    """Layers, one after the other."""
+    """A sequence of layers."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Stack(nn.Module):
 
 
 def keeps(*positions: int, num: int = 3, ahead: bool = True, inference: Sequence[int] = ()) -> GatherPlan:
-    """The plan that keeps these for backward."""
+    """The plan that keeps these positions gathered for backward."""
     return GatherPlan(frozenset(positions), frozenset(inference), frozenset(range(num)), int(ahead), 0)
 
 
@@ -43,7 +43,7 @@ def limited(**limits: int) -> Callable[[Sequence[Use]], GatherPlan]:
 
 
 def train(of: Units, values: Tensor = VALUES) -> Tensor:
-    """Forward and backward, of the cut model and of the whole one; gradients have to be the same."""
+    """Forward and backward of the partitioned and of the unpartitioned model; their gradients must be equal."""
     outcome = of.model(values)
     outcome.sum().backward()
     of.coordinator.end_backward()
@@ -111,7 +111,7 @@ def test_a_unit_that_is_used_twice_in_one_forward_is_gathered_twice_unless_it_is
         return of.drain().count("ask layers.0")
 
     assert num_gathers(keeps(num=2)) == 4  # twice in forward, twice in backward
-    assert num_gathers(keeps(0, num=2)) == 2  # backward releases it when it comes to what lies between
+    assert num_gathers(keeps(0, num=2)) == 2  # backward releases it when it reaches what lies between
 
 
 def test_an_abandoned_prefetch_is_given_back_at_the_end_of_the_pass() -> None:
@@ -150,7 +150,7 @@ def test_max_live_parameters_says_what_is_still_there_after_forward() -> None:
     of = cut(Stack(), limited(max_live_numel=32))
     with torch.no_grad():
         of.model(VALUES)
-    assert of.gathered == ["layers.0", "layers.1"]  # the next forward begins with them
+    assert of.gathered == ["layers.0", "layers.1"]  # the next forward starts with them
 
 
 def test_what_inference_has_kept_is_not_gathered_again_until_training() -> None:
@@ -295,7 +295,7 @@ def test_a_backward_without_end_is_ended_by_the_next_forward() -> None:
 
 
 class Passing(Telling):
-    """Returns what it was given, too."""
+    """Also returns its input."""
 
     def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(values), values
@@ -323,7 +323,7 @@ def test_an_output_that_was_only_passed_through_is_the_business_of_the_module_th
 
 
 class Nested(nn.Module):
-    """Containers inside containers, with parameters of their own."""
+    """Nested containers with parameters of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -376,7 +376,7 @@ def test_backward_keeps_a_container_s_parameters_until_it_is_through_with_it() -
 
 
 class Tied(nn.Module):
-    """Shares its own parameter with a layer in it, and reads it when that is over."""
+    """Shares its own parameter with a layer in it, and reads it after the layer has run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -435,7 +435,7 @@ def test_what_backward_has_come_to_stays_while_layers_before_it_run_again() -> N
     train(of, VALUES.clone().requires_grad_())
     events = of.drain()
     assert events[events.index("end forward") + 1 :] == [
-        *("ask layers.1", "take layers.1"),  # its output's gradient has come
+        *("ask layers.1", "take layers.1"),  # its output's gradient has arrived
         *("ask layers.0", "take layers.0", "run layers.0", "run layers.1"),
         *("ask layers.0", "take layers.0", "end backward"),
     ]

@@ -1,7 +1,7 @@
-"""Gathers on a lane of their own: the same bits as without, and every wait between lanes is needed.
+"""Gathers on a separate lane: results are bitwise identical, and every wait between lanes is necessary.
 
-Gathers used to be asked of the compute stream. On an accelerator, one that was issued ahead stood behind all that the
-host had queued for compute by then, and nothing of it was hidden.
+Gathers used to run on the compute stream. On an accelerator a prefetched gather then queued behind all compute that the
+host had launched by then, so nothing of it was hidden.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def trained(rank: int, zero: dict[str, Any]) -> list[float]:
-    """Losses with an evaluation and an edit of the user's in between; then all weights."""
+    """Losses, with an evaluation and an edit of a weight in between; then all weights."""
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -72,7 +72,7 @@ def trained(rank: int, zero: dict[str, Any]) -> list[float]:
             with torch.no_grad():
                 numbers.append(engine(batch).item())
         loss = engine(batch)
-        if update == 4:  # between forward and backward, so that rows change while nothing is about to be forgotten
+        if update == 4:  # between forward and backward, when rows change but no gathered unit is about to be released
             weight = engine.module.blocks[2].weight
             with GatheredParameters([weight], modifier_rank=0):
                 weight.data.mul_(1.5)
@@ -92,7 +92,7 @@ def run_apart(rank: int) -> dict[str, list[float]]:
 
 
 class Deaf(Late):
-    """Does not wait at one site, and remembers all."""
+    """Omits the wait at one site, and records all sites."""
 
     def __init__(self, early: float = 0.0, deaf_at: str = "") -> None:
         super().__init__(early=early)
@@ -106,7 +106,7 @@ class Deaf(Late):
 
 
 def run_late(rank: int, early: float, ways: Sequence[str]) -> tuple[dict[str, list[float]], set[str]]:
-    """What training on the late device gives in these ways, and where it waits in the first one."""
+    """Results of training on the late device in these ways, and the wait sites of the first one."""
     found: dict[str, list[float]] = {}
     sites: set[str] = set()
     for way in ways:
@@ -148,10 +148,10 @@ def test_the_same_bits_where_some_gathers_come_early(ways: list[str], expected: 
 
 
 def test_every_wait_between_lanes_is_needed(late: list[tuple[dict[str, list[float]], set[str]]]) -> None:
-    """Gathers wait for the update and for their buffer, compute for the gather."""
+    """Gathers wait for the update and for their buffer, compute waits for the gather."""
     files = ("comm/torch_backend.py", "comm/collectives.py", "params/unit.py")
     sites = [site for site in late[0][1] if site.startswith(files)]
-    waits = [site for site in sites if "keep_until" not in line_of(site)]  # by chance alone is memory reused at once
+    waits = [site for site in sites if "keep_until" not in line_of(site)]  # memory is reused at once only by chance
     assert len(waits) == 3
     for site in waits:
         for found in run_ranks(run_deaf, 2, "one ahead", site):

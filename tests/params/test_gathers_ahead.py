@@ -1,8 +1,8 @@
-"""Stage 3 between hosts: what is on its way before it is needed, and how often ranks have to say anything.
+"""Stage 3 between hosts: which gathers run ahead, and how often ranks exchange small messages.
 
-Somebody wrote down every call of torch.distributed on two ranks that do not share a host, beside begin and end of each
-of six blocks: the small all-gather by which ranks agree was started ahead, and the weights' own gather when the block
-already waited for it. None of the five blocks that could be gathered ahead was, and every unit cost a word.
+A user logged every call of torch.distributed, and the start and end of each of six blocks, on two ranks of different
+hosts. The small all-gather by which ranks agree ran ahead, but the weights' own gather only started when the block
+already waited for it. None of the five blocks was prefetched, and every unit cost a message.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ VICTIM = 1
 
 
 class Block(nn.Module):
-    """Says when its forward and its backward begin."""
+    """Reports when its forward and its backward begin."""
 
     def __init__(self, number: int, say: Callable[[tuple[str, int]], object]) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH + 4 * number)  # every block gathers another number of elements
+        self.linear = nn.Linear(WIDTH, WIDTH + 4 * number)  # every block gathers a different number of elements
         self.number, self.say = number, say
 
     def forward(self, values: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def noting(log: list[tuple[str, int]], receive: Callable[..., Any]) -> Callable[
 
 
 def engine_apart(rank: int, model: nn.Module, zero: dict[str, Any], sections: dict[str, Any] | None = None) -> Any:
-    """As on a host of its own."""
+    """An engine as on a separate host."""
     limits = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -103,8 +103,8 @@ def run_updates(
     evaluates: tuple[int, ...] = (),
     is_first_twice: bool = False,
 ) -> list[tuple[list[tuple[str, int]], int, float]]:
-    """Of every update: what happened in which order, from the end of the backward before it on; how many small messages
-    there were, and the loss."""
+    """For every update: the events in order since the end of the previous backward, the number of small messages, and
+    the loss."""
     log: list[tuple[str, int]] = []
     found = []
     torch.manual_seed(0)
@@ -148,7 +148,7 @@ def found() -> list[dict[str, Any]]:
 
 
 def gathers_of(log: list[tuple[str, int]]) -> list[int]:
-    """Elements that a rank receives of each block, in forward's order."""
+    """Number of elements that a rank receives for each block, in forward's order."""
     return list(dict.fromkeys(numel for what, numel in log if what == "irecv"))
 
 
@@ -165,13 +165,13 @@ def test_blocks_are_gathered_ahead_in_forward_and_in_backward(found: list[dict[s
 
 
 def test_three_small_messages_per_update_whatever_the_number_of_layers(found: list[dict[str, Any]]) -> None:
-    """The ends of forward and backward, and the update."""
+    """They are the ends of forward and backward, and the update."""
     for of_rank in found:
         assert [small for name in ("four", "forty") for _, small, _ in of_rank[name][-2:]] == [3, 3, 3, 3]
 
 
 def test_many_small_units_are_under_way_at_once(found: list[dict[str, Any]]) -> None:
-    """`stage3_prefetch_bucket_size` counts elements, `stage3_max_live_parameters` those that are there with them."""
+    """`stage3_prefetch_bucket_size` counts elements in flight, `stage3_max_live_parameters` also those gathered."""
     log, _, _ = found[0]["many under way"][-1]
     begun = log[: log.index(("forward", 0))]
     reduced, *gathered = [numel for what, numel in begun if what == "irecv"]  # the last reduction, of the update before
@@ -180,8 +180,8 @@ def test_many_small_units_are_under_way_at_once(found: list[dict[str, Any]]) -> 
 
 
 def test_what_forward_begins_with_is_gathered_beside_the_update(found: list[dict[str, Any]]) -> None:
-    """One unit where nothing may stay live, two where there is room; beside the last reduction, which has as many
-    elements as the first block's rows."""
+    """One unit if nothing may stay live, two if there is room, and the last reduction, which has as many elements as
+    the first block's rows."""
     for of_rank in found:
         for name, num_units in (("six blocks", 1), ("many under way", 2)):
             log, _, _ = of_rank[name][-1]
@@ -191,8 +191,8 @@ def test_what_forward_begins_with_is_gathered_beside_the_update(found: list[dict
 
 
 def test_a_block_that_is_used_twice_in_a_row_is_gathered_once_beside_the_update(found: list[dict[str, Any]]) -> None:
-    """A plan that began with one unit twice had it gathered twice: what came first was lost, and an engine that was
-    destroyed before its next forward ended with "asked for first" (5 of 1,000 random programs)."""
+    """A plan that started with one unit twice gathered it twice. The first result was lost, and destroying the engine
+    before its next forward raised "asked for first" (in 5 of 1,000 random programs)."""
     for of_rank in found:
         log, _, _ = of_rank["first twice"][-1]
         before = log[: log.index(("updated", 2))]
@@ -201,13 +201,13 @@ def test_a_block_that_is_used_twice_in_a_row_is_gathered_once_beside_the_update(
 
 
 def test_an_evaluation_between_two_updates_changes_nothing(found: list[dict[str, Any]]) -> None:
-    """Nobody can foresee it: the forward that was expected is served once, and ranks agree on how the next passes
-    begin until they know again."""
+    """Ranks cannot predict it. The first forward of the evaluation uses the prefetched units, and ranks agree on the
+    start of the following passes until these are predictable again."""
     for of_rank in found:
         plain, between = of_rank["four"], of_rank["evaluations"]
         assert [loss for _, _, loss in plain] == [loss for _, _, loss in between]
-        # One more for each pass whose beginning is not foreseen: forward and backward after an evaluation, and forward
-        # in the update after that, because a forward was expected in vain.
+        # One more for each pass whose start is not predicted: forward and backward after an evaluation, and the forward
+        # of the update after that, because the predicted forward did not come.
         assert [small for _, small, _ in between] == [11, 5, 3, 5, 5, 4, 5, 4]
 
 
@@ -244,7 +244,7 @@ def step_twice(engine: Any, _folder: str) -> None:
 
 
 def evaluate_alone_before_an_update(engine: Any, folder: str) -> None:
-    """What begins then beside the update is a training forward, on that rank, too; others may wait for it at once."""
+    """This rank also starts gathers of a training forward beside the update, for which others may wait at once."""
     engine.backward(engine(torch.ones(2, WIDTH)))
     if dist.get_rank() == 0:
         evaluate(engine, folder)
@@ -271,7 +271,7 @@ def step(engine: Any) -> float:
 
 
 def run_between(rank: int, folder: str) -> dict[str, list[list[float]]]:
-    """Losses with each of `BETWEEN` after two updates, by what decides the order of gathers."""
+    """Losses with each of `BETWEEN` after two updates, by the kind of gather order."""
     found: dict[str, list[list[float]]] = {}
     for order in ("planned", "negotiated"):
         found[order] = []
@@ -288,16 +288,16 @@ def run_between(rank: int, folder: str) -> dict[str, list[list[float]]]:
 
 
 def test_what_is_under_way_between_updates_is_never_old(tmp_path: Path) -> None:
-    """What the next forward begins with is gathered beside the update, and much may happen before that forward."""
+    """The first units of the next forward are gathered beside the update, and may change before that forward."""
     for of_rank in run_ranks(run_between, 2, str(tmp_path)):
         assert of_rank["planned"] == of_rank["negotiated"]
-        assert len({losses[3] for losses in of_rank["planned"]}) == 3  # as it was, halved, updated once more
+        assert len({losses[3] for losses in of_rank["planned"]}) == 3  # as before, halved, updated once more
 
 
 def run_until_one_dies(rank: int, folder: str, place: tuple[str, int], apart: bool) -> None:
-    """In the fourth update the victim is killed at `place`; what each rank says at its end goes into a file.
+    """In the fourth update the victim is killed at `place`; each rank writes its final message to a file.
 
-    `apart`: no rank can look at another one's process.
+    `apart`: no rank can see another rank's process.
     """
     said = Path(folder, f"said-{rank}")
     logging.getLogger("hf_zero").addHandler(logging.FileHandler(said))
@@ -325,22 +325,22 @@ def run_until_one_dies(rank: int, folder: str, place: tuple[str, int], apart: bo
 
 @pytest.mark.parametrize("place", [("forward", 2), ("backward", 3)])
 def test_a_rank_that_dies_in_the_middle_of_a_plan_is_named(place: tuple[str, int], tmp_path: Path) -> None:
-    """Nobody tells anybody anything there: the others wait for rows, in a thread, and gloo says "connection
-    reset" and a port."""
+    """Planned gathers exchange no other messages: the other ranks wait for rows in a thread, and gloo only reports
+    "connection reset" and a port."""
     with pytest.raises(RankFailure, match=f"rank {VICTIM} of 3 failed first"):
         run_ranks(run_until_one_dies, 3, str(tmp_path), place, False)
     left = {"forward": "(4, 5)", "backward": "(1, 0)"}
-    assert (tmp_path / f"said-{VICTIM}").read_text() == left[place[0]]  # of the plan, the next one under way
+    assert (tmp_path / f"said-{VICTIM}").read_text() == left[place[0]]  # of the plan, the next one in flight
     for rank in {0, 1, 2} - {VICTIM}:
         last = (tmp_path / f"said-{rank}").read_text().splitlines()[-1]
-        # On a busy machine the other one may have ended by then, too.
+        # On a busy machine the other rank may also have ended by then.
         assert "another one did: " in last and f"rank {VICTIM} (process" in last
 
 
 def test_a_rank_that_dies_on_another_machine_is_named(tmp_path: Path) -> None:
-    """Its process cannot be seen. But the others that end because of it say so in the job's store."""
+    """Its process is not visible, but other ranks that end because of it say so in the job's store."""
     with pytest.raises(RankFailure, match=f"rank {VICTIM} of 3 failed first"):
-        with mock.patch("tests.support.ranks.SETTLE_S", 8.0):  # they are patient with the dead, too
+        with mock.patch("tests.support.ranks.SETTLE_S", 8.0):  # time for the survivors to report
             run_ranks(run_until_one_dies, 3, str(tmp_path), ("backward", 3), True)
     for rank in {0, 1, 2} - {VICTIM}:
         last = (tmp_path / f"said-{rank}").read_text().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Which rows a rank keeps with hpZ, and how those of other ranks come up to date."""
+"""Which rows a rank keeps with hpZ, and how the rows of other ranks are updated."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Frozen weights whose elements are codes of several weights, as bitsandbytes' Params4bit: whole bits or nothing.
+"""Frozen weights that pack several codes per element, like bitsandbytes' Params4bit, must keep their exact bits.
 
-At stage 3 those stored as integers, bitsandbytes' default, once stayed whole on every rank; those stored as floating
-numbers were cast to the model's dtype at every stage if that was another one, which takes codes for numbers.
+At stage 3 those stored as integers, bitsandbytes' default, stayed whole on every rank. Those stored in a floating-point
+dtype were cast to the model's dtype at every stage if it differed, which corrupts the codes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STORAGES = [torch.uint8, torch.bfloat16, torch.float32]
 
 
 class Params4bit(nn.Parameter):
-    """As far as engines meet it: a class that answers torch itself, and scales beside its data."""
+    """The aspects that engines see: a class with its own `__torch_function__`, and scales beside its data."""
 
     quant_state: Any
 
@@ -37,7 +37,7 @@ class Params4bit(nn.Parameter):
 
 
 class Packed(nn.Module):
-    """x @ W / scale, two codes of -8 to 7 in a byte."""
+    """x @ W / scale, with two codes of -8 to 7 per byte."""
 
     def __init__(self, storage: torch.dtype, scale: float) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def build(storage: torch.dtype, scale: float = 2.0) -> nn.Sequential:
 
 
 def train(rank: int, stage: int, storage: torch.dtype, extra: dict[str, Any]) -> list[float]:
-    model = build(storage, scale=2.0 + rank)  # rank 0's scales win, as its codes do
+    model = build(storage, scale=2.0 + rank)  # rank 0's scales win, like its codes
     codes = [layer.weight.detach().clone() for layer in model]
     zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0, **extra} if stage == 3 else {})}
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
@@ -76,7 +76,7 @@ def train(rank: int, stage: int, storage: torch.dtype, extra: dict[str, Any]) ->
         weight = model[1].weight
         handle = of(weight)
         assert handle is not None and handle.shard.numel() == codes[1].numel() // 2 and weight.dtype == storage
-        assert type(weight).__name__ == "Params4bit" and isinstance(weight, Params4bit)  # peft asks for the name
+        assert type(weight).__name__ == "Params4bit" and isinstance(weight, Params4bit)  # peft checks the class name
         engine.empty_partition_cache()
         with pytest.raises(RuntimeError, match="holds it in shards"):
             weight.sum()
@@ -91,7 +91,7 @@ def train_all(rank: int) -> None:
     expected = train(rank, 2, torch.uint8, {})
     for storage in STORAGES:
         assert train(rank, 3, storage, {}) == train(rank, 2, storage, {}) == expected
-    for extra in ROUNDED:  # the bits are looked at in `train`; what is trained may be rounded on its way
+    for extra in ROUNDED:  # `train` checks the bits; trained values may be rounded in communication
         assert train(rank, 3, torch.bfloat16, extra)[0] == pytest.approx(expected[0], rel=0.02)
 
 

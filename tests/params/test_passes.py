@@ -1,4 +1,4 @@
-"""Which unit is gathered for which module, step by step, with nothing to gather from."""
+"""Which unit is gathered for which module, step by step, without collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("a", "b", "c")
 
 
 class Recorder:
-    """Instead of a prefetcher: every unit is there at once.
+    """Replaces the prefetcher: every unit is available at once.
 
     Attributes:
         ahead: the positions after each gather, nearest first.
@@ -40,7 +40,7 @@ class Recorder:
 
 
 class Chain:
-    """Three modules, one after the other, with a unit each."""
+    """Three modules in sequence, with one unit each."""
 
     def __init__(self, *, kept: Sequence[int] = (), kept_for_inference: Sequence[int] = ()) -> None:
         self.units = [Unit(index, name, ()) for index, name in enumerate(NAMES)]

@@ -1,7 +1,7 @@
-"""Stage 3's schedule on a device and a network that take as long as they are told to: what hides behind what.
+"""Stage 3's schedule on a simulated device and network with given speeds: what overlaps with what.
 
 The real engine runs on `tests.support.timed_network`, where every lane has a clock; gathers and reductions share the
-link. Blocks say how long they compute; bytes and the link's speed say how long the traffic takes.
+link. Blocks declare their compute time; bytes and the link's speed determine the communication time.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Found:
-    """Of one update in steady state, in seconds."""
+    """One update in steady state, in seconds."""
 
     step: float
     traffic: float
@@ -80,7 +80,7 @@ class Found:
 
 
 def run(zero: dict[str, Any], ratio: float, latency_s: float = 0.0) -> Found:
-    """`ratio`: how long the traffic of a step takes, where everything is gathered twice, for a second of compute."""
+    """`ratio`: seconds of a step's communication per second of compute, if everything is gathered twice."""
     a_pass = 2 * BLOCKS * NUMEL * (RANKS - 1) / RANKS  # bytes that a rank receives
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -104,7 +104,7 @@ def run(zero: dict[str, Any], ratio: float, latency_s: float = 0.0) -> Found:
 @pytest.mark.parametrize("zero", [NOTHING_KEPT, SEVERAL], ids=["one ahead", "several ahead"])
 @pytest.mark.parametrize(("ratio", "latency_s"), [(1.0, 0.0), (1.0, 0.002), (3.0, 0.0), (1 / 3, 0.0), (1 / 3, 0.002)])
 def test_the_shorter_one_hides_behind_the_longer(zero: dict[str, Any], ratio: float, latency_s: float) -> None:
-    """Compute as long as the traffic, a third of it, and three times as long; small messages of a 500th of a step."""
+    """Compute takes as long as communication, a third of it, or three times as long; latency is a 500th of a step."""
     found = run(zero, ratio, latency_s)
     assert found.traffic == pytest.approx(ratio, rel=0.05)
     assert found.hidden >= 0.9
@@ -128,7 +128,7 @@ def test_a_reduction_begins_with_its_last_gradient_and_holds_up_no_gather() -> N
     each = 1 / 9 / BLOCKS  # of a reduction on the link: at most one gather is before it
     assert all(0 <= start - end <= each * 1.01 for start, end in zip(begun, in_backward, strict=True))
     begins = {piece.what: piece.start for piece in found.pieces if piece.lane == Lane.COMPUTE.value}
-    for number in range(BLOCKS - 1):  # the next block's weights are there: nothing lies between
+    for number in range(BLOCKS - 1):  # the next block's weights are available: no gap in between
         assert begins[f"backward {number}"] == pytest.approx(ends[f"backward {number + 1}"])
 
 

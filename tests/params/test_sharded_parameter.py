@@ -1,4 +1,4 @@
-"""Cutting and gathering single parameters: rank 0's values win, whatever travels in one piece, alone or together."""
+"""Partitioning and gathering parameters: rank 0's values win, for any piece size, alone or together."""
 
 from __future__ import annotations
 

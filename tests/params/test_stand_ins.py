@@ -1,7 +1,7 @@
-"""What leaves a released parameter unseen is NaN; the first loss that is made of it says so, and whose NaN it is.
+"""A released parameter reads as NaN where Python cannot intercept it; the first NaN loss names the parameter.
 
-An EMA callback once ran through a whole training with NaN in it, without a word: it had read parameters at stage 3.
-Reads that Python sees raise since then (`test_outside_forward.py`); these are about the others.
+An EMA callback that read parameters at stage 3 silently collected NaN for a whole training. Reads that Python sees have
+raised since then (`test_outside_forward.py`); these tests are about the others.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_where_there_is_no_room_it_is_a_plain_nan(dtype: torch.dtype) -> None:
 
 
 def unseen(parameter: Tensor) -> Tensor:
-    """As a C++ extension reads it."""
+    """Reads as a C++ extension does."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.detach().as_subclass(Tensor).clone()
 
@@ -126,7 +126,7 @@ def _below_stage_3(rank: int) -> None:
 
 
 def test_where_the_host_runs_ahead_a_loss_is_looked_at_two_later() -> None:
-    """Looking at once would make the host wait for the device."""
+    """Checking the loss at once would make the host wait for the device."""
 
     handle = released("layer")
     watch = FirstNan(StandIns([handle]), torch.device("cuda"))
@@ -147,7 +147,7 @@ def released(name: str, dtype: torch.dtype = torch.float32) -> ShardedParameter:
 
 
 def fill(handle: ShardedParameter, value: float) -> None:
-    """As C++ code does."""
+    """Writes as C++ code does."""
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         handle.parameter.fill_(value)
 

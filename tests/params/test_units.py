@@ -1,4 +1,4 @@
-"""How stage 3 cuts models into units, and what stays gathered."""
+"""How stage 3 partitions models into units, and what stays gathered."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Mixture(nn.Module):
 
 
 def test_experts_are_gathered_with_their_router() -> None:
-    """Ranks route to different experts; were these gathered one by one, the ranks would wait for each other."""
+    """Ranks route to different experts; if experts were gathered one by one, ranks would wait for each other."""
     assert unit_names(Mixture()) == ["", "blocks.0", "blocks.1", "moe"]
 
 
@@ -103,7 +103,7 @@ def test_ranks_that_see_different_parts_agree_on_one_order() -> None:
 
 
 def test_receive_buffers_fit_what_is_under_way() -> None:
-    """Every buffer was as long as the longest unit (an embedding), which many small units under way cannot afford."""
+    """Every buffer was as long as the longest unit (an embedding), which is too much for many small units in flight."""
     buffers, like = GatherBuffers(torch.device("cpu")), torch.empty(0)
     buffers.expect(1000, like.dtype)
 

@@ -14,7 +14,7 @@ from hf_zero.planning.model import PlannedModel, load_model
 
 
 def config_folder(folder: Path, **changes: Any) -> str:
-    """A folder with config.json."""
+    """Creates a folder with config.json."""
     values = {
         "vocab_size": 500,
         "hidden_size": 64,
@@ -30,7 +30,7 @@ def config_folder(folder: Path, **changes: Any) -> str:
 
 
 def planned(source: str, training: Training | None = None, model: PlannedModel | None = None, **machine: Any) -> Plan:
-    """The plan for a model on machines that are given, not found."""
+    """The plan for a model on given machines."""
     given = {"gpu": "h100", "gpus_per_node": 8, "host_memory": "1T", **machine}
     training = training or Training(length=64)
     return plan(model or load_model(source, training.precision), hardware(given), training)

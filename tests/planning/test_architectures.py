@@ -1,4 +1,4 @@
-"""Plans of models that read pictures, spectrograms and waves trace them, too; nothing falls back to a formula."""
+"""Plans of models with images, spectrograms and waveforms are also traced; none falls back to a formula."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.lengthy
 
 @pytest.mark.parametrize("name", ["t5", "vit", "wav2vec2", "whisper"])
 def test_what_is_not_a_plain_language_model_is_traced(name: str, tmp_path: Path) -> None:
-    """They were given tokens, which they cannot read, and a formula's activations: 15 times too many for waves."""
+    """They were given tokens, which they cannot use, and a formula's activations: 15 times too many for waveforms."""
     size = ARCHITECTURES[name]
     size.config().save_pretrained(tmp_path)
     model = load_model(str(tmp_path), size.precision)

@@ -1,4 +1,4 @@
-"""The event model asks for units when the engine does: both are logged, and compared."""
+"""The event model requests units at the same time as the engine: both are logged, and compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.simulation import META, simulated_world
 
 NUM_UNITS, WIDTH, WORLD = 6, 8, 4
 UNIT = WIDTH * (WIDTH + 1)  # elements
-# A forward of a unit takes 1 s, its backward 2, its gather 1 and its reduction 1.
+# A unit's forward takes 1 s, its backward 2, its gather 1 and its reduction 1.
 MACHINE = Machine("round", WORLD, 2.0 * UNIT, 1e9, 2.0 * UNIT * 3 / 4, 1e9, 1e9, 1e9)
 SHAPE = Shape("blocks", NUM_UNITS * UNIT, NUM_UNITS)
 Log = list[tuple[str, int]]
@@ -45,7 +45,7 @@ def noting(log: Log, gather: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_engine(zero: dict[str, Any], own: dict[str, Any], *, negotiates: bool) -> Log:
-    """What a rank does in its fourth update, in this order."""
+    """The events of a rank in its fourth update, in order."""
     log: Log = []
 
     def note_use(block: nn.Module, number: int) -> None:
@@ -76,7 +76,7 @@ def of_engine(zero: dict[str, Any], own: dict[str, Any], *, negotiates: bool) ->
 
 
 def of_model(step: Step) -> Log:
-    """The same, as pieces of work are asked for."""
+    """The same, as pieces of work are requested."""
     found = [piece.what.split() for piece in step.pieces]
     return [(what, int(number)) for what, number in found if what in ("gather", "forward", "backward")]
 
@@ -84,7 +84,7 @@ def of_model(step: Step) -> Log:
 @pytest.mark.parametrize("live", [0, 2, 3, 5, NUM_UNITS])
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3, 20])
 def test_units_are_asked_for_when_the_engine_asks_for_them(ahead: int, live: int) -> None:
-    """Somebody else's belief stood here: always one unit ahead, and nothing stays for backward."""
+    """The model assumed incorrectly that one unit is always prefetched, and that none stays gathered for backward."""
     zero = {"stage3_prefetch_bucket_size": ahead * UNIT, "stage3_max_live_parameters": live * UNIT}
     step = simulate(MACHINE, SHAPE, Setup(3, tokens=1, gathers=default_gathers().model_copy(update=zero)))
     assert of_model(step) == of_engine(zero, {}, negotiates=True)
@@ -114,7 +114,7 @@ def seconds(message: float, *, host_waits: bool, agreement: Any = "plan", tokens
 
 
 def test_messages_cost_time_where_the_host_waits_for_them_and_elsewhere_only_where_they_take_longest() -> None:
-    """The end of backward is told while the last reduction is under way."""
+    """The end of backward is agreed on while the last reduction is in flight."""
     plain = seconds(0.0, host_waits=True)
     assert seconds(0.5, host_waits=True) == pytest.approx(plain + 2 * 0.5)
     assert seconds(0.5, host_waits=False) == plain
@@ -137,12 +137,12 @@ def test_a_gather_that_is_agreed_on_overlaps_nothing() -> None:
         )
         for agreement, of_step in pieces.items()
     }
-    beside_update = {"update": NUM_UNITS - 1}  # of all but the first block, which the next forward begins with
+    beside_update = {"update": NUM_UNITS - 1}  # of all but the first block, with which the next forward starts
     assert hidden == {"plan": {"forward": NUM_UNITS - 1, "backward": NUM_UNITS - 1, **beside_update}, "messages": {}}
 
 
 def test_what_updates_beside_backward_can_win() -> None:
-    """The figures of docs/offload.md: steps of streaming that keep no gradient, beside those that clip exactly."""
+    """The figures of docs/offload.md: streaming steps that keep no gradient, compared with exact clipping."""
     page = (Path(__file__).resolve().parents[2] / "docs" / "offload.md").read_text(encoding="utf-8")
     machine = hardware({"gpu": "h100", "gpus_per_node": 1, "host_memory": "256G"}).machine()
     won = []

@@ -1,4 +1,4 @@
-"""Experts over ranks: what `plan` says of them is what engines hold and send."""
+"""Expert parallelism: predictions of `plan` equal what engines store and send."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def engines(rank: int, world: int, folder: str) -> list[tuple[dict[str, int], in
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_states_and_messages_are_those_of_engines_to_the_byte(world: int, tmp_path: Path) -> None:
-    """Whatever the routing: what one rank sends less, another one sends more."""
+    """This holds for any routing: if one rank sends less, another one sends more."""
     ranks = run_ranks(engines, world, world, str(tmp_path / "drive"))
     model = load_model(written(tmp_path), "bf16", 0, 1, 2)
     seen = trace(model, micro_batch=1, length=LENGTH, checkpointing=False)
@@ -89,7 +89,7 @@ def plan_with(folder: str, size: int, **training: Any) -> Plan:
 
 
 def test_tokens_cost_less_than_experts(tmp_path: Path) -> None:
-    """Eight experts, of which a token takes two, on four ranks: at most half of what stage 3 sends, in all."""
+    """Eight experts, of which a token uses two, on four ranks: at most half of stage 3's traffic in total."""
     folder = written(tmp_path)
     plain, spread = plan_with(folder, 1), plan_with(folder, 4)
     alone = {each.candidate.name: each for each in plain.estimates}

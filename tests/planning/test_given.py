@@ -1,4 +1,4 @@
-"""`plan --config`: a ds.json of the user's has a row of its own, by the sums of candidates."""
+"""`plan --config`: a user's ds.json has its own row, computed like the candidates."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_it_says_goes_before_what_is_asked_for() -> None:
 
 
 def test_features_that_no_candidate_has(model: PlannedModel) -> None:
-    """Tiles make activations smaller, cpu_checkpointing moves them; fewer bits are fewer bytes on their way."""
+    """Tiles make activations smaller, cpu_checkpointing moves them; fewer bits are fewer bytes of communication."""
     zero = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 2}
     plain = with_config(model, OPEN | {"zero_optimization": {"stage": 3}}, Training(length=16384))
     without, with_it = plain.yours
@@ -77,7 +77,7 @@ def test_features_that_no_candidate_has(model: PlannedModel) -> None:
     found = with_config(model, tiled | {"zero_optimization": zero}, Training(length=16384))
     assert found.yours[0].memory.device["activations"] < without.memory.device["activations"]
     assert found.yours[1].memory.device["activations"] < with_it.memory.device["activations"] / 2
-    assert found.yours[1].memory.host == {"activations": 6 * 16384 * 64 * 2}  # but of two layers, bf16
+    assert found.yours[1].memory.host == {"activations": 6 * 16384 * 64 * 2}  # of all but two layers, bf16
     assert found.yours[1].traffic.across < with_it.traffic.across and "ZeRO++" in found.notes[-1]
     assert found.chosen is not None and not found.chosen.candidate.is_given
     assert [line[:6] for line in reasoning(found)[:2]] == ["yours:"] * 2
@@ -114,7 +114,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_time_follows_the_limits_of_stage_3_and_who_knows_what_comes_next(model: PlannedModel) -> None:
-    """What stays gathered need not be gathered again, and what has to be agreed on is not gathered ahead."""
+    """Units that stay gathered are not gathered again, and gathers that ranks have to agree on are not prefetched."""
     slow = hardware({"gpu": "h100", "gpus_per_node": 1, "nodes": 2, "host_memory": "1T", "network": "1e9"})
     training, size = Training(length=256, micro_batch=8, checkpointing=False), optimizer_size(Training())
 
@@ -130,7 +130,7 @@ def test_time_follows_the_limits_of_stage_3_and_who_knows_what_comes_next(model:
 
 
 def test_adafactor_keeps_rows_and_columns_alone() -> None:
-    """A plan counted Adam's two states for it, a guess for optimizers that only know themselves."""
+    """The plan counted Adam's two states for it, its default for unknown optimizers."""
     assert optimizer_size(Training(optimizer="Adafactor")).num_states == 0
     weight = [torch.nn.Parameter(torch.zeros(2, 2))]
     assert states_per_element(Adafactor(weight, beta1=0.9)) == 1

@@ -1,4 +1,4 @@
-"""`plan --longest`: what grows with the tokens, where it may lie, and the sums."""
+"""`plan --longest`: memory that grows with the tokens, its placement, and the sums."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TRACES: dict[str, Trace] = {}
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracing takes seconds, and most tests ask for the same model with the same samples."""
+    """Traces are cached: tracing takes seconds, and most tests need the same model and samples."""
 
     def kept(model: PlannedModel, training: Training, **options: Any) -> Trace:
         run = training.micro_batch, training.length, training.sequence_parallel
@@ -121,7 +121,7 @@ def test_ranks_that_share_sequences_reach_as_many_times_as_far(model: PlannedMod
 
 
 def test_a_head_in_parts_has_no_tiles(model: PlannedModel) -> None:
-    """Its logits are gathered before the loss; the MLPs' tiles are as ever."""
+    """Its logits are gathered before the loss; the MLPs' tiles are unchanged."""
     assert Tiling.that_fits(model.cut(2).module) == Tiling(mlp=True)
 
 
@@ -159,7 +159,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_sums_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The recipe of docs/planning.md, as a reader would follow it."""
+    """Follows the recipe of docs/planning.md."""
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     recipe = page.split("## A mixture of experts with long samples\n")[1].split("\n## ")[0]
     (tmp_path / "moe").mkdir()

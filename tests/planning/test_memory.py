@@ -1,4 +1,4 @@
-"""Predicted model states are those of engines, to the byte; and follow the estimates made at the start of a run."""
+"""Predicted model states equal those of engines bytewise, and the estimates at the start of a run."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _sums(model: Any, setting: Setting) -> int:
 
 @pytest.mark.parametrize("separate", [True, False])
 def test_the_estimate_at_the_start_of_a_run_says_the_same(separate: bool, tmp_path: Path) -> None:
-    """Host and disk of `hf_zero.offload.memory_estimate`, which leaves padding out, and counts no staging buffers."""
+    """Host and disk of `hf_zero.offload.memory_estimate`, which ignores padding and staging buffers."""
     model = load_model("40M")
     training = Training(length=16, nvme_path=str(tmp_path))
     traced = trace(model, micro_batch=1, length=16, checkpointing=False)
@@ -100,14 +100,14 @@ def test_the_estimate_at_the_start_of_a_run_says_the_same(separate: bool, tmp_pa
         said = estimate_memory(trained_specs(model.module), answers.zero, setting.sharding, device, sizes)
         assert found.disk_total == pytest.approx(said.disk, rel=0.01, abs=1e4), way
         host = sum(found.host.get(kind, 0) for kind in STATES)
-        if way.streams:  # the estimate has the masters that are joined for an update, too
+        if way.streams:  # the estimate also has the masters that are joined for an update
             host += AT_ONCE * FP32_BYTES * sizes.longest // 4
         if separate and "nvme" not in (way.optimizer, way.parameters):
             assert host == pytest.approx(said.host, rel=0.01), way
 
 
 def test_kinds_at_each_stage() -> None:
-    """14 bytes per parameter at stage 0, gradients as backward has them; shares above; what is offloaded is away."""
+    """14 bytes per parameter at stage 0, gradients as in backward; shards at higher stages; offloaded states moved."""
     model = load_model("2b")
     traced = trace(model, micro_batch=1, length=64, checkpointing=True)
     billions = model.num_parameters / 1e9
@@ -120,7 +120,7 @@ def test_kinds_at_each_stage() -> None:
             for place in (found.device, found.host)
         )
 
-    # When most is taken all gradients are there but the embedding's, the last to come.
+    # At the peak all gradients exist except the embedding's, which is the last.
     assert of(Candidate(0)) == ({"parameters": 2.0, "gradients": 1.91, "optimizer": 12.0}, {})
     assert of(Candidate(2))[0] == {"parameters": 2.0, "gradients": 0.24, "optimizer": 1.5}
     device, host = of(Candidate(2, "cpu"))

@@ -1,4 +1,4 @@
-"""What a page says of one GPU is what a plan says."""
+"""The page on one GPU matches the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m hf_zero plan`: candidates, what fits, what is taken, and what comes out."""
+"""`python -m hf_zero plan`: candidates, which ones fit, the choice, and the output."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_candidates_of_a_machine() -> None:
 def test_a_small_model_needs_nothing_and_a_large_one_everything(tmp_path: Path) -> None:
     assert planned("40M", gpus_per_node=1).chosen.candidate == Candidate(0)  # type: ignore[union-attr]
     model = load_model("8b")
-    by_memory = {  # on a link over which stage 3's gathers do not hide
+    by_memory = {  # on a link that is too slow to hide stage 3's gathers
         memory: planned("", Training(length=1024), model, device_memory=memory, link="100G").chosen
         for memory in ("400G", "60G", "24G", "12G", "4G")
     }
@@ -95,13 +95,13 @@ def test_of_the_fitting_ones_the_fastest_is_taken_and_of_equals_the_first() -> N
 
 
 def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Path) -> None:
-    """8 billion parameters on a device that holds none of them: 16 bytes of each in host memory, or 14."""
+    """8 billion parameters on a device that holds none of them: 16 bytes per parameter in host memory, or 14."""
     model = load_model("8b")
     training = Training(length=1024, checkpointing=True, nvme_path=str(tmp_path))
     plain, streaming = (f"stage 3, optimizer cpu, parameters cpu{more}, checkpointing" for more in ("", ", streaming"))
 
     def planned_with(host_memory: str, training: Training) -> Plan:
-        machine = {"gpu": "gh200", "gpus_per_node": 1, "device_memory": "12G"}  # a host whose memory one GPU has alone
+        machine = {"gpu": "gh200", "gpus_per_node": 1, "device_memory": "12G"}  # one GPU has the host's memory alone
         return planned("", training, model, **machine, host_memory=host_memory, disk="2T")
 
     only = planned_with("125G", replace(training, nvme_path=None))
@@ -112,7 +112,7 @@ def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Pa
     assert sum(parts) == pytest.approx(total, abs=0.3) and total < limit
     assert as_dict(only)["sums"] == list(sums(only)) and host in shown(only)
 
-    fastest = planned_with("125G", training)  # a drive would do as well
+    fastest = planned_with("125G", training)  # a drive would be just as good
     by_name = {each.candidate.name: each for each in fastest.estimates if each.fits}
     assert fastest.chosen is by_name[streaming] and len(by_name) > 1
     assert all(each.seconds > 5 * fastest.chosen.seconds for name, each in by_name.items() if name != streaming)
@@ -129,7 +129,7 @@ def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Pa
 
 
 def shown(plan: Plan) -> str:
-    """What the command prints."""
+    """The command's output."""
     console = Console(file=io.StringIO(), width=150)
     show(plan, console=console)
     said: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ def shown(plan: Plan) -> str:
 
 
 def test_updates_beside_backward_are_hidden_behind_it(tmp_path: Path) -> None:
-    """A ds.json that keeps no gradient: the host updates while backward goes on, and not after it."""
+    """With a ds.json that keeps no gradient, the host updates during backward, and not after it."""
     model, seconds = load_model("1b"), {}
     for clipping in ("exact", "last_norm"):
         config = ds_config(Candidate(3, "cpu", "cpu", streams=True), Training())
@@ -158,7 +158,7 @@ def test_what_lacks_is_named() -> None:
     assert "of device memory, of which" in text and "of host memory for 1 rank(s)" in text
     assert "nothing fits" in text and "--nvme-path" in text
     said = shown(plan)
-    assert said.startswith("nothing fits") and "bound by" not in said  # a table without rows said nothing
+    assert said.startswith("nothing fits") and "bound by" not in said  # an empty table gave no reason
 
 
 def test_a_hundred_thousand_ranks_answer_in_seconds() -> None:
@@ -173,8 +173,8 @@ def test_a_hundred_thousand_ranks_answer_in_seconds() -> None:
 
 
 def test_the_work_of_a_plan_does_not_grow_with_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For 70B on 1,024 ranks: a few layers are run, without and with checkpointing, and parameters are laid out as
-    often as for 16 ranks."""
+    """For 70B on 1,024 ranks only a few layers are run, with and without checkpointing, and the number of parameter
+    layouts is the same as for 16 ranks."""
     calls = Counter[str]()
     layers: list[int] = []
     trace_step = model_module.trace_step
@@ -194,7 +194,7 @@ def test_the_work_of_a_plan_does_not_grow_with_ranks(monkeypatch: pytest.MonkeyP
     for name in ("plan_units", "plan_layout"):
         monkeypatch.setattr(memory_module, name, counted(name, getattr(memory_module, name)))
     work = []
-    for nodes in (128, 2):  # a model each: traces and layouts are kept for a model
+    for nodes in (128, 2):  # one model each: traces and layouts are cached per model
         calls.clear()
         assert planned("70b", Training(length=4096), nodes=nodes).hardware.ranks == 8 * nodes
         work.append((len(layers), dict(calls)))
@@ -228,8 +228,8 @@ def test_a_name_that_only_contains_a_known_one_is_another_gpu() -> None:
 
 
 def test_host_memory_of_a_machine_elsewhere() -> None:
-    """That of the laptop it was planned on was taken, so that nothing could be offloaded on eight H100; and all of what
-    was given, so that 998 of 1000 GB fitted, beside the system and the loaders' processes."""
+    """The memory of the planning laptop was used, so that nothing could be offloaded on eight H100. A given amount was
+    used in full, so that 998 of 1000 GB fitted, without room for the system and the data loaders' processes."""
     elsewhere = hardware({"gpu": "h100", "gpus_per_node": 8})
     assert elsewhere.host_memory == 8 * GPUS["h100"].host_memory
     assert any("as such machines usually have it" in note for note in elsewhere.notes)
@@ -272,7 +272,7 @@ def test_the_page_fetches_nothing(plan: Plan) -> None:
 
 
 def test_bars_that_are_longer_than_is_drawn_are_drawn_as_cut(plan: Plan) -> None:
-    """Stage 0 of a large model looked as if it needed as much as what only just did not fit."""
+    """Stage 0 of a large model looked as if it needed no more than a model that almost fits."""
     page = as_html(plan)
     largest = max(plan.estimates, key=lambda each: each.memory.device_total)
     cut = f'<div class="cut" title="{gigabytes(largest.memory.device_total)}: longer than is drawn">'
@@ -281,15 +281,15 @@ def test_bars_that_are_longer_than_is_drawn_are_drawn_as_cut(plan: Plan) -> None
 
 
 def test_what_can_be_seen_at_once_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who had forgotten to install peft was told after the model had been built."""
+    """A user without peft was only told so after the model had been built."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "hf_zero.planning.command", None)  # whoever imports it now fails
+    monkeypatch.setitem(sys.modules, "hf_zero.planning.command", None)  # importing it now fails
     with pytest.raises(SystemExit):
         main(["plan", "8b", "--lora-rank", "8"])
 
 
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub's library tried for half a minute, and the answer did not say that `8b` is a model, too."""
+    """The Hub's library retried for half a minute, and the error did not mention that `8b` is also a model."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "https://127.0.0.1:9")
     monkeypatch.setattr("hf_zero.explain.views.getproxies", dict)
@@ -305,7 +305,7 @@ def test_json_has_what_the_table_has(plan: Plan) -> None:
 
 
 def test_groups_within_hosts(tmp_path: Path) -> None:
-    """On several hosts: a copy per host sends less across and takes more; hpZ keeps gathers around use in a host."""
+    """On several hosts: a replica per host sends less between hosts but needs more memory; hpZ gathers within hosts."""
     slow = {"nodes": 4, "gpus_per_node": 4, "network": "1G", "gpu": "h100"}
     found = {
         each.candidate.name: each for each in planned("2b", Training(length=64, checkpointing=True), **slow).estimates
@@ -322,7 +322,7 @@ def test_groups_within_hosts(tmp_path: Path) -> None:
 
 
 def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every remedy on top of those before it, by the sums of candidates, the cheapest first."""
+    """Each remedy is added to the previous ones, with the sums of candidates, the cheapest first."""
     machine = {"gpu": "abacus", "device_memory": "1.9G", "gpus_per_node": 4}
     plan = planned("350M", Training(length=8192, micro_batch=2), **machine)
     least = min(plan.estimates, key=lambda each: each.memory.device_total)
@@ -334,7 +334,7 @@ def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
     def again(*given: Any) -> list[show_module.Remedy]:
-        """They take seconds, and are the same."""
+        """Returns the cached result, because computing it takes seconds."""
         asked.append(given)
         return found
 

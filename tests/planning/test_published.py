@@ -1,4 +1,4 @@
-"""Runs that others have published: sources, the lot, the table on the page, and how close predictions are."""
+"""Published runs of others: sources, held-out set, the table on the page, and the accuracy of predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.published import CLOSE, compared, contents, held_out, orders, page, s
 
 # By set, of the runs that are not held out.
 LEAST_CLOSE = {1: 13, 2: 26, 3: 22}  # of 21, 29 and 24 whose peak has one prediction: within a tenth
-MOST_WRONG = {1: 1, 2: 0, 3: 7}  # pairs whose order of rates is predicted to be the other one
+MOST_WRONG = {1: 1, 2: 0, 3: 7}  # pairs of rates predicted in the wrong order
 NUM_DRAWN = 4
 
 
@@ -42,8 +42,8 @@ def test_meters_count_what_a_plan_leaves_free() -> None:
 
 
 def test_what_the_allocator_may_not_use_yet_counts_up_to_the_card() -> None:
-    """FSDP of 2022 asked for all units before the first was used: freed, they took the room of the allocator until the
-    device had come so far, and were given back where the card was full."""
+    """FSDP of 2022 requested all units before the first was used. Freed units stayed in the allocator until the device
+    had progressed, and were returned when the card was full."""
     peak = published.Peak(kept=8e9, passing=2e9, waiting=3e9)
     assert published.metered(peak, "allocated") == 10e9
     plain = published.metered(published.Peak(kept=8e9, passing=2e9), "reserved")

@@ -1,4 +1,4 @@
-"""Ranks that hold parts of the same matrices or sequences: what `plan` says of them is what engines do."""
+"""Tensor and sequence parallelism: predictions of `plan` equal what engines do."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_parts_and_messages_are_those_of_a_model_that_is_cut(
     kind: str, size: int, checkpointing: bool, rank: int, tmp_path: Path
 ) -> None:
     """Shapes of all parameters of the first rank, and bytes of all its messages in a forward and a backward; with
-    adapters where they have a `rank`."""
+    adapters if they have a `rank`."""
     model = load_model(written(kind, tmp_path), "bf16", rank, size)
     expected = {name: tuple(parameter.shape) for name, parameter in model.module.named_parameters()}
     models: list[Any] = [whole(kind) for _ in range(size)]
@@ -157,7 +157,7 @@ def test_messages_of_shared_sequences_are_those_of_an_engine(tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
-    """Of eight heads and as many key heads."""
+    """A Llama with eight heads and as many key heads."""
     folder = tmp_path_factory.mktemp("model")
     return load_model(config_folder(folder, num_attention_heads=8, num_key_value_heads=8, intermediate_size=256))
 
@@ -173,7 +173,7 @@ def test_sequences_in_parts_take_as_many_times_less(llama: PlannedModel, checkpo
 
 
 def test_copied_key_heads_are_counted(tmp_path: Path) -> None:
-    """One key head for four ranks: everyone has a copy of it, in every layer that is not computed again."""
+    """One key head for four ranks: each rank has a copy of it, in every layer that is not recomputed."""
     model = load_model(config_folder(tmp_path, num_key_value_heads=1))
     few = [
         trace(model, micro_batch=1, length=256, checkpointing=ckpt, sequence_size=4).peak
@@ -185,7 +185,7 @@ def test_copied_key_heads_are_counted(tmp_path: Path) -> None:
 
 
 def test_inside_of_layers_each_rank_has_its_part(llama: PlannedModel) -> None:
-    """Of one layer's activations at most: inside a half, what goes from layer to layer whole."""
+    """At most one layer's activations: inside a layer half of them, between layers all of them."""
 
     def of_a_layer(model: PlannedModel) -> float:
         seen = trace(model, micro_batch=1, length=4096, checkpointing=False)
@@ -222,7 +222,7 @@ def test_parts_of_matrices_in_a_plan(llama: PlannedModel) -> None:
     named = {each.candidate.name: each for each in cut.estimates}
     before = {each.candidate.name: each for each in plain.estimates}
     zero, three = named["stage 0"], named["stage 3"]
-    assert zero.memory.states == pytest.approx(before["stage 0"].memory.states / 2, rel=0.02)  # but for norms
+    assert zero.memory.states == pytest.approx(before["stage 0"].memory.states / 2, rel=0.02)  # except norms
     assert three.memory.device["optimizer"] == pytest.approx(before["stage 3"].memory.device["optimizer"], rel=0.05)
     assert zero.traffic.within > before["stage 0"].traffic.within, "activations are exchanged beside gradients"
     assert across.estimates[0].traffic.across > cut.estimates[0].traffic.across, "parts lie on both hosts"
@@ -297,7 +297,7 @@ def test_trials_have_the_sizes(
 
 
 def test_what_other_ranks_would_help(tmp_path: Path) -> None:
-    """As few ranks per sequence as are enough; parts of matrices where heads cannot be dealt out, or nothing helps."""
+    """As few ranks per sequence as necessary; tensor parallelism if heads are not divisible, or nothing else helps."""
     machine = {"gpu": "abacus", "gpus_per_node": 4, "host_memory": "1T"}
 
     def last(memory: str, heads: int) -> str:

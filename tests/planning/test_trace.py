@@ -1,4 +1,4 @@
-"""What a meta-device trace finds: bytes that live, FLOPs, and the same for many layers from a few."""
+"""Results of a meta-device trace: live bytes, FLOPs, and the same for many layers computed from a few."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 
 class TwoLayers(nn.Module):
-    """Products whose activations are counted by hand: input 2 x 8, hidden 2 x 16, output 2 x 4, fp32."""
+    """Products whose activations can be counted by hand: input 2 x 8, hidden 2 x 16, output 2 x 4, fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Convolution(nn.Module):
 
 
 def test_what_convolutions_on_a_cpu_take_while_they_run() -> None:
-    """Peaks of wav2vec2 were up to 15% more than predicted: oneDNN's layouts are no memory of PyTorch's."""
+    """Peaks of wav2vec2 were up to 15% above the prediction: oneDNN's layouts are not allocated by PyTorch."""
     with torch.device("meta"):
         model, x = Convolution(), torch.zeros(2, 4, 100)
     given, weight, result = 2 * 4 * 100 * 4, 8 * 4 * 3 * 4, 2 * 8 * 98 * 4
@@ -153,13 +153,13 @@ def test_the_plain_llama_is_that_of_transformers(checkpointing: bool, tiling: Ti
     events = [[(each.event, each.name, each.flops) for each in found.segments] for found in (ours, reference)]
     assert events[0] == events[1] and not ours.note
     assert ours.peak == pytest.approx(reference.peak, rel=1e-3)
-    # transformers makes a mask first, which it does not need, and lets go of some tensors later.
+    # transformers also creates a mask, which it does not need, and frees some tensors later.
     assert all(abs(a.peak - b.peak) <= 5e-3 * reference.peak for a, b in zip(ours.segments, reference.segments))
 
 
 @pytest.mark.parametrize("more", [[], ["--gpus-per-node", "8", "--optimizer", "Lamb", "--all"]])
 def test_a_number_of_parameters_loads_little(more: list[str]) -> None:
-    """Each of these takes a third of the time of a plan or more, and torch loads them behind one's back."""
+    """Each of these takes at least a third of a plan's time, and torch loads them implicitly."""
     code = (
         "import sys, torch; heavy = {'transformers', 'torch._dynamo', 'sympy', 'triton'} - sys.modules.keys(); "
         "from hf_zero.__main__ import main; main(['plan', '40M', '--gpu', 'h100', '--json', *sys.argv[1:]]); "
@@ -176,7 +176,7 @@ def test_the_optimizer_of_a_plan_leaves_torch_as_it_is() -> None:
 
 
 def form(result: Any) -> list[tuple[Any, ...]]:
-    """Strides of extents of one are anybody's."""
+    """Strides of dimensions of size one are arbitrary."""
     return [
         (each.shape, each.dtype, each.device, [n for n, extent in zip(each.stride(), each.shape) if extent != 1])
         for each in tree_leaves(result)
@@ -185,7 +185,7 @@ def form(result: Any) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_what_operators_of_a_llama_make(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every call in a trace, by our rule and by torch's."""
+    """Compares every call in a trace by our rule and by torch's."""
     met = set()
 
     def compared(operator: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +205,7 @@ def test_what_operators_of_a_llama_make(checkpointing: bool, monkeypatch: pytest
 
 
 def layouts(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Of four dimensions that can be broadcast to each other: plain, turned, cut, repeated, with channels innermost."""
+    """Four-dimensional layouts that broadcast to each other: plain, transposed, sliced, repeated, channels last."""
     plain = torch.empty(2, 3, 4, 5, dtype=dtype, device="meta")
     turned = torch.empty(2, 4, 3, 5, dtype=dtype, device="meta").transpose(1, 2)
     cut = torch.empty(2, 3, 4, 9, dtype=dtype, device="meta")[..., 2:7]
@@ -247,7 +247,7 @@ def test_the_plain_llama_computes_again_what_torch_would(device: str, monkeypatc
     with torch.device(device):
         model = Llama(shape).train()
         tokens = torch.arange(64).view(2, 32)
-    if device == "cpu":  # embeddings come without values
+    if device == "cpu":  # embeddings have no values
         torch.nn.init.normal_(model.get_input_embeddings().weight)
     modules = {each.name: each.module for each in find_gathered_modules(model)}
 
@@ -271,7 +271,7 @@ def test_the_plain_llama_computes_again_what_torch_would(device: str, monkeypatc
 
 
 def test_flops_are_those_of_torch() -> None:
-    """Products by a formula of ours; and nothing that torch has a formula for is taken to have none."""
+    """Products use a formula of ours; every operator with a formula in torch must have FLOPs."""
     from torch.utils.flop_counter import flop_registry
 
     first, second, one = torch.empty(3, 4, 5), torch.empty(3, 5, 6), torch.empty(6)
@@ -320,9 +320,9 @@ def test_a_model_that_needs_values_gets_a_formula(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize(("kind", "checkpointing"), [("experts", False), ("experts", True), ("dropout", False)])
 def test_bytes_of_a_real_run_on_a_cpu(kind: str, checkpointing: bool, tmp_path: Path) -> None:
-    """Somebody planned for a Mixtral in fp32: 221.8 MB predicted, 276 measured, because grouped products refuse fp32 on
-    the meta device, and a formula that knows no experts was used; and for a BERT with its dropout: 342 MB for 478,
-    because torch has no fused attention with dropout on a CPU."""
+    """A user planned for a Mixtral in fp32: 221.8 MB predicted, 276 measured, because grouped products do not support
+    fp32 on the meta device, and a formula without experts was used. For a BERT with dropout it was 342 MB instead of
+    478, because torch has no fused attention with dropout on a CPU."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
     common: dict[str, Any] = {**shape, "vocab_size": 100, "max_position_embeddings": 64}
     config = (
@@ -347,6 +347,6 @@ def test_bytes_of_a_real_run_on_a_cpu(kind: str, checkpointing: bool, tmp_path: 
 
 
 def _traced_for_real(model: nn.Module, inputs: Any, modules: dict[str, nn.Module]) -> Trace:
-    """With values, and torch's own attention and products."""
+    """With real values, and torch's own attention and products."""
     with patch.object(tracing, "in_place_of", lambda *_: nullcontext()):
         return trace_step(model, inputs, modules)

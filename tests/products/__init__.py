@@ -1,1 +1,1 @@
-"""Every way to combine features: which products of them train as one process does, and which are refused."""
+"""All combinations of features: which of them train like one process, and which are rejected."""

@@ -1,4 +1,4 @@
-"""Writes docs/products.md, or the file that is named."""
+"""Writes docs/products.md, or the given file."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def table_of(world: int, order: int, few: list[Product], found: dict[Product, fl
 
 
 def refusals() -> Iterator[str]:
-    """Of pairs, on four ranks."""
+    """Rejected pairs on four ranks."""
     valid, refused = split()
     possible = {pair for product in valid for pair in choices_of(product, 2)}
     why = {pair: reason for product, reason in reversed(refused.items()) for pair in choices_of(product, 2)}
     yield from ("", "## Pairs that are refused", "", "| | | why |", "|---|---|---|")
     for pair in sorted(pair for pair in why if pair not in possible):
-        # Of a product that is refused for this pair alone: the others are as they are by default.
+        # A combination that is rejected for this pair alone: the other features have their defaults.
         wanted = dict(pair)
         product = tuple(wanted.get(name, values[name == "stage"]) for name, values in VALUES.items())
         yield f"| {' '.join(pair[0])} | {' '.join(pair[1])} | {refused.get(product, why[pair])} |"

@@ -1,7 +1,7 @@
-"""Products of features: their configs, which are refused, sets that have every pair or triple, and how they train.
+"""Combinations of features: configs, rejected ones, sets that cover every pair or triple, and their training.
 
-python -m tests.products            trains every pair on four and on two ranks and writes docs/products.md
-python -m tests.products --all      every triple on four ranks and every pair on eight, too
+python -m tests.products            trains every pair on four and on two ranks, and writes docs/products.md
+python -m tests.products --all      also every triple on four ranks and every pair on eight
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def config_of(product: Product) -> dict[str, Any]:
     chosen = named(product)
     zero: dict[str, Any] = {"stage": int(chosen["stage"])}
     if chosen["stage"] == "3":
-        zero["stage3_param_persistence_threshold"] = 0  # all that is small would stay gathered
+        zero["stage3_param_persistence_threshold"] = 0  # small parameters would stay gathered
     own: dict[str, Any] = {}
     if chosen["states"] == "in copies":
         own["shard_group"] = 2 // int(chosen["tensor"])
@@ -76,8 +76,8 @@ def config_of(product: Product) -> dict[str, Any]:
 
 
 def refusal(product: Product, world: int) -> str | None:
-    """Why a product cannot be had on so many ranks; None: it trains."""
-    # Not in ds.json, and so without a say.
+    """Why a product is rejected on this number of ranks; None if it trains."""
+    # Not in ds.json, and so never a reason.
     return _refusal(tuple((named(product) | {"checkpointing": "off", "LoRA": "off"}).items()), world)
 
 
@@ -109,7 +109,7 @@ def choices_of(product: Product, order: int) -> Iterator[Choice]:
 
 
 def covering(products: Sequence[Product], order: int = 2) -> list[Product]:
-    """A few of `products` that have every pair (or triple, ...) of values that any of them has."""
+    """A small subset of `products` with every pair (or triple, ...) of values that occurs in them."""
     has = {product: set(choices_of(product, order)) for product in products}
     left = set().union(*has.values())
     chosen: list[Product] = []
@@ -142,7 +142,7 @@ def together(chosen: dict[str, str], world: int) -> int:
 
 
 def plain_of(products: Sequence[Product], world: int, steps: int = STEPS) -> dict[tuple[str, int], Trained]:
-    """The same in one process, once for those of which it is the same."""
+    """The same in one process, computed once per group of equivalent products."""
     found: dict[tuple[str, int], Trained] = {}
     for chosen in map(named, products):
         key = chosen["LoRA"], together(chosen, world)
@@ -178,7 +178,7 @@ def _trained(
 def largest_differences(
     products: list[Product], world: int = WORLD, timeout_s: float = 900, steps: int = STEPS
 ) -> dict[Product, float]:
-    """Of any loss, norm or weight in so many updates, on any rank, from those of one process."""
+    """The largest difference of a loss, norm or weight from one process, over all updates and ranks."""
     found: dict[Product, float] = {}
     plain = plain_of(products, world, steps)
     for start in range(0, len(products), AT_ONCE):
@@ -189,5 +189,5 @@ def largest_differences(
 
 
 def wrong_ones(found: dict[Product, float]) -> dict[Product, float]:
-    """Those that differ by more than rounding does."""
+    """Those with a difference beyond rounding."""
     return {product: worst for product, worst in found.items() if not worst <= TOLERANCES[named(product)["precision"]]}

@@ -1,4 +1,4 @@
-"""Sets of products with every accepted pair or triple of features train as one process does; the rest says why not."""
+"""Combinations that cover every accepted pair or triple of features train like one process; others give a reason."""
 
 from __future__ import annotations
 

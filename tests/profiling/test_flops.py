@@ -1,4 +1,4 @@
-"""Operations per module against torch's own counter, and what profiling leaves behind."""
+"""Operations per module compared with torch's counter, and cleanup after profiling."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BART |= {
 }
 VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **MLP, "image_size": 16, "patch_size": 4}
 GROUPED = {**SMALL, **MLP, "num_key_value_heads": 2, "max_position_embeddings": 32}
-# Configuration class, its arguments, class of the model.
+# Config class, its arguments, class of the model.
 ARCHITECTURES = {
     "llama": ("LlamaConfig", GROUPED, "LlamaForCausalLM"),
     "qwen2": ("Qwen2Config", GROUPED, "Qwen2ForCausalLM"),
@@ -95,7 +95,7 @@ def test_modules_have_the_counts_of_torchs_counter(name: str) -> None:
 
 
 def test_the_published_vector() -> None:
-    """Llama, hidden 64, 2 layers: by hand 3,014,656 MACs; DeepSpeed 0.19.8 says the same."""
+    """Llama, hidden 64, 2 layers: 3,014,656 MACs by hand; DeepSpeed 0.19.8 reports the same."""
     sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.LlamaForCausalLM(config)
@@ -147,7 +147,7 @@ def test_the_report_goes_to_a_file_with_all_levels(tmp_path: Path) -> None:
 
 
 def test_rates_count_all_micro_batches() -> None:
-    """DeepSpeed 0.19.8 leaves gradient accumulation out of FLOPS and samples per second."""
+    """DeepSpeed 0.19.8 ignores gradient accumulation in FLOPS and samples per second."""
     model = ModuleProfile(name="", class_name="Net", depth=0, params=10, flops=1000, macs=500, latency_s=0.5)
     times = EngineTimes(
         world=2,

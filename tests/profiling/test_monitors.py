@@ -1,4 +1,4 @@
-"""Monitors: what is written, over a resume too, and what is said where a library is missing."""
+"""Monitors: written values, also after resuming, and errors for missing libraries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def csv_config(folder: Path) -> dict[str, Any]:
 
 
 def test_one_row_per_update_over_a_resume(tmp_path: Path) -> None:
-    """After a restart from a checkpoint DeepSpeed's file has its header twice, and what came after the checkpoint."""
+    """After a restart from a checkpoint DeepSpeed's file has its header twice, and rows from after the checkpoint."""
     monitor = csv_config(tmp_path)
     engine = new_engine(csv_monitor=monitor)
     losses = [one_step(engine, seed=number) for number in range(2)]
@@ -90,7 +90,7 @@ def test_programs_drive_monitors_themselves(tmp_path: Path) -> None:
 
 
 class Experiment:
-    """What both libraries' objects answer here."""
+    """The API that both libraries' objects share here."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

@@ -1,4 +1,4 @@
-"""An out-of-memory error says what held the memory, and the change that would have made it fit."""
+"""An out-of-memory error lists what used the memory, and the change that would have made it fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MESSAGE = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total ca
 
 
 class Greedy(nn.Module):
-    """Wants more than any machine has, when told to."""
+    """Allocates more than any machine has, on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def test_kinds_are_those_of_the_live_tensors() -> None:
     engine.step()
     numel, kinds = sum(p.numel() for p in model.parameters()), memory_by_kind(engine)
     room = {kind: kinds[kind] / numel for kind in (GATHERED, MASTERS, STATES)}
-    assert room == pytest.approx({GATHERED: 2, MASTERS: 4, STATES: 8}, rel=0.05)  # 4 bytes for the counts of steps
+    assert room == pytest.approx({GATHERED: 2, MASTERS: 4, STATES: 8}, rel=0.05)  # 4 bytes for step counters
     assert kinds[REST] > 0
     engine.destroy()
 
@@ -117,7 +117,7 @@ def test_changes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_shapes_say_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles, inputs on the host, ranks per sequence: bytes of [2, 8192] tokens of a model whose widths are known."""
+    """Tiles, inputs on the host, ranks per sequence: bytes of [2, 8192] tokens of a model with known widths."""
     monkeypatch.setattr(out_of_memory, "runtime_is_separate", lambda engine: True)
     engine = new_engine(optimizer=ADAMW, zero_optimization={"stage": 2})
     widths = {"num_hidden_layers": 32, "hidden_size": 64, "intermediate_size": 256, "vocab_size": 1000}

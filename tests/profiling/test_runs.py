@@ -1,4 +1,4 @@
-"""Real runs: what is seen of them against what a clock outside and the ledger say; nothing else changes."""
+"""Real runs: measurements compared with an external clock and the ledger, without side effects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train(engine: ZeroEngine, num_updates: int = UPDATES, pause_s: float = 0.0) 
 
 
 class Outside:
-    """A listener that also looks at a clock of its own when it is told: at the end of an update, on a CPU."""
+    """A listener that also reads its own clock when it is called, at the end of an update, on a CPU."""
 
     wants_intervals = False
 
@@ -114,7 +114,7 @@ def test_a_run_that_is_seen(stage: int, tmp_path: Path) -> None:
 
 
 def check_parts(clock: list[tuple[int, int, Parts]]) -> None:
-    """Parts add up to the update, and updates to what the clock outside says, within three parts in a hundred."""
+    """Parts add up to the update, and updates to the external clock's time, within three percent."""
     assert len(clock) == UPDATES
     for _, total, parts in clock:
         assert sum(parts.values()) == total
@@ -134,7 +134,7 @@ def check_comms(seen: dict[str, Any]) -> None:
 
 
 def check_trace(path: Path, rank: int) -> None:
-    """The parts of Chrome's trace event format that Perfetto insists on; spans of a row follow one another or nest."""
+    """The parts of Chrome's trace event format that Perfetto requires; spans of a row follow one another or nest."""
     trace = json.loads(path.read_text())
     assert trace["displayTimeUnit"] == "ms"
     rows: dict[int, list[dict[str, Any]]] = {}
@@ -190,7 +190,7 @@ def test_pytorchs_profiles_name_units_and_phases() -> None:
 
 
 def test_a_watch_costs_under_two_percent() -> None:
-    """By what it does, not by two noisy runs: marks per update times the time of one, against the update."""
+    """Computed instead of comparing two noisy runs: marks per update times the time of one, relative to the update."""
     engine = new_engine(2, wall_clock_breakdown=True, log_level="error")
     recorder = engine.training_features.named("profiling").recorder
     assert recorder is not None
@@ -243,7 +243,7 @@ def test_memory_state_and_speed_are_logged(caplog: pytest.LogCaptureFixture) -> 
     assert [line.split("] ")[1].split(" | ")[0] for line in memory[:4]] == each
     assert len(memory) == 4 * (2 * 4 + 2) and "percent = " in memory[0]
     assert "global_steps = 0" in caplog.text and "settings._micro_batch_size = 2" in caplog.text
-    assert sum("RunningAvgSamplesPerSec=" in message for message in caplog.messages) == 1  # the first two warm up
+    assert sum("RunningAvgSamplesPerSec=" in message for message in caplog.messages) == 1  # the first two are warm-up
 
 
 def test_the_throughput_line_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Where the time went: parts that add up, collectives with times of their own, tables over ranks."""
+"""Where the time goes: parts that add up, separately timed collectives, tables over ranks."""
 
 from __future__ import annotations
 
@@ -128,10 +128,10 @@ def test_a_collective_of_the_device_is_timed_beside_the_compute_stream() -> None
     tensor = torch.zeros(3)
     with recorder.call("backward", "reduce_scatter", [12, 4], 2) as call:
         followed = call.follow(far, tensor)
-    assert far.num_waits == 1  # by the stream that watches
+    assert far.num_waits == 1  # by the observing stream
     recorder.end_update(1)
     device.passed.add(device.num_marks)
-    recorder.end_update(2)  # not waited for yet: told of later
+    recorder.end_update(2)  # not waited for yet: reported later
     assert [update.calls for update in heard.updates] == [[], []]
     followed.wait()
     recorder.end_update(3)
@@ -142,7 +142,7 @@ def test_a_collective_of_the_device_is_timed_beside_the_compute_stream() -> None
         ("reduce_scatter", 12, 2),
         ("reduce_scatter", 4, 2),
     ]
-    assert [call.latency_ms for call in found] == pytest.approx([0.75e-3, 0.25e-3])  # asked for until over: one mark
+    assert [call.latency_ms for call in found] == pytest.approx([0.75e-3, 0.25e-3])  # until the end: one mark
     assert far.num_waits == 2
 
 
@@ -189,7 +189,7 @@ def test_what_is_logged(policy: CommsLogger, names: list[str]) -> None:
 
 
 def test_sizes_that_not_all_ranks_have_called_are_no_stragglers() -> None:
-    """DeepSpeed reduces the numbers of rank 0's sizes over all ranks, and hangs where another rank has others."""
+    """DeepSpeed reduces the numbers of rank 0's sizes over all ranks, and hangs if another rank has different sizes."""
     fast, slow = CommsLog(CommsLogger(enabled=True)), CommsLog(CommsLogger(enabled=True))
     fast.take([call("all_reduce", 8, 1.0), call("all_reduce", 8, 3.0), call("all_reduce", 16, 1.0)])
     slow.take([call("all_reduce", 8, 2.0), call("all_reduce", 8, 4.0)])
@@ -223,7 +223,7 @@ def test_throughput_is_of_what_lies_between_two_lines(caplog: pytest.LogCaptureF
         log.count(step, 8)
         device.passed.add(device.num_marks)
     lines = [message for message in caplog.messages if "RunningAvg" in message]
-    # Every mark is one microsecond after the last one: the warm-up's, then one for every line.
+    # Every mark is one microsecond after the previous one: the warm-up's, then one for every line.
     assert ["global_step=4" in line for line in lines] == [True]
     assert "RunningAvgSamplesPerSec=16000000.0000" in lines[0]
 

@@ -1,4 +1,4 @@
-"""`python -m hf_zero report`: what it says of a machine, and what it keeps to itself."""
+"""`python -m hf_zero report`: the information it shows about a machine, and what it omits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that train by an unmodified Trainer or Accelerator with `sp_backend="deepspeed"`."""
+"""Ranks that train with an unmodified Trainer or Accelerator and `sp_backend="deepspeed"`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def by_trainer(
     **more: Any,
 ) -> tuple[Trained, Trainer]:
     """Losses are those that Trainer logs: means over updates."""
-    model = model_of(kind)  # before the arguments say that stage 3 shards it while it is made
+    model = model_of(kind)  # before the arguments enable stage 3, which would partition it on creation
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",

@@ -1,4 +1,4 @@
-"""The exchange around attention: what arrives where, what travels, and what is refused."""
+"""The exchange around attention: its results, its traffic, and unsupported models."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _two_ranks(rank: int) -> None:
 
 
 def _check_layers(rank: int, group: Collectives) -> None:
-    """`DistributedAttention` with even, few and uneven heads, gradients included."""
+    """`DistributedAttention` with even, few and uneven heads, including gradients."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         q, k, v = (part.permute(1, 2, 0, 3) for part in (query, key, value))
@@ -131,21 +131,21 @@ def _check_layers(rank: int, group: Collectives) -> None:
 
 
 def _check_traffic(rank: int, group: Collectives) -> None:
-    """Two messages per layer and direction, of queries, keys, values and outputs, and nothing else of that size."""
+    """Two messages per layer and direction, of queries, keys, values and outputs, and no others of that size."""
     model = model_of("qwen2")  # 4 heads of 8, 1 key head, 2 layers
     attach(model, group, skips_evaluation=False)
     ledger.reset()
     part = part_of(batches(1)[0], rank, 2, CPU)
     model(**part, labels=part["shift_labels"]).loss.backward()
     calls = [tally for (_, operation), tally in ledger.tallies.items() if operation == "all_to_all"]
-    rows = 2 * 6 * 8 * 4  # samples x positions x extent of a head, fp32
+    rows = 2 * 6 * 8 * 4  # samples x positions x size of a head, fp32
     assert sum(tally.calls for tally in calls) == 2 * 2 * 2
     assert sum(tally.num_bytes for tally in calls) == 2 * 2 * rows * (4 + 2 + 2 + 4)
     detach(model)
 
 
 def _check_forwards(rank: int, group: Collectives) -> None:
-    """What a part cannot know: positions and the next label; and parts that do not fit."""
+    """Positions and the next label, which a part does not contain; and parts that do not fit."""
     batch = batches(1)[0]
     model = model_of("gpt2").eval()
     with torch.no_grad():

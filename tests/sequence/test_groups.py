@@ -1,4 +1,4 @@
-"""Who shares sequences: sizes that fit and that do not, and what programs are told."""
+"""Sequence-parallel groups: valid and invalid sizes, and what programs see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ParallelismConfig(sp_size=..., sp_backend="deepspeed")` under an unmodified Trainer and Accelerator, on CPUs."""
+"""`ParallelismConfig(sp_size=..., sp_backend="deepspeed")` with an unmodified Trainer and Accelerator, on CPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 
 def fresh() -> None:
-    """Accelerate and transformers keep their state in globals."""
+    """Resets the globals of Accelerate and transformers."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     unset_hf_deepspeed_config()
@@ -40,9 +40,9 @@ def largest_difference(found: Trained, losses: list[float], plain: Trained) -> f
 def _two_ranks(rank: int, folder: str) -> dict[str, float]:
     """Several Trainers and an Accelerator, one after the other in one process.
 
-    Somebody compared a training with accumulation with one in one process: 5.58096 for 5.57635 in the first update, as
-    transformers' loss for ranks that share sequences knows no `num_items_in_batch`, so that micro-batches counted
-    alike, however many tokens they had."""
+    A user compared training with accumulation with one process: the first update's loss was 5.58096 instead of 5.57635.
+    transformers' loss for sequence parallelism ignores `num_items_in_batch`, so micro-batches counted equally,
+    regardless of their tokens."""
     found, rows = {}, rows_of(6)
     for stage, accumulation in ((2, 1), (3, 4)):  # 6 batches: the last update has 2
         plain = in_one_process(model_of("llama"), rows, data_ranks=1, accumulation=accumulation, by_tokens=True)
@@ -80,7 +80,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def _four_ranks(rank: int, folder: str) -> float:
     rows = rows_of(8)
-    # accelerate deals batch i to rank i % 4; ranks 0 and 1 train on 0, 1, 4, 5 together, ranks 2 and 3 on the others.
+    # accelerate gives batch i to rank i % 4; ranks 0 and 1 train on 0, 1, 4, 5 together, ranks 2 and 3 on the others.
     dealt = [rows[i] for i in (0, 2, 1, 3, 4, 6, 5, 7)]
     differences = []
     for accumulation, by_tokens in ((1, False), (3, True)):  # 4 batches for each data rank: the last update has 1 of 3
@@ -98,12 +98,12 @@ def _four_ranks(rank: int, folder: str) -> float:
 
 @pytest.mark.slow
 def test_two_groups_of_two_ranks(tmp_path: Path) -> None:
-    """torch's own gather has no backward over gloo in a group without rank 0, and Trainer's recipe is made of it."""
+    """torch's own gather has no backward over gloo in a group without rank 0, and Trainer's recipe uses it."""
     assert max(run_ranks(_four_ranks, 4, str(tmp_path), init=False)) < TOLERANCE
 
 
 def test_losses_that_trainer_would_leave_out() -> None:
-    """transformers returns the model's own loss where ranks share sequences, before it looks at these."""
+    """With sequence parallelism transformers returns the model's own loss, before it considers these."""
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(parallelism_config=parallelism(2)),
         args=SimpleNamespace(label_smoothing_factor=0.1),
@@ -118,7 +118,7 @@ def test_losses_that_trainer_would_leave_out() -> None:
 
 
 def test_a_parallelism_config_that_does_not_fit_the_ranks() -> None:
-    """accelerate counts samples by dp_shard_size, which people leave out."""
+    """accelerate counts samples by dp_shard_size, which users often omit."""
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
     accelerator = SimpleNamespace(
         deepspeed_plugin=SimpleNamespace(deepspeed_config=config, is_train_batch_min=True),
@@ -136,8 +136,8 @@ def test_a_parallelism_config_that_does_not_fit_the_ranks() -> None:
 
 @pytest.mark.parametrize(("name", "fix"), [("tp_size", '"autotp_size": 2'), ("cp_size", "give sp_size=2")])
 def test_groups_that_no_engine_makes(name: str, fix: str) -> None:
-    """Somebody gave ParallelismConfig(tp_size=2) without autotp_size: each rank held the whole model, saw the batches
-    of the other, and nothing said so."""
+    """A user passed ParallelismConfig(tp_size=2) without autotp_size: each rank silently held the whole model and got
+    the batches of the other."""
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
     sizes = {"tp_size": 1, "cp_size": 1, "sp_size": 1, "sp_backend": "deepspeed", name: 2}
     accelerator = SimpleNamespace(
@@ -153,7 +153,7 @@ def test_groups_that_no_engine_makes(name: str, fix: str) -> None:
 
 
 def test_tensor_groups_beside_shared_sequences() -> None:
-    """accelerate would deal one batch to two neighbours of a sequence, and another one to their tensor groups."""
+    """accelerate would give one batch to two ranks of a sequence, and another one to their tensor-parallel groups."""
     config = {"train_micro_batch_size_per_gpu": 2, "tensor_parallel": {"autotp_size": 2}}
     accelerator = SimpleNamespace(
         deepspeed_plugin=SimpleNamespace(deepspeed_config=config, is_train_batch_min=True),

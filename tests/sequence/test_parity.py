@@ -1,4 +1,4 @@
-"""Ranks that share sequences train as one plain process does: losses and weights, whatever the stage and the model."""
+"""Sequence parallelism gives the losses and weights of one plain process, for every stage and model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.sequence.training import compare, packed, padded
 from tests.support.ranks import run_ranks
 
 TOLERANCE = 1e-5
-# model, stage, and what else is special
+# model, stage, special settings
 SELECTION: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("llama", 0, {}),
     ("llama", 1, {"accumulation": 3, "steps": 2}),

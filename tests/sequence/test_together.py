@@ -1,4 +1,4 @@
-"""Shared sequences with what else people train with: recomputation, LoRA, tiles, checkpoints, an engine's loader."""
+"""Sequence parallelism with other features: recomputation, LoRA, tiles, checkpoints, an engine's loader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_o
 
 
 def _recomputed(rank: int, stage: int, *, reentrant: bool) -> float:
-    """Backward runs attention again, and the exchange with it."""
+    """Backward recomputes attention, including its exchange."""
     model, data = model_of("qwen2"), batches(4)
     plain = in_one_process(model, data, data_ranks=1)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
@@ -68,7 +68,7 @@ def _resumed_at_another_size(rank: int, folder: str) -> float:
     )
     loader.sampler.shuffle = False
     for part in loader:
-        loss = engine(**part).loss  # as accelerate's example: labels have become shift_labels
+        loss = engine(**part).loss  # as in accelerate's example: labels are now shift_labels
         engine.backward(whole_loss(loss, part, engine.get_sequence_parallel_group()))
         engine.step()
     engine.save_checkpoint(folder, "saved")

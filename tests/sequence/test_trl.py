@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer over shared sequences: padded batches of different lengths, and documents packed into one row."""
+"""TRL's SFTTrainer with sequence parallelism: padded batches of different lengths, and packed documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEEN = ("input_ids", "labels", "position_ids", "attention_mask")
 
 
 def _trained(rank: int, folder: str, *, packing: bool) -> tuple[list[float], list[float]]:
-    """Losses of SFTTrainer, and of plain PyTorch on the batches that its collator made."""
+    """Losses of SFTTrainer, and of plain PyTorch on the batches from its collator."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 

@@ -1,4 +1,4 @@
-"""Training on parts of sequences, and the same in one plain process: losses and weights side by side."""
+"""Training on parts of sequences, and the same in one plain process: losses and weights compared."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def config_of(kind: str) -> PreTrainedConfig:
         return GPT2Config(n_embd=32, n_layer=2, n_head=HEADS, n_positions=64, vocab_size=VOCABULARY, **dropouts)
     if kind == "mixtral":
         return MixtralConfig(**shape, **common, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
-    if kind == "mistral":  # with a window, and a cache while it trains
+    if kind == "mistral":  # with a sliding window, and a cache during training
         return MistralConfig(**shape, **common | {"use_cache": True}, num_key_value_heads=2, sliding_window=4)
     if kind == "qwen2":
         return Qwen2Config(**shape, **common, num_key_value_heads=1)
@@ -49,7 +49,7 @@ def model_of(kind: str, attention: str = "sdpa") -> nn.Module:
 
 
 def batches(number: int, size: int = 2, length: int = 12) -> list[Batch]:
-    """With prompts that no loss counts, so that parts of a sequence count differently."""
+    """The prompts have no loss, so that parts of a sequence have different weights."""
     generator = torch.Generator().manual_seed(11)
     made = []
     for index in range(number):
@@ -68,7 +68,7 @@ def packed(batch: Batch, first: int = 5) -> Batch:
 
 
 def padded(batch: Batch, *, left: int = 0, right: int = 0) -> Batch:
-    """The same where the last row is shorter."""
+    """The same with a shorter last row."""
     mask, labels = torch.ones_like(batch["input_ids"]), batch["labels"].clone()
     length = mask.shape[1]
     for hidden in (slice(0, left), slice(length - right, length)):
@@ -85,8 +85,8 @@ class Trained:
 def in_one_process(
     model: nn.Module, data: Sequence[Batch], *, data_ranks: int, accumulation: int = 1, by_tokens: bool = False
 ) -> Trained:
-    """Plain PyTorch; an update takes `accumulation` batches of each of `data_ranks`, which count alike, or `by_tokens`
-    their tokens: then losses are those of updates. The last may be of fewer batches."""
+    """Plain PyTorch with `accumulation` batches of each of `data_ranks` per update, weighted equally, or by their
+    tokens if `by_tokens`: then losses are those of updates. The last update may have fewer batches."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     losses, per_update = [], data_ranks * accumulation
@@ -131,9 +131,9 @@ def in_parts(
     world: int = 0,
     **sections: Any,
 ) -> Trained:
-    """The engine with `size` ranks per sequence, and the loss recipe of transformers and of accelerate's page.
+    """The engine with `size` ranks per sequence, and the loss recipe of transformers and accelerate's page.
 
-    Rank r of a sequence group of number g loads its share of batches; losses come in the order of `in_one_process`.
+    Rank r of sequence group g loads its share of batches; losses are in the order of `in_one_process`.
     """
     data_ranks = (world or torch.distributed.get_world_size()) // size
     model = copy.deepcopy(model)
@@ -151,7 +151,7 @@ def in_parts(
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)[0]
     assert engine.train_batch_size() == len(data[0]["input_ids"]) * accumulation * data_ranks
     place = rank // size  # among data ranks
-    # Batch number i of the data rank is loaded by rank i % size of its sequence group, as the adapter takes them.
+    # Batch i of the data rank is loaded by rank i % size of its sequence group, in the adapter's order.
     mine = [batch for number, batch in enumerate(data) if number % data_ranks == place]
     own = [batch for number, batch in enumerate(mine) if number % size == rank % size]
     group = ds_groups._get_sequence_parallel_group()
@@ -168,13 +168,13 @@ def in_parts(
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """What is trained, whole, in fp32. Collective."""
+    """The full trained weights in fp32. Collective."""
     read = deepspeed.utils.safe_get_full_fp32_param
     return {name: read(p).clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def whole_loss(loss: Tensor, part: Batch, group: Any) -> Tensor:
-    """As accelerate's page on sequence parallelism has it."""
+    """As on accelerate's page on sequence parallelism."""
     losses = differentiable.all_gather(loss, group=group)
     count = (part["shift_labels"] != -100).sum()
     counts = differentiable.all_gather(count, group=group)
@@ -193,7 +193,7 @@ def differences(rank: int, trained: Trained, plain: Trained, *, data_ranks: int,
 def compare(
     rank: int, kind: str, stage: int, size: int, *, steps: int = 4, accumulation: int = 1, world: int, **changes: Any
 ) -> tuple[float, float]:
-    """Both ways; `changes`: attention, and `change`, a function of a batch."""
+    """Runs both; `changes`: attention, and `change`, a function of a batch."""
     data_ranks, change = world // size, changes.get("change", lambda batch: batch)
     number = steps * accumulation * data_ranks
     data = [change(batch) for batch in batches(number, length=changes.get("length", 12))]

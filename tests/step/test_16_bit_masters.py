@@ -1,4 +1,4 @@
-"""16-bit weights that are their own masters: against plain PyTorch, between ranks, through checkpoints."""
+"""16-bit weights without fp32 masters: compared with plain PyTorch, between ranks, and through checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def new_engine(
 
 
 def train(engine: ZeroEngine, steps: range) -> None:
-    """The same batch on every rank: the mean over ranks is then exact in bf16."""
+    """The batch is the same on every rank, so that the mean over ranks is exact in bf16."""
     dtype = next(engine.module.parameters()).dtype
     for step in steps:
         (batch,) = mlp_batches(1, ROWS, seed=step)
@@ -61,7 +61,7 @@ def masters_and_states(engine: ZeroEngine) -> dict[str, Tensor]:
 
 
 def plain_training(kind: str, states: torch.dtype, steps: range) -> dict[str, Tensor]:
-    """Every update on fp32 copies of weights and states, which are rounded afterwards."""
+    """Every update runs on fp32 copies of weights and states, which are then rounded."""
     model, make = AwkwardMLP().bfloat16(), KINDS[kind][1]
     kept: dict[str, dict[str, Any]] = {}
     for step in steps:
@@ -98,7 +98,7 @@ def test_as_plain_pytorch(kind: str, states: bool) -> None:
 
 
 def run_stages(rank: int, folder: str) -> dict[int, dict[str, Tensor]]:
-    """Trains at every stage; saves halfway, and continues from the file with the same bits."""
+    """Trains at every stage; saves halfway, and resumes bitwise from the file."""
     found = {}
     for stage in range(4):
         engine = new_engine(stage=stage, own={"stochastic_rounding": stage % 2 == 1})
@@ -148,7 +148,7 @@ def test_states_on_a_drive(tmp_path: Path) -> None:
 
 
 def moved_by(own: dict[str, Any]) -> Tensor:
-    """Ones that 64 updates of a sixteenth of bf16's step each move, or not."""
+    """Ones after 64 updates, each of a sixteenth of bf16's spacing; they change only with stochastic rounding."""
     model = nn.Linear(4096, 1, bias=False)
     nn.init.ones_(model.weight)
     config = {
@@ -166,7 +166,7 @@ def moved_by(own: dict[str, Any]) -> Tensor:
 
 
 def test_stochastic_rounding_keeps_small_updates() -> None:
-    """An update of a sixteenth of a step is lost every time it is rounded to nearest."""
+    """An update of a sixteenth of the spacing is lost every time with rounding to nearest."""
     assert not moved_by({}).any()
     moved = moved_by({"stochastic_rounding": True})
     assert moved.mean().item() == pytest.approx(64 * 2**-11, rel=0.05)

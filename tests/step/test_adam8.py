@@ -1,4 +1,4 @@
-"""AdamW with 8-bit states in the engine: every stage and place, its checkpoints, and the bytes that it takes."""
+"""AdamW with 8-bit states in the engine: every stage and offload target, checkpoints, and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.offload.test_offload import CPU, on_drive
 from tests.support.ranks import run_each, run_ranks
 
 EIGHT: dict[str, Any] = {"optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-2}}}
-WHOLE_BLOCKS = {"sub_group_size": 256}  # portions of other sizes have other blocks
+WHOLE_BLOCKS = {"sub_group_size": 256}  # sub-groups of other sizes have other blocks
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 NARROW_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
@@ -90,7 +90,7 @@ def test_the_same_world_continues_to_the_bit(stage: int, world: int, sections: d
 def test_another_world_or_stage_continues_closely(
     source: tuple[int, int], targets: list[tuple[int, int]], tmp_path: Path
 ) -> None:
-    """Blocks lie otherwise relative to parameters there, so that states are rounded once more."""
+    """Blocks are then aligned differently relative to parameters, so that states are rounded once more."""
     (world, stage), root = source, str(tmp_path)
     expected = run_ranks(run_uninterrupted, world, world, stage, root, EIGHT)[0]
     for other_world, other_stage in targets:
@@ -100,7 +100,7 @@ def test_another_world_or_stage_continues_closely(
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 3)), 2])
 def test_adam_and_adam_of_8_bits_continue_each_other(stage: int, tmp_path: Path) -> None:
-    """Their states have the same names, and stand in files as fp32."""
+    """Their states have the same names, and are stored in files as fp32."""
     cases = [(2, stage, str(tmp_path / str(number)), kind) for number, kind in enumerate((EIGHT, {}))]
     expected = run_each(run_uninterrupted, 2, cases)
     swapped = [(*first[:3], second[3]) for first, second in zip(cases, cases[::-1], strict=True)]
@@ -131,7 +131,7 @@ def test_checkpoints_of_offloaded_states(stage: int, tmp_path: Path) -> None:
 
 
 def test_files_hold_fp32(tmp_path: Path) -> None:
-    """DeepSpeed's own tools read exp_avg and exp_avg_sq as they do those of its Adam."""
+    """DeepSpeed's tools read exp_avg and exp_avg_sq like those of its Adam."""
     roots = {stage: tmp_path / str(stage) for stage in (0, 1, 3)}
     run_each(run_uninterrupted, 2, [(2, stage, str(root), EIGHT) for stage, root in roots.items()])
     for root in roots.values():
@@ -178,7 +178,7 @@ def test_bytes_per_parameter(stage: int, precision: dict[str, Any]) -> None:
 
 
 def test_bytes_on_a_drive(tmp_path: Path) -> None:
-    """Codes and scales travel, not fp32."""
+    """Codes and scales are transferred, not fp32."""
     engine = wide_engine(2, **{**on_drive(tmp_path, parameters=False), **WHOLE_BLOCKS, "sub_group_size": 1 << 16})
     numel = sum(parameter.numel() for parameter in engine.module.parameters())
     stager = engine.gradients.assembly.optimizer.updater.stager
@@ -216,7 +216,7 @@ def test_single_states_can_be_read_and_set(stage: int) -> None:
 
 
 def test_an_unused_parameter_keeps_its_weights() -> None:
-    """Its elements may share a block with those of a used one, which are rounded anew."""
+    """Its elements may share a block with those of a used parameter, which are rounded again."""
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(10, 10) for name in ("a", "b", "c")})
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **EIGHT}

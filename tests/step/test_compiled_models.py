@@ -1,4 +1,4 @@
-"""torch.compile around and inside an engine: what is compiled trains as what is not."""
+"""torch.compile around and inside an engine: compiled models train like uncompiled ones."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def check(stage: int, apart: bool) -> None:
 
 
 def test_several_compiled_models_in_one_process() -> None:
-    """Stage 3's hooks are called between compiled parts. The compiler compiled the function around each of them, too,
-    once for every hook, and past its limit called what there was not yet: with the third model of a process, forward
-    ended with "'NoneType' object is not callable"."""
+    """Stage 3's hooks run between compiled parts. The compiler also compiled the function around each hook, once per
+    hook, and beyond its limit called something that did not exist yet: with the third model of a process, forward
+    failed with "'NoneType' object is not callable"."""
     check(3, False)
 
 

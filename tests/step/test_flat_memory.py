@@ -1,4 +1,4 @@
-"""Hundreds of updates take no more memory than tens do."""
+"""Hundreds of updates take no more memory than tens of updates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.memory import anonymous_bytes
 from tests.support.ranks import run_ranks
 
 WIDTH, MEASURED = 64, (100, 300)
-FEW = 4 << 20  # bytes of a process that stays as it is: its heap still moves by that much
-ONE_BUFFER = 34_000  # bytes that one more gather may take which is under way at once, when ranks happen to run apart
+FEW = 4 << 20  # even without growth, the heap of a process varies by this many bytes
+ONE_BUFFER = 34_000  # bytes of one more gather in flight, when ranks happen to drift apart
 
 
 def live_bytes() -> int:
-    """Of all tensors that Python knows."""
+    """Bytes of all tensors that Python tracks."""
     gc.collect()
     found = {}
     for each in gc.get_objects():
@@ -32,7 +32,7 @@ def live_bytes() -> int:
 
 
 def run_updates(rank: int, zero: dict[str, Any], folder: str, apart: bool) -> list[tuple[int, int]]:
-    """(bytes of live tensors, anonymous memory) after so many updates as MEASURED says."""
+    """(bytes of live tensors, anonymous memory) after each number of updates in MEASURED."""
     for device in ("offload_optimizer", "offload_param"):
         if zero.get(device, {}).get("device") == "nvme":
             zero[device]["nvme_path"] = folder

@@ -1,4 +1,4 @@
-"""fp16 through the engine: scripted overflows, and training that follows fp32."""
+"""fp16 in the engine: scripted overflows, and training that follows fp32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 6
 
 
 class Line(nn.Module):
-    """One matrix; the loss is linear in it, so the gradient is the input. A bad input makes it infinite."""
+    """One matrix; the loss is linear in it, so the gradient equals the input. A bad input makes it infinite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def fp16(**options: Any) -> dict[str, Any]:
 
 
 def run_script(rank: int, world: int, stage: int, script: str, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each update of the script left behind; x: rank 0 alone sees an infinite input."""
+    """The state after each update of the script; x: only rank 0 gets an infinite input."""
     torch.manual_seed(0)
     settings = config(stage, world, **fp16(**options))
     settings["optimizer"] = {"type": "AdamW", "params": {"lr": 0.1}}
@@ -78,17 +78,17 @@ def run_script(rank: int, world: int, stage: int, script: str, options: dict[str
 
 @pytest.mark.parametrize(("world", "stages"), [(1, [0]), (2, [0, 1, 3]), (3, [2])])
 def test_scripted_overflows(world: int, stages: list[int]) -> None:
-    """hysteresis 2 forgives the first overflow, the second halves, the third clean update after it doubles.
+    """With hysteresis 2 the first overflow keeps the scale, the second halves it, and three clean updates double it.
 
-    The norm of an overflow was NaN where infinities of both signs met: a script compared accelerator.clip_grad_norm_'s
-    answer with a limit, and no comparison was true.
+    The norm of an overflow was NaN if infinities of both signs met: a script compared the result of
+    accelerator.clip_grad_norm_ with a limit, and no comparison was true.
     """
     for by_rank in run_each(run_script, world, [(world, stage, "x.x....", {}) for stage in stages]):
         check_overflows(by_rank)
 
 
 def check_overflows(by_rank: list[list[dict[str, Any]]]) -> None:
-    # Not by rank: the last one may own nothing but padding.
+    # Any rank may change: the last one may own only padding.
     changed = [any(steps) for steps in zip(*([step["changed"] for step in seen] for seen in by_rank), strict=True)]
     assert changed == [False, True, False, True, True, True, True]
     for seen in by_rank:
@@ -99,7 +99,7 @@ def check_overflows(by_rank: list[list[dict[str, Any]]]) -> None:
         assert [step["overflow"] for step in seen] == overflows
         assert [step["norm"] == math.inf for step in seen] == overflows
         assert all(math.isfinite(step["norm"]) for step in seen if not step["overflow"])
-        # The schedule moves with applied updates only: 1e-3 * (1 + t).
+        # The schedule advances with applied updates only: 1e-3 * (1 + t).
         assert [step["lr"] for step in seen] == [0.001, 0.002, 0.002, 0.003, 0.004, 0.005, 0.006]
 
 
@@ -112,7 +112,7 @@ def run_until_it_ends(rank: int, world: int, stage: int) -> str:
 
 
 def test_at_the_minimum_every_rank_names_the_parameters() -> None:
-    """DeepSpeed ends the run with one sentence that names nothing, and at stage 0 skips steps for ever."""
+    """DeepSpeed ends the run with an error that names no parameter, and at stage 0 skips steps forever."""
     for message in itertools.chain(*run_each(run_until_it_ends, 2, [(2, stage) for stage in (0, 2, 3)])):
         assert "the loss scale is at its minimum (1)" in message and "bf16" in message
         assert "first.weight" in message and "second.weight" in message
@@ -154,7 +154,7 @@ def reference() -> Any:
 
 @pytest.mark.parametrize("options", [{"loss_scale": 64}, {"initial_scale_power": 8, "loss_scale_window": 1}])
 def test_losses_and_norms_follow_fp32(options: dict[str, Any]) -> None:
-    """Also on the steps where the scale doubles: DeepSpeed divides those gradients by the new scale, and takes half."""
+    """Also in steps where the scale doubles: DeepSpeed divides those gradients by the new scale, halving them."""
     expected = reference()
     cases = [(2, stage, {"fp16": {"enabled": True, **options}}) for stage in (0, 1, 2, 3)]
     for traces in run_each(run_engine, 2, cases):
@@ -192,8 +192,8 @@ def run_sum(rank: int, world: int, stages: list[dict[str, Any]]) -> list[tuple[f
 
 
 def test_the_sum_of_gradients_is_the_sum_at_every_stage() -> None:
-    """`gradient_allreduce_op: "sum"` at stage 3: a warning said that it has no effect there, and the gradients were
-    summed all the same, so that who believed the warning trained with another learning rate."""
+    """`gradient_allreduce_op: "sum"` at stage 3: a warning said that it had no effect there, but the gradients were
+    summed anyway, so that users who believed the warning trained with a wrong learning rate."""
     torch.manual_seed(0)
     model = Line()
     for step in range(2):
@@ -217,8 +217,8 @@ def test_the_sum_of_gradients_is_the_sum_at_every_stage() -> None:
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, True), (3, False)])
 def test_a_streak_of_overflows_recovers_also_across_a_resume(stage: int, offload: bool, tmp_path: Path) -> None:
-    """Not reached before: a first scale far too high costs one update after the other until it fits. From there on the
-    training is that of plain PyTorch without those batches, whether or not a checkpoint lies in the middle."""
+    """An initial scale that is far too high skips updates until it fits. From then on the training equals plain
+    PyTorch's without those batches, whether or not it is resumed from a checkpoint in between."""
     zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
     settings = {
         **config(stage, 1, **fp16(initial_scale_power=26, loss_scale_window=1000)),
@@ -300,7 +300,7 @@ def test_the_log_names_both_scales() -> None:
 
 
 def run_saved(rank: int, world: int, stage: int, folder: str) -> tuple[list[float], list[float]]:
-    """The scales of an unbroken run, and of one that starts anew from a checkpoint in the middle."""
+    """The scales of an uninterrupted run, and of one that is resumed from a checkpoint in the middle."""
     settings = {**config(stage, world, **fp16()), "optimizer": ADAM}
 
     def go_on(engine: Any, script: str) -> list[float]:
@@ -330,7 +330,7 @@ def test_the_scaler_goes_on_after_a_checkpoint(tmp_path: Path) -> None:
 
 
 class Nested(nn.Module):
-    """Reports the dtypes of what reaches forward."""
+    """Reports the dtypes that reach forward."""
 
     def __init__(self) -> None:
         super().__init__()

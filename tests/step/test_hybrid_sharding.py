@@ -1,4 +1,4 @@
-"""States sharded within groups of ranks, and copied across them: the numbers of plain PyTorch, whatever the groups."""
+"""States sharded within groups of ranks and replicated across them: the same as plain PyTorch, for any groups."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def expected(accumulation: int, clip: float, steps: int) -> Trace:
 
 
 def on_two_hosts(rank: int) -> Any:
-    """Ranks 0 and 1 believe to be on one host, 2 and 3 on another."""
+    """Makes ranks 0 and 1 appear to be on one host, 2 and 3 on another."""
     return mock.patch.object(shared_memory, "host_name", lambda: f"host {rank // 2}")
 
 
@@ -91,7 +91,7 @@ def run_sizes_on_two_hosts(rank: int, *given: Any) -> list[Trace]:
 
 
 def in_threads(hosts: int, body: Callable[..., T], *given: Any) -> list[T]:
-    """`body(rank, *given, make)` on ranks that are threads, told that they are on so many hosts."""
+    """`body(rank, *given, make)` on ranks that are threads, and appear to be on `hosts` hosts."""
     world = InProcessWorld(WORLD, hosts=Hosts(tuple(rank * hosts // WORLD for rank in range(WORLD))))
     with engines_in(world) as make:
         return world.run(lambda rank: body(rank, *given, make))
@@ -126,8 +126,8 @@ def _compare(traces: list[Trace], reference: Trace, sizes: list[object], accumul
         assert_same_numbers(trace.norms, reference.norms, TOLERANCE, "norms")
         assert_same_weights(trace.weights, reference.weights, TOLERANCE)
     for size, trace in zip(sizes, traces, strict=True):
-        # Sums are taken in the same order: over all ranks, and over copies of one rank each. There the squares of a
-        # norm are added up in another order, which clipping shows, and micro-batches before ranks.
+        # These sums have the same order: over all ranks, and over replicas of one rank each. For replicas the squares
+        # of a norm are summed in another order, which matters for clipping, and micro-batches are summed before ranks.
         if size == WORLD or (size == 1 and accumulation == 1 and not clip):
             assert trace.losses == traces[0].losses
             assert all(torch.equal(trace.weights[name], value) for name, value in traces[0].weights.items())
@@ -142,7 +142,7 @@ def test_processes_on_two_hosts_do_the_same(stage: int) -> None:
 
 
 def run_checkpoints(rank: int, stage: int, folder: str) -> list[dict[str, torch.Tensor]]:
-    """Four steps in one go, and with a save in the middle that goes over to other groups, both ways."""
+    """Four steps without interruption, and with a resume in the middle with other groups, in both directions."""
     batches, found = mlp_batches(4, ROWS), []
     for first, then in ((2, None), (None, 2), (2, 1), (2, 2)):
         engine = engine_with(stage, first)
@@ -162,7 +162,7 @@ def run_checkpoints(rank: int, stage: int, folder: str) -> list[dict[str, torch.
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3])
 def test_checkpoints_go_from_any_groups_to_any_others(stage: int, tmp_path: Path) -> None:
-    """A copy is written once, under the names that a run of so many ranks as a shard group has would use."""
+    """A replica is written once, under the names of a run with as many ranks as a shard group has."""
     for plain, *others in run_ranks(run_checkpoints, WORLD, stage, str(tmp_path)):
         for weights in others:
             assert_same_weights(weights, plain, TOLERANCE)
@@ -183,7 +183,7 @@ def test_copies_are_summed_once_per_update_and_in_shards() -> None:
 
 
 def run_built_in_shards(rank: int) -> list[dict[str, torch.Tensor]]:
-    """Models made under zero.Init: with the engine's groups, under MiCS's name, and without a config."""
+    """Models created under zero.Init: with the engine's groups, with MiCS's name, and without a config."""
     batches, found = mlp_batches(2, ROWS), []
     settings = {**config(3, WORLD, gradient_clipping=CLIP), "hf_zero": {"shard_group": 2}}
     for context in (Init(config_dict_or_path=settings), MiCS_Init(config_dict_or_path=settings), Init()):
@@ -218,7 +218,7 @@ def run_until_one_dies(rank: int, hosts: int, folder: str) -> None:
         try:
             trained(engine, rank, mlp_batches(3, ROWS))
         except RuntimeError as error:
-            # Gloo knows no ranks; what an uncaught error of its adds to the log does.
+            # Gloo does not identify ranks; what hf_zero adds to its uncaught errors does.
             seen = str(error) if hosts == 1 else known_groups.describe_dead(known_groups._known.others)
             Path(folder, str(rank)).write_text(seen)
             raise
@@ -233,7 +233,7 @@ def test_a_rank_that_dies_in_another_group_is_named_by_the_survivors(hosts: int,
 
 
 def run_awkward(rank: int, optimizer: str) -> list[torch.Tensor]:
-    """16 bits, states in host memory, and optimizers that ask other ranks in the middle of their step."""
+    """16 bits, states in host memory, and optimizers that communicate in the middle of their step."""
     options = {"lr": 1e-2}
     settings = {
         **config(3, WORLD, gradient_clipping=CLIP, gradient_accumulation_steps=2),
@@ -272,7 +272,7 @@ def run_fewer_bits(rank: int, make: Any) -> dict[str, Trace]:
 
 
 def test_zeropp_within_shard_groups() -> None:
-    """Losses stay near, and copies stay equal to the bit."""
+    """Losses stay close, and replicas stay bitwise equal."""
     first, *others = in_threads(2, run_fewer_bits)
     for name, trace in first.items():
         assert trace.losses == pytest.approx(first["plain"].losses, rel=0.05), name

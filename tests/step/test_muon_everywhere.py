@@ -1,4 +1,4 @@
-"""Muon of ds.json wherever its states lie and however matrices are spread over ranks: as Muon in one process."""
+"""Muon of ds.json for any offload of states and any partition of matrices: the same as Muon in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 
 
 def data_for(kind: str, number: int) -> list[Batch]:
-    """Within the vocabulary of either."""
+    """Token ids within the vocabulary of both models."""
     return [{name: ids % VOCABULARY for name, ids in batch.items()} for batch in batches(number)]
 
 
@@ -45,7 +45,7 @@ def model_for(kind: str) -> nn.Module:
 
 @functools.cache
 def alone(kind: str, together: int) -> dict[str, Tensor]:
-    """The weights after Muon in plain PyTorch, whose updates take `together` batches."""
+    """The weights after Muon in plain PyTorch, with `together` batches per update."""
     model = copy.deepcopy(model_for(kind))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer = Muon(Muon.groups_for([{"params": list(model.parameters())}], names), **OPTIONS)
@@ -60,7 +60,7 @@ def alone(kind: str, together: int) -> dict[str, Tensor]:
 
 
 def _difference(kind: str, config: dict[str, Any]) -> float:
-    """Of any weight from those of one process."""
+    """The largest difference of a weight from those of one process."""
     settings = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": CLIP,
@@ -118,7 +118,7 @@ def test_offload_at_every_stage(places: list[tuple[int, str]], tmp_path: Path) -
 @pytest.mark.lengthy
 @pytest.mark.parametrize(("world", "kind"), [(2, "uneven"), pytest.param(4, "mixtral", marks=pytest.mark.slow)])
 def test_parts_of_matrices(world: int, kind: str, tmp_path: Path) -> None:
-    """Each rank holds a part of most matrices: a direction is that of the whole one."""
+    """Each rank holds a part of most matrices; updates must be those of the whole matrices."""
     configs = {
         f"{stage} {place}": {
             "zero_optimization": _zero(stage, place, tmp_path),
@@ -159,7 +159,7 @@ def run_refused(rank: int) -> list[str]:
 
 
 def test_optimizers_that_cannot_join_parts_are_refused() -> None:
-    """Somebody trained parts of matrices with torch's Muon: each rank made its part orthogonal, and said nothing."""
+    """A user trained with torch's Muon: each rank silently orthogonalised its own part of the matrices."""
     for said in run_ranks(run_refused, 2):
         assert [message.split()[0] for message in said] == ["Muon", "FusedLamb", "Adafactor"]
         assert all('"Muon" in ds.json' in message and "AdamW" in message for message in said)

@@ -1,10 +1,10 @@
-"""A step that does not wait for its device, and what happens to one that turns out to have been skipped.
+"""Steps that do not synchronize with their device, and steps that turn out later to have been skipped.
 
-The bug: every step read the gradient norm, so that the host stood still until the device had done all of backward, and
-the device then stood still until the host had launched the update.
+Every step used to read the gradient norm, so that the host was blocked until the device had finished backward, and the
+device was then idle until the host had launched the update.
 
-There is no device here. On the meta device nothing can be read at all, which makes it the strictest one there is; what
-numbers a step has come to that was not waited for is checked on the CPU, told that it is a device.
+These tests need no device. On the meta device nothing can be read at all, which makes it the strictest test; the
+results of steps without synchronization are checked on the CPU, treated like an accelerator.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPTIMIZERS = {
 
 
 class Blocks(nn.Module):
-    """Two blocks, which are units of their own at stage 3, and a head."""
+    """Two blocks, which are separate units at stage 3, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def config(kind: str, stage: int, **sections: Any) -> dict[str, Any]:
 
 
 class _Copies(TorchDispatchMode):
-    """Copies from host to device that make the host wait: those of pageable memory, in one go with it."""
+    """Detects copies from host to device that block the host: those of pageable memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ CASES = [("AdamW", precision) for precision in ("fp32", "bf16")] + [(kind, "bf16
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("kind", "precision"), CASES)
 def test_forward_backward_and_step_read_nothing(kind: str, precision: str, stage: int, world: int) -> None:
-    """Any read of a tensor raises here. The first step is left out: the order of gathers is agreed on in it."""
+    """Any read of a tensor raises here. The first step is excluded: in it ranks agree on the order of gathers."""
     with simulated_world(world - 1, world) as simulated:
         with META:
             model = Blocks()
@@ -123,7 +123,7 @@ def test_forward_backward_and_step_read_nothing(kind: str, precision: str, stage
 
 
 def test_reading_a_meta_tensor_raises() -> None:
-    """What the test above rests on."""
+    """The assumption of the test above."""
     number = torch.ones((), device=META)
     for read in (Tensor.item, Tensor.tolist, bool, float, int, Tensor.nonzero, Tensor.cpu, Tensor.numpy):
         with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
@@ -132,8 +132,8 @@ def test_reading_a_meta_tensor_raises() -> None:
 
 @contextmanager
 def as_a_device() -> Iterator[None]:
-    """Engines made inside treat the CPU as a device that the host runs ahead of: they settle a step in the next one,
-    and hosts exchange facts over a group of their own."""
+    """Engines created inside treat the CPU as a device that runs behind the host: they settle a step in the next one,
+    and hosts exchange facts over a separate group."""
     made = assemble.assemble
 
     def with_hosts(module: nn.Module, optimizer: Any, plan: Any, names: Any) -> Any:
@@ -153,7 +153,7 @@ BAD_STEPS = (2, 5)
 
 
 def run_both_ways(rank: int, kind: str, stage: int, world: int) -> None:
-    """The same training, waited for and not: every bit of weights, states, schedule and counters."""
+    """The same training with and without synchronization: weights, states, schedule and counters are bitwise equal."""
     waited, ahead = ended(kind, stage, rank, world), None
     with as_a_device():
         ahead = ended(kind, stage, rank, world)
@@ -199,7 +199,7 @@ def one_update(engine: ZeroEngine, factor: float = 1.0) -> None:
 
 
 def test_a_skip_is_told_as_soon_as_somebody_asks(caplog: pytest.LogCaptureFixture) -> None:
-    """... and at the next step at the latest; weights and states are as if nothing had been."""
+    """... and at the next step at the latest; weights and states are unchanged."""
     with as_a_device():
         engine = initialize(model=AwkwardMLP(), config=config("AdamW", 0, gradient_accumulation_steps=1))[0]
     one_update(engine)
@@ -233,7 +233,7 @@ def test_a_rate_set_by_hand_survives_the_news_of_a_skip() -> None:
 
 
 class Counting:
-    """A schedule of the client's that cannot be put back."""
+    """A user's schedule that cannot be restored."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -317,6 +317,6 @@ def run_written_through_data(rank: int) -> None:
 
 
 def test_a_write_through_data_into_a_persistent_parameter_is_refused_where_nobody_may_look() -> None:
-    """`logit_scale.data.clamp_()` was lost at the next step; on a CPU it is kept now, but seeing it in time would make
-    the host wait for the device."""
+    """`logit_scale.data.clamp_()` was lost at the next step. On a CPU it is now kept, but detecting it in time on a
+    device would block the host."""
     run_ranks(run_written_through_data, 2)

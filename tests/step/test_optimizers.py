@@ -1,4 +1,4 @@
-"""Optimizers of ds.json through the engine: shards of any stage against one process that holds everything."""
+"""Optimizers of ds.json in the engine: shards of any stage compared with one unpartitioned process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "Muon": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.01}},
 }
 
-Masters = dict[tuple[str, int], torch.Tensor]  # by parameter, and where a part begins in it
+Masters = dict[tuple[str, int], torch.Tensor]  # by parameter, and start of the part in it
 
 
 def run_kind(rank: int, world: int, stage: int, kind: str, sections: dict[str, Any]) -> Masters:
-    """The weights after some steps, as the engine gathers them."""
+    """The weights after some steps, gathered by the engine."""
     model = AwkwardMLP()
     settings = config(stage, world, optimizer=KINDS[kind], gradient_clipping=0.5, **sections)
     engine, _, _, _ = initialize(model=model, config=settings)
@@ -71,10 +71,10 @@ def test_shards_as_one_process(stage: int, world: int) -> None:
 
 @pytest.mark.parametrize("kind", ["Lamb", "Muon"])
 def test_in_bf16_too(kind: str) -> None:
-    """The rounded weights are what forward sees; masters stay close to those of one process."""
+    """Forward uses the rounded weights; masters stay close to those of one process."""
     (expected,) = run_ranks(run_kind, 1, 1, 0, kind, {"bf16": {"enabled": True}})
     for masters in run_ranks(run_kind, 2, 2, 2, kind, {"bf16": {"enabled": True}}):
         for (name, start), part in masters.items():
             reference = expected[name, 0].narrow(0, start, part.numel())
-            # Muon makes small singular values as large as the others, and their rounding errors with them.
+            # Muon scales up small singular values, and their rounding errors with them.
             assert float((part - reference).norm()) <= 0.1 * float(reference.norm()) + 1e-3

@@ -1,4 +1,4 @@
-"""The engine against plain PyTorch, on a model with everything awkward: odd sizes, frozen, tied, unused parameters."""
+"""The engine compared with plain PyTorch, on a model with odd sizes and frozen, tied and unused parameters."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.support.models import AwkwardMLP, Batch, mlp_batches
 from tests.support.ranks import run_each
 from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
 
-ROWS = 12  # divided by 1, 2, 3 and 4 ranks
+ROWS = 12  # divisible by 1, 2, 3 and 4 ranks
 STEPS = 6
 NO_DECAY = ("bias", "scale")
 WAYS = [(1, 0.0), (1, 0.05), (3, 0.05)]  # accumulation, clip
-# Little models are below every threshold: without these nothing of them would be sharded.
+# Small models are below every threshold: with the defaults nothing of them would be sharded.
 SHARDED = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
 def config(stage: int, world: int, **sections: Any) -> dict[str, Any]:
-    """A config whose buckets are so small that the little model has several."""
+    """A config with buckets so small that the model has several."""
     return {
         "train_micro_batch_size_per_gpu": ROWS // world,
         "gradient_accumulation_steps": 1,
@@ -74,7 +74,7 @@ def run_engine(rank: int, world: int, stage: int, accumulation: int, clip: float
 
 @functools.cache
 def reference(world: int, accumulation: int, clip: float) -> Trace:
-    """The same mathematics in one process: every rank's part of the batch is a micro-batch of its own."""
+    """The same mathematics in one process: every rank's part of the batch is a micro-batch."""
     batches = iter(mlp_batches(STEPS * accumulation, ROWS))
     steps: list[list[Batch]] = []
     for _ in range(STEPS):
@@ -168,7 +168,7 @@ def test_an_optimizer_of_whole_matrices_gets_them_at_every_stage() -> None:
         optimizer.zero_grad()
         model(batch["x"][:, :6]).square().mean().backward()
         optimizer.step()
-    # Muon orthogonalises in bf16, so that gradients equal to the last bit but one give updates equal to a percent.
+    # Muon orthogonalises in bf16, so that gradients that differ in the last bit give updates that differ by a percent.
     for ranks in run_each(run_muon, 2, [(stage,) for stage in range(4)]):
         for weights in ranks:
             assert_same_weights(weights, {"weight": model.weight.detach()}, 2e-3)
@@ -213,7 +213,7 @@ def run_late_gradients(rank: int, stage: int) -> tuple[dict[str, torch.Tensor], 
 
 
 class SharedLayer(nn.Module):
-    """One layer used twice, each time under reentrant checkpointing: its gradient arrives in two portions."""
+    """One layer used twice, each time under reentrant checkpointing: its gradient arrives in two parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class SharedLayer(nn.Module):
 
 
 def test_a_layer_shared_under_reentrant_checkpointing_keeps_both_gradients() -> None:
-    """The bucket is on its way after the first portion; the second used to count as "gradient computed twice"."""
+    """The bucket is being reduced after the first part; the second raised "gradient computed twice"."""
     model = SharedLayer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for batch in mlp_batches(4, ROWS):

@@ -1,4 +1,4 @@
-"""Small parts of the step, each alone."""
+"""Unit tests of the step's parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BF16 = torch.bfloat16
 
 
 def store(dtype: torch.dtype = torch.float32, *, whole_tensors: bool = False) -> FlatParameters:
-    """Two parameters of a world of one, in one bucket."""
+    """Two parameters of a single rank, in one bucket."""
     parameters = [nn.Parameter(torch.arange(6.0).view(2, 3).to(dtype)), nn.Parameter(torch.ones(4, dtype=dtype))]
     name = str(dtype).removeprefix("torch.")
     specs = [ParameterSpec(f"p{i}", p.numel(), 0, name) for i, p in enumerate(parameters)]
@@ -66,7 +66,7 @@ def test_what_is_written_into_a_parameter_reaches_its_master_once() -> None:
     (bucket,) = flat.buckets
     master = bucket.sub_groups[0].master
     assert bucket.has_masters and master.dtype == torch.float32
-    master[0] = 7.0  # finer than any weight; an update would do this
+    master[0] = 7.0  # not representable in the weights; an update would do this
     flat.sync_masters()
     assert master[0] == 7.0
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_what_a_loss_was_multiplied_with_is_taken_out_of_its_gradients() -> None
     factors = LossFactors(rules(predivide=2.0), world=4)
     assert (factors.next, factors.has_any, factors.of_gradients) == (4.0, False, 1 / 4 / 4)
     factors.expect(4.0)
-    factors.scaler.scale = 16.0  # the next loss has another factor, these gradients have not
+    factors.scaler.scale = 16.0  # the next loss has another factor, these gradients do not
     assert (factors.next, factors.has_any, factors.of_gradients) == (8.0, True, 1 / 4 / 4)
     factors.refuse_mixed()
     factors.expect(8.0)
@@ -214,7 +214,7 @@ def test_a_step_applies_gradients_or_skips_where_they_are_not_finite() -> None:
 
 @pytest.mark.parametrize("squares", [math.nan, math.inf])
 def test_the_norm_of_a_skipped_update_is_infinity(squares: float) -> None:
-    """Infinities of both signs make NaN, on which logs and comparisons stumble; without skipping it is the truth."""
+    """Infinities of both signs give NaN, which breaks logs and comparisons; without skipping it is the true norm."""
     sums = torch.tensor([squares, 0.0])
     assert StepOutcome(sums, NormRule(num_added=1, factor=0.5, clip_norm=1.0, skips=True)).norm == math.inf
     found = StepOutcome(sums, NormRule(num_added=1, factor=0.5, clip_norm=1.0, skips=False)).norm

@@ -1,4 +1,4 @@
-"""Passes over memory around a step's collectives: ours are the fewest that they leave to do, FSDP2's are more."""
+"""Memory passes around a step's collectives: hf_zero's are the minimum, FSDP2's are more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [requires(modules=("triton",)), pytest.mark.lengthy]
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_our_passes_are_the_fewest(stage: int, micro_batches: int) -> None:
-    """Mean, clipping and the cast to bf16 take none: the update reads what was reduced, and writes the weights."""
+    """Mean, clipping and the cast to bf16 take no pass: the update reads reduced gradients and writes the weights."""
     expected = step_passes.floor(stage, micro_batches)
     found = step_passes.ours(stage, micro_batches)
     assert found.keys() == expected.keys()
@@ -31,14 +31,14 @@ def test_sums_in_fp32_take_no_cast_of_their_own() -> None:
     """Each later micro-batch was cast to fp32 in one pass over memory and added in another."""
     own = 1 / step_passes.WORLD
     found = step_passes.ours(2, 3, "fp32")["reduced gradients, cast or added up"]
-    # Twice, bf16 is added to fp32. (The first becomes fp32, which meta tensors, all at address 0, do not show.)
+    # bf16 is added to fp32 twice. (Meta tensors, all at address 0, hide the conversion of the first to fp32.)
     assert found == pytest.approx((2 * (2 + 4) * own, 2 * 4 * own), abs=0.01)
     local = step_passes.ours(1, 3, "fp32")["gradients into a bucket"]
     assert local == pytest.approx((2 + 2 * (2 + 4), 4 + 2 * 4), abs=0.01)
 
 
 def measured(_rank: int) -> tuple[step_passes.Table, dict[str, step_passes.Table]]:
-    """In a process of its own: FSDP2 needs one without a process group, and has a store that nobody can meet at."""
+    """Runs in a separate process: FSDP2 needs one without a process group, and has a store that no other rank uses."""
     os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
     return step_passes.fsdp2(), step_passes.measure()
 
@@ -49,7 +49,7 @@ def theirs_and_all() -> tuple[step_passes.Table, dict[str, step_passes.Table]]:
 
 
 def test_passes_of_fsdp2(theirs_and_all: tuple[step_passes.Table, dict[str, step_passes.Table]]) -> None:
-    """It casts what is gathered and what is reduced, and clips, each in a pass of its own."""
+    """It casts what is gathered and what is reduced, and clips, in separate passes."""
     floor, found = step_passes.floor(3), theirs_and_all[0]
     more = {phase: moved for phase, moved in found.items() if sum(moved) > sum(floor.get(phase, (0, 0))) + 0.02}
     assert more == {
@@ -63,13 +63,13 @@ def test_passes_of_fsdp2(theirs_and_all: tuple[step_passes.Table, dict[str, step
 def test_the_page_has_what_is_counted_here(
     theirs_and_all: tuple[step_passes.Table, dict[str, step_passes.Table]],
 ) -> None:
-    """docs/performance.md is written from the kept result."""
+    """docs/performance.md is written from the stored result."""
     now = {name: {phase: list(moved) for phase, moved in table.items()} for name, table in theirs_and_all[1].items()}
     assert kept()["passes"] == now and kept()["traffic"] == adamw_traffic()
 
 
 def test_what_is_counted() -> None:
-    """Reads of what is only overwritten, views, and expanded elements would be easy to count by mistake."""
+    """Reads of overwritten targets, views, and expanded elements would be easy to count by mistake."""
     with Passes() as passes:
         a, b = torch.zeros(8), torch.ones(1)
         a.view(2, 4).t().copy_(b.expand(4, 2))
@@ -86,5 +86,5 @@ def test_what_is_counted() -> None:
 
 
 def test_passes_of_pytorchs_adamw() -> None:
-    """Fused, all in one beside two casts; foreach, a pass or two for every operation of the formula."""
+    """Fused: one pass and two casts; foreach: one or two passes for every operation of the formula."""
     assert adamw_traffic() == {"fused": 40, "foreach": 92}

@@ -1,4 +1,4 @@
-"""ZeRO++ at stage 3: what moves is what the formulas say, losses stay near, all ranks agree, shards stay exact."""
+"""ZeRO++ at stage 3: traffic matches the formulas, losses stay close, all ranks agree, shards stay exact."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def shards(engine: Any) -> list[Tensor]:
 
 
 def test_losses_stay_near_and_weights_are_the_same_everywhere() -> None:
-    """Forward sees the same weights on all ranks: those of the shards, rounded; the shards are updated exactly."""
+    """Forward uses the same weights on all ranks: those of the shards, rounded; the shards are updated exactly."""
     found = {}
 
     def body(rank: int, make: Any, zero: dict[str, Any]) -> tuple[list[float], Tensor, bool]:
@@ -115,7 +115,7 @@ def run_traffic(rank: int, zero: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_bytes_are_those_of_the_messages(name: str) -> None:
-    """Rows of a layer are LAYER / world elements long, padding apart."""
+    """Rows of a layer have LAYER / world elements, without padding."""
     rounded, plain = (message_bytes(LAYER // WORLD, bits) * WORLD for bits in (8, 4)), 2 * LAYER
     in_8, in_4 = rounded
     gathered = in_8 if "qwZ" in name or name == "all" else plain
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_the_messages(name: str) -> None:
 
 
 def test_frozen_weights_are_kept_and_gathered_in_8_bits() -> None:
-    """A LoRA's base: its shards take half of bf16's bytes, survive training to the bit, and can be written to."""
+    """The base model of LoRA: its shards take half of bf16's bytes, stay bitwise the same, and are writable."""
     world = InProcessWorld(WORLD)
 
     def body(rank: int) -> None:
@@ -162,7 +162,7 @@ def test_frozen_weights_are_kept_and_gathered_in_8_bits() -> None:
 
 
 def test_a_write_into_what_inference_keeps_is_carried_over_alone() -> None:
-    """What the user has not written stays exact, though what is gathered is rounded."""
+    """Elements that the user has not written stay exact, although gathered weights are rounded."""
     world = InProcessWorld(WORLD)
 
     def body(rank: int) -> None:
@@ -193,20 +193,20 @@ def run_resume(rank: int, zero: dict[str, Any], folder: str) -> tuple[list[float
     engine.save_checkpoint(folder)
     straight = train(engine, rank, range(3, 6))
     resumed = initialize(model=Stack(frozen=1), config=config)[0]
-    train(resumed, rank, range(7, 8))  # what it has learnt and left out meanwhile counts for nothing
+    train(resumed, rank, range(7, 8))  # the current weights and error feedback are replaced by the checkpoint's
     resumed.load_checkpoint(folder)
     return straight, train(resumed, rank, range(3, 6))
 
 
 def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Path) -> None:
-    """With everything on: rounded weights, kept ones, int4 gradients and what they have left out."""
+    """With all features: rounded weights, kept rows, int4 gradients and their error feedback."""
     zero = {**KINDS["all"], "zero_quantized_nontrainable_weights": True}
     for straight, resumed in run_ranks(run_resume, WORLD, zero, str(tmp_path)):
         assert straight == resumed
 
 
 def test_errors_are_dropped_with_a_skipped_step() -> None:
-    """fp16: a step that overflows is not applied, so nothing of it is left out either."""
+    """In fp16 a step that overflows is not applied, so its error feedback must be dropped."""
     world = InProcessWorld(WORLD)
 
     def body(rank: int) -> None:
@@ -238,8 +238,8 @@ def run_on_two_hosts(rank: int, zero: dict[str, Any], accumulation: int) -> tupl
 
 @pytest.mark.parametrize(("name", "accumulation"), [("all", 2)])
 def test_two_hosts_exchange_sums(name: str, accumulation: int) -> None:
-    """Four ranks on two hosts: a host's sums cross, half of what its ranks exchange among themselves, and nobody waits
-    for a rank that waits for a gather."""
+    """Four ranks on two hosts exchange the sums of hosts, half of what ranks of a host exchange among themselves. No
+    rank waits for another that waits for a gather."""
     found = run_ranks(run_on_two_hosts, 4, KINDS[name], accumulation)
     plain = run_ranks(run_on_two_hosts, 4, {}, accumulation)
     row = message_bytes(LAYER // 4, 4)

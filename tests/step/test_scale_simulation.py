@@ -1,5 +1,5 @@
-"""A 70B model on 1,024 ranks, as one rank sees it: shards, padding, memory and traffic agree with the formulas, and
-what hosts tell each other is what docs/performance.md says."""
+"""A 70B model on 1,024 ranks, simulated on one rank: shards, padding, memory and traffic match the formulas, and
+messages between hosts match docs/performance.md."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def train_step(engine: Any) -> None:
 
 @dataclass
 class Seen:
-    """What rank 511 saw of one step."""
+    """Observations of rank 511 in one step."""
 
     num_parameters: int
     numels: list[int]
-    shard_numel: int  # padding included
+    shard_numel: int  # including padding
     num_units: int
     built: int  # bytes after initialize()
-    resting: int = 0  # after the step, less the pools
+    resting: int = 0  # after the step, without buffer pools
     within: dict[int, int] = field(default_factory=dict)  # bytes above `built` in the first forward, by layer
     traffic: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -127,15 +127,15 @@ def test_padding_is_at_most_a_few_elements_per_parameter(seen: Seen) -> None:
 
 
 def test_a_rank_holds_its_share_of_fourteen_bytes_per_parameter(seen: Seen) -> None:
-    """ZeRO paper, section 3: 2 weight + 4 master, after a step + 8 moments, all over the world. The 2 of the gradient
-    are there from backward to the step."""
+    """ZeRO paper, section 3: 2 bytes of weight, 4 of master and, after a step, 8 of moments, divided by the world size.
+    The gradient's 2 bytes exist from backward to the step."""
     assert seen.built == pytest.approx((2 + 4) * seen.shard_numel, rel=1e-3)
     assert seen.resting == pytest.approx((2 + 4 + 8) * seen.shard_numel, rel=1e-3)
     assert seen.resting < 0.95 * 2**30  # of a model that takes 900 GiB
 
 
 def test_within_a_forward_two_blocks_are_there(seen: Seen) -> None:
-    """The block in use and the next one on its way; the same in any layer."""
+    """The block in use and the next one in flight; the same in any layer."""
     block = 2 * (seen.num_parameters - 2 * EMBEDDING_NUMEL - HIDDEN) // LAYERS
     activations = 2**20 * LAYERS  # of two tokens
     for above in seen.within.values():
@@ -144,7 +144,7 @@ def test_within_a_forward_two_blocks_are_there(seen: Seen) -> None:
 
 
 def test_a_step_moves_what_the_zero_paper_says(seen: Seen) -> None:
-    """Two gathers and one reduction of everything, but for what backward does not need to gather again."""
+    """Two gathers and one reduction of everything, except for what backward does not need to gather again."""
     everything = 2 * seen.num_parameters
     kept = 2 * EMBEDDING_NUMEL  # the head, used last and then first
     unread = 2 * EMBEDDING_NUMEL  # a plain embedding's backward reads no weights
@@ -174,12 +174,12 @@ def test_small_parameters_persist_by_default() -> None:
         engine = world.engine(build_70b(), config_for({}))
         persistent = [unit for unit in engine.module_view.store.units if unit.is_persistent]
         assert [unit.numel for unit in persistent] == [NORMS * HIDDEN]
-        assert len(engine.module_view.store.units) == NUM_UNITS  # the last norm's own unit is gone
+        assert len(engine.module_view.store.units) == NUM_UNITS  # the last norm has no unit of its own
         engine.destroy()
 
 
 class Odd(nn.Module):
-    """Sizes that no world divides; two parameters are smaller than the world."""
+    """Sizes that no world size divides; two parameters are smaller than the world size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_ranks_beyond_a_small_parameter_hold_padding_only(rank: int, owned: list
 
 
 class Blocks(nn.Module):
-    """So many units, and nothing else."""
+    """The given number of units, and nothing else."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -233,14 +233,14 @@ class Blocks(nn.Module):
         return x
 
 
-Messages = tuple[int, int]  # how many among hosts, and bytes that a rank gets of all of them
+Messages = tuple[int, int]  # number of messages among hosts, and bytes that a rank receives from all of them
 
 
 @functools.cache
 def messages_of(
     updates: int, *, world: int, layers: int, order: str = "auto", micro_batches: int = 1
 ) -> dict[str, Messages]:
-    """Of the last update: in forward, in backward and where weights change."""
+    """Messages of the last update: in forward, in backward and where weights change."""
     with META:
         model = Blocks(layers)
     config = {**config_for(RELEASED), "gradient_accumulation_steps": micro_batches}
@@ -270,9 +270,9 @@ def messages_of(
     return found
 
 
-@pytest.mark.slow  # the rule behind the figures is the next test's
+@pytest.mark.slow  # the next test checks the rule behind these figures
 def test_messages_among_hosts_are_those_of_the_page() -> None:
-    """The first update makes the plans; in the second, ranks know how passes go on, but not which one comes when."""
+    """The first update creates the plans; in the second, ranks know how a pass continues, but not which one comes."""
     cases = {
         'the first; with `"gather_order": "negotiated"` all': {"updates": 1},
         "the second": {"updates": 2},

@@ -1,4 +1,4 @@
-"""hpZ at stage 3: units are gathered within a host, out of second shards; numbers are those without, to the bit."""
+"""hpZ at stage 3: units are gathered within a host from secondary shards, with bitwise identical results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HPZ = {"zero_hpz_partition_size": SIZE}
 
 
 def whole(engine: Any) -> list[Tensor]:
-    """All weights, and what forward sees."""
+    """All weights, and the weights that forward uses."""
     found = []
     for layer in engine.module.layers:
         with GatheredParameters(list(layer.parameters())):
@@ -42,7 +42,7 @@ def whole(engine: Any) -> list[Tensor]:
 def trained(
     rank: int, make: Any, zero: dict[str, Any], frozen: int = 0, **more: Any
 ) -> tuple[list[float], list[Tensor]]:
-    """Steps of two micro-batches, an evaluation between them."""
+    """Steps of two micro-batches, with an evaluation in between."""
     config = config_for(zero, gradient_accumulation_steps=2, gradient_clipping=0.5, **more)
     engine = make(model=Stack(frozen), config=config)[0]
     losses = train(engine, rank, range(4))
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-# What the others have is in these, too.
+# These cover the features of the others, too.
 QUICK = ("prefetching in bf16", "all in bf16", "frozen in int8", "offload")
 
 
@@ -87,7 +87,7 @@ def test_the_numbers_are_those_without_second_shards(name: str) -> None:
 
 
 def edited(rank: int, make: Any, zero: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
-    """All ways to write weights between updates, and after each a forward that sees them."""
+    """All ways to write weights between updates, each followed by a forward that uses them."""
     engine = make(model=Stack(frozen=1), config=config_for(zero, bf16={"enabled": True}))[0]
     frozen, first, second = engine.module.layers
     losses = train(engine, rank, range(2))
@@ -108,7 +108,7 @@ def edited(rank: int, make: Any, zero: dict[str, Any]) -> tuple[list[float], lis
             layer.bias.data[rank:] = 0.25
     look()
     with torch.no_grad():
-        frozen.weight[:, 3] = 0.125  # kept by the evaluation, so it is there to be written to
+        frozen.weight[:, 3] = 0.125  # gathered since the evaluation, so that it can be written
         second.bias[5] = -1.0
     losses += train(engine, rank, range(2, 4))
     look()
@@ -131,7 +131,7 @@ def test_what_is_written_between_updates_reaches_second_shards(zero: dict[str, A
 
 
 def test_a_rank_keeps_the_rows_of_its_place_in_every_group() -> None:
-    """Half of a unit, in int8 where that is how it is kept; copies of a row are equal to the bit."""
+    """A rank keeps half of a unit, in int8 if so configured; copies of a row are bitwise equal."""
     world = InProcessWorld(WORLD, hosts=TWO_HOSTS)
 
     def body(rank: int) -> list[Tensor]:
@@ -151,9 +151,9 @@ def test_a_rank_keeps_the_rows_of_its_place_in_every_group() -> None:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(ranks[rank], ranks[rank + 2], strict=True))
 
 
-@pytest.mark.slow  # by default on four ranks: tests/mesh/test_combinations.py
+@pytest.mark.slow  # runs by default on four ranks in tests/mesh/test_combinations.py
 def test_second_shards_within_a_shard_group_that_spans_hosts() -> None:
-    """Hybrid sharding over two hosts each, hpZ within one; MiCS has a name of its own for that."""
+    """Hybrid sharding over two hosts each, and hpZ within one host; MiCS has its own name for that."""
     found = []
     for second in ({}, HPZ, {"mics_hierarchical_params_gather": True}):
         world = InProcessWorld(8, hosts=Hosts((0, 0, 1, 1, 2, 2, 3, 3)))
@@ -174,8 +174,8 @@ WIRES: list[tuple[dict[str, Any], dict[str, Any], float]] = [
 
 
 def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, tuple[int, int, int]]], list[Tensor]]:
-    """On hosts that share no memory: bytes; a training that is saved, and loaded into one without second shards and the
-    other way round."""
+    """On hosts without shared memory: the bytes sent, and a training saved with secondary shards and loaded without,
+    and vice versa."""
     counted = []
     with on_two_hosts(rank):
         for zero, _, _ in WIRES:
@@ -204,8 +204,8 @@ def run_between_hosts(rank: int, folder: str) -> tuple[list[dict[str, tuple[int,
 
 
 def test_between_hosts(tmp_path: Path) -> None:
-    """In units of M, what crosses for one gather or reduction of all weights, two micro-batches send 6 without second
-    shards; with them 2 for gradients, and updated rows once for all ranks of a host."""
+    """In units of M, the traffic of one gather or reduction of all weights, two micro-batches send 6 without secondary
+    shards; with them 2 for gradients, and the updated rows once for all ranks of a host."""
     for counted, (plain, *others) in run_ranks(run_between_hosts, WORLD, str(tmp_path)):
         assert all(torch.equal(weights, plain) for weights in others)
         for seen, (_, wiring, crossing) in zip(counted, WIRES, strict=True):

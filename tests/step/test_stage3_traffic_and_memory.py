@@ -1,4 +1,4 @@
-"""What stage 3 promises, measured: gathers and reductions per step, live bytes between steps, peak within a step."""
+"""Stage 3's costs, measured: gathers and reductions per step, live bytes between steps, peak within a step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run_traffic(rank: int, settings: dict[str, Any], accumulation: int) -> dict[
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_two_gathers_and_one_reduction_per_unit(world: int, accumulation: int) -> None:
-    """The last unit of the forward is the first of the backward: it stays, and is gathered once."""
+    """The last unit of forward is the first of backward: it stays gathered."""
     for seen in run_ranks(run_traffic, world, EVERYTHING_RELEASED, accumulation):
         assert seen == {
             "forward all_gather": (DEPTH * accumulation, BYTES * accumulation),
@@ -89,7 +89,7 @@ def test_units_within_the_reuse_distance_are_gathered_once() -> None:
 
 
 def test_persistent_parameters_are_gathered_after_the_step_only() -> None:
-    """Biases stay whole: one gather of all of them per step, and none around their use."""
+    """Biases stay gathered: one gather of all of them per step, and none around their use."""
     settings = {**EVERYTHING_RELEASED, "stage3_param_persistence_threshold": WIDTH}
     for seen in run_ranks(run_traffic, 2, settings, 1):
         assert seen["step all_gather"] == (1, 2 * WIDTH * DEPTH)
@@ -121,11 +121,11 @@ def run_evaluation(rank: int, settings: dict[str, Any]) -> list[dict[str, tuple[
 
 
 def test_forwards_without_gradients_gather_once_while_it_fits() -> None:
-    """Generation used to gather the whole model for every token."""
+    """Generation gathered the whole model for every token."""
     first, second, training = run_ranks(run_evaluation, 2, EVERYTHING_RELEASED)[0]
     assert first == {"forward all_gather": (DEPTH, BYTES)}
     assert second == {}
-    assert training["forward all_gather"] == (DEPTH, BYTES)  # what inference kept does not outlive it
+    assert training["forward all_gather"] == (DEPTH, BYTES)  # units kept for inference are released
 
 
 def test_max_live_parameters_bounds_what_inference_keeps() -> None:
@@ -139,9 +139,9 @@ class Step:
     """Memory of one training step on one rank, in bytes.
 
     Attributes:
-        resting: held between steps, without buffers for exchanges.
-        within: allocated above that at the worst moment, blocks in shared memory left out.
-        kept: blocks that this rank has made in shared memory, all of them.
+        resting: held between steps, without communication buffers.
+        within: peak allocated above that, without shared memory blocks.
+        kept: all shared memory blocks that this rank has created.
     """
 
     resting: int
@@ -156,7 +156,7 @@ class Step:
 def run_memory(rank: int, num_steps: int) -> list[Step]:
     before = live_bytes(shared_blocks())
     engine = engine_for(EVERYTHING_RELEASED)
-    micro_step(engine)  # makes the optimizer's states
+    micro_step(engine)  # creates the optimizer's states
     steps = []
     for _ in range(num_steps):
         resting = live_bytes(shared_blocks()) - before
@@ -167,23 +167,22 @@ def run_memory(rank: int, num_steps: int) -> list[Step]:
 
 
 def without_scratch() -> AbstractContextManager[None]:
-    """oneDNN, where it multiplies in bf16, takes memory for a copy of a weight: the processor's, not the engine's."""
+    """Avoids oneDNN's copy of a weight, which bf16 products need: it is the processor's memory, not the engine's."""
     return torch.backends.mkldnn.flags(enabled=False)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_rank_holds_its_shards_and_within_a_step_two_units(world: int) -> None:
-    """Between steps parameters, master and two moments, all divided by the world (ZeRO paper, section 3), and
-    gradients: in host memory they keep their room, a device has it back.
+    """Between steps: parameters, master and two moments, all divided by the world size (ZeRO paper, section 3), and
+    gradients, whose storage is kept in host memory but freed on a device.
 
-    Within one, two units with parameters and gradients: of the one in use both, and of what is on its way two buckets
-    of gradients and two rows of parameters. The test once looked at a forward only, and not at what is kept for
-    exchanges."""
+    Within a step: two units with parameters and gradients, namely both of the unit in use, and in flight two buckets of
+    gradients and two rows of parameters. The test once measured only a forward, without communication buffers."""
     shards, kept = (2 + 2 + 12) * NUM_PARAMETERS / world, 0 if os.environ.get(VARIABLE) == "1" else 2
     units = 2 * (2 + 2) * LAYER_NUMEL
     rows = 2 * 2 * LAYER_NUMEL / world
     activations = (DEPTH + 2) * 2 * ROWS * WIDTH
-    # More than two ranks are summed in fp32, a chunk at a time, which in layers as small as these is the whole shard.
+    # With more than two ranks sums are in fp32, one chunk at a time; in layers as small as these it is the whole shard.
     scratch = 2 * 4 * LAYER_NUMEL / world if world > 2 else 0
     for steps in run_ranks(run_memory, world, 3):
         for step in steps:
@@ -198,7 +197,7 @@ def run_first_step(rank: int) -> int:
 
 
 def test_the_first_step_takes_no_more() -> None:
-    """Before ranks knew that they all go the same way, none waited for another: all gradients lay in buffers."""
+    """Before ranks knew that they all do the same, none waited for another: buffers held all gradients."""
     for kept in run_ranks(run_first_step, 2):
         assert kept <= 1.03 * (2 * 2 * LAYER_NUMEL + 2 * LAYER_NUMEL) + SMALL_BYTES
 

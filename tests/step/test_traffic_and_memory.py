@@ -1,4 +1,4 @@
-"""What the stages promise, measured: collectives and bytes per step, and live bytes per rank."""
+"""Costs of the stages, measured: collectives and bytes per step, and live bytes per rank."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ def run_no_sync(rank: int) -> list[Counted]:
 
 
 def test_no_sync_saves_the_reduction_at_stages_0_and_1_and_is_harmless_at_stage_2() -> None:
-    """no_sync used to be an assertion at stage 2, raised by code the user never wrote."""
+    """no_sync was an assertion at stage 2, triggered by library code that users cannot change."""
     assert run_ranks(run_no_sync, 2)[0] == [{}, {}, {"backward reduce_scatter": (BUCKETS, 4 * NUM_PARAMETERS)}]
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Bytes per parameter while gradients are held between two micro-batches: model states, and buffers beside them."""
+    """Bytes per parameter while gradients are held between two micro-batches: model states, and buffers."""
 
     states: float
     buffers: float
@@ -155,7 +155,7 @@ def formula(world: int) -> dict[tuple[int, bool], float]:
 
 @pytest.fixture(scope="module")
 def of_two() -> list[list[Levels]]:
-    """Of both ranks, the cases of the formula."""
+    """Results of both ranks, for the cases of the formula."""
     return run_ranks(run_memory, 2, list(formula(2)))
 
 
@@ -175,18 +175,18 @@ def test_model_states_of_four_ranks() -> None:
 
 
 SMALL_BYTES = 4 * 4096  # blocks of the control messages
-# Beside two buckets to reduce from: two halves of a bucket that are being gathered.
+# In addition to two send buckets: two halves of a bucket that are being gathered.
 MOST_KEPT_BYTES = 1.04 * 2 * (2 * BUCKET_NUMEL + 2 * BUCKET_NUMEL / 2) + SMALL_BYTES
 
 
 def test_buffers_are_two_to_reduce_from_and_two_that_are_gathered() -> None:
-    """They hold a fixed number of buckets, so beside a real model they are small."""
+    """They hold a fixed number of buckets, so that with a real model they are small."""
     for (level,) in run_ranks(run_memory, 2, [(2, True)]):
         assert level.buffers <= MOST_KEPT_BYTES / NUM_PARAMETERS
 
 
 def test_stage_0_reduces_in_place(of_two: list[list[Levels]]) -> None:
-    """What the other rank adds up, and sums that are gathered; how many of each depends on who is ahead."""
+    """Buffers hold the other rank's sums and gathered sums; the number of each depends on which rank is ahead."""
     for level in (levels[list(formula(2)).index((0, True))] for levels in of_two):
         assert level.buffers <= (1.04 * 2 * (4 * BUCKET_NUMEL + 4 * BUCKET_NUMEL / 2) + SMALL_BYTES) / NUM_PARAMETERS
 
@@ -202,7 +202,7 @@ def run_flat(rank: int) -> list[tuple[int, int]]:
 
 
 def test_memory_does_not_grow_over_steps() -> None:
-    """The test once asked for equal numbers of shared blocks at all times, which it depends on the ranks' luck."""
+    """The test once required a constant number of shared blocks, which depends on the ranks' timing."""
     for levels in run_ranks(run_flat, 2):
         assert len({live for live, _ in levels}) == 1
         assert max(kept for _, kept in levels) <= MOST_KEPT_BYTES

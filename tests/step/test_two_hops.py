@@ -1,4 +1,4 @@
-"""Stages 0-2 over two hosts, in two hops: the numbers of plain PyTorch, and what crosses is what the formulas say."""
+"""Two-hop reduction over two hosts at stages 0-2: the same as plain PyTorch, with the traffic of the formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers of whole matrices through the engine: at every stage as plain PyTorch."""
+"""Optimizers that need whole matrices in the engine: at every stage like plain PyTorch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def run_all(rank: int, world: int, stage: int, sections: dict[str, Any]) -> dict
     [(2, 2), (3, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (3, 2), (1, 3)))],
 )
 def test_adafactor_with_all_its_options(stage: int, world: int) -> None:
-    """Parameters that no rank uses, or not always, are among them, a scalar and a frozen layer too."""
+    """The model includes parameters that no rank uses, or only sometimes, a scalar and a frozen layer."""
     ranks = run_ranks(run_all, world, world, stage, {})
     for name in OPTIONS:
         mean = [sum(losses) / world for losses in zip(*(found[name] for found in ranks), strict=True)]
@@ -73,13 +73,13 @@ def test_adafactor_with_all_its_options(stage: int, world: int) -> None:
 
 
 def test_who_keeps_what() -> None:
-    """Large ones first, each to the rank with least so far; the same on all ranks."""
+    """Large ones are assigned first, each to the least loaded rank; the same on all ranks."""
     spread = [Spread((2, 3), ()), Spread((10,), (5,)), Spread((), ()), Spread((3, 3), (4,))]
     assert keepers(spread, 2) == [1, 0, 0, 1] and keepers(spread, 1) == [0] * 4
 
 
 def run_traffic(rank: int, stage: int) -> list[tuple[int, int]]:
-    """Per kind the small sums of a step: (calls, bytes)."""
+    """Small sums of a step, by kind: (calls, bytes)."""
     found = []
     for kind in (torch.optim.AdamW, Adafactor):
         torch.manual_seed(0)
@@ -99,10 +99,10 @@ def run_traffic(rank: int, stage: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_small_sums_per_step(stage: int) -> None:
-    """Of rows and columns that are cut, and one number per parameter each time: however many parameters there are."""
+    """They sum rows and columns of partitioned matrices, and one number per parameter, for any number of parameters."""
     for (calls, num_bytes), (their_calls, their_bytes) in run_ranks(run_traffic, 2, stage):
         assert their_calls == calls + 2
-        # Both halves of a matrix have all of its columns; a cut falls inside one row at most.
+        # Both halves of a matrix have all of its columns; a partition boundary is within one row at most.
         assert their_bytes - num_bytes <= 4 * (2 * 4 + 64 + 50 + 2)
 
 
@@ -146,7 +146,7 @@ def test_what_cannot_work_is_refused_at_once(kind: str, lacks: str, stage: int) 
 
 
 def test_an_optimizer_that_makes_its_own_rate() -> None:
-    """`Adafactor(relative_step=True)` has lr=None; to note the rate of an update broke the update."""
+    """`Adafactor(relative_step=True)` has lr=None, and recording the rate of an update failed."""
     model = nn.Linear(3, 3)
     engine, optimizer, *_ = initialize(model=model, optimizer=Adafactor(model.parameters()), config=config(1, 1))
     before = model.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""Stage 3 in a single process: nothing is sharded in the end, whatever zero.Init has done before."""
+"""Stage 3 in a single process: nothing stays partitioned, whatever zero.Init has done before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_one(rank: int, trains: bool) -> tuple[list[float], dict[str, torch.Tenso
 
 
 def test_a_model_born_in_shards_has_its_values() -> None:
-    """Weights loaded under zero.Init by one process stayed NaN: nobody gathered them, as there was nobody to ask."""
+    """Weights loaded under zero.Init by one process stayed NaN, because a single rank never gathered them."""
     model = build()
     steps = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
     losses, expected = [], {name: value.clone() for name, value in model.state_dict().items()}

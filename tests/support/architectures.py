@@ -1,7 +1,7 @@
-"""Tiny models of many architectures, each with batches whose loss is the mean over rows (so ranks may share them out).
+"""Tiny models of many architectures, with batches whose loss is the mean over rows, so that ranks can split them.
 
-No dropout, no layer drop, no random masks, no auxiliary losses: the same batch gives the same loss every time, and the
-mean of the ranks' losses is the loss of the whole batch.
+No dropout, no layer drop, no random masks, no auxiliary losses: the same batch always gives the same loss, and the mean
+of the ranks' losses is the loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ VOCABULARY = 97
 IMAGE_TOKEN = 95
 VISION_START, VISION_END = 93, 94
 LENGTH = 12
-IMAGE, PATCH = 12, 4  # pixels on a side
+IMAGE, PATCH = 12, 4  # image and patch size in pixels
 PATCHES = (IMAGE // PATCH) ** 2
 SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 TEXT = {"vocab_size": VOCABULARY, **SPECIAL}
 # Sizes that no world size divides evenly.
 NARROW: dict[str, Any] = {"hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 6}
 LLAMA = {**TEXT, **NARROW, "num_key_value_heads": 2, "intermediate_size": 70, "max_position_embeddings": 64}
-# torch's grouped matrix product takes rows of whole 16 bytes.
+# torch's grouped matrix product requires rows of a multiple of 16 bytes.
 PACKED = {**LLAMA, "intermediate_size": 44}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
@@ -37,7 +37,7 @@ MakeBatch = Callable[[int, torch.Generator], Batch]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One tiny model: how to make it, and batches for it."""
+    """A tiny model and its batches."""
 
     kind: str
     model_class: str
@@ -46,13 +46,13 @@ class Architecture:
     loss: LossFunction = model_loss
 
     def build(self, seed: int = 0) -> Any:
-        """The model in fp32, with the same weights for the same seed."""
+        """The model in fp32; the same seed gives the same weights."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return getattr(tf, self.model_class)(self.config())
 
     def batches(self, num_batches: int, rows: int, seed: int = 5) -> list[Batch]:
-        """Different batches of ``rows`` rows; every tensor's first dimension can be cut along with the rows."""
+        """Different batches of `rows` rows; the first dimension of every tensor can be split with the rows."""
         generator = torch.Generator().manual_seed(seed)
         return [self.batch(rows, generator) for _ in range(num_batches)]
 
@@ -70,23 +70,23 @@ def _tokens(rows: int, generator: torch.Generator, length: int = LENGTH) -> torc
 
 
 def causal(rows: int, generator: torch.Generator) -> Batch:
-    """Tokens to continue."""
+    """Tokens for causal language modelling."""
     tokens = _tokens(rows, generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
 def labelled_tokens(rows: int, generator: torch.Generator) -> Batch:
-    """Tokens with another token to say at each position."""
+    """Tokens with a label at each position."""
     return {"input_ids": _tokens(rows, generator), "labels": _tokens(rows, generator)}
 
 
 def sequences(rows: int, generator: torch.Generator) -> Batch:
-    """Tokens to translate into shorter ones."""
+    """Tokens for sequence-to-sequence models, with shorter labels."""
     return {"input_ids": _tokens(rows, generator), "labels": _tokens(rows, generator, 7)}
 
 
 def classified_tokens(rows: int, generator: torch.Generator) -> Batch:
-    """Rows of tokens with a class each."""
+    """Rows of tokens with one class label each."""
     return {"input_ids": _tokens(rows, generator), "labels": torch.randint(3, (rows,), generator=generator)}
 
 
@@ -95,12 +95,12 @@ def _pixels(rows: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def images(rows: int, generator: torch.Generator) -> Batch:
-    """Pictures with a class each."""
+    """Images with one class label each."""
     return {"pixel_values": _pixels(rows, generator), "labels": torch.randint(3, (rows,), generator=generator)}
 
 
 def captions(rows: int, generator: torch.Generator) -> Batch:
-    """Pictures and texts that belong together."""
+    """Matching images and texts."""
     return {"pixel_values": _pixels(rows, generator), "input_ids": _tokens(rows, generator)}
 
 
@@ -112,12 +112,12 @@ def _with_image_tokens(rows: int, generator: torch.Generator, before: list[int],
 
 
 def picture_stories(rows: int, generator: torch.Generator) -> Batch:
-    """One picture in each text."""
+    """Texts with one image each."""
     return {**_with_image_tokens(rows, generator, [], PATCHES), "pixel_values": _pixels(rows, generator)}
 
 
 def patch_stories(rows: int, generator: torch.Generator) -> Batch:
-    """One picture in each text, as the patches and the grid that Qwen2-VL takes; four patches make one token."""
+    """Texts with one image each, as patches and grid for Qwen2-VL; four patches make one token."""
     side = 4
     patches = torch.randn(rows * side * side, 3 * 2 * PATCH * PATCH, generator=generator)
     grid = torch.tensor([[1, side, side]]).repeat(rows, 1)
@@ -127,18 +127,18 @@ def patch_stories(rows: int, generator: torch.Generator) -> Batch:
 
 
 def spectrograms(rows: int, generator: torch.Generator) -> Batch:
-    """Sound as 8 bands over 32 frames, and what was said."""
+    """Audio as 8 bands over 32 frames, and its transcript."""
     return {"input_features": torch.randn(rows, 8, 32, generator=generator), "labels": _tokens(rows, generator, 6)}
 
 
 def waves(rows: int, generator: torch.Generator) -> Batch:
-    """Sound as samples, and what was said."""
+    """Audio as samples, and its transcript."""
     samples = torch.randn(rows, 200, generator=generator)
     return {"input_values": samples, "labels": _tokens(rows, generator, 5)}
 
 
 def pair_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """CLIP's own loss compares every text with every picture of the batch; this one takes pairs alone."""
+    """A loss over matching pairs only, because CLIP's own loss compares every text with every image of the batch."""
     loss: torch.Tensor = nn.functional.softplus(-model(**batch).logits_per_text.diagonal()).mean()
     return loss
 
@@ -180,7 +180,7 @@ def _mixtral() -> Any:
 
 def _qwen3_moe() -> Any:
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "decoder_sparse_step": 1}
-    # The first layer is dense: units need not look alike.
+    # The first layer is dense, so that units differ.
     return tf.Qwen3MoeConfig(**LLAMA, head_dim=6, mlp_only_layers=[0], tie_word_embeddings=True, **experts)
 
 

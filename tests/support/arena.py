@@ -1,8 +1,8 @@
-"""A device whose memory is an arena with a limit: what a laptop has in place of a small GPU.
+"""A device whose memory is an arena with a limit, to simulate a small GPU on a laptop.
 
-It computes on the CPU and copies at once. Every tensor counts as the device's from the operation that makes it until it
-is freed, but for what the engine makes as host memory: homes, and whatever an update on the host works with. More than
-the limit at once raises.
+It computes on the CPU, and its copies are immediate. Every tensor counts as device memory from its creation until it is
+freed, except for what the engine creates in host memory: homes, and tensors of updates on the host. Exceeding the limit
+raises.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.utils._pytree import tree_leaves
 from hf_zero.device.registry import AtOnce
 from hf_zero.device.runtime import HOST, Memory
 
-_ON_HOST = ("/hf_zero/optim/", "/hf_zero/offload/split_masters.py")  # work on what is in host memory
+_ON_HOST = ("/hf_zero/optim/", "/hf_zero/offload/split_masters.py")  # operate on host memory
 
 
 class OutOfArena(RuntimeError):
-    """The device has no such memory."""
+    """The arena's limit was exceeded."""
 
 
 class ArenaDevice(AtOnce):
-    """A CPU beside which host memory is another place."""
+    """A CPU device whose host memory is a separate place."""
 
     def __init__(self) -> None:
         super().__init__(HOST)
@@ -38,10 +38,10 @@ class ArenaDevice(AtOnce):
 
 
 class Arena(TorchDispatchMode):
-    """Counts bytes of the device while it is open.
+    """Counts bytes of the device while it is active.
 
     Attributes:
-        peak: the most that there have been.
+        peak: the largest number of bytes so far.
     """
 
     def __init__(self, limit: int) -> None:
@@ -52,14 +52,14 @@ class Arena(TorchDispatchMode):
         self._of_host: dict[int, StorageWeakRef] = {}
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Count these as well, which have been there before."""
+        """Also count these tensors, which existed before."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._known[storage._cdata] = StorageWeakRef(storage)
 
     @property
     def num_bytes(self) -> int:
-        """Of the device, now."""
+        """Current bytes of the device."""
         total = 0
         for key, reference in list(self._known.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -73,7 +73,7 @@ class Arena(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if args and result is args[0]:  # nothing is made; but a unit's room, into which is copied, has just been filled
+        if args and result is args[0]:  # nothing new, but a unit's buffer, the copy's target, was just allocated
             if "copy_" in func.__name__ and args[0].untyped_storage()._cdata in self._known:
                 self._check(func)
             return result
@@ -84,7 +84,7 @@ class Arena(TorchDispatchMode):
                 self._check(func)
             return result
         before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        if fresh[0].untyped_storage()._cdata in before or _is_on_host():  # the former: there before the arena
+        if fresh[0].untyped_storage()._cdata in before or _is_on_host():  # the former: existed before the arena
             storages = [tensor.untyped_storage() for tensor in fresh]
             self._of_host.update((storage._cdata, StorageWeakRef(storage)) for storage in storages)
             return result
@@ -104,7 +104,7 @@ class Arena(TorchDispatchMode):
 
 
 def _is_on_host() -> bool:
-    """Whether an operation under way is asked for by what works in host memory."""
+    """Whether the current operation was called by code that works on host memory."""
     for frame in _frames():
         if frame.f_code.co_name == "empty_in":
             return bool(frame.f_locals["memory"].is_host)
@@ -122,7 +122,7 @@ def _frames() -> Iterator[FrameType]:
 
 @contextmanager
 def arena(limit: int, before: Iterable[Tensor] = ()) -> Iterator[Arena]:
-    """`before`: what the device holds already."""
+    """`before`: tensors that the device already holds."""
     counted = Arena(limit)
     counted.hold(before)
     with counted:

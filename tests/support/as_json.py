@@ -1,4 +1,4 @@
-"""Nested frozen dataclasses as JSON text and back. Scripts that are written for a person hold this file's code."""
+"""Nested frozen dataclasses to JSON text and back. Generated scripts contain a copy of this file's code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ J = TypeVar("J", bound="AsJson")
 
 
 class AsJson:
-    """A frozen dataclass of plain data, fully determined by its JSON text."""
+    """A frozen dataclass of plain data that its JSON text fully determines."""
 
     def to_json(self, indent: int | None = None) -> str:
         return json.dumps(dataclasses.asdict(self), indent=indent)  # type: ignore[call-overload]
@@ -22,7 +22,7 @@ class AsJson:
 
 
 def _build(kind: Any, data: Any) -> Any:
-    """`data` as JSON gives it, as an object of the annotated type `kind`."""
+    """Builds an object of the annotated type `kind` from parsed JSON `data`."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(**{name: _build(hints[name], value) for name, value in data.items()})

@@ -1,4 +1,4 @@
-"""Machine code of a compiled Triton kernel in figures: NVIDIA's from its disassembly, AMD's from the compiler."""
+"""Figures of a compiled Triton kernel's machine code: NVIDIA's from the disassembler, AMD's from the compiler."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Assembly:
-    """One program.
+    """Figures of one program.
 
     Attributes:
-        registers: of a thread.
-        spilled_bytes: stack of a thread, on which lie the registers that were too few.
-        shared_bytes: of a program.
-        barriers, atomics, fused: instructions; `fused` are multiplications with an addition, rounded once.
-        pieces: (is_store, bytes of one instruction) -> how many of them access device memory.
-        instructions: all but padding, those of slow paths included.
-        pipes: instructions up to the kernel's end, without the subroutines that slow paths call, by what executes them:
-            "issue" all of them, "fp32", "alu" (integers, comparisons, selections), "special" (roots, reciprocals).
+        registers: per thread.
+        spilled_bytes: stack per thread for spilled registers.
+        shared_bytes: per program.
+        barriers, atomics, fused: numbers of instructions; `fused` are fused multiply-adds.
+        pieces: (is_store, bytes of one instruction) -> number of device memory accesses.
+        instructions: all except padding, including slow paths.
+        pipes: instructions up to the kernel's end, without subroutines of slow paths, by execution pipe: "issue" is
+            all, "fp32", "alu" (integers, comparisons, selections), "special" (roots, reciprocals).
     """
 
     registers: int = 0
@@ -58,9 +58,9 @@ _NARROW = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
 def _of_cubins(cubins: Sequence[tuple[bytes, str, int]], arch: int) -> list[Assembly]:
-    """Of (cubin, kernel, shared bytes), by the programs that Triton brings along.
+    """Assemblies of (cubin, kernel, shared bytes), from the tools that Triton includes.
 
-    The disassembler takes half a second to start, so it gets the instructions of all in one file.
+    All instructions go into one file, because the disassembler takes half a second to start.
     """
     from triton import knobs
 
@@ -84,7 +84,7 @@ def _of_cubins(cubins: Sequence[tuple[bytes, str, int]], arch: int) -> list[Asse
 
 
 def _instructions(cubin: bytes, name: str) -> bytes:
-    """What is in the kernel's section of an ELF file of 64 bits."""
+    """The kernel's section of a 64-bit ELF file."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + index * size) for index in range(count)]
@@ -96,7 +96,7 @@ def _instructions(cubin: bytes, name: str) -> bytes:
 
 
 def _resources(cubin: bytes, name: str) -> tuple[int, int]:
-    """(registers, spilled bytes) of a thread."""
+    """(registers, spilled bytes) per thread."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -105,13 +105,13 @@ def _resources(cubin: bytes, name: str) -> tuple[int, int]:
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(rf"Function {re.escape(name)}:\s*REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)", text)
-    assert found is not None, f"cuobjdump says nothing of {name}: {text[:2000]}"
+    assert found is not None, f"cuobjdump does not list {name}: {text[:2000]}"
     registers, stack, local = map(int, found.groups())
     return registers, stack + local
 
 
 def of_sass(text: str, registers: int = 0, spilled: int = 0, shared: int = 0) -> Assembly:
-    """A disassembly: `/*0180*/ @P0 LDG.E.128 R4, desc[UR6][R2.64] ;`."""
+    """Parses a disassembly: `/*0180*/ @P0 LDG.E.128 R4, desc[UR6][R2.64] ;`."""
     kinds: Counter[str] = Counter()
     pieces: Counter[tuple[bool, int]] = Counter()
     for operation, words in _SASS.findall(text):
@@ -147,13 +147,13 @@ def _cuda_pipes(text: str) -> dict[str, int]:
 _AMD = re.compile(r"^\t((?:v|s|ds|global|buffer|flat|scratch)_\w+)", re.MULTILINE)
 _AMD_MEMORY = re.compile(r"(?:global|buffer|flat)_(load|store)_(\w+)")
 _AMD_FUSED = re.compile(r"v_(?:pk_)?(?:fma|fmac|fmaak|fmamk)_")
-# A vector unit takes a wavefront's instruction in four cycles, and one of these in sixteen.
+# A vector unit takes four cycles for a wavefront's instruction, and sixteen for one of these.
 _AMD_SPECIAL = re.compile(r"v_(?:exp|log|rcp|rsq|sqrt|sin|cos)_f(?:16|32)")
 _AMD_BYTES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "b32": 4, "b64": 8, "b96": 12, "b128": 16}
 
 
 def of_amd(text: str, shared: int = 0) -> Assembly:
-    """The compiler's text, whose metadata have the registers."""
+    """Parses the compiler's text, whose metadata contain the registers."""
 
     def number(key: str) -> int:
         found = re.search(rf"\.{key}:\s+(\d+)", text)
@@ -184,12 +184,12 @@ def of_amd(text: str, shared: int = 0) -> Assembly:
 
 # How many programs a processor holds at once: CUDA's occupancy tables and AMD's CDNA 3 guide.
 
-_CUDA_SHARED = {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor; 1 of each program is the driver's
+_CUDA_SHARED = {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor; the driver uses 1 per program
 _FULL_CUDA, _FULL_AMD = 64, 32  # warps of a multiprocessor, wavefronts of a compute unit
 
 
 def occupancy(assembly: Assembly, arch: int | str, num_warps: int) -> float:
-    """Share of a processor's warps that registers and shared memory leave room for, in whole programs."""
+    """Share of a processor's warps, in whole programs, that registers and shared memory allow."""
     if isinstance(arch, str):
         warps = 4 * min(8, 512 // _up(assembly.registers, 8))
         programs = warps // num_warps

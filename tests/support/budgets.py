@@ -1,8 +1,8 @@
-"""What a compiled kernel may cost a processor: registers, shared memory, barriers; which kernels cost more, and why.
+"""Limits of registers, shared memory and barriers of compiled kernels; which kernels exceed them, and why.
 
-An update is bound by memory, whose latency only warps that are there at once can hide: as many as a processor holds.
-NVIDIA's have 32 registers for each thread then, AMD's 64. How wide accesses are and how many bytes an element costs is
-in the kernels' docstrings, against which `machine_code.complaints` holds them.
+An update is bound by memory, whose latency is only hidden by many concurrent warps: as many as a processor holds. At
+that occupancy NVIDIA's have 32 registers per thread, AMD's 64. Access widths and bytes per element are in the kernels'
+docstrings, which `machine_code.complaints` checks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 # Triton's version. With 3.6 all but nine of 45 specialisations keep the budgets on compute capability 9.0, and all but
-# six on gfx942: sums have one or two barriers more, and on the former updates with seeds 38 to 48 registers.
+# six on gfx942: sums have one or two more barriers, and on the former updates with seeds 38 to 48 registers.
 FIGURES_OF = "3.9."
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The most of each, as `Compiled` has them; nothing may ever be spilled."""
+    """The maximum of each figure of `Compiled`; spills are never allowed."""
 
     registers: int
     shared_bytes: int = 0
@@ -28,7 +28,7 @@ class Budget:
 
 
 class Figures(Protocol):
-    """What is held against a budget: tests.support.compilation.Compiled."""
+    """Figures to compare with a budget: tests.support.compilation.Compiled."""
 
     kernel: str
     signature: dict[str, str]
@@ -41,7 +41,7 @@ class Figures(Protocol):
 
 
 ELEMENTWISE = {"cuda": Budget(32), "hip": Budget(64)}
-# Vectors that begin anywhere go element by element, each with an address.
+# Unaligned vectors are processed element by element, each with its own address.
 ANYWHERE = Budget(96, shared_bytes=8192, barriers=7)
 
 _SUM = "adds its elements up, over warps"
@@ -49,14 +49,14 @@ _SUM = "adds its elements up, over warps"
 
 @dataclass(frozen=True)
 class Excess:
-    """A kernel that costs more, the figures that it has, and the reason."""
+    """A kernel that exceeds its budget, its figures, and the reason."""
 
     why: str
     cuda: Budget
     hip: Budget
 
 
-# Kernel -> what it costs at most. A figure that has become worse fails; one that has become better is lowered here.
+# Kernel -> its maximum costs. A figure that got worse fails; lower the entry here if it got better.
 EXCESS = {
     "adam8._adam8": Excess(
         "a block's largest element is needed before its first code is stored, so eight elements of both states are "

@@ -1,4 +1,4 @@
-"""What random programs of any kind have in common: how they are chosen, run, judged and written down."""
+"""Common parts of campaigns of random programs: choosing, running, judging and recording them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any, Generic, TypeVar
 from tests.support.lasting_ranks import RankReport
 
 KINDS = ("ok", "wrong", "hung", "died", "refused")
-MOST_DRAWS = 2000  # for one program that has what is asked for
+MOST_DRAWS = 2000  # until a program has the requested features
 
 P = TypeVar("P")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One of KINDS, and what there is to say about it.
+    """One of KINDS, and its details.
 
-    "wrong": other values than they should be. "hung": ranks did not end in time. "died": a rank ended or raised while
-    others went on. "refused": every rank raised.
+    "wrong": values differ from the expected ones. "hung": ranks did not end in time. "died": a rank ended or raised
+    while others continued. "refused": every rank raised.
 
     Attributes:
-        error: of what is "ok", the largest as a part of what is allowed; unknown (0) where rounding explains more.
+        error: of "ok", the largest error relative to its bound; unknown (0) if rounding explains a larger one.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Verdict:
 
 
 def why_no_results(reports: Sequence[RankReport], log: str) -> Verdict | None:
-    """What became of ranks that have not all come to a result; `log` goes into the detail."""
+    """The verdict if some ranks returned no result, else None; `log` is added to the details."""
     failures = [f"rank {rank}: {report.failure}" for rank, report in enumerate(reports) if report.failure]
     if len(failures) == len(reports):
         return Verdict("refused", "\n".join(failures))
@@ -53,7 +53,7 @@ def why_no_results(reports: Sequence[RankReport], log: str) -> Verdict | None:
 
 @dataclass(frozen=True)
 class Outcome(Generic[P]):
-    """One program of a campaign."""
+    """The outcome of one program of a campaign."""
 
     program: P
     verdict: Verdict
@@ -68,7 +68,7 @@ def choose(
     only: Sequence[str] = (),
     without: Sequence[str] = (),
 ) -> list[P]:
-    """The first `number` programs from `seed` on that have all features of `only` and none of `without`."""
+    """The first `number` programs from `seed` on with all features of `only` and none of `without`."""
     chosen: list[P] = []
     skipped = 0
     for one in count(seed):
@@ -87,7 +87,7 @@ def choose(
 
 
 def run_all(programs: Sequence[P], make: Callable[[], Any], jobs: int) -> Iterator[Outcome[P]]:
-    """Outcomes as they come, from `jobs` runners at a time; those that have processes are closed."""
+    """Outcomes as they arrive, from `jobs` parallel runners; runners with processes are closed."""
     local = threading.local()
     runners: list[Any] = []
 
@@ -109,7 +109,7 @@ def run_all(programs: Sequence[P], make: Callable[[], Any], jobs: int) -> Iterat
 
 
 def write_failure(folder: Path, outcome: Outcome[Any], name: str, described: object) -> Path:
-    """The program and what became of it, as files of one name."""
+    """Write the program and its outcome to files of the same name."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{outcome.verdict.kind}-{name}.json"
     path.write_text(outcome.program.to_json(indent=1))

@@ -1,8 +1,8 @@
-"""Triton kernels compiled for a GPU that is not there: the compiler needs to know the target, not to have it.
+"""Compiles Triton kernels for an absent GPU: the compiler only needs to know the target.
 
-A stand-in driver names the target, and every launch compiles instead of running, on CPU tensors; so what is compiled is
-the specialisation that the real launcher asks for. Triton decides at its import whether it interprets: `compile_apart`
-starts a process that does not.
+A fake driver names the target, and every launch compiles instead of running, on CPU tensors. So the compiled
+specialisation is the one that the real launcher requests. Triton decides at import whether to interpret:
+`compile_apart` starts a process that does not.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 from tests.support.assembly import Assembly, assemblies_of, occupancy
 from tests.support.machine_code import bytes_per_element, complaints, read_machine, words_of
 
-# What each kind of target ends in: machine code, by the assembler that Triton brings along.
+# The final stage of each kind of target: machine code, from the assembler included in Triton.
 BINARY = {"cuda": "cubin", "hip": "hsaco"}
 WARP = {"cuda": 32, "hip": 64}
 
 
 class Launch(NamedTuple):
-    """Something that launches kernels on CPU tensors, and whether vectors begin and end at multiples of 16 elements."""
+    """A function that launches kernels on CPU tensors; whether vectors begin and end at multiples of 16 elements."""
 
     call: Callable[[], object]
     is_aligned: bool = True
@@ -34,22 +34,22 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class Compiled:
-    """One specialisation of a kernel in machine code.
+    """Machine code of one specialisation of a kernel.
 
     Attributes:
         kernel: its name in the source.
-        signature: type by argument; "constexpr" for what is compiled in.
-        stages: bytes of every stage.
-        wrong: where it is not as its docstring says.
-        num_bytes: per element; None where the docstring does not speak of elements.
-        said_bytes: the same as the docstring has it, for the case that it names.
-        seconds: of CPU time from the launch to machine code, assembler included.
-        may_fuse: whether the compiler was told to add products without rounding them first.
-        constants: values of the signature's "constexpr", less those that say that an argument is absent.
-        occupancy: share of a processor's warps that can be there at once.
-        pieces: "load 16" -> instructions of a thread that move so many bytes.
-        elements_per_thread, instructions_per_element: of the longest vector; slow paths count like all others.
-        pipes_per_element: what executes how many of them, without slow paths (`Assembly.pipes`).
+        signature: type by argument; "constexpr" for compile-time constants.
+        stages: bytes of every compilation stage.
+        wrong: contradictions to its docstring.
+        num_bytes: per element; None if the docstring does not mention elements.
+        said_bytes: the same according to the docstring, for the case that it names.
+        seconds: CPU time from launch to machine code, assembler included.
+        may_fuse: whether the compiler may fuse products with additions, without intermediate rounding.
+        constants: values of the signature's "constexpr", except those that mark an argument as absent.
+        occupancy: share of a processor's warps that can be resident at once.
+        pieces: "load 16" -> number of instructions of a thread that move this many bytes.
+        elements_per_thread, instructions_per_element: of the longest vector; slow paths are included.
+        pipes_per_element: instructions by execution pipe, without slow paths (`Assembly.pipes`).
     """
 
     kernel: str
@@ -78,14 +78,14 @@ class Compiled:
 def compile_apart(
     module: str, backend: str, arch: int | str, cache: Path, timeout_s: float = 240, launches: str = "QUICK"
 ) -> list[Compiled]:
-    """What launches compile to, each specialisation once, in a process of its own without Triton's interpreter.
+    """Compiles every specialisation of the launches once, in a separate process without Triton's interpreter.
 
-    module, launches -- where the list of `Launch` is
+    module, launches -- the module and name of the list of `Launch`
     backend, arch -- ("cuda", 90) or ("hip", "gfx942")
-    cache -- an empty folder: nothing compiled earlier is taken for compiled
+    cache -- an empty folder, so that nothing compiled earlier is reused
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # A default of some versions that kernels do not rely on: whether products are fused with additions.
+    # Some versions fuse products with additions by default; kernels do not rely on it.
     environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "0"}
     command = [sys.executable, "-m", __name__, module, launches, backend, str(arch)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s)
@@ -94,7 +94,7 @@ def compile_apart(
 
 
 class StandInDriver:
-    """As much of a Triton driver as compiling asks for."""
+    """The part of a Triton driver that compiling needs."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -111,7 +111,7 @@ class StandInDriver:
 
 @contextmanager
 def _launches_compile(target: Any, found: Callable[[Any, Any, float], None]) -> Iterator[None]:
-    """Inside, launching a kernel tells `found` (kernel, what it was compiled to, seconds) and runs nothing."""
+    """Inside, launching a kernel calls `found` (kernel, compilation result, seconds) and runs nothing."""
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -133,7 +133,7 @@ def _launches_compile(target: Any, found: Callable[[Any, Any, float], None]) -> 
 
 
 def compile_launches(launches: Sequence[Launch], backend: str, arch: int | str) -> list[Compiled]:
-    """Every specialisation that the launches would have started; needs a process without interpreter."""
+    """Compiles every specialisation that the launches would have started; needs a process without interpreter."""
     from triton.backends.compiler import GPUTarget
 
     compiled: dict[str, _Found] = {}
@@ -152,7 +152,7 @@ def compile_launches(launches: Sequence[Launch], backend: str, arch: int | str) 
 
 
 class _Found(NamedTuple):
-    """A kernel and what it was compiled to."""
+    """A kernel and its compilation result."""
 
     kernel: Any
     result: Any

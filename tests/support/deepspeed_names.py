@@ -1,7 +1,7 @@
-"""Reads from an installed DeepSpeed what it calls things: module paths, public names and their kinds, constants.
+"""Reads the names of an installed DeepSpeed: module paths, public names and their kinds, constants.
 
-Nothing of it is imported: the sources are parsed. `python -m tests.support.deepspeed_names FOLDER_OF_DEEPSPEED` writes
-the tables that the alias package and the tests read.
+The sources are parsed, not imported. `python -m tests.support.deepspeed_names FOLDER_OF_DEEPSPEED` writes the tables
+that the alias package and the tests read.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BUILDERS = "ops.op_builder"
 
 @dataclass
 class Module:
-    """What one file defines. `borrowed`: name -> (module of DeepSpeed it comes from, its name there)."""
+    """Definitions of one file. `borrowed`: name -> (module of DeepSpeed that it comes from, its name there)."""
 
     is_package: bool
     classes: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ def _note_value(module: Module, name: str, node: ast.expr) -> None:
 
 
 def _is_plain(value: object) -> bool:
-    """A key, a number, a switch or a short list of them: sentences are not facts about an interface."""
+    """Whether a value is a key, a number, a flag or a short list of them; sentences are not part of an interface."""
     if isinstance(value, str):
         return len(value) <= MAX_TEXT and not any(letter.isspace() for letter in value)
     if isinstance(value, list | tuple):
@@ -134,7 +134,7 @@ def _note_import(module: Module, statement: ast.ImportFrom, name: str) -> None:
 
 
 def table(tree: dict[str, Module]) -> dict[str, dict[str, Any]]:
-    """What names.json says: per module its kind, own public names, constants, and what a package borrows."""
+    """The content of names.json: for each module its kind, own public names, constants, and re-exported names."""
     rows = {}
     for name, module in sorted(tree.items()):
         row: dict[str, Any] = {"package": True} if module.is_package else {}
@@ -149,14 +149,14 @@ def table(tree: dict[str, Module]) -> dict[str, dict[str, Any]]:
         if borrowed:
             row["borrowed"] = dict(sorted(borrowed.items()))
         stars = sorted(star for star in module.stars if star in tree)
-        if stars and not module.is_package:  # a package's are among what it borrows
+        if stars and not module.is_package:  # a package's star imports are among its re-exports
             row["stars"] = " ".join(stars)
         rows[name] = row
     return rows
 
 
 def packed(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The table as names.json has it: `uses` for borrowed names that one module alone defines, the others by module."""
+    """The table as in names.json: `uses` for re-exported names that one module alone defines, others by module."""
     found = definers(rows)
     table = {}
     for name, row in rows.items():
@@ -174,7 +174,7 @@ def packed(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _borrowed(tree: dict[str, Module], name: str) -> dict[str, str]:
-    """Name -> the module that defines it, for what a module offers of others: programs import it from either."""
+    """Name -> defining module, for names that a module re-exports: programs import them from either."""
     module, found = tree[name], {}
     wanted = dict(module.borrowed)
     for star in module.stars if module.is_package else ():
@@ -201,7 +201,7 @@ def _home(tree: dict[str, Module], source: str, name: str, depth: int = 0) -> st
     if module is None or depth > 8:
         return None
     if source == _BUILDERS and name.endswith("Builder"):
-        return source  # it makes them when it is imported
+        return source  # defined when the module is imported
     if name in (*module.classes, *module.errors, *module.functions) or name in module.values:
         return source
     if name in module.borrowed:
@@ -230,7 +230,7 @@ def surfaces(folder: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def _accelerator(folder: Path) -> list[str]:
-    """What every accelerator of DeepSpeed can be asked."""
+    """The methods that every accelerator of DeepSpeed has."""
     found = _class(folder, "accelerator.abstract_accelerator", "DeepSpeedAccelerator")
     return [node.name for node in found.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
 

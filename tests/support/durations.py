@@ -1,4 +1,4 @@
-"""How long each test took, slowest first: what `make test` leaves in out/durations.txt."""
+"""Test durations, slowest first: `make test` writes them to out/durations.txt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def write(path: Path, reports: Iterable[Any]) -> None:
     Write the seconds of every test file, then of every test.
 
     Args:
-        path: the file to write; its folder is made.
+        path: the file to write; its folder is created.
         reports: pytest's reports of setups, calls and teardowns.
     """
     tests: dict[str, float] = defaultdict(float)

@@ -1,11 +1,11 @@
-"""Triton kernels compiled for AMD's gfx942, and what they were compiled to run on a CPU.
+"""Compiles Triton kernels for AMD's gfx942 and runs the compiled code on a CPU.
 
-Under the interpreter no compiler takes part. Here all of Triton's pipeline does, down to LLVM's optimised code, which
-is plain but for a few intrinsics of AMD. With those replaced, LLVM's just-in-time compiler (llvmlite) makes a function
-of it, in which threads take turns (tests/support/wavefronts.py). What is not known how to run is `Unreadable`.
+The interpreter involves no compiler. Here all of Triton's pipeline runs, down to LLVM's optimised code, which is
+generic except for a few AMD intrinsics. After replacing those, LLVM's JIT compiler (llvmlite) compiles the code to a
+function, in which threads take turns (tests/support/wavefronts.py). Unsupported code raises `Unreadable`.
 
-`python -m tests.support.executed MODULE NAME ...` calls functions of the module's `CASES`, in which every launch runs
-so, and prints {name: error or ""}; `run_apart` starts that, since Triton decides at its import whether it interprets.
+`python -m tests.support.executed MODULE NAME ...` calls functions of the module's `CASES`, running every launch in this
+way, and prints {name: error or ""}; `run_apart` starts that, since Triton decides at import whether to interpret.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unittest import mock
 from tests.support.compilation import WARP, StandInDriver
 from tests.support.wavefronts import Threads, Unreadable, run_of, with_exchanges
 
-# Versions of Triton and llvmlite of which the text has been read and the code has run: there it must.
+# Versions of Triton and llvmlite whose code is known to be readable and to run: with these it must.
 READ = {("3.9", "0.50"), ("3.6", "0.50")}
 TARGET = ("hip", "gfx942")
 
@@ -37,14 +37,14 @@ TARGET = ("hip", "gfx942")
 def run_apart(
     module: str, names: list[str], cache: Path, timeout_s: float = 580, root: Path | None = None
 ) -> dict[str, str]:
-    """What each of the module's cases ends with: "" or the error, in a process of its own. "kernels": what has run.
+    """Runs each of the module's cases in a separate process; returns "" or the error. "kernels": the kernels that ran.
 
-    cache -- an empty folder: nothing compiled earlier is run
-    root -- of the sources; None: where this process is
+    cache -- an empty folder, so that no earlier compiled code runs
+    root -- of the sources; None: the present process' folder
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "AMDGCN_USE_BUFFER_OPS": "0"}
-    if root is not None:  # the folder that a process starts in comes after what its start-up hooks import
+    if root is not None:  # a process' working folder comes after what its startup hooks import
         environment["PYTHONPATH"] = str(root)
     command = [sys.executable, "-m", __name__, module, *names]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, cwd=root)
@@ -58,12 +58,12 @@ def run_apart(
 _KERNEL = re.compile(r"^define amdgpu_kernel void @(\w+)\((.*)\)[^()]*\{$", re.MULTILINE)
 _PROGRAM = "i32 %program_x, i32 %program_y"
 _IDS = {"workgroup.id.x": "program_x", "workgroup.id.y": "program_y"}
-# AMD's name -> what LLVM calls the same everywhere.
+# AMD's name -> the generic LLVM name.
 _SAME = {"llvm.amdgcn.sqrt.f32": "llvm.sqrt.f32", "llvm.amdgcn.exp2.f32": "llvm.exp2.f32"}
-# Newer LLVMs spell NaN with its payload, llvmlite's wants its bits: the prefix, those of a quiet one, and the sign.
+# Newer LLVMs write NaN with its payload; llvmlite expects its bits: the prefix, those of a quiet NaN, and the sign.
 _NAN = re.compile(r"(bfloat|half|float) ([+-])(?:q?nan)(?:\((0x[0-9A-Fa-f]+)\))?")
 _NAN_BITS = {"bfloat": ("0xR", 0x7FC0, 0x8000), "half": ("0xH", 0x7E00, 0x8000)}
-# What x86 calls where AMD has an instruction: fp32 to the nearest bf16, ties to even.
+# x86 calls this function where AMD has an instruction: fp32 to the nearest bf16, ties to even.
 _TO_BF16 = """
 define bfloat @__truncsfbf2(float %value) {
   %bits = bitcast float %value to i32
@@ -83,7 +83,7 @@ define bfloat @__truncsfbf2(float %value) {
 
 
 def for_cpu(text: str) -> tuple[str, list[str]]:
-    """LLVM's code for gfx942 as code for any CPU with a function @run, and the types of the kernel's parameters."""
+    """Rewrites LLVM code for gfx942 for any CPU, with a function @run; also returns the kernel's parameter types."""
     kernel = _KERNEL.search(text)
     if kernel is None:
         raise Unreadable(f"no kernel in: {text[:500]}")
@@ -112,19 +112,19 @@ def for_cpu(text: str) -> tuple[str, list[str]]:
     return text + _TO_BF16 + run_of(kernel[1], types), types
 
 
-# Newer LLVMs also take an fp32's bits and its shortest decimal, llvmlite's only a decimal that is exact in binary.
+# Newer LLVMs also accept an fp32's bits and its shortest decimal, llvmlite's only a decimal that is exact in binary.
 _FP32_BITS = re.compile(r"\bf0x([0-9A-F]{8})\b")
 _FP32_LINE = re.compile(r"^(?!.*\b(?:double|half|bfloat)\b).*\bfloat\b.*$", re.MULTILINE)
 _DECIMAL = re.compile(r"-?\b\d+\.\d+e[+-]\d+\b")
 
 
 def _fp32(value: float) -> str:
-    """Spelled as the bits of the double of the same value."""
+    """Written as the bits of the double with the same value."""
     return f"0x{struct.unpack('<Q', struct.pack('<d', ctypes.c_float(value).value))[0]:016X}"
 
 
 def _nan(kind: str, is_negative: bool, payload: int) -> str:
-    if kind == "float":  # spelled as the double of the same value
+    if kind == "float":  # written as the double of the same value
         return f"0x{(0xFFF8 if is_negative else 0x7FF8) << 48 | payload << 29:016X}"
     prefix, quiet, sign = _NAN_BITS[kind]
     return f"{prefix}{quiet | payload | (sign if is_negative else 0):04X}"
@@ -137,7 +137,7 @@ class Program:
     """A kernel's code for this CPU.
 
     Attributes:
-        types: of the kernel's parameters in LLVM's terms.
+        types: the kernel's parameter types in LLVM's terms.
     """
 
     def __init__(self, text: str) -> None:
@@ -159,22 +159,22 @@ class Program:
         self._run = ctypes.CFUNCTYPE(None, *numbers)(self._engine.get_function_address("run"))
 
     def run(self, values: Sequence[Any], grid: Sequence[int], num_threads: int, threads: Threads) -> None:
-        """All programs of a grid."""
+        """Runs all programs of a grid."""
         threads.begin(num_threads, self._engine.get_function_address("thread_of_all"))
-        values = [*values, *[None] * (len(self.types) - len(values))]  # scratch memory, of which none is asked for
+        values = [*values, *[None] * (len(self.types) - len(values))]  # scratch memory, which is never requested
         self._run(*values, *(*grid, 1)[:2], num_threads, threads.contexts)
 
 
 @contextmanager
 def launches_run() -> Iterator[set[str]]:
-    """Inside, launching a kernel on CPU tensors compiles it for gfx942, and runs what it was compiled to: its name."""
+    """Inside, launching a kernel on CPU tensors compiles it for gfx942 and runs the code; yields the kernels' names."""
     from triton.backends.amd.compiler import HIPBackend
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
     def named(source: str, metadata: dict[str, Any], options: Any) -> str:
-        """In place of the assembler, half of a compilation: what Triton asks for behind it is the name."""
+        """Replaces the assembler, which takes half of a compilation: Triton only uses the name from its output."""
         kernel = _KERNEL.search(source)
         metadata["name"] = kernel[1] if kernel else ""
         return ""

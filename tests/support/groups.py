@@ -1,4 +1,4 @@
-"""Groups for parts that are tested alone."""
+"""Parallel groups for unit tests."""
 
 from __future__ import annotations
 

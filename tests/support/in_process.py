@@ -1,12 +1,12 @@
-"""Ranks as threads of one process, of which one runs at a time: the test decides which, and a deadlock is seen at once.
+"""Ranks as threads of one process, one running at a time: the test schedules them, and deadlocks are detected at once.
 
     world = InProcessWorld(2, schedule=RandomSchedule(seed))
     world.run(lambda rank: body(world.collectives(Channel.GATHER)))
 
-The real link, collectives and negotiation run over queues in the place of sockets. Threads change places where a rank
-waits, and, as far as the schedule says so, where it sends or looks for messages; nowhere else. So one schedule is one
-run, every time, and a search over schedules (`explore`) is a search over all orders in which ranks can get ahead of one
-another. When no rank can go on, `Deadlock` is raised in all of them.
+The real link, collectives and negotiation run over queues instead of sockets. Threads switch where a rank waits and, as
+far as the schedule decides, where it sends or polls messages; nowhere else. So a schedule always gives the same run,
+and searching all schedules (`explore`) covers all orders in which ranks can overtake one another. When no rank can
+continue, `Deadlock` is raised in all of them.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from hf_zero.comm.rows import FlatRows, own_shard
 from hf_zero.kernels.accumulate import sum_parts
 
 T = TypeVar("T")
-PATIENCE_S = 120.0  # of a thread for its turn: only a defect of this module exhausts it
+PATIENCE_S = 120.0  # maximum wait of a thread for its turn; only a defect of this module exceeds it
 
 
 class Deadlock(AssertionError):
-    """No rank can go on."""
+    """No rank can continue."""
 
 
 class Schedule(ABC):
-    """Who goes on where more than one rank could."""
+    """Decides which rank runs next if more than one can."""
 
     @abstractmethod
     def choose(self, options: Sequence[int], current: int) -> int:
-        """One of `options`; `current` has come to a point where others may overtake it, and may not be among them."""
+        """Returns one of `options`. `current` is where others may overtake it, and may not be among the options."""
 
 
 class InOrder(Schedule):
-    """A rank goes on as far as it can."""
+    """Each rank runs as far as it can."""
 
     def choose(self, options: Sequence[int], current: int) -> int:
         return current if current in options else options[0]
@@ -66,7 +66,7 @@ class RandomSchedule(Schedule):
     """Any rank may be overtaken anywhere."""
 
     def __init__(self, seed: int, share: float = 0.3) -> None:
-        """`share`: how often a rank that could go on is overtaken."""
+        """`share`: the probability that a rank that could continue is overtaken."""
         self._random = random.Random(seed)
         self._share = share
 
@@ -78,12 +78,12 @@ class RandomSchedule(Schedule):
 
 @dataclass
 class Recorded(Schedule):
-    """Follows `prefix`, then goes on in order; remembers what there was to choose from.
+    """Follows `prefix`, then continues in order; records the options of every choice.
 
     Attributes:
         taken: index of the option taken at every choice.
         widths: number of options at every choice.
-        free: whether a choice was free: the rank that was running could not go on.
+        free: whether a choice was free, because the running rank could not continue.
     """
 
     prefix: Sequence[int] = ()
@@ -92,7 +92,7 @@ class Recorded(Schedule):
     free: list[bool] = field(default_factory=list)
 
     def choose(self, options: Sequence[int], current: int) -> int:
-        # The rank that is running stands first, so that index 0 overtakes nobody.
+        # The running rank comes first, so that index 0 overtakes nobody.
         ordered = sorted(options, key=lambda rank: (rank != current, rank))
         place = len(self.taken)
         index = self.prefix[place] if place < len(self.prefix) else 0
@@ -103,10 +103,10 @@ class Recorded(Schedule):
 
 
 def explore(run: Callable[[Schedule], None], overtakings: int, limit: int = 1 << 30) -> int:
-    """Call `run` with every schedule in which ranks that could go on are overtaken at most so often.
+    """Calls `run` with every schedule in which ranks that could continue are overtaken at most `overtakings` times.
 
     Returns:
-        How many schedules there were, `limit` at most.
+        The number of schedules, at most `limit`.
     """
     waiting: list[list[int]] = [[]]
     number = 0
@@ -126,17 +126,17 @@ def explore(run: Callable[[Schedule], None], overtakings: int, limit: int = 1 <<
 
 
 class InProcessWorld:
-    """All ranks of a world that lives in this process.
+    """All ranks of a world inside this process.
 
     Attributes:
         world: number of ranks.
-        hosts: which of them are told that they share one. They exchange everything in shared memory all the same.
+        hosts: which ranks are told that they share a host. They exchange everything in shared memory nevertheless.
     """
 
     def __init__(
         self, world: int, schedule: Schedule | None = None, hosts: Hosts | None = None, *, apart: bool = False
     ) -> None:
-        """`apart`: ranks share no memory, and meet in collectives alone."""
+        """`apart`: ranks share no memory, and only communicate through collectives."""
         self.world = world
         self.apart = apart
         self.said: dict[int, int] = {}  # what `ApartDemand` has been told, by topic
@@ -165,16 +165,16 @@ class InProcessWorld:
 
     @property
     def rank(self) -> int:
-        """Of the calling thread."""
+        """The calling rank."""
         rank: int = self._local.rank
         return rank
 
     def run(self, body: Callable[[int], T]) -> list[T]:
-        """Call `body(rank)` on every rank; return their values in rank order.
+        """Calls `body(rank)` on every rank; returns the results in rank order.
 
         Raises:
             Deadlock: with what every rank was waiting for.
-            Exception: the first one that a rank has raised, if it was not for want of another rank.
+            Exception: the first exception of a rank that was not caused by another rank's.
         """
         values: list[Any] = [None] * self.world
         errors: dict[int, BaseException] = {}
@@ -203,7 +203,7 @@ class InProcessWorld:
         return values
 
     def collectives(self, channel: Channel = Channel.REDUCE, partition: Partition | None = None) -> Collectives:
-        """Those of the calling rank's group; by default of all ranks."""
+        """Collectives of the calling rank in its group; by default of all ranks."""
         partition = partition or self._everyone
         if len(group_of(self.rank, partition)) == 1:
             return LoneCollectives(self.rank)
@@ -217,7 +217,7 @@ class InProcessWorld:
         return collectives
 
     def parallel_groups(self, *sizes: Any) -> ParallelGroups:
-        """Of the calling rank; `sizes` as `hf_zero.comm.parallel_groups` takes them."""
+        """Groups of the calling rank; `sizes` as in `hf_zero.comm.parallel_groups`."""
 
         def collectives_for(_device: torch.device, channel: Channel, partition: Partition, *_: object) -> Collectives:
             return self.collectives(channel, partition)
@@ -256,17 +256,17 @@ class InProcessWorld:
         )
 
     def leave(self) -> None:
-        """The calling rank stops as one that has died does."""
+        """The calling rank stops like one that has died."""
         self._is_gone[self.rank] = True
 
-    # What ranks tell each other
+    # Messages between ranks
 
     def deliver(self, source: int, target: int, word: bytes, descriptor: int | None) -> None:
         self._inboxes[source, target].append((word, None if descriptor is None else os.dup(descriptor)))
         self.may_be_overtaken(source)
 
     def collect(self, source: int, target: int) -> tuple[bytes, list[int]]:
-        """All words up to the first one that comes with a file."""
+        """All messages up to the first one that carries a file descriptor."""
         inbox, words, descriptors = self._inboxes[source, target], [], []
         while inbox and not descriptors:
             word, descriptor = inbox.popleft()
@@ -281,14 +281,14 @@ class InProcessWorld:
         return self._is_gone[rank]
 
     def exchange(self, channel: int, value: object, ranks: tuple[int, ...] | None = None) -> list[object]:
-        """The `value` of each of `ranks`, by default all, in this order, once all have called."""
+        """The `value` of each of `ranks` (default: all), in this order, once all have called."""
         ranks = ranks or self._everyone[0]
         gathered = self.post(channel, value, ranks)
         self.block(self.rank, lambda: len(gathered) == len(ranks))
         return [gathered[each] for each in ranks]
 
     def post(self, channel: int, value: object, ranks: tuple[int, ...]) -> dict[int, object]:
-        """Where the `value` of each of `ranks` will be that has made its call of the same number on `channel`."""
+        """A dict that will hold the value of each of `ranks` once it has made its call of this number on `channel`."""
         key = ranks, self.rank, channel
         number = self._num_exchanges[key] = self._num_exchanges.get(key, 0) + 1
         gathered = self._exchanges.setdefault((ranks, channel, number), {})
@@ -296,17 +296,17 @@ class InProcessWorld:
         return gathered
 
     def num_calls(self, channel: int) -> int:
-        """Of the calling rank, in the group of all ranks."""
+        """Number of the calling rank's calls in the group of all ranks."""
         return self._num_exchanges.get((self._everyone[0], self.rank, channel), 0)
 
-    # Whose turn it is
+    # Scheduling
 
     def may_be_overtaken(self, rank: int) -> None:
-        """Another rank may go on in the place of this one, which could."""
+        """Another rank may run instead of this one, which could continue."""
         self._switch(rank)
 
     def block(self, rank: int, is_ready: Callable[[], bool]) -> None:
-        """Let others go on until `is_ready`."""
+        """Lets others run until `is_ready`."""
         self._ready[rank] = is_ready
         self._switch(rank)
         self._ready[rank] = _always
@@ -325,7 +325,7 @@ class InProcessWorld:
             raise Deadlock(self._deadlock)
 
     def _hand_over(self, rank: int) -> None:
-        """A rank has ended."""
+        """Called when a rank has ended."""
         options = self._options()
         left = [other for other in range(self.world) if not self._is_done[other]]
         if options:
@@ -361,13 +361,13 @@ def _always() -> bool:
 
 
 def first_cause(errors: dict[int, BaseException]) -> BaseException:
-    """The error of a rank that has not ended because of another one, if there is such a rank."""
+    """The error of a rank that did not fail because of another rank, if there is one."""
     own = [error for error in errors.values() if "has stopped" not in str(error)]
     return (own or list(errors.values()))[0]
 
 
 class InProcessWires(Wires):
-    """Queues in the place of sockets."""
+    """Queues instead of sockets."""
 
     def __init__(self, world: InProcessWorld, rank: int) -> None:
         super().__init__(peer for peer in range(world.world) if peer != rank)
@@ -399,7 +399,7 @@ class InProcessWires(Wires):
 
 
 class InProcessCollectives(HostCollectives):
-    """The real ones, but for what they leave to gloo."""
+    """The real collectives, except for what they delegate to gloo."""
 
     def __init__(self, world: InProcessWorld, link: GroupLink, channel: Channel) -> None:
         Collectives.__init__(self, link.rank, len(link.ranks), link.ranks)
@@ -420,11 +420,11 @@ class InProcessCollectives(HostCollectives):
         tensor.copy_(values)
 
 
-HEADS = 100  # a channel beside those of `Channel`
+HEADS = 100  # a channel in addition to those of `Channel`
 
 
 class ApartCollectives(Collectives):
-    """Collectives of ranks that share no memory: what a rank has posted is there when all have posted theirs."""
+    """Collectives of ranks without shared memory: a value is available once all ranks have posted theirs."""
 
     def __init__(self, world: InProcessWorld, ranks: tuple[int, ...], channel: int) -> None:
         super().__init__(ranks.index(world.rank), len(ranks), ranks)
@@ -505,7 +505,7 @@ class _Posted(Pending):
 
 
 class ApartDemand(Demand):
-    """Says and looks as soon as a rank stands still, and whenever anybody has said something since."""
+    """Acts as soon as a rank is blocked, and whenever anybody has posted something since."""
 
     def __init__(self, world: InProcessWorld) -> None:
         self._world = world
@@ -530,7 +530,7 @@ class ApartDemand(Demand):
 
 
 class _PerRank:
-    """One per rank of what a process has one of."""
+    """A process-wide object, but one instance per rank."""
 
     def __init__(self, world: InProcessWorld, make: Callable[[], Any]) -> None:
         self._world = world
@@ -542,7 +542,7 @@ class _PerRank:
 
 @contextmanager
 def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
-    """Engines that the ranks of `world` make inside belong to it; gives `initialize`, as a rank calls it."""
+    """Inside, engines that the ranks of `world` create belong to it; yields `initialize`, as a rank calls it."""
 
     def parallel_groups(_device: torch.device, *sizes: object) -> ParallelGroups:
         return world.parallel_groups(*sizes)

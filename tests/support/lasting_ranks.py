@@ -1,9 +1,9 @@
-"""Groups of ranks that live on from job to job: real processes with gloo, which have paid for their imports once.
+"""Groups of ranks that are reused from job to job: real processes with gloo that import everything only once.
 
-    with LastingRanks(play, modules) as ranks:        play(job, rank, folder), at module level: what a rank does
+    with LastingRanks(play, modules) as ranks:        play(job, rank, folder), at module level: the work of a rank
         reports, log = ranks.run(2, job, deadline_s)  on two ranks
 
-A group that hangs, dies or raises is killed, with what its ranks were doing in the log; the next job gets a new one.
+A group that hangs, dies or raises is killed, and its ranks' stacks are logged; the next job gets a new group.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from typing import Any
 from tests.support.nursery import START_S, Child, nursery
 from tests.support.ranks import free_port, redirect_output
 
-SETTLE_S = 2.0  # once a rank has failed: for the others to say so as well
+SETTLE_S = 2.0  # after the first failure, for the other ranks to report theirs
 LOG_CHARACTERS = 20_000
-NEVER = timedelta(hours=1)  # ranks wait for each other until they are killed, so that a deadlock shows as one
+NEVER = timedelta(hours=1)  # ranks wait for each other until they are killed, so that a deadlock is visible
 
-Play = Callable[[Any, int, str], Any]  # (job, rank, a folder of the group) -> what the rank reports
+Play = Callable[[Any, int, str], Any]  # (job, rank, a folder of the group) -> the rank's result
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """How a rank ended: with a result, or with the text of what it raised; with neither it is gone or still running."""
+    """The end of a rank: its result, or the text of its exception; without either it is gone or still running."""
 
     result: Any = None
     failure: str = ""
@@ -51,16 +51,16 @@ class RankReport:
 
 
 class LastingRanks:
-    """Keeps one group of processes per world size. Use it as a context, so that no process is left behind."""
+    """Keeps one group of processes per world size. Use it as a context manager, so that no process is left behind."""
 
     def __init__(
         self, play: Play, modules: tuple[str, ...], warm_up: Callable[[int], Any] | None = None, most_jobs: int = 0
     ) -> None:
         """
         Args:
-            modules: what ranks find imported.
-            warm_up: world -> a job that every new group plays first, so that no deadline is spent on what is late.
-            most_jobs: of one group, before it makes room for a new one; 0: no limit.
+            modules: imported in advance by all ranks.
+            warm_up: world -> a job that every new group runs first, so that initialization does not count as job time.
+            most_jobs: jobs per group before it is replaced by a new one; 0: no limit.
         """
         self._play = play
         self._modules = modules
@@ -77,7 +77,7 @@ class LastingRanks:
         self.close()
 
     def run(self, world: int, job: Any, deadline_s: float) -> tuple[list[RankReport], str]:
-        """Play `job` on so many ranks; the log is empty unless one of them has failed."""
+        """Runs `job` on `world` ranks; the log is empty unless one of them has failed."""
         group = self._groups.pop(world, None)
         if group is None:
             group = _Group(world, self._play, self._modules)
@@ -104,7 +104,7 @@ class LastingRanks:
 
 @dataclass(frozen=True)
 class _Seat:
-    """What a rank needs to know; travels to it by pickle."""
+    """A rank's parameters, sent to it by pickle."""
 
     rank: int
     world: int
@@ -116,7 +116,7 @@ class _Seat:
 @dataclass(frozen=True)
 class _Job:
     job: Any
-    patience_s: float  # a rank that is still at it then has lost its parent, and ends by itself
+    patience_s: float  # a rank that is still busy after this time has lost its parent, and exits
 
 
 class _Group:
@@ -133,7 +133,7 @@ class _Group:
         self.start(self._collect(START_S))
 
     def start(self, reports: list[RankReport]) -> None:
-        """Go on if these are good."""
+        """Continues if these reports are successful, else raises."""
         if any(report.result is None for report in reports):
             log = self.describe(reports)
             self.kill()
@@ -149,7 +149,7 @@ class _Group:
         return self._collect(deadline_s)
 
     def _collect(self, deadline_s: float) -> list[RankReport]:
-        """A report of every rank: as they arrive, until the deadline, or a little after the first failure."""
+        """One report per rank: as they arrive, until the deadline, or a little after the first failure."""
         reports = [RankReport() for _ in self._pipes]
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         deadline = time.monotonic() + deadline_s
@@ -166,7 +166,7 @@ class _Group:
         return reports
 
     def describe(self, reports: list[RankReport]) -> str:
-        """The output of all ranks, and where those that are still running stand."""
+        """The output of all ranks, and the stacks of those that are still running."""
         for rank, report in zip(self._ranks, reports):
             if report.is_silent:
                 rank.signal(signal.SIGUSR1)
@@ -190,7 +190,7 @@ class _Group:
 
 
 def _rank_main(seat: _Seat, pipe: Connection) -> None:
-    """A rank: jobs in, reports out, until the parent is gone or something has failed."""
+    """A rank: receives jobs and sends reports, until the parent is gone or something fails."""
     redirect_output(Path(seat.folder) / f"rank{seat.rank}.log")
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     faulthandler.dump_traceback_later(START_S, exit=True, file=sys.stderr)

@@ -1,23 +1,20 @@
-"""A device that does everything as late as it may: what a test runs on so that a missing wait fails on a laptop.
+"""A simulated device that does everything as late as it may, so that a missing wait fails a test without a GPU.
 
-Its own memory lies on the CPU, beside the host's, and it computes at once. Only copies and gathers are late:
+Device memory is in CPU memory, separate from host memory, and compute is immediate. Only copies and gathers are late:
 
-- the target of a copy is poison (NaN) from the moment the copy is asked for until somebody in the target's memory has
-  waited for it: the compute stream for the device's, the host for its own. Now and then one is carried out earlier, in
-  random order, as on a device that happens to be fast
-- the source must not change before somebody in the source's memory knows that the copy has read it
-- memory that is given back while a copy needs it is poison; writing into it is an error
-- two copies that touch the same memory, or a copy into a buffer that the compute stream still reads, must know of one
-  another
-- a gather is a copy from a row of this rank's to where all ranks' rows come together; what the compute stream has
-  written into the row since it was gathered last, the lane of gathers must know of
+- the target of a copy is poisoned (NaN) from the request until somebody on the target's side has waited for the copy:
+  the compute stream for device memory, the host for host memory. Some copies are carried out earlier, in random order
+- the source must not change before somebody on the source's side knows that the copy has read it
+- memory that is freed while a copy needs it is poisoned; writing into it is an error
+- two copies that touch the same memory, or a copy into a buffer that the compute stream still reads, must be ordered
+- a gather copies a row of this rank into the buffer of all ranks' rows; the gather lane must be ordered after all
+  writes of the compute stream into the row since it was last gathered
+Knowledge is tracked by vector clocks: for every lane, up to which of its entries. Waiting for an event takes over its
+knowledge. The calls that order things are *wait sites*, identified by the calling line; a subclass may skip one to
+check that some test fails then (`skips`).
 
-Who knows what is counted, as vector clocks: for every lane, up to which of its entries. Waiting for an event takes its
-knowledge over. The verbs that order things are *wait sites*, told apart by the line that calls them; a subclass may
-skip one to see whether any test minds (`skips`).
-
-With HF_ZERO_LATE_DEVICE=1 in the environment engines on the CPU run on it, in the process of the tests and in ranks
-(`make test-late`).
+With HF_ZERO_LATE_DEVICE=1 in the environment engines on the CPU use it, in the test process and in ranks (`make
+test-late`).
 """
 
 from __future__ import annotations
@@ -38,27 +35,27 @@ from hf_zero.device import registry
 from hf_zero.device.registry import AtOnce
 from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime
 
-_PASSES_AFTER = 2  # ranges: what was asked for before the last forward and backward has long been done
+_PASSES_AFTER = 2  # ranges: work from before the last forward and backward has long been done
 
 
 VARIABLE = "HF_ZERO_LATE_DEVICE"
 
 
 def use_if_asked_for() -> None:
-    """Make it the CPU's runtime in this process, where the environment says so."""
+    """Makes it this process' CPU runtime, if the environment requests it."""
     if os.environ.get(VARIABLE) == "1":
         registry._runtimes[HOST] = Late()
 
 
 class LateError(AssertionError):
-    """Something was read too early, written too late or freed too soon."""
+    """Something was read too early, or written too late, or freed too soon."""
 
 
 Clock = Counter[Lane]
 
 
 class LateEvent(Event):
-    """What has happened before it, and when it was made."""
+    """What has happened before the event, and when it was created."""
 
     __slots__ = ("clock", "born")
 
@@ -69,7 +66,7 @@ class LateEvent(Event):
 
 @dataclass(slots=True)
 class _Span:
-    """Bytes of some memory."""
+    """A range of bytes of some memory."""
 
     start: int
     stop: int
@@ -80,18 +77,18 @@ class _Span:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A copy that was asked for; forgotten when everybody who minds knows that it is done."""
+    """A requested copy; forgotten when everybody concerned knows that it is done."""
 
     lane: Lane
     number: int
     site: str
     source: Tensor
     target: Tensor
-    before: Tensor  # the source as it was
-    values: Tensor  # what the target will be
-    clock: Clock  # of the lane, this copy included
+    before: Tensor  # the source at the time of the request
+    values: Tensor  # the target's values after the copy
+    clock: Clock  # of the lane, including this copy
     is_done: bool = False
-    may_change: bool = False  # the source, which a later copy has been told to overwrite
+    may_change: bool = False  # whether a later copy may overwrite the source
     spans: tuple[_Span, _Span] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +100,7 @@ class _Copy:
 
 @dataclass(slots=True)
 class _Lease:
-    """A buffer that a lane reads until an entry of its own."""
+    """A buffer that a lane reads until a given entry."""
 
     span: _Span
     lane: Lane
@@ -113,12 +110,12 @@ class _Lease:
 
 @dataclass(slots=True)
 class _Row:
-    """Somewhere that gathers start from.
+    """A source of gathers.
 
     Attributes:
-        row: keeps the memory, so that no other row has its address.
-        seen: its content when somebody looked last.
-        written: by which entry of the compute stream that has come to be.
+        row: keeps the memory alive, so that no other row gets its address.
+        seen: its content at the last check.
+        written: the entry of the compute stream that wrote this content.
     """
 
     row: Tensor
@@ -130,27 +127,27 @@ class _Row:
 
 
 class Late(AtOnce):
-    """See above. Compute runs at once, on the CPU."""
+    """See the module's docstring. Compute is immediate, on the CPU."""
 
     def __init__(self, *, early: float = 0.2, seed: int = 0) -> None:
-        """`early`: how often a copy is carried out before anybody waits for it."""
+        """`early`: the probability that a copy is carried out before anybody waits for it."""
         super().__init__(HOST)
         self.own = Memory(HOST, is_host=False)
         self.runs_ahead = True
         self._early = early
         self._random = random.Random(seed)
         self._clocks: dict[Lane, Clock] = {lane: Counter() for lane in Lane}
-        self._here = Lane.COMPUTE  # for whom `record` and `wait` speak
-        self._rows: dict[tuple[int, int], _Row] = {}  # that were gathered, by address and length
+        self._here = Lane.COMPUTE  # the lane for which `record` and `wait` are called
+        self._rows: dict[tuple[int, int], _Row] = {}  # rows that were gathered, by address and length
         self._host: Clock = Counter()
         self._copies: list[_Copy] = []
         self._leases: list[_Lease] = []
         self._kept: list[tuple[LateEvent, Tensor]] = []
         self._num_ranges = 0
-        self.trace: list[tuple[str, str]] | None = None  # of (lane, what), if somebody wants it
+        self.trace: list[tuple[str, str]] | None = None  # of (lane, what), if requested
 
     def skips(self, site: str) -> bool:
-        """Whether the ordering asked for at `site` is left out."""
+        """Whether to omit the ordering requested at `site`."""
         return False
 
     # Copies
@@ -173,12 +170,12 @@ class Late(AtOnce):
         _learn(self._clocks[Lane.OUT], self._clocks[self._here])
         source = values.detach().clone()
         event = self._copy(Lane.OUT, source, here, _site())
-        # torch keeps both: the compute stream is in order, and page-locked memory is not given away before its copy
+        # torch keeps both: the compute stream is in order, and pinned memory is not reused before its copy is done
         self._kept += [(event, source), (event, here)]
         return here, event
 
     def copy_beside(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> None:
-        """In the thread that asks: nobody else may write to the sources, nor read the targets, until it returns."""
+        """Runs in the calling thread: nobody else may write to the sources or read the targets until it returns."""
         before = [source.clone() for source, _ in pairs]
         for _, target in pairs:
             _poison(target)
@@ -206,7 +203,7 @@ class Late(AtOnce):
             self._here = before
 
     def gather(self, row: Tensor, rows: Tensor, values: Tensor) -> None:
-        """On the lane of gathers: `row` goes to all ranks, and `values`, which have come from all, go to `rows`."""
+        """On the gather lane: `row` is sent to all ranks, and `values`, received from all, are written to `rows`."""
         assert self._here is Lane.GATHER
         site = _site()
         known = self._rows.setdefault((row.data_ptr(), row.numel()), _Row(_alias(row), row.detach().clone()))
@@ -235,7 +232,7 @@ class Late(AtOnce):
         return LateEvent(copy.clock, self._num_ranges)
 
     def _pass_on(self, clock: Clock, source: Tensor, target: Tensor) -> None:
-        """What a copy that is asked for knows of is done before it."""
+        """Everything that a requested copy depends on is done before it."""
         for other in self._copies:
             if other.is_known(clock) and _span(source).overlaps(other.spans[1]):
                 self._carry_out(other)
@@ -302,7 +299,7 @@ class Late(AtOnce):
 
     def _host_learns(self, clock: Clock) -> None:
         _learn(self._host, clock)
-        _learn(self._clocks[self._here], self._host)  # what the host asks for from now on comes after
+        _learn(self._clocks[self._here], self._host)  # later requests of the host come after
         self._settle()
 
     @contextmanager
@@ -313,16 +310,16 @@ class Late(AtOnce):
             yield
 
     def _look_at_rows(self, entry: int | None = None, within: _Span | None = None) -> None:
-        """Rows `within` are what they are now, by an `entry` of the compute stream or by a copy."""
+        """Updates rows `within` a span, written by an `entry` of the compute stream or by a copy."""
         for known in self._rows.values():
             if (within is None or within.overlaps(_span(known.row))) and known.has_changed():
                 known.seen = known.row.detach().clone()
                 known.written = known.written if entry is None else entry
 
-    # Carrying out
+    # Carrying out copies
 
     def _settle(self) -> None:
-        """Carry out what is known to be done in its target's memory; forget what nobody minds any more."""
+        """Carry out copies that are known to be done on the target's side; forget those that no longer matter."""
         here = self._clocks[self._here]
         for copy in self._copies:
             if copy.lane is not self._here and copy.is_known(self._host if copy.lane is Lane.OUT else here):
@@ -346,7 +343,7 @@ class Late(AtOnce):
         self._look_at_rows(within=copy.spans[1])
 
     def _look(self) -> None:
-        """Whether what is under way has been left alone."""
+        """Checks that memory of pending copies was not changed."""
         aliases = Counter(end.untyped_storage().data_ptr() for copy in self._copies for end in _ends(copy))
         aliases.update(known.row.untyped_storage().data_ptr() for known in self._rows.values())
         for copy in self._copies:
@@ -377,7 +374,7 @@ def _covers(clock: Clock, other: Clock) -> bool:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """The same memory, as an object of our own: who else holds it can be counted."""
+    """A separate tensor object for the same memory, so that other references can be counted."""
     return tensor.detach()
 
 
@@ -396,7 +393,7 @@ def _span(tensor: Tensor) -> _Span:
 
 
 def _num_uses(tensor: Tensor) -> int:
-    """Of a tensor's storage, by tensors anywhere."""
+    """Number of tensors that use a tensor's storage."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count - _OF_THE_QUESTION
 
@@ -406,7 +403,7 @@ _OF_THE_QUESTION = _num_uses(torch.empty(1)) - 1
 
 
 def _site() -> str:
-    """The line outside this package that has asked."""
+    """The calling line outside this package."""
     frame = sys._getframe(2)
     while frame.f_back is not None and "/hf_zero/device/" in frame.f_code.co_filename:
         frame = frame.f_back
@@ -419,7 +416,7 @@ def _place(site: str) -> str:
 
 @contextmanager
 def use(runtime: Runtime) -> Iterator[Runtime]:
-    """Engines made inside run on `runtime`, in place of their device's own."""
+    """Engines created inside run on `runtime` instead of their device's own."""
     before = registry._runtimes.get(runtime.device)
     registry._runtimes[runtime.device] = runtime
     try:

@@ -1,7 +1,7 @@
-"""Ranks on the late device whose gathers are as late as copies: what an accelerator's lane of gathers is tested with.
+"""Ranks on the late device whose gathers are also late: tests an accelerator's gather lane.
 
-Gathers are carried out over gloo when they are asked for, and arrive when somebody has waited for them
-(`tests.support.late`). So ranks have to run the same program. All else is as between hosts without accelerators.
+Gathers run over gloo when they are requested, and arrive when somebody has waited for them (`tests.support.late`). So
+ranks have to run the same program. Everything else is as between hosts without accelerators.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.late import Late, use
 
 
 class LateGathers(GatherStreamCollectives):
-    """Of ranks that are processes."""
+    """Collectives of ranks that are processes."""
 
     def _gather_into(self, flat: Tensor, row: Tensor) -> None:
         values = torch.empty_like(flat)
@@ -38,7 +38,7 @@ class LateGathers(GatherStreamCollectives):
 
 @contextmanager
 def late_gathers(runtime: Late) -> Iterator[None]:
-    """Engines made inside run on `runtime`, each rank on a host of its own."""
+    """Engines created inside run on `runtime`, with each rank on a separate host."""
     usual, negotiation = known_groups.KnownGroups.collectives, known_groups.KnownGroups.negotiation
 
     def collectives(known: Any, device: torch.device, channel: Channel, ranks: Any, number: int) -> Collectives:

@@ -1,4 +1,4 @@
-"""Run a script the way users do: plain Python or torch's launcher, with a timeout that leaves no process behind."""
+"""Runs a script as users do, with plain Python or a launcher, and a timeout that leaves no process behind."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# Carried by every process of a launch: torch's launcher puts its workers into sessions of their own, so the process
-# group does not find them all.
+# Set in the environment of every process of a launch: torch's launcher puts its workers into separate sessions, so the
+# process group does not include them all.
 MARK = "TEST_LAUNCH_MARK"
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a launch ended."""
+    """The result of a launch."""
 
     code: int | None  # None: it did not end in time and was killed
     output: str
     seconds: float
-    survivors: int  # processes of the launch that outlived it (they have been killed since)
+    survivors: int  # processes that outlived the launch (they have been killed since)
 
     def check(self) -> Finished:
-        """Itself if the launch succeeded; otherwise fail with all that it said."""
+        """Returns itself if the launch succeeded; otherwise fails with all output."""
         assert self.code == 0, f"ended with {self.code} after {self.seconds:.0f} s:\n{self.output[-12000:]}"
         return self
 
 
 def a_port() -> int:
-    """One that is hardly in use: below those that systems hand out by themselves, so nobody gets it meanwhile."""
+    """A port that is unlikely to be used: below the ephemeral range, so that the system gives it to nobody else."""
     return random.SystemRandom().randrange(10000, 32000)
 
 
@@ -56,13 +56,13 @@ def launch(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 120,
 ) -> Finished:
-    """Run ``script`` with ``python``: alone (``processes=None``) or on that many ranks under torch.distributed.run.
+    """Runs `script` with `python`: alone (`processes=None`) or on that many ranks under torch.distributed.run.
 
-    ``launcher``: words before the script, another launcher's (`accelerate(...)`); it starts the ranks then.
+    `launcher`: the words of another launcher (`accelerate(...)`) before the script, which then starts the ranks.
     """
     command = [python, *(str(word) for word in launcher)]
     if processes is not None:
-        # Port 0: the launcher picks a free one, so that launches beside each other do not meet.
+        # Port 0: the launcher picks a free one, so that parallel launches do not collide.
         command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     command += [str(script), *(str(argument) for argument in arguments)]
@@ -90,7 +90,7 @@ def _environment(mark: str, extra: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _end_survivors(mark: str, patience_s: float = 2.0) -> int:
-    """Count, then kill, the processes that still carry the mark after a short while."""
+    """Counts, then kills, the processes that still have the mark after a short while."""
     deadline = time.monotonic() + patience_s
     while (left := processes_marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -111,6 +111,6 @@ def processes_marked(mark: str) -> list[int]:
         try:
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 found.append(int(folder.name))
-        except OSError:  # ended meanwhile, a zombie, or not ours to read
+        except OSError:  # ended meanwhile, a zombie, or another user's
             continue
     return found

@@ -1,6 +1,6 @@
-"""What a plain training step loads of hf_zero: `python -m tests.support.loaded` lists it by package.
+"""The modules of hf_zero that a plain training step loads: `python -m tests.support.loaded` lists them by package.
 
-The step: stage 2, AdamW, one rank, a model of one layer, and a config that says these things and nothing else.
+The step: stage 2, AdamW, one rank, a one-layer model, and a config with only these settings.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CONFIG = {
     "zero_optimization": {"stage": 2},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
 }
-# A process of its own: whoever counts has loaded more.
+# Runs in a separate process, because this one has loaded more.
 _STEP = """
 import json, sys
 import torch
@@ -33,7 +33,7 @@ print(json.dumps(found))
 
 
 def loaded() -> dict[str, int]:
-    """module -> lines, of all that the step has loaded."""
+    """module -> lines, for all modules that the step has loaded."""
     command = [sys.executable, "-c", _STEP, json.dumps(CONFIG)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     files: dict[str, str] = json.loads(done.stdout.splitlines()[-1])

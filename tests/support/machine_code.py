@@ -1,6 +1,6 @@
-"""What a compiled Triton kernel does to memory, read from the compiler's own output.
+"""Memory accesses of a compiled Triton kernel, read from the compiler's output.
 
-TTIR               which argument every load and store goes to, and how many elements of it a program touches
+TTIR               the argument of every load and store, and the number of its elements that a program touches
 machine code       bytes of one instruction, registers, barriers and more (tests/support/assembly.py)
 """
 
@@ -14,17 +14,17 @@ from typing import Any
 
 from tests.support.assembly import Assembly
 
-PIECE_BYTES = 16  # the most that one instruction of a thread moves on all targets
-PIECE_ELEMENTS = 4  # of a thread at least: 16 bytes of fp32, 8 of 16-bit numbers
+PIECE_BYTES = 16  # the largest access of one instruction of a thread, on all targets
+PIECE_ELEMENTS = 4  # minimum per thread: 16 bytes of fp32, 8 of 16-bit numbers
 
 
 @dataclass(frozen=True)
 class Access:
-    """One load or store of a program: the argument, how many of its elements, bytes of one."""
+    """One load or store of a program: the argument, the number of its elements, and bytes per element."""
 
     argument: str
     is_store: bool
-    elements: int  # 0: a single number that all threads share
+    elements: int  # 0: a scalar that all threads share
     element_bytes: int
 
 
@@ -33,8 +33,8 @@ class Machine:
     """One compiled kernel.
 
     Attributes:
-        accesses: in the order of the program; only those outside loops.
-        threads: of one program.
+        accesses: in program order; only those outside loops.
+        threads: per program.
     """
 
     accesses: list[Access] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Machine:
 
     @property
     def elements(self) -> int:
-        """Of the longest vector that a program touches; 0 where there is none."""
+        """Length of the longest vector that a program touches; 0 if there is none."""
         return max((access.elements for access in self.accesses), default=0)
 
 
@@ -63,7 +63,7 @@ _BITS = re.compile(r"\d+")
 
 
 def accesses(ttir: str) -> Iterator[Access]:
-    """Loads and stores in Triton's own representation, with the argument that their pointers come from."""
+    """Loads and stores in Triton's IR, with the argument that their pointers come from."""
     came_from: dict[str, str] = {}
     for line in ttir.splitlines():
         if line.lstrip().startswith("tt.func"):
@@ -87,7 +87,7 @@ def accesses(ttir: str) -> Iterator[Access]:
             yield Access(came_from.get(pointer, pointer), kind == "store", elements, max(1, int(bits.group()) // 8))
 
 
-# What a kernel's docstring says of its memory, against what the compiler made of it.
+# What a kernel's docstring states about its memory accesses, compared with the compiled code.
 
 _READS = re.compile(r"Reads ([^:;]*?)(?:; writes ([^:]*?))?: ([\d.]+) bytes per element \(([^)]*)\)")
 _BUT_FOR = re.compile(r"In pieces of four elements but for ([^:]*):")
@@ -95,7 +95,7 @@ _BUT_FOR = re.compile(r"In pieces of four elements but for ([^:]*):")
 
 @dataclass(frozen=True)
 class Words:
-    """What a docstring says: arguments read and written, bytes per element of the common case, exceptions."""
+    """A docstring's statements: arguments read and written, bytes per element of the common case, exceptions."""
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -104,7 +104,7 @@ class Words:
 
 
 def words_of(docstring: str, arguments: set[str]) -> Words | None:
-    """None where the docstring does not speak of elements: a kernel that works on a few numbers."""
+    """None if the docstring does not mention elements: a kernel that processes a few numbers."""
     text = " ".join(docstring.split())
     found, but = _READS.search(text), _BUT_FOR.search(text)
     if found is None:
@@ -117,12 +117,12 @@ def words_of(docstring: str, arguments: set[str]) -> Words | None:
 
 
 def bytes_per_element(machine: Machine) -> float:
-    """All vectors of a program; the longest has an element for each."""
+    """Bytes per element of the longest vector, for all vectors of a program."""
     return sum(access.elements * access.element_bytes for access in machine.accesses) / machine.elements
 
 
 def complaints(machine: Machine, words: Words | None, *, is_aligned: bool) -> list[str]:
-    """Where the compiled program is not as its docstring has it."""
+    """Where the compiled program contradicts its docstring."""
     spilled = machine.assembly.spilled_bytes
     found = [f"{spilled} bytes of registers are spilled"] if spilled else []
     if words is None:
@@ -137,7 +137,7 @@ def complaints(machine: Machine, words: Words | None, *, is_aligned: bool) -> li
 
 
 def _too_narrow(machine: Machine, words: Words) -> Iterator[str]:
-    """Bytes of a thread that move in smaller pieces than `PIECE_ELEMENTS` of their numbers."""
+    """Accesses of a thread in smaller pieces than `PIECE_ELEMENTS` of their numbers."""
     meant: Counter[int] = Counter()
     for access in machine.accesses:
         if access.argument not in words.narrower:

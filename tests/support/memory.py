@@ -1,4 +1,4 @@
-"""Memory of this process: anonymous memory while something runs, bytes of live tensors, shared blocks."""
+"""Memory of this process: anonymous memory during a block, bytes of live tensors, shared blocks."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _PERIOD_S = 0.001
 
 @dataclass
 class Watched:
-    """Bytes at the start and at most."""
+    """Bytes at the start, and their peak."""
 
     start: int = 0
     peak: int = 0
 
     @property
     def grown(self) -> int:
-        """How far memory rose above the start."""
+        """The increase of memory above the start."""
         return self.peak - self.start
 
 
 @contextmanager
 def anonymous_memory() -> Iterator[Watched]:
-    """Watch RssAnon, memory that no file backs, in a thread, until the block ends."""
+    """Watches RssAnon (memory not backed by files) in a thread until the block ends."""
     watched = Watched(anonymous_bytes())
     watched.peak = watched.start
     done = threading.Event()
@@ -60,7 +60,7 @@ def _sample(watched: Watched, done: threading.Event) -> None:
 
 
 def live_bytes(excluded: Sequence[torch.Tensor] = ()) -> int:
-    """Bytes of all storages that live tensors hold, each storage once, except the `excluded` ones."""
+    """Bytes of all storages that live tensors hold, each storage once, without the `excluded` ones."""
     gc.collect()
     left_out = {tensor.untyped_storage().data_ptr() for tensor in excluded}
     storages = {}
@@ -73,13 +73,13 @@ def live_bytes(excluded: Sequence[torch.Tensor] = ()) -> int:
 
 
 def shared_blocks() -> list[torch.Tensor]:
-    """All memory through which data change hands, this rank's and the others'."""
+    """All shared memory for data exchange, this rank's and the others'."""
     link = collectives_for(torch.device("cpu"))._link.link
     return [*link.own.tensors, *(block.bytes for block in link._theirs.values())]
 
 
 def kept_bytes() -> int:
-    """This rank's part of that."""
+    """Bytes of this rank's own shared blocks."""
     return sum(block.numel() for block in collectives_for(torch.device("cpu")).buffers())
 
 
@@ -99,5 +99,5 @@ def _running_sums(profiled: profile) -> list[int]:
 
 
 def profiled_memory() -> profile:
-    """What PyTorch's own allocator for host memory takes and gives back inside; for `most_allocated` and its kin."""
+    """Profiles allocations of PyTorch's CPU allocator; for `most_allocated` and `still_allocated`."""
     return profile(activities=[ProfilerActivity.CPU], profile_memory=True)

@@ -1,4 +1,4 @@
-"""Tiny models and batches for tests: Llama-like ones from a config, and a plain module with every awkward parameter."""
+"""Tiny models and batches for tests: Llama-like models from a config, and a module with all kinds of parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def tiny_llama_config(*, tied: bool = False, layers: int = 2) -> LlamaConfig:
-    """About 30 thousand parameters; sizes chosen so that no world size divides all of them evenly."""
+    """About 30 thousand parameters, with sizes that no world size divides evenly."""
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=36,
@@ -30,16 +30,16 @@ def tiny_llama_config(*, tied: bool = False, layers: int = 2) -> LlamaConfig:
 
 
 def tiny_llama(*, tied: bool = False, layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
-    """A freshly initialised tiny Llama in fp32; the same weights for the same seed."""
+    """A newly initialised tiny Llama in fp32; the same seed gives the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(tiny_llama_config(tied=tied, layers=layers))
 
 
 def token_rows(num_rows: int, length: int = 16, seed: int = 7) -> list[dict[str, list[int]]]:
-    """Learnable rows (an arithmetic walk through the vocabulary); each ignores another number of its labels.
+    """Learnable rows (an arithmetic walk through the vocabulary), each with a different number of ignored labels.
 
-    The first is always ignored: nothing predicts it, and not every transformers leaves it out when it counts labels.
+    The first label is always ignored: nothing predicts it, and some versions of transformers count it as a label.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -59,8 +59,8 @@ def stack(rows: list[dict[str, list[int]]]) -> Batch:
 class AwkwardMLP(nn.Module):
     """Odd sizes, a frozen parameter, one that never gets a gradient, a tied pair, and a scalar.
 
-    ``lonely`` exists to be unused; ``sometimes`` is used only in batches whose flag is set, so that ranks may differ in
-    which parameters get gradients.
+    `lonely` is never used; `sometimes` is used only in batches whose flag is set, so that different parameters may get
+    gradients on different ranks.
     """
 
     def __init__(self, seed: int = 0) -> None:

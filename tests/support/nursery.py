@@ -1,11 +1,11 @@
-"""A process that has imported everything once, and forks ranks that start in milliseconds.
+"""A process that imports everything once, and then forks ranks that start in milliseconds.
 
-It is not the server from which `run_ranks` forks: ranks of other tests are to find nothing imported that they have not
-asked for. There is one for each list of modules.
+It is separate from the server of `run_ranks`, because ranks of other tests must only find modules imported that they
+have requested. There is one nursery per list of modules.
 
     parent    a socket in a folder | "fork these" to the nursery's stdin        takes connections, one per rank
     nursery   python -m tests.support.nursery: imports, then forks on demand
-    rank      forked: connects to the parent, says who it is, calls its function
+    rank      forked: connects to the parent, sends its index, calls its function
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 240.0  # for imports, on a machine where others start at the same time
+START_S = 240.0  # for imports, while other processes may start at the same time
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Child:
-    """A forked process: the parent's end of its pipe, and a handle by which to end it."""
+    """A forked process: the parent's end of its pipe, and a handle to end it."""
 
     pipe: Connection
     pid: int
     _handle: int
 
     def signal(self, number: int) -> None:
-        """Send a signal, if the process is still there."""
+        """Sends a signal, if the process still exists."""
         try:
             signal.pidfd_send_signal(self._handle, number)
         except ProcessLookupError:
@@ -54,7 +54,7 @@ class Child:
 
 
 class Nursery:
-    """Forks processes; one is enough for a program. May be used by several threads."""
+    """Forks processes; one is enough for a program. Thread-safe."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._folder = tempfile.mkdtemp(prefix="nursery-")
@@ -73,7 +73,7 @@ class Nursery:
         atexit.register(self.close)
 
     def fork(self, function: Callable[..., None], arguments: Sequence[Any]) -> list[Child]:
-        """Start `function(argument, pipe)` once per argument; children in the order of the arguments."""
+        """Starts `function(argument, pipe)` once per argument; returns children in the order of the arguments."""
         with self._lock:
             assert self._process.stdin is not None
             pickle.dump((function, tuple(arguments)), self._process.stdin)
@@ -104,7 +104,7 @@ _lock = threading.Lock()
 
 
 def nursery(modules: tuple[str, ...]) -> Nursery:
-    """The nursery of this process that has imported these."""
+    """The nursery of this process that has imported these modules."""
     with _lock:
         if modules not in _nurseries:
             _nurseries[modules] = Nursery(modules)
@@ -112,11 +112,11 @@ def nursery(modules: tuple[str, ...]) -> Nursery:
 
 
 def main(address: str, modules: Sequence[str]) -> None:
-    """The nursery's own side: forks until its stdin ends."""
+    """The nursery's own process: forks until its stdin is closed."""
     for module in modules:
         __import__(module)
-    gc.freeze()  # collections of garbage in those that are forked need not look through it
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who have ended
+    gc.freeze()  # garbage collections of forked processes need not scan it
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for processes that have ended
     while True:
         try:
             function, arguments = pickle.load(sys.stdin.buffer)

@@ -1,13 +1,13 @@
-"""Bytes that PyTorch's operations read and write, counted without running on the device that they are meant for.
+"""Counts the bytes that PyTorch's operations read and write, without running on the intended device.
 
     with Passes() as passes:
         with passes.during("update"):
             optimizer.step()
     passes.bytes["update"]          # (read, written)
 
-An operation reads every tensor it is given once, and writes every tensor that it makes or changes; one that only
-overwrites (`copy_`, `zero_`, `out=`) does not read it. Views cost nothing, and an element that is expanded is one.
-What stays in a cache between two operations is not known: so it is on a GPU with vectors longer than its cache.
+An operation reads every input tensor once, and writes every tensor that it creates or changes; one that only overwrites
+(`copy_`, `zero_`, `out=`) does not read its target. Views cost nothing; an expanded element counts once. Reuse in a
+cache between operations is not modelled, as on a GPU with vectors larger than its cache.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _OVERWRITE = set("copy_ _foreach_copy_ fill_ zero_ _foreach_zero_ split_with_sizes_copy chunk_cat _chunk_cat".split())
-# They only make room, or are views although their schemas do not say so.
+# They only allocate, or are views although their schemas do not say so.
 _NOTHING = set("empty empty_like new_empty empty_strided resize_ set_ detach _unsafe_view _reshape_alias".split())
 _NOTHING |= set("record_stream is_pinned _local_scalar_dense lift_fresh".split())
 
 
 class Passes(TorchDispatchMode):
-    """Inside, operations are counted under the phase that they are in; outside of all phases under "".
+    """Counts operations by the current phase; outside of all phases it is "".
 
     Attributes:
         bytes: (read, written) by phase.
@@ -56,7 +56,7 @@ class Passes(TorchDispatchMode):
             self._phases.pop()
 
     def add(self, name: str, read: int, written: int) -> None:
-        """Count what is no operation of PyTorch's: a kernel of our own, a collective."""
+        """Counts something that is not a PyTorch operation: a kernel of hf_zero, a collective."""
         self.calls[self._phases[-1]].append((name, read, written))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,7 +75,7 @@ class Passes(TorchDispatchMode):
         given += [(each, kwargs[each.name]) for each in schema.arguments if kwargs and each.name in kwargs]
         for argument, value in given:
             changes = argument.alias_info is not None and argument.alias_info.is_write
-            # Fused optimizers change gradients only if they are given a scale to divide them by.
+            # Fused optimizers change gradients only with a grad_scale.
             changes &= not (name.startswith("_fused_") and argument.name == "grads")
             for tensor in _tensors(value):
                 if changes:
@@ -85,7 +85,7 @@ class Passes(TorchDispatchMode):
         for each, value in zip(schema.returns, _returned(result, len(schema.returns)), strict=True):
             if each.alias_info is None:
                 written |= {_place(tensor): _bytes(tensor) for tensor in _tensors(value)}
-        if written:  # else it is a view
+        if written:  # otherwise it is a view
             self.add(name, sum(read.values()), sum(written.values()))
         return result
 
@@ -96,7 +96,7 @@ def _returned(result: Any, count: int) -> list[Any]:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        yield getattr(value, "_local_tensor", value)  # of a DTensor, what is on this rank
+        yield getattr(value, "_local_tensor", value)  # of a DTensor, the local part
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)

@@ -1,11 +1,11 @@
-"""What the programs of a Triton kernel do to each other's memory, from the addresses that its interpreter is given.
+"""Detects data races between the programs of a Triton kernel, from the addresses that its interpreter accesses.
 
-On a GPU programs run at the same time and in any order. So no element may be written by two of them, nor be read by one
-and written by another; and whatever the order, the bits must be the same. Beside that, every access has to stay inside
-one of the tensors that the kernel was given: a piece of a vector begins where another one ends, so that an element too
-many is the neighbour's, and no memory error tells.
+On a GPU programs run concurrently in any order. So no element may be written by two programs, or be read by one and
+written by another, and the result must be bitwise independent of the order. Besides, every access must stay within one
+of the kernel's tensors: a vector may start where another one ends, so an element too many is the neighbour's and causes
+no memory error.
 
-Atomic operations may meet: what they do in another order shows in the bits.
+Atomic operations may conflict: the order of those shows in the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class Log:
-    """The accesses of one launch, in place of the interpreter's own module for memory."""
+    """The accesses of one launch; replaces the interpreter's module for memory."""
 
     def __init__(self, memory: Any, tensors: dict[str, Tensor]) -> None:
         """`memory`: that module; `tensors`: the arguments by name."""
@@ -43,7 +43,7 @@ class Log:
         return self._memory.store(addresses, value, mask)
 
     def _inside(self, verb: str, addresses: np.ndarray, mask: np.ndarray, size: int) -> np.ndarray:
-        """The mask without what lies outside of the tensor that most of the elements are in, which is noted."""
+        """The mask without elements outside of the tensor that most elements are in; those are recorded."""
         places = addresses.astype(np.int64)
         inside = {
             name: mask & (places >= start) & (places + size <= end) for name, (start, end) in self._extents.items()
@@ -77,18 +77,18 @@ class Log:
 
     def _named(self, address: int) -> str:
         held = (name for name, (start, end) in self._extents.items() if start <= address < end)
-        name = next(held)  # what is outside of all has not been noted
+        name = next(held)  # accesses outside of all tensors were not recorded
         return f"{name}, byte {address - self._extents[name][0]}"
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """From the first byte of a view to the one behind its last."""
+    """The first byte of a view, and the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size() * (tensor.numel() > 0)
 
 
 def _joined(accesses: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """(addresses in order, their programs), every pair once."""
+    """(sorted addresses, their programs), every pair once."""
     pairs = np.stack([np.concatenate(parts) for parts in zip(*accesses, strict=True)])
     order = np.lexsort(pairs[::-1])
     pairs = pairs[:, order]
@@ -98,9 +98,9 @@ def _joined(accesses: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, 
 
 @contextmanager
 def launches_watched(seed: int) -> Iterator[dict[str, list[str]]]:
-    """What is wrong, by kernel: inside, every launch under the interpreter runs in order, and again in another order.
+    """Errors by kernel: inside, every launch under the interpreter runs in order, and again in another order.
 
-    Vectors that are all zeros are filled with random numbers before.
+    Vectors of zeros are filled with random numbers first.
     """
     from triton.runtime import interpreter
 
@@ -111,7 +111,7 @@ def launches_watched(seed: int) -> Iterator[dict[str, list[str]]]:
     found: dict[str, list[str]] = {}
 
     def watched(kernel: Any, *args: Any, grid: Any, **keywords: Any) -> None:
-        given = zip(kernel.arg_names, args, strict=False)  # what is compiled in comes by keyword
+        given = zip(kernel.arg_names, args, strict=False)  # compile-time constants are passed by keyword
         tensors = {name: value for name, value in given if isinstance(value, Tensor)}
         for tensor in tensors.values():
             if tensor.is_floating_point() and not tensor.any():

@@ -1,4 +1,4 @@
-"""The one way to start ranks in tests: fresh processes on gloo, a file as rendezvous, a short timeout, no orphans.
+"""Starts ranks for tests: fresh processes on gloo, a file as rendezvous, a short timeout, no orphans.
 
     def run_all_reduce(rank, value): ...           # module level, so that it pickles by name
     def test_all_reduce():
@@ -6,7 +6,7 @@
         assert run_each(run_all_reduce, 2, [(1.0,), (2.0,)]) == [[2.0, 2.0], [4.0, 4.0]]
 
 Every call gets new processes. They are forked from one server that has already imported torch, so a rank starts in
-hundredths of a second and still inherits nothing from the tests before it.
+hundredths of a second, but inherits nothing from earlier tests.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 SEED = 1234
-# torch._dynamo: every optimizer imports it, which takes a second and a half.
+# torch._dynamo: every optimizer imports it, which takes 1.5 seconds.
 PRELOAD = ["torch", "torch.distributed", "torch.optim", "torch._dynamo"]
-# Loaded once for all ranks as well, but only where the tests at hand need them anyway (they cost seconds).
+# Also preloaded for all ranks, but only if the current tests need them anyway (importing takes seconds).
 PRELOAD_IF_USED = ["pytest", "transformers.models.llama.modeling_llama", "transformers.trainer", "hf_zero.api.entry"]
-# How long to wait for other ranks' reports once one has failed, so that the earliest failure is the one shown.
+# Time to wait for other ranks' reports once one has failed, so that the earliest failure is shown.
 SETTLE_S = 0.3
 RENDEZVOUS_VARIABLE = "TEST_RENDEZVOUS_URL"
 
@@ -50,7 +50,7 @@ class RankFailure(AssertionError):
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank needs to know; travels to it by pickle."""
+    """A rank's parameters, sent to it by pickle."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -63,7 +63,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank sends back: its value, or its failure."""
+    """A rank's answer: its value, or its failure."""
 
     rank: int
     value: Any = None
@@ -73,18 +73,18 @@ class _Report:
 
 
 def rendezvous_url() -> str:
-    """For a function started with ``init=False``: the ``init_method`` of this run (a fresh file)."""
+    """The `init_method` of this run (a fresh file), for a function started with `init=False`."""
     return os.environ[RENDEZVOUS_VARIABLE]
 
 
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, init: bool = True
 ) -> list[Any]:
-    """Run ``function(rank, *args)`` on ``world_size`` fresh processes; return their values in rank order.
+    """Runs `function(rank, *args)` on `world_size` fresh processes; returns their values in rank order.
 
-    With ``init`` the default gloo group exists when the function starts; without, the function makes its own (the
-    launcher's variables are set, and ``rendezvous_url()`` names a file). Raises RankFailure with the first failing
-    rank's traceback and every rank's output.
+    With `init` the default gloo group exists when the function starts; without, the function creates its own (the
+    launcher's variables are set, and `rendezvous_url()` names a file). Raises RankFailure with the first failing rank's
+    traceback and every rank's output.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         rendezvous = {RENDEZVOUS_VARIABLE: f"file://{folder}/rendezvous"}
@@ -102,9 +102,9 @@ def run_ranks(
 def run_each(
     function: Callable[..., Any], world_size: int, cases: Sequence[tuple[Any, ...]], *, timeout_s: float = 120
 ) -> list[list[Any]]:
-    """``function(rank, *case)`` for one case after the other in one start: by case, the values in rank order.
+    """Runs `function(rank, *case)` for several cases in one start; returns, by case, the values in rank order.
 
-    For cases that leave nothing behind in a process; those of a failure are in the output, the last one is to blame.
+    For cases without side effects on the process. After a failure the output lists the cases; the last one failed.
     """
     by_rank = run_ranks(_run_cases, world_size, function, tuple(cases), timeout_s=timeout_s)
     return [list(values) for values in zip(*by_rank, strict=True)]
@@ -128,7 +128,7 @@ def _launcher_variables(world_size: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
-        # A rank with nothing to say could otherwise be gone before gloo has connected the others to it.
+        # Otherwise a rank that sends nothing could exit before gloo has connected the others to it.
         "TORCH_DIST_INIT_BARRIER": "1",
     }
 
@@ -149,7 +149,7 @@ class _Rank:
 
 
 def forking_context() -> ForkServerContext:
-    """Processes of this context start in hundredths of a second: their server has imported torch."""
+    """Processes of this context start in hundredths of a second, because their server has imported torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD + [module for module in PRELOAD_IF_USED if module in sys.modules])
     return context
@@ -186,14 +186,14 @@ def _receive(pipe: Connection, rank: int) -> _Report:
         report = pickle.loads(pipe.recv_bytes())
     except EOFError:
         failure = "it ended without a word (killed, or left through os._exit)"
-        # Time zero: a death is the cause of the others' broken connections, however late the parent notices it.
+        # Time zero: a death causes the others' broken connections, however late the parent notices it.
         return _Report(rank, failure=failure, kind="Died", at=0.0)
     assert isinstance(report, _Report)
     return report
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Leave no process behind: those that reported end by themselves in a moment, the others are killed."""
+    """Leaves no process behind: ranks that have reported exit by themselves, the others are killed."""
     for rank in ranks:
         rank.pipe.close()
     patience = time.monotonic() + 5 * SETTLE_S
@@ -244,25 +244,25 @@ def _log(folder: str, rank: int) -> Path:
 
 
 def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
-    gc.freeze()  # what was loaded before this rank: collections need not look through it
+    gc.freeze()  # loaded before this rank: garbage collections need not scan it
     redirect_output(_log(job.folder, rank))
     os.environ.clear()
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    # Shows where a hanging rank stands shortly before the parent gives up ...
+    # Shows where a hanging rank is shortly before the parent gives up ...
     faulthandler.dump_traceback_later(job.timeout_s * 0.9, exit=False, file=sys.stderr)
     if job.environment.get("HF_ZERO_LATE_DEVICE") == "1":
         from tests.support.late import use_if_asked_for  # imports the package, which not every job needs
 
         use_if_asked_for()
     report = _run(rank, job)
-    # ... and ends the rank by itself should the parent be gone, whatever the teardown below waits for.
+    # ... and makes the rank exit if the parent is gone, whatever the teardown below waits for.
     faulthandler.dump_traceback_later(10, exit=True, file=sys.stderr)
     _send(pipe, report)
     _destroy_group()
 
 
 def redirect_output(log: Path) -> None:
-    """Both streams, also those of C++ code, into this rank's file."""
+    """Redirects both streams, including those of C++ code, to this rank's file."""
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -298,7 +298,7 @@ def _make_group(rank: int, job: _Job) -> None:
 
 
 def _send(pipe: Connection, report: _Report) -> None:
-    """By value (plain pickle), so that tensors outlive this process; a value that cannot travel is a failure."""
+    """Sends by value (plain pickle), so that tensors outlive this process; a value that does not pickle fails."""
     try:
         payload = pickle.dumps(report)
     except (pickle.PicklingError, TypeError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""The first oracle: plain single-process PyTorch training in fp32, knowing nothing of this package."""
+"""The first oracle: plain single-process PyTorch training in fp32, independent of hf_zero."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    no_decay: tuple[str, ...] = ()  # parameters whose name contains one of these get no weight decay
-    clip_norm: float = 0.0  # 0 = off
+    no_decay: tuple[str, ...] = ()  # parameters whose names contain one of these get no weight decay
+    clip_norm: float = 0.0  # 0: off
     warmup_steps: int = 0
-    decay_steps: int | None = None  # linearly down to zero at this step; None = constant after the warm-up
-    initial_rate: float = 0.0  # where the warm-up starts
-    rate_lag: int = 0  # updates before the schedule moves (schedulers of ds.json: one)
+    decay_steps: int | None = None  # linear decay to zero at this step; None: constant after the warm-up
+    initial_rate: float = 0.0  # learning rate at the start of the warm-up
+    rate_lag: int = 0  # updates before the schedule starts (schedulers of ds.json: one)
 
     def rate(self, step: int) -> float:
-        """The learning rate that update number ``step`` (from 0) uses."""
+        """The learning rate of update number `step` (from 0)."""
         step = max(0, step - self.rate_lag)
         if step < self.warmup_steps:
             return self.initial_rate + (self.learning_rate - self.initial_rate) * step / self.warmup_steps
@@ -40,7 +40,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run did: one loss and one gradient norm (before clipping) per step, and the weights it ended with."""
+    """A run's results: one loss and one gradient norm (before clipping) per step, and the final weights."""
 
     losses: list[float]
     norms: list[float]
@@ -48,7 +48,7 @@ class Trace:
 
 
 def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss as the model itself computes it; for a causal language model the mean over the batch's valid tokens."""
+    """The model's own loss; for a causal language model the mean over the batch's valid tokens."""
     output = model(**batch)
     return output if isinstance(output, torch.Tensor) else output.loss
 
@@ -56,7 +56,7 @@ def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 def train(
     model: nn.Module, steps: Sequence[Sequence[Batch]], recipe: Recipe, loss_function: LossFunction = model_loss
 ) -> Trace:
-    """One AdamW update per element of ``steps``; a step's loss is the mean over its batches."""
+    """One AdamW update per element of `steps`; a step's loss is the mean over its batches."""
     optimizer = torch.optim.AdamW(_groups(model, recipe), lr=0.0, betas=recipe.betas, eps=recipe.eps)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     losses, norms = [], []
@@ -102,14 +102,14 @@ def relative_errors(weights: dict[str, torch.Tensor], expected: dict[str, torch.
 
 
 def assert_same_weights(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Every parameter within the relative tolerance; the message names the worst."""
+    """Every parameter is within the relative tolerance; the message names the worst."""
     errors = relative_errors(weights, expected)
     worst = max(errors, key=lambda name: errors[name])
     assert errors[worst] <= tolerance, f"{worst} is off by {errors[worst]:.2e}, allowed {tolerance:.0e}; all: {errors}"
 
 
 def assert_same_numbers(numbers: Sequence[float], expected: Sequence[float], tolerance: float, what: str) -> None:
-    """Every number within the relative tolerance of its counterpart; the message names the worst step."""
+    """Every number is within the relative tolerance of its counterpart; the message names the worst step."""
     assert len(numbers) == len(expected), f"{len(numbers)} {what}, expected {len(expected)}"
     errors = [abs(number - wanted) / max(abs(wanted), 1e-30) for number, wanted in zip(numbers, expected)]
     worst = max(range(len(errors)), key=lambda step: errors[step])

@@ -1,4 +1,4 @@
-"""What a test needs beyond the package; the skip reason lists everything that is missing, not only the first."""
+"""A test's requirements beyond the package; the skip reason lists everything that is missing."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def missing(*, oracle: bool = False, gpus: int = 0, modules: tuple[str, ...] = (
 
 
 def requires(*, oracle: bool = False, gpus: int = 0, modules: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Skip the test unless all of these are here."""
+    """Skips the test unless all of these are available."""
     lacks = missing(oracle=oracle, gpus=gpus, modules=modules)
     return pytest.mark.skipif(bool(lacks), reason="needs " + " and ".join(lacks))

@@ -1,12 +1,12 @@
-"""One rank of a world that does not exist: the real engine on meta tensors, with collectives that only count.
+"""One simulated rank of a large world: the real engine on meta tensors, with collectives that only count.
 
     with simulated_world(rank=511, world=1024) as world:
         engine = world.engine(model, config)       # the model on the meta device
         step(engine)
         ledger.tallies, live_bytes()
 
-Nothing is computed and no memory is touched, so the model may be of any size and the world too. What every rank does
-the same way (that is all of it) is seen on one of them.
+Nothing is computed and no memory is used, so the model and the world may have any size. Everything that all ranks do
+alike can be observed on one of them, which is everything that the engine does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ META = torch.device("meta")
 
 
 class SimulatedCollectives(Collectives):
-    """Books every call in the ledger and moves nothing."""
+    """Records every call in the ledger and moves no data."""
 
     def gather_objects(self, value: object) -> list[object]:
         return [value] * self.size
@@ -67,7 +67,7 @@ class SimulatedCollectives(Collectives):
 
 
 class AlikeHosts(SimulatedCollectives):
-    """In host memory: what all ranks say is what this one says."""
+    """Collectives in host memory: all ranks send what this one sends."""
 
     def _all_gather(self, flat: Tensor) -> Pending:
         flat.view(self.size, -1).copy_(own_shard(flat, self.rank, self.size).clone())
@@ -76,7 +76,7 @@ class AlikeHosts(SimulatedCollectives):
 
 @dataclass(frozen=True)
 class SimulatedWorld:
-    """What one rank of it sees."""
+    """One rank's view of it."""
 
     rank: int
     world: int
@@ -88,10 +88,10 @@ class SimulatedWorld:
 
 @contextmanager
 def simulated_world(rank: int, world: int, *, negotiates: bool = False) -> Iterator[SimulatedWorld]:
-    """Engines that are made inside belong to `rank` of `world`.
+    """Engines created inside belong to `rank` of `world`.
 
     Args:
-        negotiates: hosts tell each other what ranks on accelerators do; else all ranks are known to do the same.
+        negotiates: hosts tell each other what ranks on accelerators do; otherwise all ranks are known to do the same.
     """
 
     def parallel_groups(_device: torch.device, *_sizes: object) -> ParallelGroups:
@@ -109,18 +109,18 @@ def simulated_world(rank: int, world: int, *, negotiates: bool = False) -> Itera
             (entry, "local_device", lambda: META),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
-        # The only place where the engine reads a number out of a tensor.
+        # The only place where the engine reads a number from a tensor.
         stack.enter_context(mock.patch.object(HostCopy, "read", lambda _copy: [1.0, 0.0]))
         ledger.reset()
         yield SimulatedWorld(rank, world)
 
 
 def live_bytes() -> int:
-    """Bytes that all live meta tensors would take, each storage once."""
+    """Bytes that all live meta tensors would need, each storage once."""
     gc.collect()
     storages = {}
     for tensor in gc.get_objects():
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.is_meta:  # isinstance would wake lazy modules
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.is_meta:  # isinstance would initialize lazy modules
             storage = tensor.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

@@ -1,8 +1,8 @@
-"""Which tests start processes: told by what their code names, and checked while they run.
+"""Finds tests that start processes, by the names in their code, and checks them while they run.
 
-A test starts processes if its code, one of its fixtures, or code of `tests` that one of these names says `subprocess`,
-`multiprocessing` or `fork`. tests/conftest.py marks it `processes` then, and `make test-quick` leaves it out. Where a
-program under test starts processes of its own, the test says `@pytest.mark.processes`.
+A test starts processes if its code, one of its fixtures, or code of `tests` that one of these references names
+`subprocess`, `multiprocessing` or `fork`. tests/conftest.py then marks it `processes`, and `make test-quick` skips it.
+If the program under test starts processes, the test needs an explicit `@pytest.mark.processes`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EVENTS = frozenset(("subprocess.Popen", "os.fork", "os.posix_spawn", "os.system
 
 
 def item_starts_processes(item: pytest.Item) -> bool:
-    """Whether a test, a fixture that it asks for, or a function among its parameters starts processes."""
+    """Whether a test, one of its fixtures, or a function among its parameters starts processes."""
     if not isinstance(item, pytest.Function):
         return False
     fixtures = item._fixtureinfo.name2fixturedefs.values()
@@ -31,7 +31,7 @@ def item_starts_processes(item: pytest.Item) -> bool:
 
 
 def starts_processes(subject: Any) -> bool:
-    """Whether a function, or a class by any of its methods, leads to one of `STARTERS` through code of `tests`."""
+    """Whether a function, or any method of a class, leads to one of `STARTERS` through code of `tests`."""
     seen: set[Any] = set()
     left = [*_parts(subject)]
     while left:
@@ -47,7 +47,7 @@ def starts_processes(subject: Any) -> bool:
 
 @functools.cache
 def _named_by(function: FunctionType) -> tuple[frozenset[str], tuple[FunctionType, ...]]:
-    """Names in a function's code, and the functions of `tests` that they stand for."""
+    """Names in a function's code, and the functions of `tests` that they refer to."""
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     values = [function.__globals__[name] for name in names if name in function.__globals__]
     values += inspect.getclosurevars(function).nonlocals.values()
@@ -61,7 +61,7 @@ def _named_by(function: FunctionType) -> tuple[frozenset[str], tuple[FunctionTyp
 
 
 def _parts(value: Any) -> Iterator[FunctionType]:
-    """The functions in a function, a class or an object of one."""
+    """The functions in a function, a class or an instance."""
     value = inspect.unwrap(value) if callable(value) else value
     if isinstance(value, FunctionType):
         yield value
@@ -89,7 +89,7 @@ def _home(value: Any) -> str:
     return str(getattr(value, "__module__", None) or "")
 
 
-STARTED: list[str] = []  # what this process has started since somebody cleared the list
+STARTED: list[str] = []  # what this process has started since the list was last cleared
 
 
 def _hear(event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,8 +1,8 @@
-"""Passes over memory of one step of bf16 training with AdamW and clipping, of one rank of many that are not there.
+"""Memory passes of one step of bf16 training with AdamW and clipping, on one rank of a simulated world.
 
-Ours runs on meta tensors, on the path of an accelerator, with what its Triton kernels move as their docstrings have it
-(tests/kernels/test_compilation.py holds them to that); FSDP2 runs with real tensors on the CPU and collectives that do
-nothing, with fp32 parameters under `MixedPrecisionPolicy(param_dtype=bf16, ...)` and PyTorch's fused AdamW.
+hf_zero runs on meta tensors, on the path of an accelerator, with the traffic of its Triton kernels as in their
+docstrings (which tests/kernels/test_compilation.py checks). FSDP2 runs with real tensors on the CPU and no-op
+collectives, with fp32 parameters under `MixedPrecisionPolicy(param_dtype=bf16, ...)` and PyTorch's fused AdamW.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Table = dict[str, tuple[float, float]]
 
 
 def floor(stage: int, micro_batches: int = 1) -> Table:
-    """The least that collectives and PyTorch's autograd leave to do.
+    """The minimum that collectives and PyTorch's autograd require.
 
-    What is gathered lies by rank and what is computed with by parameter, gradients come one by one, and nothing is
-    updated before the norm of all is known.
+    Gathered data is ordered by rank but computed with by parameter, gradients arrive one by one, and no parameter is
+    updated before the total norm is known.
     """
     times, own = micro_batches, 2 / WORLD
-    later = 4.0 if stage == 1 else 2.0  # added to those that are there, before they are reduced or behind it
+    later = 4.0 if stage == 1 else 2.0  # added to existing gradients, before they are reduced or after
     found = {
         "gradients into a bucket": (2.0 + (times - 1) * later, 2.0 * times),
         "norm": (own, 0.0),
@@ -46,7 +46,7 @@ def floor(stage: int, micro_batches: int = 1) -> Table:
 
 
 def measure() -> dict[str, Table]:
-    """Bytes per parameter, read and written, in the phases of a step, as bench.kernel_report keeps them."""
+    """Bytes per parameter, read and written, in the phases of a step, as bench.kernel_report stores them."""
     found = {f"stage {stage}": ours(stage) for stage in (1, 2, 3)}
     found |= {"FSDP2": fsdp2(), "FSDP2, reduced in fp32": fsdp2(torch.float32)}
     return {
@@ -56,7 +56,7 @@ def measure() -> dict[str, Table]:
 
 
 class Net(nn.Module):
-    """Units of two matrices each, which divide by the number of ranks."""
+    """Units of two matrices each, whose sizes are divisible by the number of ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ NUMEL = 2 * LAYERS * WIDTH * WIDTH
 
 
 def _moved(vectors: Any) -> tuple[int, int]:
-    """What an update in one pass reads and writes."""
+    """Bytes that a single-pass update reads and writes."""
     changing = [vectors.weight, *vectors.states]
     written = [*changing, *([] if vectors.lp_param is None else [vectors.lp_param])]
     return sum(t.nbytes for t in (*changing, vectors.gradient)), sum(t.nbytes for t in written)
@@ -82,7 +82,7 @@ def _moved(vectors: Any) -> tuple[int, int]:
 
 @contextmanager
 def _phases(passes: Passes) -> Iterator[None]:
-    """Our own phases, and stand-ins for kernels that meta tensors cannot run."""
+    """hf_zero's phases, and replacements for kernels that cannot run on meta tensors."""
     from hf_zero.comm.collectives import Collectives
     from hf_zero.grads.bucket import Arrivals, ReducedGradient
     from hf_zero.kernels import adam, norm
@@ -146,7 +146,7 @@ def ours(stage: int, micro_batches: int = 1, accumulation: str = "bf16") -> Tabl
     return table(passes)
 
 
-# What FSDP2 and PyTorch call -> phase.
+# Operations of FSDP2 and PyTorch -> phase.
 _THEIRS = {
     "all_gather_copy_in": "own row into the gather",
     "split_with_sizes_copy": "gathered rows into parameters",
@@ -191,6 +191,6 @@ def fsdp2(reduce_dtype: torch.dtype = BF16) -> Table:
 
 
 def table(passes: Passes) -> Table:
-    """Phases that have a name and move more than a few numbers."""
+    """Named phases that move more than a few numbers."""
     found = {phase: (read / NUMEL, written / NUMEL) for phase, (read, written) in passes.bytes.items() if phase}
     return {phase: moved for phase, moved in found.items() if sum(moved) > 0.01}

@@ -1,7 +1,7 @@
-"""The path of a steady step through the files of hf_zero: `python -m tests.support.step_path` prints it.
+"""The path of a steady step through hf_zero's files: `python -m tests.support.step_path` prints it.
 
-One rank, AdamW, two layers; from the engine's forward to the end of its step. A change of file is a call from a
-function in one file of hf_zero to one in another, whatever of other libraries lies between; comm/ is left aside.
+One rank, AdamW, two layers, from the engine's forward to the end of its step. A change of file is a call from a
+function in one file of hf_zero to one in another, ignoring other libraries between them; comm/ is excluded.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import hf_zero
 PACKAGE = f"{Path(hf_zero.__file__).parent}/"
 ASIDE = "comm/"
 UPDATE = "_fused_adamw_"
-STEADY = 3  # steps before those that are watched
-WATCHED = 5  # the shortest path counts: how often a buffer is looked at until it is written depends on the drive
+STEADY = 3  # steps before the observed ones
+WATCHED = 5  # the shortest path counts: how often an I/O buffer is polled depends on the drive
 
 
 @dataclass
 class StepPath:
     """
     Attributes:
-        files: that the step passed through.
+        files: files that the step passes through.
         calls: (caller's file, file) -> calls.
-        frames: functions of hf_zero from the user's call down to the fused update, which counts too.
+        frames: functions of hf_zero from the user's call down to the fused update, inclusive.
     """
 
     files: set[str] = field(default_factory=set)
@@ -43,7 +43,7 @@ class StepPath:
         return self.calls.total()
 
     def note(self, frame: FrameType, event: str, arg: Any) -> None:
-        """What `sys.setprofile` calls."""
+        """The callback of `sys.setprofile`."""
         if event == "c_call" and UPDATE in str(arg):
             self.frames = max(self.frames, len(_own_frames(frame)) + 1)
         file = _own_file(frame)
@@ -72,7 +72,7 @@ def _own_frames(frame: FrameType | None) -> list[str]:
 
 
 def path_of_a_step(zero: dict[str, Any]) -> StepPath:
-    """The path under this `zero_optimization`."""
+    """The path with this `zero_optimization`."""
     config = {
         "train_batch_size": 4,
         "zero_optimization": zero,

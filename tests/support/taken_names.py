@@ -1,6 +1,6 @@
-"""Which names of deepspeed a source takes: imports, and chains of attributes that begin with what it imported.
+"""Finds the names of deepspeed that a source uses: imports, and attribute chains that start with an imported name.
 
-`python -m tests.support.taken_names FOLDER_OR_WHEEL...` adds what it finds to the table that a test resolves.
+`python -m tests.support.taken_names FOLDER_OR_WHEEL...` adds them to the table that a test resolves.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _ROOT = "deepspeed"
 
 
 def taken(text: str) -> set[str]:
-    """Dotted names below deepspeed; empty for what is no Python."""
+    """Dotted names below deepspeed; empty if the text is not Python."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in other people's texts
+            warnings.simplefilter("ignore")  # of invalid escapes in other projects' sources
             tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return set()
     found: set[str] = set()
-    known: dict[str, str] = {}  # what a name in the source stands for
+    known: dict[str, str] = {}  # what a name in the source refers to
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -52,7 +52,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _chain(node: ast.expr) -> str:
-    """`a.b.c`; "" for what does not begin with a name."""
+    """`a.b.c`; "" if the chain does not begin with a name."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""Tests of the helper that starts ranks: values come back, failures are told, nothing hangs, nothing is left."""
+"""Tests of `run_ranks`: values are returned, failures are reported, nothing hangs, no process is left behind."""
 
 from __future__ import annotations
 

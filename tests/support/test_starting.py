@@ -1,4 +1,4 @@
-"""What starts processes is found by names, through helpers, classes, closures and parameters."""
+"""Code that starts processes is found by names, through helpers, classes, closures and parameters."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""A device and a network that take as long as they are told to: the critical path of a schedule, on any machine.
+"""A simulated device and network with given speeds: shows a schedule's critical path on any machine.
 
     with timed_world(Link(bytes_per_s=1e9), ranks=8) as world:
         engine = world.initialize(model=..., config=...)[0]    # the real engine; `world.device.compute(...)` in forward
         step(engine)
-        world.device.pieces                                    # who worked when
+        world.device.pieces                                    # what ran when
 
-Nothing is waited for: every lane has a clock. A piece of work begins when its lane is free, what it waits for is done
-and the host has asked for it; collectives also wait for the link, which all of them share. One rank is there, and the
-others do what it does.
+Nothing actually waits: every lane has a clock. A piece of work begins when its lane is free, its dependencies are done
+and the host has requested it; collectives also wait for the link, which all of them share. Only one rank exists, and
+the others are assumed to do the same.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ REDUCE = "reduce"  # a process group's own stream
 
 @dataclass(frozen=True)
 class Link:
-    """Between every rank and the others.
+    """The link between every rank and the others.
 
     Attributes:
-        bytes_per_s: that a rank receives, in all.
-        latency_s: of a small message between hosts.
+        bytes_per_s: the total rate at which a rank receives.
+        latency_s: latency of a small message between hosts.
     """
 
     bytes_per_s: float
@@ -61,11 +61,11 @@ class _Moment(Event):
 
 
 class TimedDevice(AtOnce):
-    """Computes at once, and says how long it would have taken.
+    """Computes immediately, and records how long it would have taken.
 
     Attributes:
-        host: the time of the host, which only waits.
-        pieces: of work, in the order in which they were asked for.
+        host: the host's clock, which only advances by waiting.
+        pieces: of work, in the order in which they were requested.
     """
 
     def __init__(self, link: Link) -> None:
@@ -75,20 +75,20 @@ class TimedDevice(AtOnce):
         self.link = link
         self.host = 0.0
         self.pieces: list[Piece] = []
-        self._free: Counter[str] = Counter()  # when each lane has done what it was asked for
+        self._free: Counter[str] = Counter()  # when each lane has finished its requested work
         self._link_is_free = 0.0
         self._here = Lane.COMPUTE.value
 
     @property
     def now(self) -> float:
-        """When the compute stream has done everything so far."""
+        """When the compute stream has finished everything so far."""
         return float(self._free[Lane.COMPUTE.value])
 
     def compute(self, what: str, seconds: float) -> None:
         self._do(self._here, what, seconds)
 
     def travel(self, lane: str, what: str, size: int) -> Event:
-        """A collective that brings `size` bytes."""
+        """A collective that transfers `size` bytes."""
         self._free[lane] = max(self._free[lane], self._link_is_free)
         self._link_is_free = self._do(lane, what, size / self.link.bytes_per_s)
         return _Moment(self._link_is_free)
@@ -126,7 +126,7 @@ class TimedDevice(AtOnce):
             self._free[lane] = max(self._free[lane], event.time)
 
     def begin_on(self, lane: str) -> None:
-        """What is asked of `lane` from now on comes after what was asked of the present one."""
+        """Later work of `lane` comes after the earlier work of the current lane."""
         self._wait(lane, self.record())
 
     def host_wait(self, event: Event) -> None:
@@ -153,7 +153,7 @@ class _Arrival(Pending):
 
 
 class _Message(Pending):
-    """A small one between hosts."""
+    """A small message between hosts."""
 
     def __init__(self, device: TimedDevice) -> None:
         self._device, self._arrives = device, device.host + device.link.latency_s
@@ -163,7 +163,7 @@ class _Message(Pending):
 
 
 class TimedCollectives(Collectives):
-    """Of rank 0; what the others have is what it has itself."""
+    """Collectives of rank 0; the other ranks have the same values."""
 
     def __init__(self, device: TimedDevice, ranks: int) -> None:
         super().__init__(0, ranks)
@@ -211,7 +211,7 @@ class TimedCollectives(Collectives):
 
 
 class TimedGathers(TimedCollectives):
-    """Those of stage 3, as an accelerator has them."""
+    """Stage 3's gathers on an accelerator."""
 
     has_gather_lane = True
     _gather_rows = GatherStreamCollectives._gather_rows  # type: ignore[assignment]
@@ -222,7 +222,7 @@ class TimedGathers(TimedCollectives):
 
 
 class TimedHosts(TimedCollectives):
-    """Small messages; the hosts wait for them."""
+    """Small messages, for which the hosts wait."""
 
     def _all_gather(self, flat: Tensor) -> Pending:
         _fill(flat, own_shard(flat, 0, self.size))
@@ -235,7 +235,7 @@ def _fill(flat: Tensor, row: Tensor) -> None:
 
 @dataclass(frozen=True)
 class TimedWorld:
-    """Rank 0 of `world` on a device of its own; every rank is a host."""
+    """Rank 0 of `world` on its own device; every rank is a host."""
 
     device: TimedDevice
     world: int
@@ -255,7 +255,7 @@ class TimedWorld:
 
 @contextmanager
 def timed_world(link: Link, ranks: int) -> Iterator[TimedWorld]:
-    """Engines made inside by its `initialize` belong to it."""
+    """Engines created inside by its `initialize` belong to it."""
     device = TimedDevice(link)
     with use(device), engines_in(TimedWorld(device, ranks)) as initialize:  # type: ignore[arg-type]
         yield TimedWorld(device, ranks, initialize)

@@ -1,7 +1,7 @@
-"""Rank 0 of two, without processes: a model cut into units, and a negotiation that hands over rows at once.
+"""Rank 0 of two, without processes: a model split into units, and a negotiation that returns rows at once.
 
-Everything that happens is one list of words, in order: what is asked for ("ask a"), what is waited for ("take a"), what
-runs ("run a"), and where passes end.
+All events are recorded in order in one list of words: requests ("ask a"), waits ("take a"), module calls ("run a"), and
+ends of passes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ CPU = torch.device("cpu")
 
 
 class RankZero(LoneCollectives):
-    """The first rank of two, whose values are everybody's.
+    """The first rank of two; all ranks have its values.
 
     Attributes:
-        problem: what the other rank says when ranks tell each other of their problems.
+        problem: the problem that the other rank reports when ranks exchange their problems.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class RankZero(LoneCollectives):
 
 
 class RecordedEdits(ShardedEdits):
-    """Says when the coordinator lets it look at what inference keeps."""
+    """Records when the coordinator lets it check what inference keeps."""
 
     told: list[str]
 
@@ -69,12 +69,12 @@ class RecordedEdits(ShardedEdits):
 
 
 class PromptNegotiation(Negotiation):
-    """Grants every request when it is asked, with rows that `rows_of` has for the other rank.
+    """Grants every request immediately, with the other rank's rows from `rows_of`.
 
     Attributes:
-        events: what was asked for, and waited for.
-        orders: of every gather, what its request says about the order.
-        some_rank_failed: what the end of a pass says.
+        events: requests and waits.
+        orders: what the request of every gather says about the order.
+        some_rank_failed: what is reported at the end of a pass.
     """
 
     def __init__(self, events: list[str], rows_of: Callable[[int], Sequence[Tensor]]) -> None:
@@ -114,15 +114,15 @@ def _joined(mine: Tensor, other: Tensor, buffer: Tensor) -> FlatRows:
 
 @dataclass
 class Units:
-    """A model of which this rank holds half, watched by a coordinator.
+    """A model of which this rank holds half, observed by a coordinator.
 
     Attributes:
-        whole: a copy that nobody has cut.
+        whole: an unpartitioned copy.
         order: of the hooked modules.
-        cursors: how far backward has come, as it has told.
-        told: what the edits have been told.
-        channel: over which units are gathered.
-        events: what has happened.
+        cursors: reported positions of backward.
+        told: reports to the edits.
+        channel: the channel of gathers.
+        events: all recorded events.
     """
 
     model: Any
@@ -138,14 +138,14 @@ class Units:
     events: list[str] = field(default_factory=list)
 
     def drain(self) -> list[str]:
-        """What has happened since the last call."""
+        """Events since the last call."""
         found = list(self.events)
         self.events.clear()
         return found
 
     @property
     def gathered(self) -> list[str]:
-        """Names of the units that are whole now."""
+        """Names of the currently gathered units."""
         return [unit.name for unit in self.units if unit.is_gathered]
 
     def unit(self, name: str) -> Unit:
@@ -159,11 +159,11 @@ def cut(
     persistent: Collection[str] = (),
     reads: bool = False,
 ) -> Units:
-    """Cut `model` and watch it.
+    """Partitions `model` and observes it.
 
     Args:
-        persistent: names of parameters that stay whole.
-        reads: whether reads of parameters are noticed too.
+        persistent: names of parameters that are not partitioned.
+        reads: whether to detect reads of parameters, too.
     """
     whole = copy.deepcopy(model)
     units = _built(model, persistent)
@@ -196,7 +196,7 @@ def cut(
 
 
 class Telling(nn.Module):
-    """A matrix that says when it runs."""
+    """A matrix that records when it runs."""
 
     name = ""
     events: list[str]
@@ -229,7 +229,7 @@ def _built(model: nn.Module, persistent: Collection[str]) -> tuple[Unit, ...]:
 
 
 def _other_row(part: UnitPart, values: Mapping[str, Tensor]) -> Tensor:
-    """What the other rank holds."""
+    """The other rank's shard."""
     row = torch.zeros(part.layout.row_numel, dtype=part.dtype)
     for slot, member in zip(part.layout.slots, part.members, strict=True):
         row[slot.offset : slot.offset + slot.chunk] = local_chunk(values[member.name], 1, WORLD)

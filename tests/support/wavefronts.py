@@ -1,8 +1,8 @@
-"""AMD's wavefronts on a CPU: the threads of a program take turns, and change hands where they exchange values.
+"""Simulates AMD's wavefronts on a CPU: a program's threads take turns, and switch where they exchange values.
 
-A thread has a stack of its own (`makecontext`). Where it exchanges values with others, or waits for them, it lays down
-what it gives and passes on to the next thread; when it is its turn again, all have done so. That is lockstep as far as
-anyone can see, and needs no knowledge of the code in between.
+Each thread has its own stack (`makecontext`). Where it exchanges values with others, or waits for them, it stores its
+value and switches to the next thread; at its next turn all threads have done so. The effect is the same as lockstep,
+and needs no knowledge of the code in between.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _TYPES = {"i32": "i32", "i64": "i64", "f32": "float", "f64": "double"}
 
 
 class Unreadable(Exception):
-    """Code of which we do not know how to run it."""
+    """Code that cannot be run here."""
 
 
-# Data parallel primitives (CDNA 3 ISA, section 13): the thread that one reads from, in rows of 16.
+# Data parallel primitives (CDNA 3 ISA, section 13): the thread that each thread reads from, in rows of 16.
 
 _KEPT, _ZEROED = -1, -2
 
 
 def dpp_sources(control: int, rows: int, banks: int, *, zeroes: bool) -> list[int]:
-    """By thread of a wavefront: whom it reads from; _KEPT: it has what it had, _ZEROED: 0."""
+    """The source of each thread of a wavefront; _KEPT: its old value, _ZEROED: 0."""
 
     def source(thread: int) -> int:
         row, place = thread & ~15, thread & 15
@@ -45,7 +45,7 @@ def dpp_sources(control: int, rows: int, banks: int, *, zeroes: bool) -> list[in
 
 def _moved(control: int, row: int, place: int) -> int | None:
     by = control & 15
-    if control < 0x100:  # a permutation of each four
+    if control < 0x100:  # a permutation within each four
         return row + (place & ~3) + (control >> 2 * (place & 3) & 3)
     if 0x101 <= control <= 0x10F:
         return row + place + by if place + by < 16 else None
@@ -55,7 +55,7 @@ def _moved(control: int, row: int, place: int) -> int | None:
         return row + (place - by) % 16
     if control == 0x141:
         return row + (place ^ 7)
-    if control == 0x142:  # the last of each row to the next one
+    if control == 0x142:  # the last of each row to the next row
         return row - 1 if row else None
     if control == 0x143:
         return 31 if row >= 32 else None
@@ -63,7 +63,7 @@ def _moved(control: int, row: int, place: int) -> int | None:
 
 
 def swizzle_sources(pattern: int) -> list[int]:
-    """The same for ds_swizzle: a permutation of each four, or masks within each 32."""
+    """The same for ds_swizzle: a permutation within each four, or masks within each 32."""
     if pattern & 0x8000:
         return dpp_sources(pattern & 0xFF, 15, 15, zeroes=False)
     keep, put, flip = (pattern >> shift & 31 for shift in (0, 5, 10))
@@ -110,7 +110,7 @@ define internal i32 @following() {{
   %next = select i1 %is_last, i32 0, i32 %one_more
   ret i32 %next
 }}
-; Where values of this meeting lie. Some threads are there when others still read those of the one before.
+; The buffer of this exchange. Some threads may be here while others still read the values of the previous one.
 define internal i32 @side() {{
   %thread = load i32, ptr @thread
   %counter = getelementptr i32, ptr @met, i32 %thread
@@ -119,7 +119,7 @@ define internal i32 @side() {{
   %side = mul i32 %odd, {MAX_THREADS}
   ret i32 %side
 }}
-; All threads come here, at the same place of the code.
+; A barrier: all threads come here, at the same place of the code.
 define internal void @meet(i32 %place) noinline {{
   %thread = load i32, ptr @thread
   %next = call i32 @following()
@@ -208,7 +208,7 @@ define void @run({parameters}, i32 %width, i32 %height, i32 %threads, ptr %conte
   call i32 @swapcontext(ptr %caller, ptr %first)
   ret void
 }}
-; A thread's part of all programs, one after the other.
+; One thread's part of all programs, one after the other.
 define void @thread_of_all() {{
 entry:
   %width = load i32, ptr @width
@@ -237,7 +237,7 @@ end:
 
 
 def with_exchanges(text: str) -> str:
-    """Calls of AMD's exchanges between threads as calls of the above, which is added; others are left alone."""
+    """Replaces calls of AMD's exchanges between threads by the above functions, which are added to the code."""
     places = count()
     tables: list[str] = []
 
@@ -261,7 +261,7 @@ def with_exchanges(text: str) -> str:
         return f"call {result}@threads.{ours}(i32 {next(places)}{arguments and ', '}{arguments})"
 
     text = _SHARED.sub(f"@global_smem = internal global [{_SHARED_BYTES} x i8] zeroinitializer, align 16", text)
-    # What waits for memory has it at once here.
+    # Waits for memory are not needed here.
     text = _WAITS.sub("", text.replace(" addrspace(3)", ""))
     numbers = {"wave": WAVE, "last": WAVE - 1, "kept": _KEPT, "zeroed": _ZEROED}
     reads = (
@@ -289,7 +289,7 @@ def run_of(kernel: str, types: Sequence[str]) -> str:
 
 
 class _Context(ctypes.Structure):
-    """The beginning of C's ucontext_t, the same on all processors under Linux."""
+    """The beginning of C's ucontext_t, which is the same on all processors under Linux."""
 
     _fields_ = [
         ("flags", ctypes.c_ulong),
@@ -301,7 +301,7 @@ class _Context(ctypes.Structure):
 
 
 class Threads:
-    """Stacks and registers of as many threads as a program may have; what each begins with is made for every launch."""
+    """Stacks and registers for the largest number of threads of a program; initial contexts are created per launch."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, (MAX_THREADS + 1) * (_CONTEXT_BYTES + _STACK_BYTES))
@@ -310,7 +310,7 @@ class Threads:
         self._c: Any = ctypes.CDLL(None)
 
     def begin(self, threads: int, address: int) -> None:
-        """The threads call the function there, one after the other; the last one goes back to who has called `run`."""
+        """The threads call the function at `address` in turn; the last one returns to the caller of `run`."""
         for thread in range(threads):
             at = self.contexts + thread * _CONTEXT_BYTES
             self._c.getcontext(ctypes.c_void_p(at))
