@@ -1,6 +1,6 @@
-"""Lines of every package beside its budget: `python -m tests.test_budgets` prints the table.
+"""Lines of every package and its budget: `python -m tests.test_budgets` prints the table.
 
-5% more than a budget is a warning, 15% more an error. A budget is raised only together with what it bought.
+5% above a budget is a warning, 15% an error. A budget is only raised with a reason.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.support.step_path import StepPath, stage_2, stage_3_with_a_drive
 
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_zero"
 WARNING, ERROR = 1.05, 1.15
-# Package -> (lines of Python, what they are for). "" is the files of hf_zero itself.
+# Package -> (lines of Python, their purpose). "" is the files of hf_zero itself.
 BUDGETS = {
     "": (2_120, "command lines, what the lowest layer knows, what to use instead, learning-rate schedules"),
     "activations": (596, "inputs of checkpointed layers in host memory or in parts"),
@@ -33,8 +33,8 @@ BUDGETS = {
     "offload": (1_890, "host memory and NVMe"),
     "optim": (2_770, "optimizers on shards, whole matrices, 8-bit states"),
     "params": (3_500, "flat buffers, and stage 3's units"),
-    # 180 of them for shapes and checkpointing by which a plan loads none of torch's compiler, a third of its CPU time,
-    # and 20 for what operators beside products read and write, without which its steps were too short by half.
+    # 180 of them for shapes and checkpointing, so that a plan does not load torch's compiler, a third of its CPU time,
+    # and 20 for memory accesses of operators other than products, without which its steps were too short by half.
     "planning": (3_800, "memory and time of a run before it starts"),
     "profiling": (2_390, "times, traffic, operations, memory, monitors"),
     "report": (400, "what a machine can do"),
@@ -44,8 +44,8 @@ BUDGETS = {
     "tiling": (1_130, "tokens in tiles"),
 }
 MAX_FILES = 330  # of the whole package; only ever lowered
-# (files, changes of file, frames to the fused update) of a steady step; only ever lowered. With a drive the changes are
-# 232 where it answers at once; a loaded machine waits for it a few times more.
+# (files, changes of file, frames to the fused update) of a steady step; only ever lowered. With a drive there are 232
+# changes if it answers at once; a loaded machine waits for it a few more times.
 PATHS = {"stage 2": (27, 112, 8), "stage 3 with a drive": (37, 237, 8)}
 
 
@@ -77,7 +77,7 @@ def test_packages_keep_their_budgets() -> None:
 
 
 def test_the_path_of_a_step_grows_no_longer(tmp_path: Path) -> None:
-    """A reader follows a step through this many files; more is more to hold in the head."""
+    """A reader follows a step through this many files; more are harder to remember."""
     found = {"stage 2": stage_2(), "stage 3 with a drive": stage_3_with_a_drive(tmp_path)}
     for name, path in found.items():
         assert all(seen <= most for seen, most in zip(figures(path), PATHS[name], strict=True)), (name, figures(path))
