@@ -36,10 +36,10 @@ _PER_KERNEL = "one file per kernel"
 
 # File -> why it is small.
 SMALL_FILES = {
-    "integration/distribution.py": "what importlib.metadata asks alone",
-    "integration/patches/torch.py": "one file per library that is patched",
+    "integration/distribution.py": "needed only for importlib.metadata",
+    "integration/patches/torch.py": "one file per patched library",
     "kernels/gpu/norm.py": _PER_KERNEL,
-    "kernels/message.py": "imported from layout, which knows no torch",
+    "kernels/message.py": "imported from layout, which must not import torch",
     "kernels/norm.py": _PER_KERNEL,
     "optim/sgd.py": "one file per optimizer",
 }
@@ -76,7 +76,7 @@ _HOLDS_BACK = "of a reducer: the opposite of hold_back"
 # (file, identifier) -> why it may stay.
 KEPT_WORDS = {
     ("config/load.py", "_make_whole"): "of a number: 5e8 in a config is an integer",
-    ("extras/one_bit/__init__.py", "_not_published"): "of an algorithm: what the paper does not have",
+    ("extras/one_bit/__init__.py", "_not_published"): "of an algorithm: not part of the paper",
 }
 
 
@@ -85,12 +85,12 @@ ENGINE_PACKAGES = frozenset(
     + ("extras", "features", "profiling", "sequence", "spans", "tensor", "tiling", "activations")
 )
 
-_SAVED_AND_LOADED = "whole checkpoints are saved and loaded: tests/checkpoint"
+_SAVED_AND_LOADED = "by saving and loading whole checkpoints: tests/checkpoint"
 _BY_NAME = "imported by name: tests/kernels/cases.py"
 
-_BY_CONFIG = "examined with a whole config: its extra's test_config.py"
+_BY_CONFIG = "tested with a whole config: its extra's test_config.py"
 
-# Module that only tests of something larger run -> which tests.
+# Module without tests of its own -> the tests that run it.
 UNTESTED = {
     "hf_zero.checkpoint.deepspeed.read": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.deepspeed.state_dicts": _SAVED_AND_LOADED,
@@ -100,7 +100,7 @@ UNTESTED = {
     "hf_zero.extras.compression.rules": _BY_CONFIG,
     "hf_zero.extras.data_efficiency.rules": _BY_CONFIG,
     "hf_zero.kernels.gpu.adagrad": _BY_NAME,
-    "hf_zero.kernels.gpu.blocks": "shared by those that tests/kernels/cases.py imports by name",
+    "hf_zero.kernels.gpu.blocks": "shared by the kernels that tests/kernels/cases.py imports by name",
     "hf_zero.kernels.gpu.frozen_adam": _BY_NAME,
     "hf_zero.kernels.gpu.lion": _BY_NAME,
     "hf_zero.kernels.gpu.sgd": _BY_NAME,

@@ -179,7 +179,7 @@ def _simple_backward(program: Program) -> Iterator[Program]:
 
 
 def _fewer_forwards(program: Program) -> Iterator[Program]:
-    """For all ranks alike, then for each."""
+    """Drops evaluations and forwards, first for all ranks at once, then for each rank."""
     yield _each_rank(program, lambda rank: replace(rank, evaluations=()))
     most = max(len(rank.forwards) for micro in program.micros() for rank in micro.ranks)
     for index in range(most if most > 1 else 0):
