@@ -1,6 +1,6 @@
-"""Lines of every package beside its budget: `python -m tests.test_budgets` prints the table.
+"""Lines of every package and its budget: `python -m tests.test_budgets` prints the table.
 
-5% more than a budget is a warning, 15% more an error. A budget is raised only together with what it bought.
+5% above a budget is a warning, 15% an error. A budget is only raised with a reason.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from tests.support.step_path import StepPath, stage_2, stage_3_with_a_drive
 
 PACKAGE = Path(__file__).resolve().parents[1] / "hf_zero"
 WARNING, ERROR = 1.05, 1.15
-# Package -> (lines of Python, what they are for). "" is the files of hf_zero itself.
+# Package -> (lines of Python, their purpose). "" is the files of hf_zero itself.
 BUDGETS = {
-    "": (2_120, "command lines, what the lowest layer knows, what to use instead, learning-rate schedules"),
+    "": (2_120, "command lines, the lowest layer, suggested replacements, learning-rate schedules"),
     "activations": (596, "inputs of checkpointed layers in host memory or in parts"),
-    "api": (3_150, "initialize, the engine, what a run says, zero.Init, safe_get_*, DeepSpeed's names on both"),
+    "api": (3_150, "initialize, the engine, messages of a run, zero.Init, safe_get_*, DeepSpeed's names on both"),
     "checkpoint": (5_350, "DeepSpeed's files both ways, streamed, at any shape; background saves"),
     "comm": (4_960, "NCCL, gloo, shared memory, the mesh, negotiation and plans, quantised wires"),
-    "config": (5_290, "every key with meaning, verdict and rules; all problems at once with file and line"),
+    "config": (5_290, "meaning, verdict and rules of every key; reports all problems at once with file and line"),
     "device": (735, "streams and memory of accelerators and CPUs"),
-    "explain": (690, "what a config does, its mended copy, and models of a hub that may not answer"),
-    "extras": (9_460, "features that few configs ask for"),
+    "explain": (690, "what a config does, its corrected copy, and models of a hub that may be unreachable"),
+    "extras": (9_460, "features that few configs use"),
     "grads": (1_100, "from autograd to reduced shards"),
     "integration": (5_700, "DeepSpeed's names, patches for transformers, accelerate, peft, trl"),
-    "kernels": (2_450, "a reference and a GPU form for each"),
-    "launch": (2_350, "pdsh, MPI, Slurm, torchrun; whose rank failed, and why; ranks that start again, forked"),
+    "kernels": (2_450, "a reference and a GPU version of each"),
+    "launch": (2_350, "pdsh, MPI, Slurm, torchrun; which rank failed and why; restarts of ranks by forking"),
     "layout": (1_200, "integers: buckets, units, shards, traffic"),
     "offload": (1_890, "host memory and NVMe"),
     "optim": (2_770, "optimizers on shards, whole matrices, 8-bit states"),
     "params": (3_500, "flat buffers, and stage 3's units"),
-    # 180 of them for shapes and checkpointing by which a plan loads none of torch's compiler, a third of its CPU time,
-    # and 20 for what operators beside products read and write, without which its steps were too short by half.
-    "planning": (3_800, "memory and time of a run before it starts"),
+    # 180 of them for shapes and checkpointing, so that a plan does not load torch's compiler, a third of its CPU time,
+    # and 20 for memory accesses of operators other than products, without which its steps were too short by half.
+    "planning": (3_800, "predicted memory and time of a run"),
     "profiling": (2_390, "times, traffic, operations, memory, monitors"),
-    "report": (400, "what a machine can do"),
+    "report": (400, "capabilities of a machine"),
     "sequence": (1_100, "Ulysses"),
     "step": (1_600, "agree, clip, update, gather"),
-    "tensor": (1_292, "matrices over ranks, by transformers' plans"),
-    "tiling": (1_130, "tokens in tiles"),
+    "tensor": (1_292, "matrices split over ranks by transformers' plans"),
+    "tiling": (1_130, "computation on tiles of tokens"),
 }
 MAX_FILES = 330  # of the whole package; only ever lowered
-# (files, changes of file, frames to the fused update) of a steady step; only ever lowered. With a drive the changes are
-# 232 where it answers at once; a loaded machine waits for it a few times more.
+# (files, changes of file, frames to the fused update) of a steady step; only ever lowered. With a drive there are 232
+# changes if it answers at once; a loaded machine waits for it a few more times.
 PATHS = {"stage 2": (27, 112, 8), "stage 3 with a drive": (37, 237, 8)}
 
 
@@ -59,7 +59,7 @@ def lines() -> Counter[str]:
 
 
 def table() -> str:
-    """Every package, the largest first, and the sum."""
+    """All packages, largest first, and the total."""
     found = lines()
     rows = [f"{name or 'hf_zero':14}{num:8,}{BUDGETS.get(name, (0, ''))[0]:8,}" for name, num in found.most_common()]
     budget = sum(num for num, _ in BUDGETS.values())
@@ -77,7 +77,7 @@ def test_packages_keep_their_budgets() -> None:
 
 
 def test_the_path_of_a_step_grows_no_longer(tmp_path: Path) -> None:
-    """A reader follows a step through this many files; more is more to hold in the head."""
+    """Limits how many files a reader must follow to understand a step."""
     found = {"stage 2": stage_2(), "stage 3 with a drive": stage_3_with_a_drive(tmp_path)}
     for name, path in found.items():
         assert all(seen <= most for seen, most in zip(figures(path), PATHS[name], strict=True)), (name, figures(path))

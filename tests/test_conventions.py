@@ -1,7 +1,6 @@
-"""The project's conventions as rules over its sources: sizes, terms, and a test for every module of the engine.
+"""The project's conventions as rules for its sources: sizes, terms, and a test for every module of the engine.
 
-Exceptions are listed here with their reasons. A list only shrinks: a test fails as soon as an entry is not needed any
-more.
+Exceptions are listed here with their reasons. Lists only shrink: a test fails as soon as an entry is unnecessary.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ import pytest
 from tests.test_imports import PACKAGE, ROOT, nodes_of, package_of, sources
 from tests.test_imports import trees as trees_by_module
 
-MAX_FILE_LINES = 575  # at 400, files that are read together had been cut in two
+MAX_FILE_LINES = 575  # with 400, files that belong together had been split
 MAX_BODY_LINES = 60
 MAX_METHODS = 20
 MAX_MODULES = 20
 MIN_FILE_LINES = 40
 MAX_SMALL_FILES = 6
 
-# File -> the most lines it may have, and why.
+# File -> maximum number of lines, and why.
 LONG_FILES: dict[str, tuple[int, str]] = {}
 
-# Class -> the most methods it may have, and why.
+# Class -> maximum number of methods, and why.
 LARGE_CLASSES: dict[str, tuple[int, str]] = {}
 
 _PER_KERNEL = "one file per kernel"
 
-# File -> why it is one.
+# File -> why it is small.
 SMALL_FILES = {
-    "integration/distribution.py": "what importlib.metadata asks alone",
-    "integration/patches/torch.py": "one file per library that is patched",
+    "integration/distribution.py": "needed only for importlib.metadata",
+    "integration/patches/torch.py": "one file per patched library",
     "kernels/gpu/norm.py": _PER_KERNEL,
-    "kernels/message.py": "imported from layout, which knows no torch",
+    "kernels/message.py": "imported from layout, which must not import torch",
     "kernels/norm.py": _PER_KERNEL,
     "optim/sgd.py": "one file per optimizer",
 }
 
-# Old term -> the one to use instead.
+# Old term -> its replacement.
 REPLACED_WORDS = {
     "adopt_edits": "sync_masters",
     "birth": "init_rules, or what the constructor does",
@@ -77,7 +76,7 @@ _HOLDS_BACK = "of a reducer: the opposite of hold_back"
 # (file, identifier) -> why it may stay.
 KEPT_WORDS = {
     ("config/load.py", "_make_whole"): "of a number: 5e8 in a config is an integer",
-    ("extras/one_bit/__init__.py", "_not_published"): "of an algorithm: what the paper does not have",
+    ("extras/one_bit/__init__.py", "_not_published"): "of an algorithm: not part of the paper",
 }
 
 
@@ -86,12 +85,12 @@ ENGINE_PACKAGES = frozenset(
     + ("extras", "features", "profiling", "sequence", "spans", "tensor", "tiling", "activations")
 )
 
-_SAVED_AND_LOADED = "whole checkpoints are saved and loaded: tests/checkpoint"
+_SAVED_AND_LOADED = "by saving and loading whole checkpoints: tests/checkpoint"
 _BY_NAME = "imported by name: tests/kernels/cases.py"
 
-_BY_CONFIG = "examined with a whole config: its extra's test_config.py"
+_BY_CONFIG = "tested with a whole config: its extra's test_config.py"
 
-# Module that only tests of something larger run -> which.
+# Module without tests of its own -> the tests that run it.
 UNTESTED = {
     "hf_zero.checkpoint.deepspeed.read": _SAVED_AND_LOADED,
     "hf_zero.checkpoint.deepspeed.state_dicts": _SAVED_AND_LOADED,
@@ -101,7 +100,7 @@ UNTESTED = {
     "hf_zero.extras.compression.rules": _BY_CONFIG,
     "hf_zero.extras.data_efficiency.rules": _BY_CONFIG,
     "hf_zero.kernels.gpu.adagrad": _BY_NAME,
-    "hf_zero.kernels.gpu.blocks": "shared by those that tests/kernels/cases.py imports by name",
+    "hf_zero.kernels.gpu.blocks": "shared by the kernels that tests/kernels/cases.py imports by name",
     "hf_zero.kernels.gpu.frozen_adam": _BY_NAME,
     "hf_zero.kernels.gpu.lion": _BY_NAME,
     "hf_zero.kernels.gpu.sgd": _BY_NAME,
@@ -117,7 +116,7 @@ def texts() -> dict[str, str]:
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """Path inside the package -> what it says."""
+    """Path inside the package -> syntax tree."""
     root = ROOT / PACKAGE
     return {sources()[module].relative_to(root).as_posix(): tree for module, tree in trees_by_module().items()}
 
@@ -127,7 +126,7 @@ def num_lines(source: str) -> int:
 
 
 def beyond(found: Mapping[str, int], limit: int, exceptions: Mapping[str, tuple[int, str]]) -> list[str]:
-    """What is larger than it may be, and exceptions that are not needed."""
+    """Sizes above the limit, and unnecessary exceptions."""
     too_large = [
         f"{name}: {number} (at most {most})"
         for name, number in found.items()
@@ -145,7 +144,7 @@ def test_no_file_is_longer_than_one_concern_needs() -> None:
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines from the first statement behind the docstring to the last."""
+    """Lines from the first statement after the docstring to the last."""
     has_more = ast.get_docstring(function) is not None and len(function.body) > 1
     last = function.end_lineno
     assert last is not None, "parsed from text"
@@ -163,7 +162,7 @@ def test_no_function_is_longer_than_a_page() -> None:
 
 
 def num_methods(node: ast.ClassDef) -> int:
-    """A property and its setter are one."""
+    """A property and its setter count as one."""
     return len({part.name for part in node.body if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))})
 
 
@@ -197,10 +196,10 @@ def test_small_files_are_few_and_have_a_reason() -> None:
 
 
 def replaced_in(path: str, source: str) -> Iterator[tuple[int, str, str, str]]:
-    """Line, identifier, old word, new word, for every identifier that has an old word in it."""
+    """Line, identifier, old word, new word, for every identifier that contains an old word."""
     table = {**REPLACED_WORDS, **(REPLACED_IN_PARAMS if path.startswith("params/") else {})}
     if not any(words_in(word, tuple(table)) for word in set(re.findall(r"[A-Za-z_]\w*", source))):
-        return  # which most files are known by, in a tenth of the time
+        return  # a fast check that excludes most files
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     for before, token, after in zip([tokens[0], *tokens], tokens, [*tokens[1:], tokens[-1]]):
         if token.type != tokenize.NAME:
@@ -213,7 +212,7 @@ def replaced_in(path: str, source: str) -> Iterator[tuple[int, str, str, str]]:
 
 @functools.cache
 def words_in(identifier: str, words: tuple[str, ...]) -> list[str]:
-    """Those of `words` that `identifier` has among its own, alone or with an ending."""
+    """Those of `words` that `identifier` contains, alone or with an ending."""
     spelled = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", identifier).lower()
     return [word for word in words if re.search(rf"(?:^|_){word}(?:s|es|ed|d|ing)?(?:_|$)", spelled)]
 
@@ -278,7 +277,7 @@ def test_sizes_are_measured() -> None:
 
 
 def homes_of(module: str, name: str, modules: Mapping[str, ast.Module]) -> set[str]:
-    """Where `from module import name` finds it: a module, or what a package re-exports from one of its modules."""
+    """Where `from module import name` finds it: a module, or a package that re-exports it."""
     if f"{module}.{name}" in modules:
         return {f"{module}.{name}"}
     found = {module} & modules.keys()
@@ -290,7 +289,7 @@ def homes_of(module: str, name: str, modules: Mapping[str, ast.Module]) -> set[s
 
 
 def imports_alone(source: str) -> ast.Module:
-    """The statements by which a source imports from the package: whole trees of all tests take seconds."""
+    """A source's imports from the package only, because parsing all tests takes seconds."""
     form = rf"^[ \t]*((?:from {PACKAGE}[\w.]* import (?:\([\w\s,#]*\)|[\w ,]+)|import {PACKAGE}[\w., ]*))"
     return ast.parse("\n".join(re.findall(form, source, re.MULTILINE)))
 

@@ -1,4 +1,4 @@
-"""The suite for GPUs runs, on tiny shapes and on the CPU, so that it does not rot."""
+"""The GPU suite runs on the CPU with tiny shapes, so that it stays functional."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_zero.planning.event_model import Setup, Shape, simulate
 pytestmark = pytest.mark.lengthy
 
 
-@pytest.mark.processes  # a case is a process
+@pytest.mark.processes  # each case starts a process
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["hf_zero 3 offload", "torch fused"])
 def test_a_case_trains(case: str) -> None:
@@ -38,19 +38,19 @@ def test_offload_is_in_the_config() -> None:
 
 
 def test_the_suite_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its first call on a GPU is somebody's first ten minutes: names that have moved must not wait for them."""
+    """Errors such as renamed functions must not wait for the suite's first run on a GPU."""
     with pytest.raises(SystemExit) as ended:
         gpu_suite.main(["--dry-run", "--card", "H100", "--json", str(tmp_path / "figures.json")])
     assert ended.value.code == 0, capsys.readouterr().out
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert not figures["failed"] and len(figures["rows"]) > 10
-    # Every row has a prediction; on the CPU, of course, it takes far longer.
+    # Every row has a prediction; on the CPU it takes much longer, of course.
     assert [row["name"] for row in figures["compared"]] == [row["name"] for row in figures["rows"]]
     assert all(row["ratio"] > 1 for row in figures["compared"])
 
 
 def test_predictions_stand_beside_measurements(capsys: pytest.CaptureFixture[str]) -> None:
-    """A GPU is known by its driver's name, one that is not has no bounds, and steps are compared wherever they ran."""
+    """A GPU is identified by its driver's name; an unknown one has no bounds; steps are compared on any device."""
     card = kernel_times.card_of("NVIDIA H100 80GB HBM3")
     assert card is not None and card.name == "H100" and kernel_times.card_of("NVIDIA A10G") is None
     rows = [{"name": "adam, one pass", "ms": 20.0}]
@@ -76,7 +76,7 @@ def test_a_step_is_predicted_for_a_gpu_by_its_name() -> None:
 
 
 def test_parity_is_told_and_so_is_what_is_not_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of the cases for a GPU two in fp32, one with a rule of its own and one that fails."""
+    """Two of the GPU cases in fp32, one with its own rule and one that fails."""
     some = {("stage 2", "fp32"), ("streaming", "fp32"), ("Lion, stage 3", "bf16")}
     chosen = [case for case in gpu_parity.cases(str(tmp_path)) if case[:2] in some]
     monkeypatch.setattr(gpu_parity, "cases", lambda folder: [*chosen, ("stage 4", "fp32", {"stage": 4}, {})])
@@ -103,7 +103,7 @@ def test_runs_of_transformers_models_are_measured_and_predicted(capsys: pytest.C
 
 @pytest.mark.parametrize("name", ["Llama 3.2 1B, 1 x 2048, stage 0", "Llama 3.2 3B, 2 x 2048, stage 3, checkpointing"])
 def test_plan_says_what_an_h100_has_taken(name: str) -> None:
-    """Sizes to a few hundredths; times had been half as long before operators beside products counted."""
+    """Sizes are within a few percent; times were too short by half until operators other than products were counted."""
     sessions = gpu_report.kept()["sessions"]
     rows = {row["run"]: row for session in sessions for row in session.get("predictions", {}).get("rows", [])}
     (run,) = [run for run in gpu_predictions.RUNS if run.name == name]

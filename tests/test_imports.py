@@ -1,4 +1,4 @@
-"""The architecture as rules over the sources: imports go to lower layers, and a few things have one place."""
+"""The architecture as rules for the sources: imports go to lower layers, and a few things have one place."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LAYERS = (
 )
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}
 SELF_CONTAINED = {*LAYERS[0], *LAYERS[1]}
-# Everybody else asks device/ which accelerator there is and what it can do.
+# All other packages query device/ for the accelerator and its capabilities.
 PACKAGES_THAT_KNOW_CUDA = ("hf_zero.device.", "hf_zero.kernels.gpu.")
 _DEEPSPEEDS_WORD = "a word of DeepSpeed's interface"
 MAY_NAME_CUDA = {
@@ -60,10 +60,10 @@ MAY_NAME_CUDA = {
     "hf_zero.extras.one_bit.compressing": _DEEPSPEEDS_WORD,
     "hf_zero.params.stand_ins": "lists the conversions of a tensor",
 }
-# Everybody else is handed the groups of an engine: the rank of the process is the wrong one as soon as states are
-# sharded over fewer ranks than all.
+# All other modules get the groups of an engine: the process' rank is wrong as soon as states are sharded over fewer
+# ranks than all.
 MAY_ASK_THE_PROCESS = ("hf_zero.api.entry", "hf_zero.integration.", "hf_zero.sequence.groups", "hf_zero.tensor.groups")
-# DeepSpeed's names on engine and optimizer are a layer over them that `initialize` puts on: nobody else knows it.
+# DeepSpeed's names on engine and optimizer are a separate layer, which `initialize` adds: no other module uses it.
 NAMES_OF_DEEPSPEED = ("hf_zero.api.engine_surface", "hf_zero.api.optimizer_surface")
 MAY_NAME_DEEPSPEED = ("hf_zero.api.entry", *NAMES_OF_DEEPSPEED, "hf_zero.integration.")
 LIVE_AT_START = {"hf_zero", "hf_zero.integration", "hf_zero.integration.startup"}
@@ -78,7 +78,7 @@ class Import:
 
 @functools.cache
 def nodes_of(tree: ast.Module) -> tuple[ast.AST, ...]:
-    """All of them; to walk a tree takes longer than most rules do."""
+    """All nodes; walking a tree takes longer than most rules do."""
     return tuple(ast.walk(tree))
 
 
@@ -111,7 +111,7 @@ def extra_of(module: str) -> str:
 
 
 def complaints(module: str, tree: ast.Module) -> list[str]:
-    """Everything wrong with one source file of the package."""
+    """All violations in one source file of the package."""
     found = [*_upward(module, tree), *_misplaced(module, tree), *_forbidden_statements(tree), *_asking(module, tree)]
     return [f"{module}: {text}" for text in found]
 
@@ -161,7 +161,7 @@ def _is_name(node: ast.expr, name: str) -> bool:
 
 
 def _asking(module: str, tree: ast.Module) -> Iterator[str]:
-    """Names by which a process is asked for its place among all."""
+    """Names by which a process queries its rank or the world size."""
     if package_of(module) == "comm":
         return
     forbidden = {"get_rank", "get_world_size"}
@@ -182,7 +182,7 @@ def _forbidden_statements(tree: ast.Module) -> Iterator[str]:
 
 
 def names_cuda(tree: ast.Module) -> list[int]:
-    """Lines whose code says cuda, in a name or a text; what is only written about it does not count."""
+    """Lines whose code contains cuda, in a name or a string; comments and docstrings do not count."""
     statements = [node.value for node in nodes_of(tree) if isinstance(node, ast.Expr)]
     texts = {id(value) for value in statements if isinstance(value, ast.Constant)}
     found = []
@@ -203,7 +203,7 @@ def sources() -> dict[str, Path]:
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """module -> what it says."""
+    """module -> syntax tree."""
     return {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in sources().items()}
 
 
@@ -227,7 +227,7 @@ def test_naming_cuda_is_found(source: str) -> None:
 
 
 def without_types(tree: ast.Module) -> Iterator[ast.AST]:
-    """All nodes but what only type checkers read, which is imported by nobody."""
+    """All nodes except those only for type checkers, which are not imported at run time."""
     unread = {
         id(node)
         for choice in nodes_of(tree)
@@ -239,18 +239,18 @@ def without_types(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def known_imports(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """module -> those of `modules` that it imports, at the top or inside a function."""
+    """module -> those of `modules` that it imports, at the top level or inside a function."""
     found: dict[str, set[str]] = {}
     for module, tree in modules.items():
         named = {imported.module for imported in imports_of(tree, without_types(tree))}
-        # Of `from a import b`, `a.b` may be a name in `a`.
+        # In `from a import b`, `a.b` may be a name in `a`.
         meant = {name if name in modules else name.rpartition(".")[0] for name in named}
         found[module] = (meant & modules.keys()) - {module}
     return found
 
 
 def in_rings(imports: dict[str, set[str]]) -> set[str]:
-    """The modules from which imports lead back to themselves."""
+    """The modules that are part of an import cycle."""
     found = set()
     for module in imports:
         reached: set[str] = set()
@@ -336,14 +336,14 @@ def test_the_rules_allow(module: str, source: str) -> None:
 
 
 def test_the_engine_does_not_load_the_compiler() -> None:
-    """A decorator (`torch.compiler.disable`) once doubled the time that every rank takes to start."""
+    """A decorator (`torch.compiler.disable`) doubled the startup time of every rank."""
     code = "import sys, hf_zero; hf_zero.initialize; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
 def test_what_extras_declare_needs_no_torch() -> None:
-    """Whoever looks at a config gets the extras that it asks for, also where ranks are only started."""
+    """Reading a config loads the extras that it requests, even if the process only starts ranks."""
     code = "import sys; from hf_zero.config.extras import installed; print(len(installed()), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     num, has_torch = done.stdout.split()

@@ -1,4 +1,4 @@
-"""What is made of the figures of kernels: lower bounds of their times, and what has become of earlier figures."""
+"""Figures of kernels: lower bounds of their times, and the comparison with earlier figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ A100, H100 = (next(card for card in CARDS if card.name == name) for name in ("A1
 
 
 def row(**figures: Any) -> dict[str, Any]:
-    """Of a kernel report: 16 bytes per element, four elements of a thread."""
+    """A row of a kernel report: 16 bytes per element, four elements per thread."""
     pipes = {"issue": 40.0, "fp32": 20.0, "alu": 10.0, "special": 1.0}
     common = {"kernel": "adam._adam", "variant": "weight fp32", "num_bytes": 16.0, "occupancy": 1.0, "registers": 32}
     common |= {"shared_bytes": 0, "barriers": 0, "pieces": {"load 16": 2}, "elements_per_thread": 4}
@@ -28,13 +28,13 @@ def test_the_largest_bound_counts() -> None:
     time, name, times = bound(row(pipes_per_element=busy), H100)
     assert name == "issue" and time == pytest.approx(200 / (128 * 132 * 1.98e9))
     assert times == pytest.approx(time * 3.35e12 / 16)
-    # An A100 takes half as many fp32 instructions per clock.
+    # An A100 executes half as many fp32 instructions per clock.
     found = bounds(row(pipes_per_element={"issue": 100.0, "fp32": 100.0}), A100)
     assert found["fp32"] == pytest.approx(2 * found["issue"])
 
 
 def test_few_warps_do_not_hide_latency() -> None:
-    """At one warp of 64 a processor has 32 threads, each with four elements under way."""
+    """With one of 64 warps a processor has 32 threads, each with four elements in flight."""
     found = bounds(row(occupancy=1 / 64), H100)
     assert found["latency"] == pytest.approx(LATENCY / (132 * 32 * 4)) and found["latency"] > found["bytes"]
 
@@ -45,7 +45,7 @@ def test_cards_are_known_by_whole_words() -> None:
 
 
 def test_the_kept_result_counts_as_we_do() -> None:
-    """Casts (12), norm (4) and clipping (8) beside PyTorch's update; every kernel's variants for every card."""
+    """Casts (12), norm (4) and clipping (8) in addition to PyTorch's update; every kernel's variants for every card."""
     run = kept()
     assert theirs(run) == {"PyTorch, fused AdamW": 52, "PyTorch, foreach AdamW": 104}
     assert {card.target for card in CARDS} == run["found"].keys()

@@ -1,4 +1,4 @@
-"""What a plain step loads is bounded: a feature that nobody asked for is not imported."""
+"""A plain step loads a bounded number of modules: unused features are not imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.loaded import loaded
 
-# Only ever lowered. `python -m tests.support.loaded` shows what there is.
+# Only ever lowered. `python -m tests.support.loaded` shows the modules.
 MAX_MODULES = 103
 MAX_LINES = 18_174
 
@@ -26,7 +26,7 @@ def test_a_plain_step_loads_no_more_than_it_needs(modules: dict[str, int]) -> No
 
 @pytest.mark.parametrize("command", ["", "launch", "explain", "plan", "report", "env", "zero_to_fp32", "universal"])
 def test_help_answers_without_torch(command: str) -> None:
-    """`plan --help` took ten seconds on a small machine, and so did a flag that was misspelled."""
+    """`plan --help` took ten seconds on a small machine, and so did an error for a misspelled flag."""
     code = (
         "import sys; from hf_zero.__main__ import main\n"
         "try: main(sys.argv[1:])\n"
@@ -38,7 +38,7 @@ def test_help_answers_without_torch(command: str) -> None:
 
 
 def test_plan_answers_before_it_loads_torch() -> None:
-    """It said nothing until transformers was loaded, the better part of its time."""
+    """It printed nothing until transformers was loaded, which takes most of its time."""
     code = (
         "import builtins, sys; from hf_zero.__main__ import main; load = builtins.__import__\n"
         "def until_torch(name, *rest): return sys.exit('torch') if name == 'torch' else load(name, *rest)\n"

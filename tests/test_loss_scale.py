@@ -1,4 +1,4 @@
-"""The loss scaler by scripted overflows: tables checked by eye, and a real DeepSpeed's trace step for step."""
+"""The loss scaler with scripted overflows: tables checked by eye, and a real DeepSpeed's trace, step by step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_consecutive_hysteresis_forgives_after_every_clean_update() -> None:
 
 
 def test_no_hysteresis_counts_as_one() -> None:
-    """DeepSpeed counts below zero and never lowers the scale: every later step is skipped, for ever."""
+    """DeepSpeed counts below zero and never lowers the scale: every later step is skipped, forever."""
     assert trace(DynamicLossScaler(LossScalePolicy(initial=8, hysteresis=0)), "xx") == [4, 2]
 
 
@@ -110,7 +110,7 @@ def policy_of(settings: dict[str, Any]) -> LossScalePolicy:
 
 @pytest.mark.oracle
 def test_the_same_trace_as_deepspeed(tmp_path: Path) -> None:
-    """400 scripts of 60 updates, with all shares of overflows; where DeepSpeed ends the run, ours is exhausted."""
+    """400 scripts of 60 updates, with all shares of overflows; where DeepSpeed ends the run, hf_zero's is exhausted."""
     chance = random.Random(5)
     scripts = ["".join(chance.choice("x" + "." * (1 + number % 9)) for _ in range(60)) for number in range(100)]
     questions = [(settings, script) for settings in SETTINGS for script in scripts]

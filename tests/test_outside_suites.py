@@ -1,4 +1,4 @@
-"""What other people's test suites found: each test opens with the story."""
+"""Bugs found by other projects' test suites; each docstring describes one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def backward(engine: ZeroEngine, rank: int) -> None:
 
 @pytest.mark.parametrize("folder", ["", None, 3])
 def test_a_checkpoint_needs_a_folder_with_a_name(folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`save_checkpoint("")` wrote into the working directory; `save_checkpoint(None)` was a TypeError of pathlib."""
+    """`save_checkpoint("")` wrote into the working directory; `save_checkpoint(None)` raised a TypeError of pathlib."""
     monkeypatch.chdir(tmp_path)
     engine = new_engine(1)
     with pytest.raises(AssertionError, match=r"save_checkpoint\(save_dir=.*\): name a folder"):
@@ -67,8 +67,8 @@ def run_asserted(rank: int, folder: str) -> list[str]:
 
 
 def test_what_deepspeed_asserts_can_be_caught_as_assertions(tmp_path: Path) -> None:
-    """Callers expect an AssertionError of a step inside no_sync, of tags that differ, and of a missing model; ours were
-    RuntimeError and ValueError, which they still are too.
+    """Callers expect an AssertionError for a step inside no_sync, for different tags, and for a missing model. hf_zero
+    raised RuntimeError and ValueError; the errors are now both.
     """
     words = ["step() inside no_sync()", "save_checkpoint(tag=...)"]
     assert run_ranks(run_asserted, 2, str(tmp_path)) == [words, words]
@@ -77,8 +77,8 @@ def test_what_deepspeed_asserts_can_be_caught_as_assertions(tmp_path: Path) -> N
 
 
 def test_gradients_are_updated_with_their_parameter_at_hand() -> None:
-    """DeepSpeed calls the function of `safe_update_full_grad_vectorized` as f(gradient, parameter); ours got one
-    argument, and code written for DeepSpeed failed.
+    """DeepSpeed calls the function of `safe_update_full_grad_vectorized` as f(gradient, parameter). hf_zero passed one
+    argument, so code written for DeepSpeed failed.
     """
     engine = new_engine(2)
     backward(engine, 0)
@@ -96,7 +96,7 @@ def test_gradients_are_updated_with_their_parameter_at_hand() -> None:
 
 
 def test_leaf_modules_by_name_say_what_is_missing() -> None:
-    """DeepSpeed gives (modules, names without a module) here, and callers unpack it; ours gave a list."""
+    """DeepSpeed returns (modules, names without a module), and callers unpack it; hf_zero returned a list."""
     model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Linear(1, 1)))
     assert set_z3_leaf_modules_by_name(model, ["0", "9"], raise_if_not_found=False) == ([model[0]], ["9"])
     assert set_z3_leaf_modules_by_suffix(model, [".1", ".0"]) == ([model[1][1], model[1][0]], [])
@@ -149,7 +149,7 @@ def run_nested(rank: int) -> list[bool]:
 
 
 def test_what_a_nested_init_has_built_is_sharded_when_it_ends() -> None:
-    """Parameters of a nested zero.Init had no `ds_id` until the outer one ended, and code inside asked for it."""
+    """Parameters of a nested zero.Init had no `ds_id` until the outer one ended, but code inside it needs them."""
     assert [found[0] for found in run_ranks(run_nested, 2)] == [True, True]
     assert [found[2] for found in run_ranks(run_nested, 2)] == [True, True]
 
@@ -165,8 +165,8 @@ def run_odd(rank: int, stage: int) -> list[list[float] | None]:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_whole_values_of_parameters_of_any_size(stage: int) -> None:
-    """Read from shards, a parameter whose size is no multiple of the number of ranks less one came without its last
-    elements, or not at all, on every rank but the first: the sum over ranks takes equal parts.
+    """A parameter whose size is not divisible by the number of ranks was read from shards without its last elements, or
+    not at all, on every rank except the first, because the sum over ranks takes equal parts.
     """
     first, second = run_ranks(run_odd, 2, stage)
     assert first == second and first[0] == [3.0] * 6 and first[1] == [2.0] * 2
@@ -174,7 +174,7 @@ def test_whole_values_of_parameters_of_any_size(stage: int) -> None:
 
 
 def test_parameters_offloaded_below_stage_3_stop_no_run(caplog: pytest.LogCaptureFixture) -> None:
-    """accelerate's own questionnaire asks for `offload_param` from stage 2 on; a run with it was refused."""
+    """accelerate's questionnaire offers `offload_param` from stage 2 on, but a run with it raised an error."""
     config = {
         "train_batch_size": 1,
         "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
@@ -189,7 +189,7 @@ def test_parameters_offloaded_below_stage_3_stop_no_run(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_adafactor_alone_on_its_rank_is_saved_whatever_the_stage(stage: int, tmp_path: Path) -> None:
-    """One rank trained with Adafactor at stages 2 and 3, and was refused at the first save: after the work was done."""
+    """One rank trained with Adafactor at stages 2 and 3, but its first save failed, after the training was done."""
 
     def build() -> ZeroEngine:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""bench/overlap.py measures at a rate that processors can carry: micro-batches are chosen, not rates."""
+"""bench/overlap.py measures at a rate that processors can sustain: it adapts micro-batches, not rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pages tell readers to type: each command is run, or read by its own parser, or listed here with the reason."""
+"""Commands in the docs: each is run, or parsed by its own parser, or listed here with the reason why not."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 PROGRAM = re.compile(r"(\S*/)?(python3?|hf-zero|deepspeed|ds_report|make|torchrun|accelerate|pip|sbatch|trl|swift)$")
-NEITHER = {  # first word, or module: why the command is neither run nor read
+NEITHER = {  # first word, or module: why the command is neither run nor parsed
     "pip": "installs something",
     "trl": "its parsers are those of TRL's trainers; tests/trl starts it",
     "swift": "ms-swift is not installed; make test-frameworks runs it",
@@ -47,13 +47,13 @@ NEITHER = {  # first word, or module: why the command is neither run nor read
     "examples/clusters/ray_train.py": "imports Ray, which is not installed; make test-all runs it",
     "docs/deepspeed_names.py": "reads sys.argv; tests/integration/test_names.py calls it",
 }
-# Blocks that show files, states or output, by the page they are on; none of them is typed.
+# Pages with blocks that show files, states or output, which are not commands.
 SHOWN = {"architecture.md", "checkpoints.md", "profiling.md", "step.md", "versions.md"}
-STANDS_FOR = {"N": "2", "MODEL": "model", "FOLDER": "model", "...": ""}  # on pages; "": more of the reader's own
+STANDS_FOR = {"N": "2", "MODEL": "model", "FOLDER": "model", "...": ""}  # placeholders; "": further arguments
 
 
 def commands() -> Iterator[tuple[str, str, bool]]:
-    """(page, command, whether it is complete) of what stands in blocks, and of what sentences mention."""
+    """(page, command, whether it is complete) of commands in blocks and in sentences."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, flags=re.DOTALL | re.MULTILINE):
@@ -76,7 +76,7 @@ def without_variables(words: list[str]) -> list[str]:
 
 
 class Understood(BaseException):
-    """The words have been read; what the program does with them is for other tests."""
+    """The arguments have been parsed; other tests check what the program does with them."""
 
 
 Read = Callable[[Callable[[], object], list[str]], None]
@@ -84,7 +84,7 @@ Read = Callable[[Callable[[], object], list[str]], None]
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> Read:
-    """Starts a program and stops it when its parser has taken all words; AssertionError if the parser refuses them."""
+    """Starts a program and stops it once its parser has accepted all words; AssertionError if it rejects them."""
     original = argparse.ArgumentParser.parse_known_args
 
     def parse_known_args(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Read:
 
 
 def check(words: list[str], read: Read) -> None:
-    """Run a command, or have its parser read it."""
+    """Runs a command, or has its parser read it."""
     program, *more = words
     program = program if program in NEITHER else program.rpartition("/")[2]
     if program in NEITHER or (program == "python" and more[0] in NEITHER):
@@ -158,9 +158,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_commands_on_pages_can_be_typed(folder: Path, read: Read, capsys: pytest.CaptureFixture[str]) -> None:
-    """`explain ds.json --fix mended.json` stood on the page of troubleshooting. It did not write mended.json: --fix
-    took no path, the word counted as a flag of TrainingArguments, so that valid values contradicted those' defaults and
-    became "auto" in another file. Nobody had typed what the pages say."""
+    """The troubleshooting page had `explain ds.json --fix mended.json`, which did not write mended.json: --fix took no
+    path, and the word counted as a flag of TrainingArguments. So valid values contradicted those defaults and became
+    "auto" in another file. Nobody had tried the commands of the docs."""
     seen, wrong = set(), []
     for page, command, complete in commands():
         if command in seen:
@@ -196,15 +196,15 @@ def test_python_on_pages_can_be_read_and_imports_what_is_there() -> None:
 
 
 def test_the_code_of_the_readme_trains_as_it_stands(folder: Path) -> None:
-    """README's own loop took configs/zero2.json, which leaves the batch size "auto" and has no optimizer: for a
-    Trainer, who fills it. Pasted, it ended in a ConfigError."""
+    """README's own loop used configs/zero2.json, which is for Trainer: its batch size is "auto" and it has no
+    optimizer. Pasted, the loop raised a ConfigError."""
     script, own_loop = (code for page, code in python_blocks() if page == "README.md" and "train" in code)
     assert script.count("max_steps=50, ") == 1
     names: dict[str, Any] = {}
     try:
         exec(script.replace("max_steps=50, ", "max_steps=2, use_cpu=True, "), names)
     finally:
-        unset_hf_deepspeed_config()  # or the next model of this process is built in shards
+        unset_hf_deepspeed_config()  # otherwise the next model of this process is partitioned on creation
     assert names["trainer"].state.global_step == 2
     assert load_file(folder / "out" / "model" / "model.safetensors")["lm_head.weight"].shape == (256, 256)
     model, rows = tiny_llama(), token_rows(8)
@@ -214,7 +214,7 @@ def test_the_code_of_the_readme_trains_as_it_stands(folder: Path) -> None:
 
 
 def the_error_of_the_readme() -> list[str]:
-    """A ds.json, what DeepSpeed says of it, and what we say."""
+    """A ds.json, DeepSpeed's error for it, and hf_zero's."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     return re.findall(r"^```(?:jsonc|text)\n(.*?)\n```", readme, flags=re.DOTALL | re.MULTILINE)
 
@@ -242,7 +242,7 @@ for old, new in ("", ""), ("offload_optimiser", "offload_optimizer"), ('"fp16": 
 @pytest.mark.oracle
 @requires(oracle=True)
 def test_deepspeed_needs_three_runs_for_it(folder: Path) -> None:
-    """Each with what the run before complained of mended."""
+    """Each with the previous run's error fixed."""
     config, said, _ = the_error_of_the_readme()
     answers = [answer.partition(" [type=")[0] for answer in ask_deepspeed(THREE_RUNS, config, folder)]
     assert answers == re.split(r"\n(?=\S+Error: )", said)

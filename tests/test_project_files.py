@@ -1,4 +1,4 @@
-"""What stands beside the package: its versions agree, workflows name targets that exist, hooks fetch nothing."""
+"""Files around the package: versions agree, workflows use existing targets, hooks fetch nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_paths_and_links_of_pages_at_the_top_exist(name: str) -> None:
 
 
 def test_one_statement_gives_every_file_its_license() -> None:
-    """REUSE.toml instead of a line in each file; its identifier names a text that is LICENSE."""
+    """REUSE.toml instead of a line in each file; its identifier names the license text LICENSE."""
     tomllib = pytest.importorskip("tomllib")
     (annotation,) = tomllib.loads((ROOT / "REUSE.toml").read_text(encoding="utf-8"))["annotations"]
     assert annotation["path"] == "**" and annotation["SPDX-FileCopyrightText"] == "The hf_zero authors"

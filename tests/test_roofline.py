@@ -1,4 +1,4 @@
-"""The event model of a step: lanes overlap as our schedule has it, and docs/performance.md says what it comes to."""
+"""The event model of a step: lanes overlap as in the engine's schedule, and docs/performance.md has its results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from bench.roofline import BOUNDS, MACHINES, PAGE, SHAPES, device_bytes, over_slowest, page
 from hf_zero.planning.event_model import Machine, Setup, Shape, Step, default_gathers, simulate
 
-# Round figures: forward of a unit takes 1 s, its backward 2 s, everything else 1 s where it happens.
+# Round figures: forward of a unit takes 1 s, its backward 2 s, everything else 1 s where it occurs.
 ROUND = Machine("round", 1, flops=2.0, memory=28.0, link=1.0, host_link=2.0, host_memory=28.0, capacity=100.0)
 TWO_UNITS = Shape("two", 2.0, 2)
 PLAIN = Setup(0, tokens=1, recomputes=False)
@@ -20,7 +20,7 @@ def spans(step: Step, lane: str) -> list[tuple[str, float, float]]:
 
 
 def overlap(step: Step, first: str, second: str) -> float:
-    """Seconds in which both lanes work."""
+    """Seconds in which both lanes are busy."""
     ours, theirs = ([p for p in step.pieces if p.lane == lane] for lane in (first, second))
     return sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a in ours for b in theirs)
 
@@ -35,8 +35,8 @@ def test_a_step_without_offload_is_its_compute() -> None:
 
 
 def test_a_step_with_everything_on_the_host() -> None:
-    """Weights come one unit ahead within a pass; gradients leave while the unit before computes; updates follow one
-    another."""
+    """Weights are fetched one unit ahead within a pass; gradients leave while the previous unit computes; updates
+    follow one another."""
     none_stays = default_gathers().model_copy(update={"stage3_max_live_parameters": 0})
     setup = replace(PLAIN, stage=3, offload_optimizer=True, offload_parameters=True, gathers=none_stays)
     step = simulate(ROUND, TWO_UNITS, setup)
@@ -74,7 +74,7 @@ def test_every_lane_has_a_case_in_which_it_is_the_slowest() -> None:
 
 
 def test_bytes_that_stay_on_the_device() -> None:
-    """16 bytes per parameter at stage 0; ZeRO's formulas for 8 GPUs above; nothing but two units where all is away."""
+    """16 bytes per parameter at stage 0; ZeRO's formulas for 8 GPUs above; only two units if all is offloaded."""
     eight, shape = MACHINES[1], Shape("one", 1.0, 1 << 30)
     for stage, expected in ((0, 16.0), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)):
         assert device_bytes(eight, shape, Setup(stage)) == pytest.approx(expected, abs=1e-6)

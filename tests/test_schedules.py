@@ -1,4 +1,4 @@
-"""Our schedules against formulas written out again here, and against a real DeepSpeed."""
+"""hf_zero's schedules compared with formulas written out again here, and with a real DeepSpeed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ORACLE_STEPS = 500
 
 
 class Wrapper:
-    """Stands for our optimizer wrapper: shows the groups, keeps the real optimizer inside."""
+    """Replaces the optimizer wrapper: exposes the groups, with the real optimizer inside."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -48,7 +48,7 @@ def sgd(*rates: float) -> torch.optim.SGD:
 
 
 def first_rates(schedule: Any, steps: int = STEPS) -> list[list[float]]:
-    """The rates of the groups before each of the first updates: what update 1, 2, 3... runs at."""
+    """The groups' learning rates in the first updates."""
     rates = []
     for _ in range(steps):
         rates.append([group["lr"] for group in schedule.optimizer.param_groups])
@@ -129,7 +129,7 @@ def adam(rate: float = 0.1) -> torch.optim.Adam:
 
 
 def test_one_cycle_by_eye() -> None:
-    """Up in 4, down in 2, then 1 / (1 + t): momentum runs the other way and grows after the cycle."""
+    """Up in 4, down in 2, then 1 / (1 + t): momentum runs in the opposite direction and grows after the cycle."""
     optimizer = adam()
     shape = {"cycle_first_step_size": 4, "cycle_second_step_size": 2, "decay_step_size": 1}
     schedule = OneCycle(optimizer, 1.0, 5.0, decay_lr_rate=1.0, decay_mom_rate=1.0, **shape)
@@ -388,7 +388,7 @@ def test_flags_make_a_scheduler_section() -> None:
     [("WarmupLR", [1, 1, 1]), ("WarmupDecayLR", [1, 1, 0.75]), ("WarmupCosineLR", [1, 0.8536, 0.5])],
 )
 def test_no_warm_up_written_by_hand(name: str, expected: list[float]) -> None:
-    """`"warmup_num_steps": 0` was refused, although it can only mean that there is no warm-up."""
+    """`"warmup_num_steps": 0` was rejected, although it can only mean that there is no warm-up."""
     params: dict[str, object] = {"warmup_num_steps": 0, **({} if name == "WarmupLR" else {"total_num_steps": 4})}
     params |= {"cos_min_ratio": 0.0} if name == "WarmupCosineLR" else {"warmup_max_lr": 1.0}
     schedule = build_scheduler(SchedulerPolicy(type=name, params=params), sgd(1.0))
@@ -398,14 +398,14 @@ def test_no_warm_up_written_by_hand(name: str, expected: list[float]) -> None:
 
 
 def test_the_ratio_of_the_cosine_before_the_first_step() -> None:
-    """It was "math domain error": the logarithm of 0."""
+    """It raised "math domain error": the logarithm of 0."""
     assert WarmupCosineLR(sgd(), 10, warmup_num_steps=4).get_lr_ratio() == 0.0
     assert WarmupCosineLR(sgd(), 10, warmup_num_steps=4, warmup_type="linear").get_lr_ratio() == 0.0
 
 
 @pytest.mark.parametrize("cls", [WarmupLR, OneCycle])
 def test_a_rate_in_a_tensor_stays_in_that_tensor(cls: Any) -> None:
-    """Capturable and compiled optimizers read the tensor in `lr`; schedules put a float in its place."""
+    """Capturable and compiled optimizers read the tensor in `lr`, but schedules replaced it by a float."""
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), capturable=False)
     rate = optimizer.param_groups[0]["lr"]
     arguments = {"cycle_min_lr": 0.5, "cycle_max_lr": 1.0} if cls is OneCycle else {"warmup_max_lr": 1.0}

@@ -1,4 +1,4 @@
-"""What a run says when it starts: that ZeRO is on, what offload needs, and which settings are in vain."""
+"""A run's messages at the start: that ZeRO is enabled, what offload needs, and settings without effect."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_run_begins_with_a_block_and_ends_with_a_line(caplog: pytest.LogCaptur
             engine.backward(engine(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
             engine.step()
         end(engine)
-        end(engine)  # nothing is new
+        end(engine)  # nothing new is logged
     block, line = [record for record in caplog.records if record.name == "hf_zero"]
     assert {block.levelno, line.levelno} == {logging.INFO}
     assert block.getMessage().replace(f"hf_zero {hf_zero.__version__}", "hf_zero VERSION") == BLOCK
@@ -75,7 +75,7 @@ def test_a_run_begins_with_a_block_and_ends_with_a_line(caplog: pytest.LogCaptur
 def test_a_run_that_ends_without_a_word_says_how_it_went(
     updates: int, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Loops of Accelerate's users of fewer than ten updates once ended in silence."""
+    """Accelerate loops of fewer than ten updates ended without any message."""
     with caplog.at_level(logging.INFO, "hf_zero"):
         engine = start()
         for _ in range(updates):
@@ -101,7 +101,7 @@ def test_settings_in_vain_are_one_warning(as_under_trainer: pytest.LogCaptureFix
     (warning,) = (x.getMessage() for x in as_under_trainer.records if "some settings have no effect" in x.getMessage())
     assert "\n  - my_note: there is no such key at the top level; ignored" in warning
     assert "\n  - zero_optimization.offload_param: no effect at stage 2" in warning
-    assert "contiguous_gradients" not in warning  # it is so anyway
+    assert "contiguous_gradients" not in warning  # it is always so
 
 
 def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,7 +121,7 @@ def test_who_wants_warnings_alone_gets_them_alone(as_under_trainer: pytest.LogCa
     [(0, "0 bytes"), (40, "40 bytes"), (1500, "1.50 kB"), (2_500_000, "2.50 MB"), (7_250_000_000, "7.25 GB")],
 )
 def test_small_amounts_are_not_zero(num_bytes: int, words: str) -> None:
-    """A small model that did not fit was refused with "need 0.00 GB ... 0.00 GB are available"."""
+    """A small model that did not fit got the error "need 0.00 GB ... 0.00 GB are available"."""
     assert _amount(num_bytes) == words
 
 

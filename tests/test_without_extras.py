@@ -1,4 +1,4 @@
-"""The core without extras: it trains, it checks a config, and it names the extra that a section would need."""
+"""The core without extras: it trains, checks a config, and names the extra that a section would need."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print("trained")
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as it is without hf_zero/extras."""
+    """A folder with the package without hf_zero/extras."""
     folder = tmp_path_factory.mktemp("core")
     shutil.copytree(ROOT / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("extras", "__pycache__"))
     assert (folder / PACKAGE / "config" / "extras.py").exists()
@@ -70,7 +70,7 @@ def test_a_config_without_their_sections_is_checked(core: Path) -> None:
 
 
 def test_a_section_whose_extra_is_gone_is_one_clear_error(core: Path) -> None:
-    """Beside everything else that is wrong, with file and line."""
+    """In addition to all other errors, with file and line."""
     config = {
         "train_batch_size": 0,
         "compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True}}},

@@ -187,7 +187,7 @@ def test_a_failed_write_leaves_nothing_under_the_final_name(
     import os
 
     folder, _ = stage_2
-    (folder / "out.bin").write_bytes(b"of yesterday")
+    (folder / "out.bin").write_bytes(b"of an earlier run")
 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -195,7 +195,7 @@ def test_a_failed_write_leaves_nothing_under_the_final_name(
     monkeypatch.setattr(os, "pwrite", full)
     assert main([str(folder), str(folder / "out.bin")]) == 1
     assert main([str(folder), str(folder / "new")]) == 1
-    assert (folder / "out.bin").read_bytes() == b"of yesterday"
+    assert (folder / "out.bin").read_bytes() == b"of an earlier run"
     assert sorted(path.name for path in folder.iterdir()) == ["global_step3", "latest", "out.bin", "zero_to_fp32.py"]
 
 

@@ -1,1 +1,1 @@
-"""Whole programs: an unmodified Trainer script through real launchers, against both oracles."""
+"""Whole programs: an unmodified Trainer script with real launchers, compared with both oracles."""

@@ -1,4 +1,4 @@
-"""Tiny models of many architectures trained through deepspeed.initialize, whichever package answers to that name.
+"""Trains tiny models of many architectures through deepspeed.initialize, whichever package has that name.
 
 torchrun --nproc-per-node 2 architecture_script.py OUT STAGE STEPS --names llama t5 [--source FOLDER]
 """
@@ -22,17 +22,17 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from tests.support.architectures import ARCHITECTURES, Architecture, share
 
-ROWS = 12  # 1, 2, 3 and 4 ranks divide them
+ROWS = 12  # divisible by 1, 2, 3 and 4 ranks
 LEARNING_RATE = 1e-3
-# Adam divides by the gradient's own size: with its usual 1e-8 a gradient that is zero but for rounding would move its
-# weight by a whole step in a random direction.
+# Adam divides by the gradient's own size: with the usual 1e-8 a gradient that is zero except for rounding would move
+# its weight by a whole step in a random direction.
 EPS = 1e-6
 BUILT, FROM_CONFIG = "built", "from_config"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What one rank saw: its own losses, the global norms, and the whole model before and after."""
+    """One rank's observations: its own losses, the global norms, and the whole model before and after."""
 
     losses: list[float]
     norms: list[float]
@@ -60,11 +60,11 @@ def ds_config(stage: int, world: int) -> dict[str, Any]:
 
 
 def train_architecture(rank: int, name: str, stage: int, steps: int, source: str = BUILT) -> Run:
-    """Train a tiny model that comes from where `make_model` says."""
+    """Trains a tiny model, created by `make_model`."""
     world = dist.get_world_size()
     architecture = ARCHITECTURES[name]
     config = ds_config(stage, world)
-    # transformers looks for it while it is alive: from then on models are born sharded.
+    # transformers checks for this object while it is alive: from then on models are partitioned on creation.
     alive = HfDeepSpeedConfig(config) if source != BUILT else None
     model = make_model(architecture, source, name).train()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -85,12 +85,12 @@ def train_architecture(rank: int, name: str, stage: int, steps: int, source: str
 
 
 def make_model(architecture: Architecture, source: str, name: str) -> Any:
-    """BUILT: an ordinary model; FROM_CONFIG: as AutoModel.from_config makes it; else read from a folder of folders."""
+    """BUILT: an ordinary model; FROM_CONFIG: as by AutoModel.from_config; otherwise loaded from a folder of folders."""
     if source == BUILT:
         return architecture.build()
     model_class = getattr(transformers, architecture.model_class)
     if source == FROM_CONFIG:
-        torch.manual_seed(dist.get_rank())  # ranks that draw differently end up with rank 0's model
+        torch.manual_seed(dist.get_rank())  # ranks with different random weights end up with rank 0's model
         return model_class._from_config(architecture.config())
     return model_class.from_pretrained(f"{source}/{name}")
 
@@ -103,7 +103,7 @@ def whole(tensors: dict[str, nn.Parameter], stage: int) -> dict[str, Tensor]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Train each of the models; every rank writes what it saw."""
+    """Trains each of the models; every rank writes its observations."""
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("stage", type=int)

@@ -1,4 +1,4 @@
-"""A plain fp16 script on deepspeed.initialize whose inputs overflow when a script of letters says so.
+"""A plain fp16 script with deepspeed.initialize whose inputs overflow where a string of letters says so.
 
 python fp16_script.py given.json answer.json        (given: config, script; answer: one entry per update)
 """
@@ -35,14 +35,14 @@ def run(config: dict, script: str) -> list[list[float]]:
 
 
 def main() -> None:
-    """Answer every question of the file."""
+    """Processes every run in the file."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ[name] = value
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     if os.environ.get("HF_ZERO") == "0":
-        # The real one refuses fp16 on a CPU, although torch computes it.
+        # Real DeepSpeed rejects fp16 on a CPU, although torch supports it.
         type(get_accelerator()).is_fp16_supported = lambda self: True
         type(get_accelerator()).supported_dtypes = lambda self: [torch.float, torch.half, torch.bfloat16]
     with open(sys.argv[1]) as file:

@@ -1,4 +1,4 @@
-"""A plain script on deepspeed.initialize, without Trainer: trains a linear layer for a few steps.
+"""A plain script with deepspeed.initialize, without Trainer: trains a linear layer for a few steps.
 
 torchrun --nproc-per-node 2 initialize_script.py ds.json [rank that raises in its third forward]
 """
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def main() -> None:
-    """Train; say so at the end."""
+    """Trains, and prints a message at the end."""
     torch.manual_seed(0)
     model = Model()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=sys.argv[1])

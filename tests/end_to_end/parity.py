@@ -1,4 +1,4 @@
-"""One case of the parity tests: its command line, its run, and what plain PyTorch makes of the same mathematics."""
+"""One case of the parity tests: its command line, its run, and the same mathematics in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_s
 
 SCRIPT = Path(__file__).parent / "trainer_script.py"
 STEPS = 20
-GLOBAL_BATCH = 48  # every number of processes (1 to 4) times every accumulation (1, 4) divides it
+GLOBAL_BATCH = 48  # divisible by every number of processes (1 to 4) times every accumulation (1, 4)
 LEARNING_RATE = 5e-3
 WEIGHT_DECAY = 0.1
-CLIP_NORM = 0.5  # the gradients of these steps are larger: clipping clips
-# Adam divides by the gradient's own size: with its usual 1e-8 a gradient that is zero but for rounding moves its weight
-# by a whole step in a random direction, and two correct programs differ by more than the tolerance.
+CLIP_NORM = 0.5  # smaller than the gradients of these steps, so that clipping has an effect
+# Adam divides by the gradient's own size: with the usual 1e-8 a gradient that is zero except for rounding moves its
+# weight by a whole step in a random direction, and two correct programs differ by more than the tolerance.
 EPS = 1e-6
 TOLERANCE = 1e-5
 
@@ -44,8 +44,8 @@ class Case:
     tied: bool = False
     checkpointing: Literal["", "reentrant", "not_reentrant"] = ""  # of activations
     evaluates: bool = False  # in the middle of the training
-    offload: Literal["", "cpu", "nvme"] = ""  # of the optimizer, at stage 3 of the parameters too
-    preset: bool = False  # stage 3 with the sizes that Trainer fills in, at which a model this small is never released
+    offload: Literal["", "cpu", "nvme"] = ""  # of the optimizer, at stage 3 also of the parameters
+    preset: bool = False  # stage 3 with the sizes that Trainer fills in, with which a small model is never released
 
     def __str__(self) -> str:
         flags = [
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        """The user's ds.json, with everything that can be "auto" left to Trainer."""
+        """The user's ds.json, with "auto" wherever Trainer can fill it in."""
         config: dict[str, Any] = {
             "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": "auto",
@@ -80,16 +80,16 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Of stage 3; a file that is saved must hold whole weights, for the tests to look into."""
+        """Sizes of stage 3; saved files must contain whole weights, which the tests read."""
         sizes: dict[str, Any] = dict.fromkeys(
             ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
         )
-        if not self.preset:  # nothing stays, not even between forward and backward
+        if not self.preset:  # nothing stays gathered, not even between forward and backward
             sizes = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
         return {**sizes, "stage3_gather_16bit_weights_on_model_save": True}
 
     def places(self, drive: Path) -> dict[str, Any]:
-        """Where things are kept; in sub-groups that are smaller than the model."""
+        """The offload targets, with sub-groups smaller than the model."""
         if not self.offload:
             return {}
         drive.mkdir(exist_ok=True)
@@ -99,7 +99,7 @@ class Case:
 
     @property
     def recipe(self) -> Recipe:
-        """The same mathematics for the reference; under Trainer norms are spared from weight decay."""
+        """The same mathematics for the reference; with Trainer norms have no weight decay."""
         return Recipe(
             learning_rate=LEARNING_RATE,
             weight_decay=WEIGHT_DECAY,
@@ -149,7 +149,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of the script left behind."""
+    """The results of a run of the script."""
 
     losses: list[float]
     norms: list[float | None]
@@ -159,7 +159,7 @@ class Outcome:
 
 
 def prepare(folder: Path, tied: bool) -> None:
-    """The model to start from and the rows to learn, on disk."""
+    """Writes the initial model and the training rows to disk."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_llama(tied=tied).save_pretrained(folder / "model")
     (folder / "rows.json").write_text(json.dumps(rows()))
@@ -167,19 +167,19 @@ def prepare(folder: Path, tied: bool) -> None:
 
 @cache
 def rows() -> list[dict[str, list[int]]]:
-    """As many rows as the steps use, so that one epoch is the run."""
+    """As many rows as the steps use, so that the run is one epoch."""
     return token_rows(GLOBAL_BATCH * STEPS)
 
 
 @cache
 def expected(recipe: Recipe, tied: bool) -> Trace:
-    """Plain PyTorch: every step sees its whole global batch at once."""
+    """Plain PyTorch: every step uses its whole global batch at once."""
     steps = [[stack(rows()[start : start + GLOBAL_BATCH])] for start in range(0, GLOBAL_BATCH * STEPS, GLOBAL_BATCH)]
     return train(tiny_llama(tied=tied), steps, recipe)
 
 
 def outcome(folder: Path) -> Outcome:
-    """Read what the script wrote."""
+    """Reads what the script wrote."""
     numbers = json.loads((folder / "out" / "numbers.json").read_text())
     steps = [entry for entry in numbers["log"] if "loss" in entry]
     return Outcome(
@@ -192,9 +192,9 @@ def outcome(folder: Path) -> Outcome:
 
 
 def run_script(rank: int, words: list[str]) -> None:
-    """A rank as a launcher starts it, without paying for imports each time."""
+    """Runs a rank as a launcher would, without the time for imports."""
     if os.environ["WORLD_SIZE"] == "1":
-        # Like plain `python script.py`: nothing says that this is distributed.
+        # Like plain `python script.py`: no variable says that this is distributed.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name)
     trainer_script.main(words)
@@ -207,7 +207,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
 
 
 def assert_parity(case: Case, result: Outcome) -> None:
-    """The 20 losses, the gradient norms and every final weight, as plain PyTorch has them."""
+    """The 20 losses, the gradient norms and every final weight equal those of plain PyTorch."""
     trace = expected(case.recipe, case.tied)
     assert_same_numbers(result.losses, trace.losses, TOLERANCE, "losses")
     assert [norm for norm in result.norms if norm is not None], "no gradient norm was logged"

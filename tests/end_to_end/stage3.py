@@ -1,4 +1,4 @@
-"""What the stage-3 tests share: a config that shards everything, a Trainer, whole weights, and the plain reference."""
+"""Shared by the stage 3 tests: a config that partitions everything, a Trainer, whole weights, the plain reference."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ STAGE = 3
 RATE = 1e-3
 EPS = 1e-6
 TOLERANCE = 1e-5
-# A gradient that is zero but for rounding moves its weight by noise / EPS of an update: allow a hundredth of one.
+# A gradient that is zero except for rounding moves its weight by noise / EPS of an update: allow a hundredth of one.
 ABSOLUTE = 1e-2 * RATE
 WIDTH = 9
 RECIPE = Recipe(learning_rate=RATE, eps=EPS)
 
 
 def zero_section(**more: Any) -> dict[str, Any]:
-    """Nothing persists, little is fetched ahead, little stays."""
+    """Nothing is persistent, little is prefetched, little stays gathered."""
     small = {"reduce_bucket_size": 8000, "stage3_prefetch_bucket_size": 4000, "stage3_max_live_parameters": 20000}
     return {"stage": STAGE, **small, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, **more}
 
 
 def ds_config(*, optimizer: bool = True, **more: Any) -> dict[str, Any]:
-    """For plain scripts; ``more`` goes into the ZeRO section."""
+    """For plain scripts; `more` is added to the ZeRO section."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 1,
@@ -52,7 +52,7 @@ def auto_config(**more: Any) -> dict[str, Any]:
 
 
 def engine_of(model: nn.Module, **more: Any) -> Any:
-    """The engine that trains the model's trainable parameters."""
+    """An engine that trains the model's trainable parameters."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trainable, config=ds_config(**more))
     return engine
@@ -68,7 +68,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 def train_engine(
     engine: Any, batches: Iterable[Batch], loss_function: LossFunction = model_loss
 ) -> tuple[list[float], list[float]]:
-    """One update per batch; this rank's losses and the global norms."""
+    """One update per batch; returns this rank's losses and the global norms."""
     losses, norms = [], []
     for batch in batches:
         loss = loss_function(engine, batch)
@@ -83,19 +83,19 @@ Seen = tuple[list[float], list[float], dict[str, Tensor]]
 
 
 def run_training(model: nn.Module, batches: Iterable[Batch], **more: Any) -> Seen:
-    """What this rank saw of a training: losses, norms, final weights."""
+    """This rank's observations of a training: losses, norms, final weights."""
     engine = engine_of(model, **more)
     losses, norms = train_engine(engine, batches)
     return losses, norms, whole(model)
 
 
 def plain(model: nn.Module, parts: Sequence[Sequence[Batch]], recipe: Recipe = RECIPE) -> Trace:
-    """One process; ``parts[step]`` are the batches that the ranks saw in that step."""
+    """Trains in one process; `parts[step]` are the batches of the ranks in that step."""
     return train(model, parts, recipe)
 
 
 def assert_same_training(seen: Sequence[Seen], trace: Trace) -> None:
-    """Losses, norms and weights of all ranks are those of one process."""
+    """Losses, norms and weights of all ranks equal those of one process."""
     losses = [sum(values) / len(seen) for values in zip(*(run[0] for run in seen), strict=True)]
     assert_same_numbers(losses, trace.losses, TOLERANCE, "losses")
     for _, norms, weights in seen:
@@ -104,7 +104,7 @@ def assert_same_training(seen: Sequence[Seen], trace: Trace) -> None:
 
 
 def assert_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """All of them, within the tolerances; the message names the tensor."""
+    """All tensors are within the tolerances; the message names the tensor."""
     assert tensors.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -113,7 +113,7 @@ def assert_same_tensors(tensors: dict[str, Tensor], expected: dict[str, Tensor])
 
 
 def alone_is_not_distributed() -> None:
-    """A world of one as plain `python script.py` has it: without a launcher's variables."""
+    """Makes a world of one look like plain `python script.py`, without a launcher's variables."""
     if os.environ["WORLD_SIZE"] == "1":
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name)
@@ -136,7 +136,7 @@ def trainer_of(model: Any, training: TrainingArguments, rows: int = 24) -> Train
 
 
 def vectors(steps: int, world: int = 2, seed: int = 3) -> list[list[Batch]]:
-    """``[step][rank]``: four vectors each."""
+    """`[step][rank]`: four vectors each."""
     generator = torch.Generator().manual_seed(seed)
     return [[{"x": torch.randn(4, WIDTH, generator=generator)} for _ in range(world)] for _ in range(steps)]
 
@@ -149,7 +149,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def rank_batches(steps: int, world: int = 2, rows: int = 4, limit: int = VOCABULARY) -> list[list[Batch]]:
-    """``[step][rank]``: rows without ignored labels, tokens below ``limit``."""
+    """`[step][rank]`: rows without ignored labels, tokens below `limit`."""
     all_rows = token_rows(steps * world * rows)
     tokens = [{"input_ids": [t % limit for t in row["input_ids"]]} for row in all_rows]
     labelled = [{**row, "labels": row["input_ids"]} for row in tokens]

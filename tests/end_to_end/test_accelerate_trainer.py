@@ -1,4 +1,4 @@
-"""A Trainer script that names no engine, under `accelerate launch --use_hf_zero`: the numbers of plain PyTorch."""
+"""A Trainer script without an engine, under `accelerate launch --use_hf_zero`: the results of plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users do once training is over: evaluate, predict, save the model and load it back."""
+"""Typical actions after training: evaluate, predict, save the model and load it back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.models import VOCABULARY, stack, tiny_llama
 from tests.support.ranks import run_ranks
 
 
-# Below stage 3, the example of tests/examples/test_train_clm.py evaluates, saves and is loaded among the default tests.
+# Below stage 3, the example of tests/examples/test_train_clm.py evaluates, saves and is loaded by default.
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_evaluate_predict_save_and_load(stage: int, tmp_path: Path) -> None:
     case = Case(stage=stage, processes=2, tied=stage in (1, 3))
@@ -24,9 +24,9 @@ def test_evaluate_predict_save_and_load(stage: int, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     losses = []
     with torch.no_grad():
-        for start in range(0, len(rows()), 16):  # what the two ranks evaluate at a time, 8 rows each
+        for start in range(0, len(rows()), 16):  # the concurrent batches of the two ranks, 8 rows each
             losses.append(float(model(**stack(rows()[start : start + 16])).loss))
-    # Trainer averages these losses, as here; what it evaluated is therefore what it saved.
+    # Trainer also averages these losses; so the saved model equals the evaluated one.
     assert numbers["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert numbers["test_loss"] == pytest.approx(numbers["eval_loss"], rel=1e-6)
     assert numbers["predictions_shape"] == [len(rows()), 16, VOCABULARY]

@@ -16,9 +16,9 @@ from tests.support.ranks import run_each, run_ranks
 from tests.support.reference import Recipe, Trace, assert_same_numbers, train
 
 TOLERANCE = 1e-5
-NORM_TOLERANCE = 1e-4  # plain PyTorch in fp32 itself is off by 3e-5 from fp64 here, with gemma3
-# Some gradients are zero but for rounding (the bias of a key: softmax does not see it), and there two correct programs
-# differ by noise / eps of an update. A hundredth of one update is far below what any real fault does in several steps.
+NORM_TOLERANCE = 1e-4  # plain PyTorch in fp32 is itself off by 3e-5 from fp64 here, with gemma3
+# Some gradients are zero except for rounding (the bias of a key, on which softmax does not depend), and there two
+# correct programs differ by noise / eps of an update. A hundredth of an update is far below any real error.
 ABSOLUTE = 1e-2 * LEARNING_RATE
 SHORT, LONG = 6, 20
 STAGES = [2, 3]
@@ -39,7 +39,7 @@ def expected(name: str, steps: int) -> Trace:
 
 
 def assert_parity(runs: list[Run], trace: Trace) -> None:
-    """Losses within 1e-5, norms nearly so, and every parameter on every rank."""
+    """Losses within 1e-5, norms almost so, and every parameter on every rank."""
     mean_losses = [sum(losses) / len(runs) for losses in zip(*(run.losses for run in runs), strict=True)]
     assert_same_numbers(mean_losses, trace.losses, TOLERANCE, "losses")
     for run in runs:
@@ -48,7 +48,7 @@ def assert_parity(runs: list[Run], trace: Trace) -> None:
 
 
 def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Every tensor within the tolerances; the message names it."""
+    """Every tensor is within the tolerances; the message names it."""
     assert weights.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(
@@ -57,7 +57,7 @@ def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 def assert_begins_as(runs: list[Run], model: nn.Module) -> None:
-    """Every parameter on every rank is that of the model, to the bit."""
+    """Every parameter on every rank bitwise equals the model's."""
     begun = dict(model.named_parameters())
     for run in runs:
         assert run.start.keys() == begun.keys()
@@ -102,7 +102,7 @@ def test_from_pretrained_equals_plain_pytorch(name: str, stage: int, tmp_path: P
     model = ARCHITECTURES[name].build()
     assert_begins_as(runs, model)
     for key, parameter in model.named_parameters():
-        # Loading into plain weights forgets what was fixed: the positions of Whisper come back trainable.
+        # Loading into plain weights resets requires_grad: the positions of Whisper become trainable.
         assert parameter.requires_grad or stage < 3 or key not in runs[0].trained, f"{key} was frozen"
         parameter.requires_grad_(key in runs[0].trained)
     assert_parity(runs, reference(model, name, LONG))
@@ -112,12 +112,12 @@ def test_from_pretrained_equals_plain_pytorch(name: str, stage: int, tmp_path: P
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_from_config_equals_plain_pytorch(name: str, stage: int) -> None:
-    """Ranks that drew different weights train rank 0's model."""
+    """Ranks with different random weights train rank 0's model."""
     runs = run_ranks(train_architecture, 2, name, stage, LONG, FROM_CONFIG)
     model = ARCHITECTURES[name].build()
     spread = {key: value.std() for key, value in model.named_parameters() if value.numel() > 500}
     model.load_state_dict(runs[0].start, strict=False)
     assert_begins_as(runs, model)
-    for key, std in spread.items():  # initialised as this architecture does it, not as torch does by default
+    for key, std in spread.items():  # initialised as by this architecture, not with torch's defaults
         assert 0.5 * std <= runs[0].start[key].std() <= 2 * std, key
     assert_parity(runs, reference(model, name, LONG))

@@ -1,4 +1,4 @@
-"""The same architectures under real DeepSpeed, by the same script: losses, norms and weights agree."""
+"""The same architectures and script with real DeepSpeed: losses, norms and weights agree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.oracle
 SCRIPT = Path(__file__).parent / "architecture_script.py"
 WORLD = 2
 LIMIT_S = 280.0
-# What real DeepSpeed cannot do, so that there is nothing to compare with.
+# Cases that real DeepSpeed does not support, so that there is nothing to compare with.
 BEYOND_DEEPSPEED = {"clip": "it cannot broadcast a parameter without dimensions (logit_scale)"}
 BEYOND_ITS_INIT = {
     "whisper": "its zero.Init hides the shape that the encoder's positions are made for",
@@ -30,13 +30,13 @@ BEYOND_ITS_INIT = {
 
 
 def beyond(stage: int, source: str) -> dict[str, str]:
-    """What it cannot do, and why."""
+    """The unsupported cases, with reasons."""
     return {**BEYOND_DEEPSPEED, **(BEYOND_ITS_INIT if stage == 3 and source != BUILT else {})}
 
 
 @functools.cache
 def oracle_runs(stage: int, source: str, oracle: str, out: Path) -> Path:
-    """All architectures in one launch: starting DeepSpeed takes longer than training all of them."""
+    """All architectures in one launch, because starting DeepSpeed takes longer than training all of them."""
     names = [name for name in ARCHITECTURES if name not in beyond(stage, source)]
     environment = {**oracle_environment(oracle), "PYTHONPATH": str(ROOT)}
     words = [out, stage, LONG, "--source", source, "--names", *names]
@@ -55,7 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the oracle's numbers go."""
+    """The folder of the oracle's results."""
     return tmp_path_factory.mktemp("theirs")
 
 

@@ -1,4 +1,4 @@
-"""The same Trainer script under real DeepSpeed and the same ds.json gives the same numbers: fp32 1e-5, bf16 1e-2."""
+"""The same Trainer script and ds.json with real DeepSpeed give the same results: fp32 to 1e-5, bf16 to 1e-2."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ ABORTED_AT_EXIT = "terminate called without an active exception"
 
 
 def oracle_case(case: Case) -> Case:
-    """The case that the oracle runs: the same mathematics, at a stage where DeepSpeed computes it.
+    """The case that the oracle runs: the same mathematics, at a stage that DeepSpeed computes correctly.
 
-    Its stage 0 with 16-bit weights takes a step on zero gradients while it is set up and leaves Adam's step counter at
-    one, so the bias correction is one step ahead: the first update is 0.744 of what Adam prescribes (0.1 / 0.19 over
-    the square root of 0.001 / 0.001999), and the loss is 2% off after 20 steps. Its stages 1 and 2 are right.
+    Its stage 0 with 16-bit weights takes a step on zero gradients during setup and leaves Adam's step counter at one,
+    so the bias correction is one step ahead: the first update is 0.744 of Adam's (0.1 / 0.19 over the square root of
+    0.001 / 0.001999), and the loss is 2% off after 20 steps. Its stages 1 and 2 are correct.
     """
     return replace(case, stage=1) if case.bf16 and case.stage == 0 else case
 
 
 def run_oracle(case: Case, folder: Path, oracle: str) -> Outcome:
-    """The script under real DeepSpeed.
+    """Runs the script with real DeepSpeed.
 
-    Nothing there leaves the gloo group that accelerate made, and now and then one of its threads aborts the interpreter
-    after the script's last line. The numbers are written by then.
+    DeepSpeed does not destroy the gloo group that accelerate created, and occasionally one of its threads aborts the
+    interpreter after the script's last line, when the results have already been written.
     """
     words = case.words(folder)
     if case.stage == 3:
-        # On a CPU its zero.Init takes the world for one rank, as its own communication is not up yet, and refuses a
-        # total that Trainer has filled in for all ranks.
+        # On a CPU its zero.Init assumes a single rank, because its own communication is not initialized yet, and
+        # rejects a total that Trainer has filled in for all ranks.
         config = {key: value for key, value in case.ds_config.items() if key != "train_batch_size"}
         (folder / "ds.json").write_text(json.dumps(config))
     finished = launch(SCRIPT, words, processes=case.processes, python=oracle, environment=oracle_environment(oracle))
@@ -67,19 +67,19 @@ def run_oracle(case: Case, folder: Path, oracle: str) -> Outcome:
 
 
 def logged_ahead(case: Case) -> int:
-    """By how many updates the rates that the Trainer logs under DeepSpeed run ahead of those without it.
+    """The number of updates by which learning rates logged by Trainer with DeepSpeed are ahead of those without it.
 
     With optimizer or schedule from ds.json DeepSpeed's engine advances the schedule within its step, before Trainer
-    reads the rate; under hf_zero it logs what the update was made with, as without an engine.
+    reads the rate; with hf_zero Trainer logs the update's actual rate, as without an engine.
     """
     return int(case.optimizer or case.scheduler)
 
 
 def saved_once(weights: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
-    """What the Trainer has saved under DeepSpeed without the head that is tied to the embedding.
+    """Trainer's saved weights with DeepSpeed, without the head that is tied to the embedding.
 
-    Its `clone_tensors_for_torch_save` makes two tensors of one, below stage 3, so that the file has both; ours keeps
-    the tie, and the file has the embedding alone, as without an engine.
+    Below stage 3 its `clone_tensors_for_torch_save` makes two tensors of one, so that the file has both; hf_zero keeps
+    the tie, and the file only has the embedding, as without an engine.
     """
     head = weights.get("lm_head.weight")
     if not case.tied or head is None:

@@ -1,7 +1,7 @@
-"""What the documentation pages of transformers, accelerate and DeepSpeed show, done as they show it.
+"""Usage from the documentation of transformers, accelerate and DeepSpeed, as documented there.
 
-Each test is one way of use that those pages print, in words of our own. People begin by pasting such blocks, so each of
-them runs, or stops with a message that names what is not built.
+Each test is one kind of usage from these pages, in our own words. Users start by pasting such blocks, so each of them
+runs, or raises an error that names the unsupported part.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_a_model_built_inside_zero_init_needs_nothing_before_it() -> None:
     run_ranks(_born_in_init, 2)
 
 
-# transformers: "ZeRO inference" without Trainer, and loading by HfDeepSpeedConfig.
+# transformers: "ZeRO inference" without Trainer, and loading with HfDeepSpeedConfig.
 
 
 def _inference(rank: int, weights: str) -> list[int]:
@@ -105,7 +105,7 @@ def test_inference_with_parameters_in_shards_generates_what_the_plain_model_does
 
 def _cell(rank: int, folder: str) -> int:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name)  # as in a process that no launcher has started
+        os.environ.pop(name)  # as in a process without a launcher
     os.chdir(folder)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     args = TrainingArguments("out", deepspeed="ds.json", max_steps=2, report_to=[], use_cpu=True)
@@ -115,7 +115,7 @@ def _cell(rank: int, folder: str) -> int:
 
 
 def test_a_notebook_trains_with_one_process_and_the_environment_of_five_variables(tmp_path: Path) -> None:
-    """Launchers set these; a notebook has none, and the pages have people set them in a cell."""
+    """Launchers set these; a notebook has none, so the pages tell users to set them in a cell."""
     (tmp_path / "ds.json").write_text(json.dumps(_auto_config(3)))
     assert run_ranks(_cell, 1, str(tmp_path), init=False) == [2]
 
@@ -232,7 +232,7 @@ def _getting_started(rank: int, folder: str) -> None:
         loss = engine(batch)
         engine.backward(loss)
         engine.step()
-        # The page takes the loss for the tag, which is a number.
+        # The page uses the loss, a number, as the tag.
         engine.save_checkpoint(folder, 0.25 + step, client_state={"step": step})
     assert step == 3
     path, client_state = engine.load_checkpoint(folder, 2.25)
@@ -243,7 +243,7 @@ def test_getting_started_with_a_loader_of_the_engine_and_a_number_for_a_tag(tmp_
     run_ranks(_getting_started, 2, str(tmp_path))
 
 
-# DeepSpeed: parameters of one module that others read.
+# DeepSpeed: parameters of one module that other modules read.
 
 
 class Biased(nn.Linear):
@@ -252,7 +252,7 @@ class Biased(nn.Linear):
 
 
 class Logits(nn.Module):
-    """A table that is read outside of its module, and a parameter that is returned."""
+    """A table that is read outside its module, and a parameter that is returned."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ def test_a_student_and_its_teacher(tmp_path: Path) -> None:
     run_ranks(_student_and_teacher, 2, str(tmp_path))
 
 
-# Printed settings that are not built, or not well-formed.
+# Documented settings that are unsupported or malformed.
 
 
 def _refusal(section: dict[str, Any]) -> str:

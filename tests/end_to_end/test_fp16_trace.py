@@ -1,4 +1,4 @@
-"""fp16 in a plain script: the same scales, skips and rates as a real DeepSpeed, update for update."""
+"""fp16 in a plain script: the same scales, skips and learning rates as real DeepSpeed, update by update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def config(stage: int, **fp16: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
-        # Otherwise it wants a compiled operator.
+        # Otherwise it needs a compiled operator.
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 1}},
         "fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3, **fp16},
@@ -45,8 +45,8 @@ def ask(interpreter: str, environment: dict[str, str], runs: list[Any], folder: 
 
 @pytest.mark.oracle
 def test_the_same_trace_as_deepspeed(tmp_path: Path, oracle: str) -> None:
-    """Stages 1 to 3. The norm too (their masters start from rounded weights), except at stage 3 on the update at which
-    the scale doubles: there theirs halves."""
+    """Stages 1 to 3. The norm also agrees (their masters start from rounded weights), except at stage 3 in the update
+    in which the scale doubles, where DeepSpeed's is halved."""
     runs = [
         (config(stage, **options), script)
         for stage in (1, 2, 3)

@@ -1,4 +1,4 @@
-"""An unmodified Trainer script with offload gives the numbers of plain PyTorch, and leaves nothing on the drive."""
+"""An unmodified Trainer script with offload gives the results of plain PyTorch, and leaves nothing on the drive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CASES = [
     Case(stage=3, processes=2, offload="nvme", evaluates=True),
 ]
 MORE = [
-    Case(stage=2, processes=2, accumulation=4, offload="cpu"),  # by default at stage 3 in test_documented_usage.py
+    Case(stage=2, processes=2, accumulation=4, offload="cpu"),  # test_documented_usage.py has stage 3 by default
     Case(stage=3, processes=3, accumulation=4, offload="cpu", checkpointing="not_reentrant"),
     Case(stage=2, processes=1, accumulation=4, offload="nvme", clip=False),
     Case(stage=3, processes=4, offload="nvme", tied=True, scheduler=True, optimizer=True),

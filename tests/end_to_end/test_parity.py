@@ -11,7 +11,7 @@ from tests.end_to_end.parity import SCRIPT, Case, assert_parity, outcome, run_ca
 from tests.support.hosts import PLAIN_TRAINER_ACCUMULATES, WHY_NOT
 from tests.support.launch import launch
 
-# Every setting is there, at stages that treat it differently; test_offload.py evaluates in the middle.
+# Every setting occurs, at stages that treat it differently; test_offload.py evaluates in the middle.
 QUICK = [
     Case(stage=0, processes=2, accumulation=4, clip=False, tied=True),
     Case(stage=1, processes=2, accumulation=1, clip=True),
@@ -20,7 +20,7 @@ QUICK = [
     Case(stage=3, processes=2, accumulation=4, clip=True, tied=True, checkpointing="not_reentrant"),
     Case(stage=3, processes=4, accumulation=1, clip=True, optimizer=True, scheduler=True, preset=True),
 ]
-# With those, every pair of settings meets at least once.
+# Together with these, every pair of settings occurs at least once.
 COVERING = [
     Case(stage=3, processes=2, accumulation=4, clip=True, tied=True),
     Case(stage=3, processes=3, accumulation=1, clip=False, evaluates=True, checkpointing="not_reentrant"),
@@ -59,7 +59,7 @@ def test_trainer_equals_plain_pytorch_everywhere(case: Case, tmp_path: Path) -> 
     assert_parity(case, run_case(case, tmp_path))
 
 
-# Among the default tests, the example trains under the launcher (tests/examples/test_train_clm.py).
+# By default, the example trains under the launcher (tests/examples/test_train_clm.py).
 @pytest.mark.parametrize(
     ("processes", "stage"),
     [

@@ -1,10 +1,10 @@
-"""Twenty steps of Trainer give the bits that they gave before: losses, norms and weights, as digests.
+"""Twenty steps of Trainer give bitwise the same losses, norms and weights as before, compared by digests.
 
-Bits of matrix products differ between processors and versions of torch, so every digest is kept under both; those under
-a version and a kind of vector unit alone hold for all processors of which nothing more is known. Where there is nothing
-the tests skip. On a processor that was never met they may fail: make its own with
-`python -m tests.end_to_end.test_same_bits` in a checkout of a state that is known to be right. A digest that is there
-stays, and is only taken out together with the reason why the bits had to change.
+The bits of matrix products depend on the processor and the version of torch, so every digest is stored for both;
+digests for a version and a kind of vector unit apply to all processors of which nothing more is known. Without digests
+the tests are skipped. On a new processor they may fail: create its digests with `python -m
+tests.end_to_end.test_same_bits` in a checkout of a known good state. Existing digests stay, and are only removed with
+the reason why the bits had to change.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ CASES = [
 
 
 def likes() -> str:
-    """What bits depend on besides our code, as far as torch says it."""
+    """What the bits depend on besides our code, as far as torch reports it."""
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def here() -> str:
-    """The same with the kind of processor, by which libraries choose how to multiply."""
+    """The same with the kind of processor, by which libraries choose kernels."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     facts = dict(reversed([[half.strip() for half in line.split(":", 1)] for line in lines if ":" in line]))
     kind = [facts[name] for name in ("vendor_id", "cpu family", "model") if name in facts] or [platform.processor()]

@@ -1,4 +1,4 @@
-"""Promises of stage 3 about ranks that run modules in orders of their own: right values, and an end."""
+"""Stage 3 with ranks that run modules in different orders: correct values, and no deadlock."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ DEFAULTS = {
     "stage3_max_reuse_distance": 10**9,
     "stage3_prefetch_bucket_size": 50_000_000,
 }
-SHARDED_DEFAULTS = {**DEFAULTS, "stage3_param_persistence_threshold": 0}  # or small models hardly exercise stage 3
+SHARDED_DEFAULTS = {**DEFAULTS, "stage3_param_persistence_threshold": 0}  # otherwise small models hardly use stage 3
 LIMITS = {"all 0": ALL_ZERO, "defaults": DEFAULTS, "defaults, nothing persistent": SHARDED_DEFAULTS}
 
 
 class Routed(nn.Module):
-    """Equally shaped experts in a list, called directly, in the order that the batch asks for."""
+    """Equally shaped experts in a list, called directly, in the order that the batch specifies."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Routed(nn.Module):
         self.gain = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor, route: Tensor) -> Tensor:
-        x = x * self.gain  # also where no expert runs there is something to learn
+        x = x * self.gain  # so that something is trained even if no expert runs
         for choice in route.tolist():
             x = torch.tanh(self.experts[choice](x))
         return x.square().mean()
@@ -82,21 +82,21 @@ def assert_carried(routes: Routes) -> None:
 
 @pytest.mark.parametrize("routes", [((2, 2), (3, 3)), ((0, 1, 1), (1, 0, 0))])
 def test_experts_in_other_orders_have_their_own_values(routes: Routes) -> None:
-    """The very first loss was wrong, exit status 0: a gather was matched between ranks by its place in the order of
-    calls, so that the shards of one expert were taken for those of another of the same shape."""
+    """The very first loss was silently wrong. Gathers were matched between ranks by their position in the order of
+    calls, so that shards of one expert were used for another one of the same shape."""
     assert_carried(routes)
 
 
 @pytest.mark.parametrize("routes", [((0, 1), (2, 3)), ((0, 1), (2, 3), (3, 0, 1, 2)), ((), (1, 2), (2, 1), (0,))])
 def test_disjoint_experts_end(routes: Routes) -> None:
     """Most runs never ended: one rank waited for a send buffer of a reduction, the other one for a gather of its
-    backward, and neither looked after what the other needed meanwhile."""
+    backward, and neither served the other in the meantime."""
     assert_carried(routes)
 
 
 def test_experts_used_twice_on_one_rank_only() -> None:
-    """A hang, always, also with default limits: a module that some ranks run twice in one forward and others once
-    "cannot be carried", said the documentation; the run said nothing."""
+    """It always hung, even with default limits. The documentation said that modules which some ranks run twice in a
+    forward and others once are unsupported, but the run gave no error."""
     assert_carried(((0, 1, 0), (0, 1, 1)))
 
 
@@ -104,7 +104,7 @@ WIDE = 512
 
 
 def wide_batches() -> list[list[Batch]]:
-    """Another route in every step."""
+    """A different route in every step."""
     generator = torch.Generator().manual_seed(0)
 
     def batch(step: int, rank: int) -> Batch:
@@ -123,7 +123,7 @@ def run_wide(rank: int) -> Seen:
 
 
 def test_large_experts_end_too() -> None:
-    """Hidden size 512 hung as well, more rarely."""
+    """Hidden size 512 also hung, but less often."""
     assert_same_training(run_ranks(run_wide, 2, timeout_s=60), plain(build_wide(), wide_batches()))
 
 
@@ -133,14 +133,14 @@ def run_apart(rank: int, routes: Routes) -> Seen:
 
 
 def test_ranks_on_several_machines_carry_the_same() -> None:
-    """Without shared memory ranks can only meet in collectives: the same promise in another way."""
+    """Without shared memory ranks can only communicate through collectives, which must work as well."""
     cases: list[Routes] = [((2, 2), (3, 3)), ((0, 1), (2, 3)), ((0, 1, 0), (0, 1, 1)), ((), (3, 1, 0))]
     for routes, seen in zip(cases, run_each(run_apart, 2, [(routes,) for routes in cases]), strict=True):
         assert_same_training(seen, plain(seeded(Routed), routed(4, routes)))
 
 
 def run_more_forwards(rank: int) -> Seen:
-    """Rank 0 looks at its batch once more before it learns from it; both train on."""
+    """Rank 0 evaluates its batch before it trains on it; both continue to train."""
     model = seeded(Routed)
     engine = engine_of(model, **ALL_ZERO)
     losses: list[float] = []
@@ -169,13 +169,13 @@ def run_other_backwards(rank: int) -> None:
 
 
 def test_more_backward_passes_on_one_rank_are_refused_by_name() -> None:
-    """What cannot be carried ends at once, on all ranks, with words about who is where."""
+    """Unsupported differences end at once, on all ranks, with an error that says where each rank is."""
     with pytest.raises(RankFailure, match="ranks have come to different places: .*same number of backward passes"):
         run_ranks(run_other_backwards, 2, timeout_s=30)
 
 
 class InForward(nn.Module):
-    """Gathers a parameter by hand in the middle of a forward in which ranks have come to different modules."""
+    """Gathers a parameter manually in the middle of a forward in which ranks have reached different modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class PlainInForward(InForward):
 
 
 def run_two_engines(rank: int, backward_alike: bool) -> list[Seen]:
-    """Rank 0 runs the first model and then the second, rank 1 the other way round."""
+    """Rank 0 runs the first model and then the second, rank 1 in the opposite order."""
     models = [seeded(Routed) for _ in range(2)]
     engines = [engine_of(model, **ALL_ZERO) for model in models]
     own_order = (0, 1) if rank == 0 else (1, 0)
@@ -230,7 +230,7 @@ TWO_ROUTES = ((0, 1), (3, 1))
 
 
 def test_forwards_of_two_engines_in_other_orders() -> None:
-    """Equally shaped models: what is gathered for one must not be read as the other's."""
+    """The models have equal shapes: a gather of one must not be used for the other."""
     trace = plain(seeded(Routed), routed(3, TWO_ROUTES))
     runs = run_ranks(run_two_engines, 2, True, timeout_s=60)
     for place in (0, 1):
@@ -244,7 +244,7 @@ def test_backwards_of_two_engines_in_other_orders_are_refused() -> None:
 
 
 class Borrower(nn.Module):
-    """Has only a small parameter of its own, and reads a large one of its neighbour's."""
+    """Has only a small parameter of its own, and reads a large one of its neighbour."""
 
     def __init__(self, lender: nn.Linear) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Lending(nn.Module):
 
 
 def direct_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Of one module, called by itself."""
+    """The loss of one module that is called by itself."""
     module = model.module if hasattr(model, "module") else model
     return module.borrower(batch["x"]).square().mean()
 
@@ -278,14 +278,14 @@ def run_direct(rank: int) -> Seen:
 
 
 def test_a_module_called_by_itself_reads_another_ones_parameter() -> None:
-    """The module's own parameters were persistent, so nothing watched its forward, and what it read of its neighbour's
-    was NaN: losses and weights were NaN from the first step on, without a word."""
+    """The module's own parameters were persistent, so its forward was not hooked, and the neighbour's parameter that it
+    read was NaN: losses and weights were silently NaN from the first step on."""
     trace = train(seeded(Lending), vectors(3), RECIPE, direct_loss)
     assert_same_training(run_ranks(run_direct, 2, timeout_s=60), trace)
 
 
 class DeadEnd(nn.Module):
-    """A checkpoint around two layers, of which the second leads to nothing."""
+    """A checkpoint around two layers, of which the second one's output is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,8 +305,8 @@ def run_dead_end(rank: int, limits: dict[str, int]) -> Seen:
 
 
 def test_a_checkpoint_whose_last_module_leads_to_nothing() -> None:
-    """The run died of "setStorage ... out of bounds": backward had come to the second last layer, whose recomputation
-    ran the last one again, and with that the layer in use was released."""
+    """The run failed with "setStorage ... out of bounds": backward had reached the second last layer, whose
+    recomputation also ran the last one, which released the layer in use."""
     trace = plain(seeded(DeadEnd), vectors(3))
     for seen in run_each(run_dead_end, 2, [(limits,) for limits in LIMITS.values()], timeout_s=60):
         assert_same_training(seen, trace)

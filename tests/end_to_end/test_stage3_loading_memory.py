@@ -1,4 +1,4 @@
-"""Stage 3: no rank holds the model while it is built or loaded, and it has the right dtype and values at once."""
+"""At stage 3 no rank holds the whole model during construction or loading, which give the right dtype and values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def llama_config() -> LlamaConfig:
 
 
 def mixtral_config() -> MixtralConfig:
-    """190 MB in fp32, most of it in experts, which the checkpoint holds one by one and the model in packs."""
+    """190 MB in fp32, most of it in experts, which are separate in the checkpoint and packed in the model."""
     return MixtralConfig(
         vocab_size=4000,
         hidden_size=384,
@@ -55,7 +55,7 @@ CLASSES: dict[str, Any] = {"llama": LlamaForCausalLM, "mixtral": MixtralForCausa
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes: how far one rank's anonymous memory rose, and what that is to be measured by."""
+    """The increase of one rank's anonymous memory, and sizes to compare it with, in bytes."""
 
     grown: int
     model: int
@@ -63,12 +63,12 @@ class Measured:
 
     @property
     def allowed(self) -> float:
-        """The share of the rank, one layer, a tenth."""
+        """The share of the rank, one layer, and a tenth."""
         return 1.1 * (self.model / WORLD + self.largest_layer)
 
 
 def measured(build: Callable[[], Any]) -> Measured:
-    """Build a model and watch. The interpreter, the libraries and the first gather have been paid for before."""
+    """Builds a model and measures memory. Interpreter, libraries and the first gather have been warmed up."""
     gc.collect()
     with anonymous_memory() as memory:
         model = build()
@@ -79,7 +79,7 @@ def measured(build: Callable[[], Any]) -> Measured:
 
 
 def warm_up(folder: str, kind: str) -> None:
-    """Once through everything with a model of no size."""
+    """Runs everything once with a tiny model."""
     AutoModelForCausalLM.from_pretrained(f"{folder}/tiny_{kind}")
 
 
@@ -100,7 +100,7 @@ def run_build(rank: int, folder: str, kind: str) -> Measured:
 
 
 def save(folder: Path, kind: str) -> None:
-    """The model in several files, and a tiny one of its kind."""
+    """Saves the model in several files, and a tiny one of its kind."""
     config = CONFIGS[kind]()
     CLASSES[kind](config).save_pretrained(folder / kind, max_shard_size=SHARD)
     assert len(list((folder / kind).glob("*.safetensors"))) > 5
@@ -116,7 +116,7 @@ def save_tiny(folder: Path, kind: str) -> Any:
 
 
 def assert_modest(found: list[Measured]) -> None:
-    """On every rank, with the figures."""
+    """Checks every rank, with the figures in the message."""
     for rank, seen in enumerate(found):
         story = f"{seen.grown / MIB:.0f} MiB, allowed {seen.allowed / MIB:.0f}, model {seen.model / MIB:.0f}"
         print(f"rank {rank}: {story}")
@@ -128,9 +128,9 @@ def assert_modest(found: list[Measured]) -> None:
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("run", [run_load, run_build], ids=["from_pretrained", "from_config"])
 def test_no_rank_ever_holds_the_model(run: Callable[..., Measured], kind: str, tmp_path: Path) -> None:
-    """A model that fits in shards died while it was built or loaded: the checkpoint was read whole on every rank, or at
-    least on rank 0. Here files stay mapped; but shards that lay among freed whole parameters kept the C library's heap
-    at twice what was in use (236 MiB instead of 105 for this model)."""
+    """A model that fits in shards ran out of memory during construction or loading, because the checkpoint was read
+    whole on every rank, or at least on rank 0. Files are now mapped; but shards between freed whole parameters kept the
+    C library's heap at twice the memory in use (236 MiB instead of 105 for this model)."""
     save(tmp_path, kind)
     assert_modest(run_ranks(run, WORLD, str(tmp_path), kind, init=False))
 
@@ -149,7 +149,7 @@ def run_load_right(rank: int, folder: str, kind: str, options: dict[str, Any]) -
 def test_loading_gives_the_saved_weights_once_and_in_the_dtype_of_training(
     kind: str, bf16: bool, tmp_path: Path
 ) -> None:
-    """Weights under zero.Init came in fp32 for bf16 training, or were drawn at random first and loaded after that."""
+    """Weights under zero.Init were fp32 for bf16 training, or were first initialised randomly and then loaded."""
     model = save_tiny(tmp_path, kind)
     runs = run_ranks(run_load_right, WORLD, str(tmp_path), kind, {"bf16": bf16}, init=False)
     for loaded in runs:

@@ -1,4 +1,4 @@
-"""Promises of stage 3 about modules used in odd ways, frozen parameters and recomputation."""
+"""Stage 3 with unusual uses of modules, frozen parameters and recomputation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_module_used_twice_and_a_parameter_used_elsewhere() -> None:
 
 
 class Stranger(nn.Module):
-    """Uses the weight of a module that it is not told about by the module tree."""
+    """Uses the weight of a module without being its parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ def run_stranger(rank: int) -> Seen:
 
 
 def test_an_embedding_used_as_the_head() -> None:
-    """`F.linear(x, self.embed.weight)` at the end, long after the embedding was released: "size mismatch" or zeros."""
+    """`F.linear(x, self.embed.weight)` at the end, after the embedding was released, gave "size mismatch" or zeros."""
     assert_same_training(run_ranks(run_stranger, 2), plain(seeded(Stranger), ids_batches(5)))
 
 
 class Chain(nn.ModuleList):
-    """A list that is more than a list: it has a parameter of its own, and a forward."""
+    """A list with a parameter of its own and a forward."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, WIDTH) for _ in range(2))
@@ -105,7 +105,7 @@ class Chain(nn.ModuleList):
 
 
 class Unusual(nn.Module):
-    """Parameters in places where a walk over layers does not look for them."""
+    """Parameters in places that a traversal of layers misses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,13 +126,13 @@ def run_unusual(rank: int) -> Seen:
 
 
 def test_parameters_in_unusual_places_are_trained() -> None:
-    """Weight-normed convolutions (Wav2Vec2) keep their parameters in a list that is no list of layers: they belonged to
-    no unit, got gradients, and were never updated; nothing said so."""
+    """Weight-normed convolutions (Wav2Vec2) have their parameters in a list that is not a list of layers. They belonged
+    to no unit, got gradients, and were silently never updated."""
     assert_same_training(run_ranks(run_unusual, 2), plain(seeded(Unusual), vectors(5)))
 
 
 class Returner(nn.Module):
-    """A block that returns what it was given beside what it has computed, and a container that returns the insides."""
+    """A block that also returns its input, and a container that returns inner outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,14 +171,14 @@ def run_returner(rank: int) -> Seen:
 
 
 def test_outputs_that_are_passed_through_or_come_from_inside() -> None:
-    """T5's blocks hand on the position bias of the first one, and CLIP returns what its towers have computed: backward
-    took these for the blocks' own results and released weights that it was still using."""
+    """T5's blocks pass on the position bias of the first one, and CLIP returns the outputs of its towers. Backward took
+    these for the blocks' own results and released weights that it was still using."""
     trace = train(seeded(Returner), vectors(5), RECIPE, returned_loss)
     assert_same_training(run_ranks(run_returner, 2), trace)
 
 
 class Positions(nn.Module):
-    """Returns its parameter: a view of it, itself, or in an object; what reads it comes later."""
+    """Returns its parameter, as a view, directly, or in an object, which is read later."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Positions(nn.Module):
 
 
 class Held:
-    """No container that a walk over outputs knows, and without a dictionary of its own."""
+    """An object that a traversal of outputs does not know, without a `__dict__`."""
 
     __slots__ = ("inside",)
 
@@ -199,7 +199,7 @@ class Held:
 
 
 class Positioned(nn.Module):
-    """The positions of a model inside; once more with a block that returns its output in an object."""
+    """The positions of a model inside; used again with a block that returns its output in an object."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -249,9 +249,9 @@ def run_lender(rank: int, how: str, reentrant: bool | None) -> Seen:
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("how", ["view", "parameter", "object"])
 def test_a_module_that_returns_its_parameter(how: str, reentrant: bool | None) -> None:
-    """`return self.table[:length]`, of position embeddings, was a view of memory that was gone when the module around
-    read it: a segmentation fault. The parameter itself was refused; DeepSpeed carries both. What a block returned in
-    objects inside of objects was not seen at all: "setStorage: ... out of bounds for storage of size 0" in backward."""
+    """`return self.table[:length]`, of position embeddings, was a view of memory that had been freed when the outer
+    module read it: a segmentation fault. Returning the parameter itself raised an error; DeepSpeed supports both.
+    Outputs in nested objects were missed: "setStorage: ... out of bounds for storage of size 0" in backward."""
     trace = plain(seeded(lambda: Lender(how, reentrant)), vectors(4))
     assert_same_training(run_ranks(run_lender, 2, how, reentrant), trace)
 
@@ -292,7 +292,7 @@ def run_returning_without_room(rank: int) -> Seen:
 
 @pytest.mark.parametrize("run", [run_returning, run_returning_without_room])
 def test_a_view_of_a_parameter_that_the_program_gets(run: Callable[[int], Seen]) -> None:
-    """The same segmentation fault in the loss of a program, or in what it prints of an evaluation."""
+    """The same segmentation fault in a program's loss, or when it prints the output of an evaluation."""
     trace = train(seeded(Returning), vectors(4), RECIPE, loss_with_positions)
     assert_same_training(run_ranks(run, 2), trace)
 
@@ -317,7 +317,7 @@ def run_several_backwards(rank: int) -> Seen:
 
 
 def test_two_backwards_in_a_step_and_an_evaluation_between() -> None:
-    """Accumulation, and a forward without gradients in the middle of it, upset the recorded order of the gathers."""
+    """Accumulation, with a forward without gradients in the middle, broke the recorded order of gathers."""
     parts = [one + two for one, two in zip(vectors(3, seed=3), vectors(3, seed=4), strict=True)]
     assert_same_training(run_ranks(run_several_backwards, 2), plain(seeded(Reuser), parts))
 
@@ -372,8 +372,8 @@ EVERY = [
 
 @pytest.mark.parametrize(("mask", "reentrant"), EVERY)
 def test_frozen_parameters_and_checkpointing(mask: str, reentrant: bool | None) -> None:
-    """Frozen weights under gradient checkpointing were [0]-shaped in the recomputation: "size of tensor a must match".
-    Frozen ones stay to the bit what they were, and the gradients are those without checkpointing."""
+    """Frozen weights under gradient checkpointing had shape [0] in the recomputation: "size of tensor a must match".
+    Frozen ones must stay bitwise the same, and the gradients equal those without checkpointing."""
     model = masked_llama(mask)
     begun = {name: value.detach().clone() for name, value in model.named_parameters()}
     runs = run_ranks(run_masked, 2, mask, reentrant)
@@ -383,7 +383,7 @@ def test_frozen_parameters_and_checkpointing(mask: str, reentrant: bool | None) 
 
 
 class Checkpointed(nn.Module):
-    """A user's own checkpointing, around one layer that several depths share."""
+    """A user's own checkpointing, around one layer that is used at several depths."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -406,6 +406,6 @@ def run_checkpointed(rank: int, reentrant: bool) -> Seen:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_layer_shared_over_depth_under_checkpointing(reentrant: bool) -> None:
-    """Shared layers under checkpointing brought "the parameter has already been reduced", or a gradient too little."""
+    """Shared layers under checkpointing raised "the parameter has already been reduced", or lost a gradient."""
     trace = plain(seeded(lambda: Checkpointed(reentrant)), vectors(4))
     assert_same_training(run_ranks(run_checkpointed, 2, reentrant), trace)

@@ -1,4 +1,4 @@
-"""Promises of stage 3 about ranks that do different things: generation, experts, branches, looking at the model."""
+"""Stage 3 with ranks that do different things: generation, experts, branches, reading the model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.ranks import run_ranks
 
 
 def find_stop(rows: list[list[int]]) -> int:
-    """A token that the first row says early and the second one never."""
+    """A token that the first row generates early and the second one never."""
     for place, token in enumerate(rows[0][:8]):
         if 1 <= place and token not in rows[1] and token not in rows[0][:place]:
             return token
@@ -40,7 +40,7 @@ def find_stop(rows: list[list[int]]) -> int:
 
 
 def lively_llama() -> Any:
-    """Random weights so large that greedy continuations vary."""
+    """Random weights large enough for greedy continuations to vary."""
     model = tiny_llama()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,8 +72,8 @@ def run_generate(rank: int, stop: int, trainer_like: bool) -> tuple[list[int], S
 
 @pytest.mark.parametrize("trainer_like", [False, True], ids=["script", "trainer"])
 def test_generate_ends_when_ranks_finish_at_different_lengths(trainer_like: bool) -> None:
-    """A rank whose text was complete left the gathers that the other one waited for: it hung until the timeout, unless
-    one knew the flag synced_gpus."""
+    """A rank whose text was complete left the gathers that the other one waited for, which hung until the timeout
+    unless the user knew the flag synced_gpus."""
     model = lively_llama()
     stop = find_stop([continuation(model, rank, None) for rank in (0, 1)])
     expected = [continuation(model, rank, stop) for rank in (0, 1)]
@@ -112,7 +112,7 @@ def lively_t5(stop: int | None) -> Any:
             if parameter.ndim == 2:
                 parameter.mul_(3)
     settings = model.generation_config
-    settings.suppress_tokens, settings.eos_token_id = [0], stop  # 0 also pads: it could not be told from the end
+    settings.suppress_tokens, settings.eos_token_id = [0], stop  # 0 is also padding, which would look like the end
     settings.max_new_tokens, settings.do_sample = 20, False
     return model.eval()
 
@@ -134,7 +134,7 @@ def test_predict_with_generate_of_a_trainer(tmp_path: Path) -> None:
 
 
 class Experts(nn.Module):
-    """A router that looks at the sign of the first number, and experts that are modules of their own."""
+    """A router that uses the sign of the first number, and experts that are separate modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Experts(nn.Module):
 
 
 class ExpertModel(nn.Module):
-    """Two of them in a row, so that they are units; a rank uses one expert only, in each layer another one."""
+    """Two of them in a row, so that they are units; a rank uses one expert only, a different one in each layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class ExpertModel(nn.Module):
 
 
 def choices(steps: int) -> list[list[Batch]]:
-    """Each rank sticks to experts that the other one does not use."""
+    """Each rank only uses experts that the other one does not."""
     return [[{**part, "choice": torch.tensor(n)} for n, part in enumerate(parts)] for parts in vectors(steps)]
 
 
@@ -167,13 +167,13 @@ def run_experts(rank: int) -> Seen:
 
 
 def test_disjoint_experts_as_modules() -> None:
-    """Experts are gathered when they are called: with ranks that call different ones the collectives did not match and
-    the job hung; every new model had to be added to a list of leaf modules by hand."""
+    """Experts are gathered when they are called. If ranks called different ones, the collectives did not match and the
+    job hung; every new model had to be added to a list of leaf modules by hand."""
     assert_same_training(run_ranks(run_experts, 2, timeout_s=60), plain(seeded(ExpertModel), choices(5)))
 
 
 def biased_mixtral() -> Any:
-    """Tokens below 50 go to experts 0 and 1, the others to 2 and 3."""
+    """Tokens below 50 are routed to experts 0 and 1, the others to 2 and 3."""
     model = ARCHITECTURES["mixtral"].build()
     assert isinstance(model, MixtralForCausalLM)
     with torch.no_grad():
@@ -200,7 +200,7 @@ def run_mixtral(rank: int) -> Seen:
 
 
 def test_disjoint_experts_of_mixtral() -> None:
-    """The same hang with a model of transformers, whose experts are packed into one parameter now."""
+    """The same hang with a model of transformers, whose experts are now packed into one parameter."""
     model = biased_mixtral()
     used = []
     for part in mixtral_batches(1)[0]:
@@ -213,7 +213,7 @@ def test_disjoint_experts_of_mixtral() -> None:
 
 
 def story_batches(steps: int) -> list[list[Batch]]:
-    """Of the two ranks one has pictures, the other only text; they take turns."""
+    """One of the two ranks has images, the other only text; they alternate."""
     parts = []
     for step, batch in enumerate(ARCHITECTURES["llava"].batches(steps, 4)):
         ranks = [share(batch, rank, 2) for rank in (0, 1)]
@@ -229,7 +229,7 @@ def run_stories(rank: int) -> Seen:
 
 
 def test_a_text_batch_beside_a_vision_batch() -> None:
-    """One rank's batch had no picture, so its vision tower did not run: the other rank waited for it for ever."""
+    """One rank's batch had no image, so its vision tower did not run, and the other rank waited for it forever."""
     trace = plain(ARCHITECTURES["llava"].build(), story_batches(4))
     assert_same_training(run_ranks(run_stories, 2, timeout_s=60), trace)
 
@@ -262,7 +262,7 @@ def run_branches(rank: int) -> Seen:
 
 
 def test_a_branch_that_runs_on_one_rank_or_on_none() -> None:
-    """A module executed on some ranks only left the others behind in another collective."""
+    """A module executed on some ranks only left the others in another collective."""
     assert_same_training(run_ranks(run_branches, 2, timeout_s=60), plain(seeded(Branches), flagged(6)))
 
 
@@ -271,7 +271,7 @@ def run_rank_0_looks(rank: int) -> Seen:
     engine = engine_of(model)
     seen: tuple[list[float], list[float]] = ([], [])
     for parts in rank_batches(3):
-        if rank == 0:  # what people log on the main process
+        if rank == 0:  # typical logging on the main process
             assert repr(engine) and model.num_parameters() == tiny_llama().num_parameters()
             assert {name: tuple(value.shape) for name, value in model.named_parameters()}
             with pytest.raises(
@@ -285,6 +285,6 @@ def run_rank_0_looks(rank: int) -> Seen:
 
 
 def test_rank_0_may_look_at_the_model_alone() -> None:
-    """`if is_main_process:` around a norm or a parameter count: reading gathered, and the others were not there. What
-    needs no values is answered; what does is refused by name, and training goes on."""
+    """`if is_main_process:` around a norm or a parameter count: the read gathered, without the other ranks. Queries
+    that need no values now work; others raise an error that names the parameter, and training continues."""
     assert_same_training(run_ranks(run_rank_0_looks, 2, timeout_s=60), plain(tiny_llama(), rank_batches(3)))

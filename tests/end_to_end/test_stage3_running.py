@@ -1,4 +1,4 @@
-"""Promises of stage 3 about memory over time, and about engines that do not train."""
+"""Stage 3: memory over time, and engines that do not train."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def run_flat(rank: int) -> tuple[list[int], list[int], list[int]]:
     return levels, kept, objects
 
 
-@pytest.mark.slow  # tests/step has it for the engine alone
+@pytest.mark.slow  # tests/step tests it for the engine alone
 def test_memory_is_flat_over_200_steps() -> None:
     """Memory grew from step to step until the job died, hours later."""
     largest = max(p.numel() for p in tiny_llama().parameters())
     for levels, kept, objects in run_ranks(run_flat, 2):
         assert len(levels) == 4 and len(set(levels[1:])) == 1, levels
-        assert max(kept) < 32 * 4 * largest, kept  # of a few units, however many steps
+        assert max(kept) < 32 * 4 * largest, kept  # of a few units, for any number of steps
         assert objects[-1] - objects[1] < 200, objects
 
 
@@ -69,11 +69,11 @@ def run_states(rank: int) -> int:
 
 
 def test_frozen_parameters_cost_no_optimizer_state() -> None:
-    """Frozen weights had gradients and moments as well: a LoRA run needed the memory of a full one."""
+    """Frozen weights also had gradients and moments, so a LoRA run needed the memory of a full one."""
     model = masked_llama("freeze_as_lora_does", layers=12)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     for grown in run_ranks(run_states, 2):
-        # Half of the frozen fp32 weights leaves for the other rank; gather buffers and the few trained ones cost less.
+        # Half of the frozen fp32 weights moves to the other rank; gather buffers and the few trained ones take less.
         assert grown < -0.3 * 4 * frozen, f"{grown} bytes for {frozen} frozen elements"
 
 
@@ -94,7 +94,7 @@ def run_evaluate_only(rank: int, folder: str, rows: int) -> tuple[dict[str, floa
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("rows", [16, 19])
 def test_a_trainer_that_only_evaluates(world: int, rows: int, tmp_path: Path) -> None:
-    """evaluate() without train() crashed for want of an optimizer; the last batch, shorter than the others, hung."""
+    """evaluate() without train() crashed without an optimizer; the last batch, shorter than the others, hung."""
     model = tiny_llama().eval()
     with torch.no_grad():
         logits = torch.cat([model(**stack([row])).logits for row in token_rows(rows)])
@@ -142,7 +142,7 @@ def run_policy_and_reference(rank: int) -> Seen:
 
 
 def test_several_engines_in_one_process() -> None:
-    """A second engine (a reference model) became the first one, or mixed up its gathers with it."""
+    """A second engine (a reference model) replaced the first one, or mixed up its gathers with it."""
     judge = tiny_llama(seed=1).eval()
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Stage 3: the ways of the documentation to save a trained model, and PEFT's merging, after training."""
+"""Stage 3: documented ways to save a trained model, and PEFT's merging, after training."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ LIMITS = (
     "stage3_prefetch_bucket_size",
 )
 NOTHING_STAYS = dict.fromkeys(LIMITS, 0)
-# What is not persistent stays gathered after an evaluation, as in models that are not tiny.
+# Parameters that are not persistent stay gathered after an evaluation, as in larger models.
 STAYS = {"stage3_param_persistence_threshold": 0}
 NAMED = {"zero": NOTHING_STAYS, "stays": STAYS, "defaults": {}}
 
 
 def diagonal(others: Sequence[Any], names: Sequence[str]) -> list[Any]:
-    """(one of `others`, limits): each of both is there by default, and every pair among the slow tests."""
+    """(one of `others`, limits): each value occurs by default, and every pair in the slow tests."""
     longest = max(len(others), len(names))
     chosen = {(number % len(others), names[number % len(names)]) for number in range(longest)}
     return [
@@ -97,7 +97,7 @@ def run_saves(rank: int, folder: str, limits: dict[str, int], kind: str) -> dict
 @pytest.mark.parametrize(("kind", "limits"), diagonal(["llama", "mixtral"], ["zero", "defaults"]))
 def test_accelerates_way_to_save_writes_the_files(kind: str, limits: dict[str, int], tmp_path: Path) -> None:
     """`save_pretrained(..., is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model))`
-    died on rank 1: there the state dict is None, and the model was asked for one."""
+    failed on rank 1, where the state dict is None and so was requested from the model."""
     for trained in run_ranks(run_saves, 2, str(tmp_path), limits, kind, init=False):
         for folder in ("first", "second"):
             model = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
@@ -142,7 +142,7 @@ def run_saves_adapter(rank: int, folder: str, limits: dict[str, int], kind: str)
     ("kind", "limits"), diagonal(["lora and head", "lora of embeddings", "dora", "prompt"], ["zero", "defaults"])
 )
 def test_accelerates_way_to_save_an_adapter(kind: str, limits: dict[str, int], tmp_path: Path) -> None:
-    """The same call on a PEFT model, whose state dict of rank 1 is None as well."""
+    """The same call on a PEFT model, whose state dict on rank 1 is also None."""
     from peft import PeftModel
 
     weights = run_ranks(run_saves_adapter, 2, str(tmp_path), limits, kind, init=False)
@@ -165,8 +165,8 @@ def run_trainer_saves_prompt(rank: int, folder: str, limits: dict[str, int], kin
 @requires(modules=("peft",))
 @pytest.mark.parametrize(("kind", "limits"), diagonal(["prompt", "encoder"], ["zero", "defaults"]))
 def test_a_trainer_saves_a_prompt(kind: str, limits: dict[str, int], tmp_path: Path) -> None:
-    """Trainer has rank 0 alone call `save_pretrained`, where PEFT runs the prompt's encoder: its weights were gathered
-    with a rank that never came, and the first save hung."""
+    """Trainer calls `save_pretrained` on rank 0 only, where PEFT runs the prompt's encoder. Its weights were gathered
+    without the other rank, and the first save hung."""
     weights = run_ranks(run_trainer_saves_prompt, 2, str(tmp_path), limits, kind, init=False, timeout_s=100)[0]
     trained = with_adapter(kind)
     trained.load_state_dict(weights, strict=False)
@@ -201,9 +201,9 @@ def run_merges(rank: int, folder: str, limits: dict[str, int], kind: str, safely
 @requires(modules=("peft",))
 @pytest.mark.parametrize(("evaluates", "limits"), diagonal([False, True], ["zero", "stays", "defaults"]))
 def test_merging_works_after_training(evaluates: bool, limits: dict[str, int], tmp_path: Path) -> None:
-    """`merge_and_unload` after `train()` met torch's words about "a single memory location"; after `evaluate()`, which
-    leaves weights gathered, it worked. With nothing allowed to stay whole the merged weights stay in shards, and
-    `save_pretrained` says how to save them."""
+    """`merge_and_unload` after `train()` failed with torch's error about "a single memory location"; after
+    `evaluate()`, which leaves weights gathered, it worked. If nothing may stay gathered, the merged weights stay
+    partitioned, and `save_pretrained` says how to save them."""
     kind, safely = "lora and head", evaluates
     runs = run_ranks(run_merges, 2, str(tmp_path), limits, kind, safely, evaluates, init=False)
     plain = with_adapter(kind)

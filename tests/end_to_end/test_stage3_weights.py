@@ -1,4 +1,4 @@
-"""Promises of stage 3 about weights: their shapes, what is saved, what is loaded, resized vocabularies, ties."""
+"""Stage 3 weights: shapes, saving, loading, resized vocabularies, ties."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WEIGHT_FILES = ("*.safetensors", "*model*.bin")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """What looks like saved weights."""
+    """Files that look like saved weights."""
     return sorted(path for pattern in WEIGHT_FILES for path in folder.glob(pattern))
 
 
@@ -62,7 +62,7 @@ def run_look_at_parameters(rank: int) -> None:
             assert (parameter.shape, parameter.ndim, parameter.numel()) == (full.shape, full.ndim, full.numel()), name
             assert parameter.stride() is not None and len(parameter) == len(full)
             assert parameter.ds_shape == full.shape and parameter.ds_numel == full.numel()
-            with pytest.raises(RuntimeError, match=f"'{name}' cannot be"):  # on every rank alone: must not wait
+            with pytest.raises(RuntimeError, match=f"'{name}' cannot be"):  # on each rank separately: must not wait
                 parameter.detach().double().sum()
         train_engine(engine, [rank_batches(1)[0][rank]])
         expected = whole(model)
@@ -70,8 +70,8 @@ def run_look_at_parameters(rank: int) -> None:
 
 
 def test_parameters_never_lie_about_their_shape() -> None:
-    """Sharded parameters used to be empty: `lm_head.weight.shape` was [0] outside a forward, so that heads were built
-    with size 0 and code that tests `.ndim == 2` switched features off without a word."""
+    """Partitioned parameters used to be empty: `lm_head.weight.shape` was [0] outside a forward, so that heads were
+    created with size 0 and code that checks `.ndim == 2` silently disabled features."""
     run_ranks(run_look_at_parameters, 2)
 
 
@@ -89,7 +89,7 @@ def run_embedding_alone(rank: int) -> list[Tensor]:
 
 def test_a_layer_can_be_called_by_itself() -> None:
     """ "RuntimeError: 'weight' must be 2-D": prompt tuning and vision-language models call the embedding directly,
-    outside the engine's forward, where the sharded weight was an empty vector."""
+    outside the engine's forward, where the partitioned weight was an empty vector."""
     model = tiny_llama()
     for rank, (inside, quiet, logits) in enumerate(run_ranks(run_embedding_alone, 2)):
         expected = model.get_input_embeddings()(torch.arange(5 * (rank + 1)).view(1, -1))
@@ -98,7 +98,7 @@ def test_a_layer_can_be_called_by_itself() -> None:
 
 
 def embedded_loss(model: Any, batch: Batch) -> Tensor:
-    """As soft prompts do it: embed outside the model, hand over vectors."""
+    """Like soft prompts: embeds outside the model, and passes vectors."""
     inner = getattr(model, "module", model)
     vectors = inner.get_input_embeddings()(batch["input_ids"])
     loss: Tensor = model(inputs_embeds=vectors, labels=batch["labels"]).loss
@@ -113,7 +113,7 @@ def run_outside_embedding(rank: int) -> Any:
 
 
 def test_a_layer_called_by_itself_is_trained() -> None:
-    """The same trouble in training: the embedding's gradient came from a use that the engine did not see."""
+    """The same problem in training: the embedding's gradient came from a use that the engine did not see."""
     assert_same_training(run_ranks(run_outside_embedding, 2), plain(tiny_llama(), rank_batches(4)))
 
 
@@ -130,8 +130,8 @@ def run_trainer_saves(rank: int, folder: str, gather: bool, tied: bool) -> dict[
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_trainer_saves_whole_weights(tied: bool, tmp_path: Path) -> None:
-    """Training ended well, and the saved model was a few kilobytes of tensors of shape [0]; or its tied head was lost.
-    Every tensor has its shape and the trained value, and the names are those of an ordinary save."""
+    """Training succeeded, but the saved model was a few kilobytes of tensors of shape [0], or its tied head was lost.
+    Every tensor must have its shape and the trained value, and the names of an ordinary save."""
     weights = run_ranks(run_trainer_saves, 2, str(tmp_path / "out"), True, tied, init=False)
     saved = load_file(tmp_path / "out" / "model.safetensors")
     tiny_llama(tied=tied).save_pretrained(tmp_path / "plain")
@@ -147,8 +147,8 @@ def test_trainer_saves_whole_weights(tied: bool, tmp_path: Path) -> None:
 
 
 def test_without_gathering_no_useless_file_is_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With stage3_gather_16bit_weights_on_model_save off, a "model" of empty tensors was written without a word. Now
-    there is no such file, somebody says how to get the weights, and that way gives exactly what was trained."""
+    """With stage3_gather_16bit_weights_on_model_save off, a "model" of empty tensors was silently written. Now there is
+    no such file, a message says how to get the weights, and that way gives exactly the trained ones."""
     out = tmp_path / "out"
     weights = run_ranks(run_trainer_saves, 2, str(out), False, False, init=False)
     assert not weight_files(out)
@@ -175,8 +175,8 @@ def run_save_pretrained(rank: int, folder: str, only_rank_0: bool) -> dict[str, 
 
 @pytest.mark.parametrize("only_rank_0", [False, True])
 def test_save_pretrained_is_right_or_refused(only_rank_0: bool, tmp_path: Path) -> None:
-    """`model.save_pretrained` wrote the empty placeholders of the shards. Either the file is right, or there is an
-    error that names the way, and no file; a call on rank 0 alone must not wait for the others either."""
+    """`model.save_pretrained` wrote the empty placeholders of the shards. Now either the file is correct, or an error
+    names the correct way, and there is no file; a call on rank 0 alone must not wait for the others either."""
     answers = run_ranks(run_save_pretrained, 2, str(tmp_path), only_rank_0, timeout_s=60)
     if isinstance(answers[0], str):
         assert not weight_files(tmp_path), f"refused, but wrote {weight_files(tmp_path)}"
@@ -196,7 +196,7 @@ def run_save_gathered(rank: int, folder: str) -> dict[str, Tensor]:
 
 
 def test_save_pretrained_under_gathered_parameters(tmp_path: Path) -> None:
-    """The documented way by hand: gather, then save on rank 0; a tied head stays tied."""
+    """The documented manual way: gather, then save on rank 0; a tied head stays tied."""
     weights = run_ranks(run_save_gathered, 2, str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -205,14 +205,14 @@ def test_save_pretrained_under_gathered_parameters(tmp_path: Path) -> None:
 
 def run_consolidate(rank: int) -> tuple[Any, dict[str, Tensor], bool]:
     model = tiny_llama(tied=True)
-    engine = engine_of(model)  # the config does not ask for whole weights: Trainer asks with adapters, OpenRLHF always
+    engine = engine_of(model)  # the config does not request whole weights: Trainer does with adapters, OpenRLHF always
     state = engine._zero3_consolidated_16bit_state_dict()
     shares = state is not None and state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
     return (None if state is None else dict(state)), whole(model), shares
 
 
 def test_the_consolidated_state_dict_is_on_rank_0_and_keeps_ties() -> None:
-    """Accelerate's get_state_dict reads this: a tied head that comes twice is saved twice or refused by safetensors."""
+    """Accelerate's get_state_dict reads this: a duplicated tied head is saved twice or rejected by safetensors."""
     (first, weights, shares), (second, _, _) = run_ranks(run_consolidate, 2)
     assert second is None and shares
     assert first.keys() == tiny_llama(tied=True).state_dict().keys()
@@ -224,7 +224,7 @@ def test_the_consolidated_state_dict_is_on_rank_0_and_keeps_ties() -> None:
 
 def run_load(rank: int, folder: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
     alive = HfDeepSpeedConfig(ds_config())
-    torch.manual_seed(rank)  # what is drawn at random differs between ranks: rank 0's counts
+    torch.manual_seed(rank)  # random values differ between ranks: rank 0's count
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     loaded = whole(model)
     engine_of(model)
@@ -236,8 +236,8 @@ def run_load(rank: int, folder: str, options: dict[str, Any]) -> tuple[dict[str,
 
 @pytest.mark.parametrize("shard", ["100GB", "30KB"])
 def test_every_rank_loads_every_weight(shard: str, tmp_path: Path) -> None:
-    """After an upgrade, loading under stage 3 left weights at random values on all ranks; nothing said so. Buffers
-    (rotary frequencies) came out as zeros or uninitialised memory on ranks other than 0."""
+    """After an upgrade, loading at stage 3 silently left weights at random values on all ranks. Buffers (rotary
+    frequencies) were zeros or uninitialised memory on ranks other than 0."""
     model = tiny_llama()
     model.save_pretrained(tmp_path, max_shard_size=shard)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "30KB")
@@ -249,7 +249,7 @@ def test_every_rank_loads_every_weight(shard: str, tmp_path: Path) -> None:
 
 
 def test_missing_keys_are_noticed_and_initialised(tmp_path: Path) -> None:
-    """A file without some of the weights gave NaN or leftovers of memory in their place, different on each rank."""
+    """A file without some weights gave NaN or uninitialised memory instead, different on each rank."""
     model = tiny_llama()
     model.save_pretrained(tmp_path)
     content = load_file(tmp_path / "model.safetensors")
@@ -258,7 +258,7 @@ def test_missing_keys_are_noticed_and_initialised(tmp_path: Path) -> None:
     strange = {"model.layers.7.mlp.up_proj.weight": torch.ones(2)}
     save_file({**kept, **strange}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     first, second = run_ranks(run_load, 2, str(tmp_path), {})
-    # transformers itself reports no unexpected keys on this way, whatever the file holds.
+    # transformers itself reports no unexpected keys in this case, regardless of the file.
     assert first[2]["unexpected_keys"] == second[2]["unexpected_keys"] == sorted(strange)
     assert first[2]["missing_keys"] == second[2]["missing_keys"] == sorted(gone)
     for name, value in kept.items():
@@ -271,7 +271,7 @@ def test_missing_keys_are_noticed_and_initialised(tmp_path: Path) -> None:
 
 
 def test_a_wrong_shape_is_an_error(tmp_path: Path) -> None:
-    """Loading a head of another size into sharded parameters went unnoticed, as all of them had shape [0]."""
+    """Loading a head of another size into partitioned parameters went unnoticed, because all had shape [0]."""
     tiny_llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
@@ -280,7 +280,7 @@ def test_a_wrong_shape_is_an_error(tmp_path: Path) -> None:
 
 
 class Hoarder(nn.Module):
-    """A model with buffers: one drawn at random, one that is not saved, one of integers."""
+    """A model with buffers: a random one, one that is not saved, one of integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def run_buffers(rank: int) -> dict[str, Tensor]:
 
 
 def test_buffers_are_those_of_rank_0_everywhere() -> None:
-    """Buffers were left as each rank had made them: two ranks then computed two different models."""
+    """Each rank kept its own buffers: two ranks then computed two different models."""
     first, second = run_ranks(run_buffers, 2)
     for name in ("drawn", "unsaved", "count"):
         assert not torch.equal(first[f"before {name}"], second[f"before {name}"])
@@ -315,7 +315,7 @@ def test_buffers_are_those_of_rank_0_everywhere() -> None:
 
 
 def tiny_wav2vec2_config() -> Wav2Vec2Config:
-    """Its positions come through a convolution under weight norm."""
+    """Its positions come from a weight-normed convolution."""
     convolution = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embeddings": 6}
     shape = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 20}
     return Wav2Vec2Config(**convolution, **shape, num_conv_pos_embedding_groups=3, vocab_size=11)
@@ -330,8 +330,8 @@ def run_make_and_load_normed(rank: int, folder: str) -> tuple[dict[str, Tensor],
 
 
 def test_weights_behind_a_parametrization_are_made_and_loaded(tmp_path: Path) -> None:
-    """transformers reads `conv.weight` before it initialises it, gathers only what is a parameter of `conv` itself, and
-    so asked for a weight whose norm and direction were in shards: no Wav2Vec2 could be made or loaded."""
+    """transformers reads `conv.weight` before it initialises it, but only gathers parameters of `conv` itself. So it
+    read a weight whose norm and direction were partitioned, and no Wav2Vec2 could be created or loaded."""
     torch.manual_seed(5)
     plain_model = Wav2Vec2ForCTC(tiny_wav2vec2_config())
     plain_model.save_pretrained(tmp_path)
@@ -361,9 +361,9 @@ def run_make_composed(rank: int) -> dict[str, Tensor]:
 
 
 def test_a_model_that_is_made_of_others_is_initialised_once() -> None:
-    """Its parts are sharded when they have been made. Upstream marks modules as initialised on rank 0, which writes
-    their values; every other rank initialised them again as parts of the whole model, and ended with the refusal to
-    write into shards while rank 0 waited for it."""
+    """Its parts are partitioned once they have been created. Upstream marks modules as initialised on rank 0, which
+    writes their values; every other rank initialised them again as parts of the whole model, and raised an error for
+    writing into shards while rank 0 waited for it."""
     expected = CLIPModel(tiny_clip_config()).state_dict()
     for made in run_ranks(run_make_composed, 2):
         for name, value in made.items():
@@ -371,7 +371,7 @@ def test_a_model_that_is_made_of_others_is_initialised_once() -> None:
 
 
 def digest(module: Any) -> str:
-    """As TRL makes one."""
+    """A digest as in TRL."""
     found = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         found.update(name.encode() + tensor.cpu().numpy().tobytes())
@@ -383,8 +383,8 @@ def run_digest(rank: int) -> str:
 
 
 def test_a_digest_is_of_whole_weights() -> None:
-    """TRL makes the key of a reference's log-probabilities from a model that is in shards since it was loaded: DPO with
-    precompute_ref_log_probs ended there."""
+    """TRL computes the key of a reference's log-probabilities from a model that has been partitioned since it was
+    loaded: DPO with precompute_ref_log_probs failed there."""
     assert run_ranks(run_digest, 2) == [digest(tiny_llama())] * 2
 
 
@@ -398,7 +398,7 @@ def run_resize(rank: int, folder: str, size: int, multiple: int | None) -> Any:
     model.resize_token_embeddings(size, pad_to_multiple_of=multiple)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     shapes = [tuple(layer.weight.shape) for layer in (model.model.embed_tokens, model.lm_head)]
-    engine = engine_of(model)  # new rows were drawn on each rank; here rank 0's win
+    engine = engine_of(model)  # new rows are random on each rank; here rank 0's win
     start = whole(model)
     losses, norms = train_engine(engine, [step[rank] for step in rank_batches(3, limit=100)])
     still_tied = model.lm_head.weight is model.model.embed_tokens.weight
@@ -418,8 +418,8 @@ def run_resize(rank: int, folder: str, size: int, multiple: int | None) -> Any:
     ],
 )
 def test_resize_token_embeddings(tied: bool, size: int, multiple: int | None, rows: int, tmp_path: Path) -> None:
-    """The size was read from an empty placeholder: the vocabulary became 0, or the copy hit one shard only, and an
-    untied head was worst. Kept rows, ties and the config are as in one process, and the model trains."""
+    """The size was read from an empty placeholder: the vocabulary became 0, or the copy only changed one shard, which
+    was worst for an untied head. Kept rows, ties and the config must be as in one process, and the model must train."""
     original = tiny_llama(tied=tied)
     original.save_pretrained(tmp_path)
     answers = run_ranks(run_resize, 2, str(tmp_path), size, multiple)
@@ -451,17 +451,17 @@ def run_edit(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str,
             norm.data[3] = 7.0
     edited = whole(model)
     with deepspeed.zero.GatheredParameters([head]):
-        head.data.fill_(-1.0)  # nobody is named to modify: discarded
+        head.data.fill_(-1.0)  # without modifier_rank: discarded
     with deepspeed.zero.GatheredParameters(list(model.parameters())), deepspeed.zero.GatheredParameters(head):
-        nested = head.detach().clone()  # the inner one must not take it away from the outer one
+        nested = head.detach().clone()  # the inner context must not release it for the outer one
     after = whole(model)
     train_engine(engine, [rank_batches(1)[0][rank]])
     return edited, {**after, "nested": nested}, whole(model)
 
 
 def test_edits_under_gathered_parameters_reach_all_ranks_and_the_optimizer() -> None:
-    """Weight surgery on rank 0 was lost, or came back after the next step, because the master weights kept the old
-    values; nested gathers were refused or released too early."""
+    """Weight surgery on rank 0 was lost, or reverted after the next step, because the masters kept the old values;
+    nested gathers raised an error or were released too early."""
     expected = tiny_llama()
     with torch.no_grad():
         expected.lm_head.weight.fill_(0.25)

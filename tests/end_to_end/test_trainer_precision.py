@@ -1,4 +1,4 @@
-"""Trainer in fp16 with a scaled loss, and with optimizers built from ds.json."""
+"""Trainer in fp16 with loss scaling, and with optimizers from ds.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def run(case: Case, folder: Path, sections: dict[str, Any], flags: tuple[str, ...] = ()) -> Outcome:
-    """The case with more sections in its ds.json and more words on its command line."""
+    """The case with more sections in its ds.json and more command-line arguments."""
     words = [*case.words(folder), *flags]
     (folder / "ds.json").write_text(json.dumps({**case.ds_config, **sections}))
     run_ranks(run_script, case.processes, words, init=False)
@@ -28,7 +28,7 @@ def run(case: Case, folder: Path, sections: dict[str, Any], flags: tuple[str, ..
     ("stage", "accumulation"), [(2, 1), (3, 4), *(pytest.param(stage, 4, marks=pytest.mark.slow) for stage in (0, 2))]
 )
 def test_fp16_follows_fp32(stage: int, accumulation: int, tmp_path: Path) -> None:
-    """From the ready config's section, with its scale of 65536: early overflows are skipped, then losses follow."""
+    """With the ready config's section and its scale of 65536: early overflows are skipped, then losses agree."""
     section = json.loads((CONFIGS / "zero2_fp16.json").read_text())["fp16"]
     case = Case(stage=stage, processes=2, accumulation=accumulation, clip=True)
     sections = {"fp16": {**section, "enabled": "auto", "initial_scale_power": 10}}
@@ -38,7 +38,7 @@ def test_fp16_follows_fp32(stage: int, accumulation: int, tmp_path: Path) -> Non
 
 
 def test_a_scale_that_is_too_high_at_first(tmp_path: Path) -> None:
-    """Overflowing steps train nothing and keep the schedule where it is; then training goes on."""
+    """Overflowing steps train nothing and do not advance the schedule; then training continues."""
     sections = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
     result = run(Case(stage=2, processes=2), tmp_path, sections, ("--fp16", "True"))
     skipped = [rate for rate in result.rates if rate == result.rates[0]]

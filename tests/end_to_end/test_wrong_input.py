@@ -1,4 +1,4 @@
-"""Wrong input ends a launch with one clear error and a non-zero code, on all ranks, without hanging."""
+"""Wrong input ends a launch with one clear error and a non-zero exit code, on all ranks, without hanging."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOOD: dict[str, Any] = {
 def assert_refused(
     finished: Finished, message: str, *, error: str = r"\w*(Error|Exception)", chained: bool = False
 ) -> None:
-    """Ended by itself, with an error, all processes gone, and one error that is not buried under others."""
+    """It ended by itself, with an error, without leftover processes, and the error is not hidden by others."""
     assert finished.code not in (0, None), f"ended with {finished.code}:\n{finished.output[-6000:]}"
     assert finished.survivors == 0
     # The message itself may follow a headline.
@@ -38,7 +38,7 @@ def assert_refused(
 
 
 def write(folder: Path, config: Any) -> Path:
-    """A ds.json."""
+    """Writes a ds.json."""
     path = folder / "ds.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
     return path
@@ -54,7 +54,7 @@ def without_batch() -> dict[str, Any]:
     return {key: value for key, value in GOOD.items() if "batch" not in key}
 
 
-SLOW = pytest.mark.slow  # what each says is tested without processes, in tests/config
+SLOW = pytest.mark.slow  # tests/config tests each message without processes
 REFUSED = [
     pytest.param(
         '{"train_micro_batch_size_per_gpu": 4,', r"ds\.json:1:38 .*\n.*never closed", id="not-json", marks=SLOW
@@ -82,7 +82,7 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     assert_refused(finished, "absent.json")
 
 
-@pytest.mark.slow  # as in tests/integration/test_error_report.py
+@pytest.mark.slow  # similar to tests/integration/test_error_report.py
 def test_all_ranks_are_refused_together(tmp_path: Path) -> None:
     finished = launch(INITIALIZE_SCRIPT, [write(tmp_path, without_batch())], processes=2, timeout_s=TIMEOUT_S)
     assert_refused(finished, "batch", error="ConfigError")
@@ -98,7 +98,7 @@ def test_the_good_config_of_these_tests_is_accepted(tmp_path: Path) -> None:
     assert run_ranks(run_initialize_script, 2, str(write(tmp_path, GOOD)), init=False) == ["trained\n"] * 2
 
 
-# Among the default tests: ranks that die in tests/integration/test_dying_rank.py, what torchrun makes of errors in
+# Tested by default: ranks that die in tests/integration/test_dying_rank.py, torchrun's handling of errors in
 # tests/integration/test_error_report.py.
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "processes"), [(2, 2), *((stage, 3) for stage in (0, 1, 2, 3))])
@@ -119,7 +119,7 @@ def trainer_words(folder: Path, config: Any, *more: str) -> list[str]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        # transformers reads the file before any engine does, and words this error itself.
+        # transformers reads the file before any engine does, and raises its own error.
         pytest.param("not json at all", "(JSON|json|Expecting value)", id="not-json", marks=SLOW),
         pytest.param(
             {

@@ -1,4 +1,4 @@
-"""A causal language model trained with Trainer, as the transformers documentation describes it; knows no engine.
+"""A causal language model trained with Trainer, as in the documentation of transformers, without mentioning an engine.
 
 torchrun --nproc-per-node 2 trainer_script.py --model MODEL --data ROWS.json --output_dir OUT [--deepspeed ds.json]
 """
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, Traini
 
 @dataclass
 class ScriptArguments:
-    """What this script needs besides TrainingArguments."""
+    """Options of this script in addition to TrainingArguments."""
 
     model: str = field(metadata={"help": "folder of the model to start from"})
     data: str = field(metadata={"help": "JSON file: a list of rows with input_ids and labels"})
@@ -43,14 +43,14 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class InOrder(Trainer):
-    """Trains on the rows in the order of the file (which not every transformers has an argument for)."""
+    """Trains on the rows in the order of the file (not every version of transformers has an argument for it)."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return torch.utils.data.SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
 
 def main(words: Sequence[str]) -> None:
-    """Run, and leave the process group that Trainer has joined."""
+    """Runs, and destroys the process group that Trainer has created."""
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))  # type: ignore[arg-type]
     script, training = parser.parse_args_into_dataclasses(list(words))
     run(script, training)
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> None:
 
 
 def run(script: ScriptArguments, training: TrainingArguments) -> None:
-    """Train, perhaps evaluate, save the model, and write the numbers beside it."""
+    """Trains, optionally evaluates, saves the model, and writes the results beside it."""
     rows = Rows(json.loads(Path(script.data).read_text()))
     model = AutoModelForCausalLM.from_pretrained(script.model)
     if int(os.environ.get("RANK", "0")) == script.fail_on_rank:
@@ -79,9 +79,9 @@ def run(script: ScriptArguments, training: TrainingArguments) -> None:
 
 
 def leave_process_group() -> None:
-    """Nobody else does, and a gloo group that is alive at exit can abort the interpreter from one of its threads.
+    """Trainer does not destroy its group, and a gloo group alive at exit can abort the interpreter from a thread.
 
-    Trainer's wrapped model holds the group as well, in a reference cycle: it has to go first.
+    Trainer's wrapped model also holds the group, in a reference cycle, which has to be collected first.
     """
     gc.collect()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -89,7 +89,7 @@ def leave_process_group() -> None:
 
 
 def fail_in_third_forward(model: torch.nn.Module) -> None:
-    """Make the model raise, as a bug in a user's model would."""
+    """Makes the model raise, like a bug in a user's model."""
     calls = []
 
     def hook(module: torch.nn.Module, arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""How extras are found: our own by one table, those of other packages by their entry points."""
+"""How extras are found: hf_zero's own in one table, those of other packages by their entry points."""
 
 from __future__ import annotations
 

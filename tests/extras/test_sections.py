@@ -1,4 +1,4 @@
-"""Sections of training-time features: policies, rules, switches, and that nonsense gives clear errors only."""
+"""Sections of training-time features: policies, rules, flags, and clear errors for invalid input."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ metric = st.dictionaries(st.sampled_from([*CurriculumMetric.model_fields, "x"]),
 
 @st.composite
 def sections(draw: st.DrawFn) -> dict[str, Any]:
-    """Right sections with some keys replaced, or keys alone."""
+    """Valid sections with some keys replaced, or keys alone."""
     config: dict[str, Any] = dict(draw(st.sampled_from([{}, BASE, {"train_batch_size": 16}])))
     right: list[dict[str, Any]] = [{}, {"curriculum_learning": LEGACY}, sampling(), routing()]
     right += [{"sparse_attention": {"mode": mode}} for mode in PATTERN_KEYS]

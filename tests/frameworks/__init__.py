@@ -1,1 +1,1 @@
-"""Other people's frameworks, unmodified, each in an environment of its own (make test-frameworks)."""
+"""Unmodified frameworks of other projects, each in its own environment (make test-frameworks)."""

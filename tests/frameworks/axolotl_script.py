@@ -1,7 +1,7 @@
 """`axolotl train` on CPUs: torchrun --nproc_per_node 2 axolotl_script.py run.yaml
 
-Below stage 3, and without an engine, axolotl tells from_pretrained to load onto the GPU with the number of the local
-rank. Here that is the CPU; nothing else is replaced.
+Below stage 3, and without an engine, axolotl makes from_pretrained load onto the GPU with the local rank's index. Here
+that is replaced by the CPU, and nothing else.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A UNet learns to take the noise off images, in the way that diffusers' users write such a loop with Accelerate.
+"""A UNet learns to denoise images, in a typical training loop of diffusers' users with Accelerate.
 
-Nothing here names an engine but the saving at the end, which at stage 3 asks for the whole weights.
+Only the saving at the end mentions an engine: at stage 3 it gathers the whole weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def images() -> list[torch.Tensor]:
 
 
 def save_ema_beside_the_state(accelerator: Accelerator, ema: Any) -> None:
-    """`save_state` and `load_state` take the averaged weights along."""
+    """Includes the averaged weights in `save_state` and `load_state`."""
 
     def save(models: list[torch.nn.Module], weights: list[object], folder: str) -> None:
         if accelerator.is_main_process:
@@ -74,9 +74,9 @@ def main() -> None:
     args = parse()
     accelerator = Accelerator(
         gradient_accumulation_steps=ACCUMULATION,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),  # the checkpoint has its state
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),  # the checkpoint contains its state
     )
-    # Its module asks once, when it is imported, whether stage 3 is on; imported earlier, `ema.step` fails there.
+    # Its module checks at import whether stage 3 is enabled; imported earlier, `ema.step` fails there.
     from diffusers.training_utils import EMAModel
 
     set_seed(3)
@@ -86,7 +86,7 @@ def main() -> None:
     noise_scheduler = DDPMScheduler(num_train_timesteps=100)
     optimizer = torch.optim.AdamW(unet.parameters(), lr=2e-3, eps=args.adam_epsilon)
     loader = DataLoader(images(), batch_size=BATCH, shuffle=True)
-    updates = args.epochs * len(loader) // ACCUMULATION  # of one process; each update moves the schedule by all of them
+    updates = args.epochs * len(loader) // ACCUMULATION  # of one process; each update advances the schedule by all
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=updates)
     unet, optimizer, loader, schedule = accelerator.prepare(unet, optimizer, loader, schedule)
     ema.to(accelerator.device)
@@ -99,7 +99,7 @@ def main() -> None:
         step = int(args.resume_from_checkpoint.name.split("-")[1])
     numbers: dict[str, list[float]] = {"losses": [], "norms": [], "rates": []}
     for epoch in range(step // updates_per_epoch, args.epochs):
-        loader.set_epoch(epoch)  # or a resumed run shuffles as in the first one
+        loader.set_epoch(epoch)  # otherwise a resumed run shuffles as in the first epoch
         unet.train()
         summed = 0.0
         for clean in loader:

@@ -1,4 +1,4 @@
-"""The environments that `make test-frameworks` builds, and a way to run something in one of them."""
+"""The environments that `make test-frameworks` builds, and a function to run something in one of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS = 2
 
 
 def interpreter(name: str) -> str:
-    """The Python of this framework's environment; skips where it was not built or not chosen."""
+    """The Python of this framework's environment; skips if it was not built or not selected."""
     if name not in os.environ.get(CHOSEN_VARIABLE, name).split():
         pytest.skip(f"{name} is not among {CHOSEN_VARIABLE}={os.environ[CHOSEN_VARIABLE]!r}")
     python = FOLDER / name / "bin" / "python"
@@ -35,7 +35,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 600,
 ) -> Finished:
-    """Run a script of this folder (or an absolute path) in the framework's environment; fail if it does."""
+    """Runs a script of this folder (or an absolute path) in the framework's environment; fails if the script does."""
     python = interpreter(name)
     path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {"PATH": path, **(environment or {})}

@@ -1,4 +1,4 @@
-"""A Fabric loop: train, save, and go on from what another run saved. Started by test_lightning.py on every rank."""
+"""A Fabric loop: trains, saves, and resumes from another run. Started by test_lightning.py on every rank."""
 
 from __future__ import annotations
 

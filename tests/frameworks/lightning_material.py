@@ -1,4 +1,4 @@
-"""What both Lightning scripts train, and the accelerator that lets DeepSpeedStrategy's own code run without a GPU."""
+"""The model of both Lightning scripts, and an accelerator that runs DeepSpeedStrategy's code without a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def loader() -> DataLoader[tuple[torch.Tensor, ...]]:
-    """Every batch another one, the same on every call; an epoch ends half way, because Lightning goes on from there."""
+    """Different batches, the same on each call; an epoch ends halfway, because Lightning resumes from there."""
     start = torch.arange(ROWS).unsqueeze(1)
     return DataLoader(
         TensorDataset((start * 7 + torch.arange(LENGTH) * (1 + start % 3)) % VOCABULARY), batch_size=BATCH
@@ -44,10 +44,10 @@ def loader() -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def on_cpu(accelerator: type) -> object:
-    """Lightning's CUDAAccelerator, the only one its strategy accepts, with the CPU as its one device.
+    """Lightning's CUDAAccelerator, the only one that its strategy accepts, with the CPU as its only device.
 
-    This replaces the device of the test, nothing of the strategy. The strategy also asks that devices be numbered, and
-    there is no second CPU; so each rank is a node of its own with one device (`one_rank_per_node`).
+    This replaces the test's device, but nothing of the strategy. The strategy requires numbered devices, and there is
+    no second CPU; so each rank is a separate node with one device (`one_rank_per_node`).
     """
 
     class CPU(accelerator):  # type: ignore[misc, valid-type]
@@ -77,6 +77,6 @@ def on_cpu(accelerator: type) -> object:
 
 
 def one_rank_per_node() -> dict[str, int]:
-    """What Fabric and Trainer are told about the ranks that torch's launcher started."""
+    """Arguments of Fabric and Trainer for the ranks started by torch's launcher."""
     os.environ.update(GROUP_RANK=os.environ["RANK"], LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     return {"devices": 1, "num_nodes": int(os.environ["WORLD_SIZE"])}

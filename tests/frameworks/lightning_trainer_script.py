@@ -1,4 +1,4 @@
-"""A LightningModule under Trainer: fit, checkpoint, resume, test. Started by test_lightning.py on every rank."""
+"""A LightningModule with Trainer: fit, checkpoint, resume, test. Started by test_lightning.py on every rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ACCUMULATE = 2
 
 
 class Module(pl.LightningModule):
-    """`divisor`: Trainer divides the loss by ACCUMULATE also where its strategy does, so DeepSpeed's norm is half of
-    DDP's; what is compared with has to divide once more."""
+    """`divisor`: Trainer divides the loss by ACCUMULATE even if its strategy also does, so DeepSpeed's norm is half of
+    DDP's, and the reference has to divide once more."""
 
     def __init__(self, divisor: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the frameworks around Trainer start from: a tiny Llama, its tokenizer, and rows."""
+"""Inputs of the frameworks based on Trainer: a tiny Llama, its tokenizer, and rows."""
 
 from __future__ import annotations
 

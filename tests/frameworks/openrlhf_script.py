@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node 2 openrlhf_script.py ENGINE COMMAND ARGUMENTS...
 
-ENGINE is `deepspeed` (what `import deepspeed` finds) or `plain`, COMMAND a module such as openrlhf.cli.train_sft. What
-the commands need of a GPU is replaced: the device, the mesh's name for it, and the functions of flash-attn that are
-imported but, without packed samples, never called. They train in 16 bit only; here in fp32, so that results compare.
-What they would draw for TensorBoard goes to scalars.jsonl.
+ENGINE is `deepspeed` (whatever `import deepspeed` finds) or `plain`, COMMAND a module such as openrlhf.cli.train_sft.
+The commands' uses of a GPU are replaced: the device, its name in the mesh, and the functions of flash-attn that are
+imported but, without packed samples, never called. The commands train in 16 bits only; here in fp32, so that results
+are comparable. Their values for TensorBoard are written to scalars.jsonl.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def stand_in_for_a_gpu() -> None:
-    """The CPU as the current device, flash-attn's helpers for packed samples as names, and a writer of scalars."""
+    """Uses the CPU as the current device, dummies for flash-attn's helpers, and a writer of scalars."""
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
@@ -78,12 +78,12 @@ def change_openrlhf() -> None:
 
 
 class Plain(nn.Module):
-    """What OpenRLHF asks of an engine, in PyTorch: DDP, AdamW, accumulation, clipping, a schedule."""
+    """The engine API that OpenRLHF uses, in PyTorch: DDP, AdamW, accumulation, clipping, a schedule."""
 
     def __init__(self, module: nn.Module, groups: list[Any], config: dict[str, Any], schedule: Callable[..., Any]):
         super().__init__()
         self.module = module
-        self.parallel = [DistributedDataParallel(module)]  # in a list: no second name for its parameters
+        self.parallel = [DistributedDataParallel(module)]  # in a list, so that its parameters get no second name
         self.accumulation = config["train_batch_size"] // config["train_micro_batch_size_per_gpu"]
         self.accumulation //= int(os.environ["WORLD_SIZE"])
         self.max_norm = config["gradient_clipping"]
@@ -109,7 +109,7 @@ class Plain(nn.Module):
 
 
 def initialize(model: nn.Module, config: dict[str, Any], **given: Any) -> tuple[Any, ...]:
-    """In place of `deepspeed.initialize`. A model without an optimizer is one for forward passes only."""
+    """Replaces `deepspeed.initialize`. A model without an optimizer is for forward passes only."""
     if "optimizer" not in config:
         return model, None, None, None
     engine = Plain(model, given["model_parameters"], config, given["lr_scheduler"])

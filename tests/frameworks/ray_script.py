@@ -10,7 +10,7 @@ from ray.train.torch import TorchTrainer
 
 
 def train(settings: dict[str, list[str]]) -> None:
-    """One rank; Ray has made the process group."""
+    """One rank; Ray has created the process group."""
     from transformers import HfArgumentParser, TrainingArguments
 
     from tests.end_to_end.trainer_script import ScriptArguments, run

@@ -1,4 +1,4 @@
-"""What a run around Trainer left behind, and that two of them are the same."""
+"""The results of a Trainer-based run, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.reference import assert_same_numbers, assert_same_weights
 
 TOLERANCE = 1e-5
 STEPS = 6
-EPS = 1e-6  # with less, gradients that are zero but for rounding decide the result
+EPS = 1e-6  # with less, gradients that are zero except for rounding decide the result
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,20 @@ class Left:
 
 
 def left_by(checkpoint: Path, weights: str = "model.safetensors") -> Left:
-    """Read a checkpoint folder of Trainer."""
+    """Reads a checkpoint folder of Trainer."""
     history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
     losses = [float(entry["loss"]) for entry in history if "loss" in entry]
     return Left(losses, load_file(checkpoint / weights))
 
 
 def assert_same_runs(run: Left, expected: Left, tolerance: float = TOLERANCE) -> None:
-    """Every loss and every weight."""
+    """Compares every loss and every weight."""
     assert_same_numbers(run.losses, expected.losses, tolerance, "losses")
     assert_same_weights(run.weights, expected.weights, tolerance)
 
 
 def flags(folder: Path, stage: int | None, resume: Path | None = None) -> dict[str, object]:
-    """What all of them pass on to TrainingArguments: accumulation, clipping, checkpoints half way and at the end."""
+    """Common TrainingArguments: accumulation, clipping, checkpoints halfway and at the end."""
     chosen: dict[str, object] = {
         "output_dir": str(folder / "out"),
         "max_steps": STEPS,
@@ -62,7 +62,7 @@ def flags(folder: Path, stage: int | None, resume: Path | None = None) -> dict[s
 
 
 def ds_config(stage: int) -> dict[str, object]:
-    """A ds.json as users keep it: the training arguments decide everything but the stage."""
+    """A typical ds.json: the training arguments determine everything except the stage."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     precision = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     zero: dict[str, object] = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}

@@ -1,4 +1,4 @@
-"""An embedding model trained as the documentation of sentence-transformers describes it.
+"""An embedding model trained as described in the documentation of sentence-transformers.
 
 sentence_transformers_script.py MODEL TEXTS.json [flags of SentenceTransformerTrainingArguments]
 """

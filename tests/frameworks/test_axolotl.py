@@ -1,4 +1,4 @@
-"""axolotl's command on the engine: the same model as with DDP, saved and resumed."""
+"""axolotl's command with hf_zero: the same model as with DDP, saved and resumed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.frameworks.runs import STEPS, assert_same_runs, flags, left_by
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1800)]
 LAST = f"checkpoint-{STEPS}"
-# How it calls what others call as TrainingArguments do.
+# axolotl's names of some TrainingArguments.
 NAMES = {"per_device_train_batch_size": "micro_batch_size"}
 LEFT_OUT = ("report_to",)
 
 
 def train(folder: Path, stage: int | None, resume: Path | None = None) -> Path:
-    """`axolotl train run.yaml` on two ranks; the folder that it wrote."""
+    """`axolotl train run.yaml` on two ranks; returns the folder that it wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = write_instructions(folder / "rows.json")
     given = {NAMES.get(name, name): value for name, value in flags(folder, stage, resume).items()}
@@ -31,7 +31,7 @@ def train(folder: Path, stage: int | None, resume: Path | None = None) -> Path:
         "dataset_prepared_path": str(folder / "prepared"),
         "sequence_len": 512,
         "val_set_size": 0,
-        "seed": 42,  # drawn at random otherwise
+        "seed": 42,  # random by default
         "optimizer": "adamw_torch",
         "lr_scheduler": "linear",
         "bf16": False,

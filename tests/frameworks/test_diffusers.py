@@ -1,4 +1,4 @@
-"""diffusers' training loop on the engine: the same UNet and the same average of it as with DDP, and resumed."""
+"""diffusers' training loop with hf_zero: the same UNet and averaged weights as with DDP, and resumed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS = ("unet", "unet_ema")
 
 
 def train(folder: Path, stage: int | None, resume: Path | None = None) -> Path:
-    """A run of the script, which the launcher alone tells of the engine; the folder that it wrote."""
+    """A run of the script, for which only the launcher selects the engine; returns the folder that it wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     words = ["--output_dir", folder, "--epochs", EPOCHS, "--adam_epsilon", EPS, "--max_grad_norm", CLIP]
     words += [] if resume is None else ["--resume_from_checkpoint", resume]
@@ -56,7 +56,7 @@ def test_same_as_ddp_and_goes_on_from_a_checkpoint(stage: int, tmp_path: Path) -
     expected = with_ddp()
     zero = train(tmp_path / "zero", stage)
     assert len(numbers(zero)["losses"]) == STEPS
-    assert max(numbers(zero)["norms"]) > CLIP  # or clipping would not be tested
+    assert max(numbers(zero)["norms"]) > CLIP  # otherwise clipping would not be tested
     for key, values in numbers(zero).items():
         assert_same_numbers(values, numbers(expected)[key], TOLERANCE, key)
     assert_same_models(zero, expected, TOLERANCE)

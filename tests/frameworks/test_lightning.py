@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeedStrategy on the engine: Fabric and Trainer train as their DDP does, and resume."""
+"""Lightning's DeepSpeedStrategy with hf_zero: Fabric and Trainer train as with their DDP, and resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def train(script: str, folder: Path, stage: int | None, resume: Path | None = None) -> Path:
-    """A run that leaves checkpoints half way and at the end."""
+    """A run that saves checkpoints halfway and at the end."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments: list[object] = ["--output", folder, "--steps", STEPS]
     arguments += [] if stage is None else ["--stage", stage]
@@ -35,7 +35,7 @@ def with_ddp(script: str) -> Path:
 
 
 def weights_of(folder: Path) -> Weights:
-    """What Lightning's own tool made of the last checkpoint folder."""
+    """The result of Lightning's own tool for the last checkpoint folder."""
     return torch.load(folder / "whole.pt", weights_only=False)["state_dict"]
 
 

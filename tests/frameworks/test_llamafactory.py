@@ -1,4 +1,4 @@
-"""LLaMA-Factory's command on the engine: the same model as with DDP, saved and resumed, full and LoRA."""
+"""LLaMA-Factory's command with hf_zero: the same model as with DDP, saved and resumed, full and LoRA."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
 
 
 def train(folder: Path, method: str, stage: int | None, resume: Path | None = None) -> Path:
-    """`llamafactory-cli train run.yaml` on two ranks; the folder that it wrote."""
+    """`llamafactory-cli train run.yaml` on two ranks; returns the folder that it wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     write_instructions(folder / "rows.json")
     (folder / "dataset_info.json").write_text(json.dumps({"tiny": {"file_name": "rows.json"}}))

@@ -1,4 +1,4 @@
-"""OpenRLHF's commands on the engine: what plain PyTorch trains in its place, saved and resumed."""
+"""OpenRLHF's commands with hf_zero: the same training as plain PyTorch's, saved and resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.frameworks.runs import EPS, STEPS, Left, assert_same_runs
 from tests.trl.material import sentences
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1800)]
-SAMPLES, EPOCHS = 24, 2  # of 8 samples per update: 6 updates
+SAMPLES, EPOCHS = 24, 2  # 8 samples per update: 6 updates
 SFT: list[object] = ["--data.input_key", "input", "--data.output_key", "output"]
 METHODS: dict[str, list[object]] = {
     "train_sft": SFT,
@@ -28,7 +28,7 @@ METHODS: dict[str, list[object]] = {
 
 
 def train(folder: Path, method: str, stage: int | None, resume: Path | None = None) -> Path:
-    """One command on two ranks, with the engine at this stage or (None) plain PyTorch. The folder it wrote."""
+    """One command on two ranks, with the engine at this stage or (None) plain PyTorch. Returns the folder it wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     model, rows = write_language_model(folder / "model"), folder / "rows.json"
     texts = sentences(SAMPLES + 1)
@@ -58,10 +58,10 @@ def train(folder: Path, method: str, stage: int | None, resume: Path | None = No
 
 
 def left_by(folder: Path) -> Left:
-    """Mean losses of the updates, and what was saved at the end."""
+    """Mean losses of the updates, and the final saved weights."""
     lines = [json.loads(line) for line in (folder / "logs" / "run" / "scalars.jsonl").read_text().splitlines()]
     losses = [line["value"] for line in lines if line["name"] == "train/loss_mean"]
-    adapter = folder / "out" / "adapter_model.bin"  # what it writes at stage 3
+    adapter = folder / "out" / "adapter_model.bin"  # written at stage 3
     if adapter.exists():
         return Left(losses, torch.load(adapter))
     (file,) = (folder / "out").glob("*.safetensors")

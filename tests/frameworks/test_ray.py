@@ -1,4 +1,4 @@
-"""Ray Train around the Trainer: the same model as with DDP. tests/examples/test_clusters.py restarts lost workers."""
+"""Ray Train with Trainer: the same model as with DDP. tests/examples/test_clusters.py tests restarts of workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST = f"checkpoint-{STEPS}"
 
 
 def train(folder: Path, stage: int | None) -> Path:
-    """Two of Ray's workers; the folder that the script wrote."""
+    """Two of Ray's workers; returns the folder that the script wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_llama().save_pretrained(folder / "model")
     (folder / "rows.json").write_text(json.dumps(token_rows(32)))

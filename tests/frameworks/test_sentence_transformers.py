@@ -1,4 +1,4 @@
-"""sentence-transformers on the engine: the same embedding model as with DDP, saved and resumed."""
+"""sentence-transformers with hf_zero: the same embedding model as with DDP, saved and resumed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.frameworks.runs import STEPS, Left, assert_same_runs, flags
 from tests.support.reference import assert_same_numbers
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(1800)]
-# MultipleNegativesRankingLoss multiplies similarities by 20, and rounding with them: Adam must not do so once more.
+# MultipleNegativesRankingLoss multiplies similarities, and their rounding errors, by 20: Adam must not amplify them.
 TOLERANCE, EPS = 1e-4, 1e-3
 
 
 def train(folder: Path, stage: int | None, resume: Path | None = None, **options: object) -> Path:
-    """A run of the script on two ranks; the folder that it wrote."""
+    """A run of the script on two ranks; returns the folder that it wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     chosen = {**flags(folder, stage, resume), "adam_epsilon": EPS, **options}
     words = [word for name, value in chosen.items() for word in (f"--{name}", value)]
@@ -58,5 +58,5 @@ def test_same_as_ddp_and_goes_on_from_a_checkpoint(stage: int, tmp_path: Path) -
 
 
 def test_stage_3_saves_at_the_end(tmp_path: Path) -> None:
-    """Its checkpoints write the weights on rank 0 alone, which is refused there where they are in shards."""
+    """Its checkpoints write the weights on rank 0 alone, which raises an error if they are partitioned."""
     assert_same_as_ddp(train(tmp_path / "zero", 3, save_strategy="no"))

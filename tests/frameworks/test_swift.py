@@ -1,4 +1,4 @@
-"""ms-swift's command on the engine, with its own ds.json files: the same model as with DDP, saved and resumed."""
+"""ms-swift's command with hf_zero, with its own ds.json files: the same model as with DDP, saved and resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = {"full": "model.safetensors", "lora": "adapter_model.safetensors"}
 
 
 def train(folder: Path, method: str, deepspeed: str | None, resume: Path | None = None) -> Path:
-    """`swift sft` on two ranks; `deepspeed` is the name of a file that ms-swift brings. The folder that it wrote."""
+    """`swift sft` on two ranks; `deepspeed` names one of ms-swift's files. Returns the folder that it wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, object] = {
         "model": write_language_model(folder / "model"),
@@ -33,7 +33,7 @@ def train(folder: Path, method: str, deepspeed: str | None, resume: Path | None 
         "dataset": write_instructions(folder / "rows.json"),
         "split_dataset_ratio": 0,
         "torch_dtype": "float32",
-        "fp16": False,  # otherwise it trains a model in fp32 with autocast
+        "fp16": False,  # otherwise it trains an fp32 model with autocast
         "bf16": False,
         "add_version": False,
         **METHODS[method],

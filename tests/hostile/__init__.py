@@ -1,1 +1,1 @@
-"""Hostile programs: random trainings that ought to be right or refused, checked against one plain PyTorch process."""
+"""Hostile programs: random trainings that must be correct or rejected, compared with one plain PyTorch process."""

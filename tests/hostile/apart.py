@@ -1,4 +1,4 @@
-"""Engines of ranks that believe to be on machines of their own, for campaigns: no shared memory between them."""
+"""Engines for campaigns whose ranks appear to be on separate machines, without shared memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.hostile.body import make_zero_engine
 
 
 def make_engine_apart(model: nn.Module, optimizer: optim.Optimizer, config: dict[str, Any]) -> Any:
-    """What `make_zero_engine` makes, where every rank has a machine of its own."""
+    """Like `make_zero_engine`, with each rank on a separate machine."""
     if any(known.hosts.num_hosts == 1 for known in groups._worlds.values()):
-        groups._worlds.clear()  # that of the ranks' warming up
+        groups._worlds.clear()  # from the ranks' warm-up
     with mock.patch.object(shared_memory, "host_name", lambda: f"host {os.environ['RANK']}"):
         return make_zero_engine(model, optimizer, config)

@@ -1,4 +1,4 @@
-"""What one rank does in a hostile program. No process globals and no collectives of its own: a rank may be a thread."""
+"""One rank's part of a hostile program, without process globals and own collectives: a rank may be a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.hostile.spec import Forward, Program, RankMicro
 
 RATES = {"sgd": 0.01, "adamw": 0.01}
 WEIGHT_DECAY = 0.1
-# Large for Adam, on purpose: it bounds by how much rounding in a gradient near zero can move a weight (rate / eps).
+# Intentionally large for Adam: it bounds how far rounding in a gradient near zero can move a weight (rate / eps).
 EPS = 1e-3
 
 # (model, optimizer, config) -> engine
@@ -25,8 +25,8 @@ TwoLosses = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank saw: both losses of every forward in the order in which it made them, the norm of every update, and
-    the weights that it ends with."""
+    """A rank's observations: both losses of every forward in their order, the norm of every update, and the final
+    weights."""
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]
@@ -34,12 +34,12 @@ class RankResult:
 
 
 def make_zero_engine(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-    """The engine as a script makes it."""
+    """The engine as a script creates it."""
     return hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def run_rank(program: Program, rank: int, make_engine: MakeEngine, folder: str = "/tmp") -> RankResult:
-    """Run one rank's part of `program`. `folder` is where offload to a drive may write."""
+    """Runs one rank's part of `program`. `folder` is for offload to a drive."""
     model = build_model(program)
     engine = make_engine(model, make_optimizer(program, model), ds_config(program, folder))
     losses: list[float] = []
@@ -56,7 +56,7 @@ def run_rank(program: Program, rank: int, make_engine: MakeEngine, folder: str =
 
 
 class _Driver:
-    """Forward, evaluation and backward through an engine."""
+    """Forward, evaluation and backward with an engine."""
 
     def __init__(self, engine: Any, program: Program) -> None:
         self._engine = engine
@@ -77,7 +77,7 @@ class _Driver:
 
 
 def forward(wrapped: nn.Module, model: Root, program: Program, batch: Forward) -> TwoLosses:
-    """Both losses of a batch; through `wrapped`, or by calling the modules of `model` directly."""
+    """Both losses of a batch, through `wrapped`, or by calling the modules of `model` directly."""
     generator = torch.Generator().manual_seed(batch.seed)
     dtype = next(model.parameters()).dtype
     x = torch.randn(batch.rows, program.width, generator=generator).to(dtype).requires_grad_()
@@ -90,7 +90,7 @@ def forward(wrapped: nn.Module, model: Root, program: Program, batch: Forward) -
 
 
 def play(micro: RankMicro, backward: str, driver: Any) -> list[float]:
-    """Make a rank's forwards, evaluations and backwards of one micro-batch; returns all losses."""
+    """Runs a rank's forwards, evaluations and backwards of one micro-batch; returns all losses."""
     seen: list[float] = []
 
     def noted(losses: TwoLosses) -> TwoLosses:
@@ -133,7 +133,7 @@ def _backwards(graphs: list[TwoLosses], backward: str) -> Iterator[tuple[Tensor,
 
 
 def make_optimizer(program: Program, model: nn.Module) -> torch.optim.Optimizer:
-    """Matrices decay, everything else does not."""
+    """Weight decay for matrices only."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in trained if parameter.dim() > 1]
     spared = [parameter for parameter in trained if parameter.dim() <= 1]

@@ -1,8 +1,8 @@
-"""Runs many hostile programs and says how they came out.
+"""Runs many hostile programs and reports their outcomes.
 
     python -m tests.hostile.campaign --programs 2000 --seed 0 --jobs 1 --only stage=3 --only limits=zero
 
-Every failure is written into a folder: the program as JSON, and what the ranks did. The exit status is the number of
+Every failure is written to a folder: the program as JSON, and what the ranks did. The exit status is the number of
 kinds of failure that occurred.
 """
 
@@ -36,14 +36,14 @@ def chosen(seed: int, number: int, size: str, only: Sequence[str] = (), without:
 
 
 def make_runner(ranks: str, deadline_s: float) -> Runner:
-    """Ranks as "processes" that share memory, as processes "apart" that do not, or as threads that take turns."""
+    """Ranks as "processes" with shared memory, as processes "apart" without, or as threads that take turns."""
     if ranks.startswith("threads"):
         return ThreadRunner(apart=ranks == "threads-apart")
     return ProcessRunner(make_engine_apart if ranks == "apart" else make_zero_engine, deadline_s)
 
 
 def table(outcomes: Sequence[Outcome[Program]]) -> str:
-    """How many came out how, in all and by stage and order."""
+    """Numbers of outcomes, in total and by stage and order."""
     rows = [("all", outcomes)]
     for key in ("stage", "order"):
         values = sorted({getattr(outcome.program, key) for outcome in outcomes})
@@ -91,16 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.campaign", description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="*", type=Path, help="programs as JSON, instead of random ones")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each file: deadlocks need luck")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each file: deadlocks are random")
     parser.add_argument("--programs", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="of the first program; the others follow")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first program, incremented for the others")
     parser.add_argument("--size", choices=sorted(SIZES), default="medium")
-    parser.add_argument("--ranks", choices=RANKS, default=RANKS[0], help="what the ranks are")
-    parser.add_argument("--jobs", type=int, default=1, help="programs at a time")
-    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for one program")
+    parser.add_argument("--ranks", choices=RANKS, default=RANKS[0], help="kind of ranks")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel programs")
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds per program")
     parser.add_argument("--only", action="append", default=[], metavar="FEATURE", help="such as stage=3; repeatable")
     parser.add_argument("--without", action="append", default=[], metavar="FEATURE")
-    parser.add_argument("--folder", type=Path, default=Path("hostile-failures"), help="where failures are written")
+    parser.add_argument("--folder", type=Path, default=Path("hostile-failures"), help="folder for failures")
     return parser
 
 

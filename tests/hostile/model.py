@@ -1,4 +1,4 @@
-"""The model of a hostile program: the same weights in every process, every parameter drawn from its own name."""
+"""The model of a hostile program: the same weights in every process, drawn for every parameter from its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hostile.spec import Call, ModuleSpec, Program
 
 
 class Leaf(nn.Module):
-    """A module from (rows, width) to the same shape, which returns its tensor in one of several ways."""
+    """A module from (rows, width) to the same shape, which returns its tensor in one of several forms."""
 
     output = "tensor"
 
@@ -71,7 +71,7 @@ class Table(Leaf):
 
 
 class Empty(Leaf):
-    """A parameter without elements beside one that has some."""
+    """A parameter without elements beside one with some."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -107,16 +107,16 @@ class Wrapped(Leaf):
 
 
 class Tree(nn.Module):
-    """A module that makes the calls it is told to make among the modules below it; may have parameters of its own."""
+    """A module that makes the given calls to the modules below it; may have parameters of its own."""
 
     def __init__(self, shapes: tuple[tuple[int, ...], ...]) -> None:
         super().__init__()
         self.own = nn.ParameterList(torch.empty(shape) for shape in shapes)
 
     def forward(self, h: Tensor, calls: tuple[Call, ...], x: Tensor) -> tuple[Tensor, Tensor]:
-        """(output, what goes into the second loss)."""
+        """(output, input of the second loss)."""
         h, tapped = run_calls(self, calls, h, x)
-        # A number saves nothing for backward, as a tanh would: recomputation would begin with that, not with the calls.
+        # Scaling by a number saves nothing for backward, unlike tanh: otherwise recomputation would start with that.
         return scaled(h / (1 + len(calls)), self.own), tapped
 
 
@@ -135,7 +135,7 @@ def scaled(h: Tensor, factors: nn.ParameterList) -> Tensor:
 
 
 def run_calls(tree: nn.Module, calls: tuple[Call, ...], h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Make `calls` one after the other: `h` collects their outputs, the second value what was tapped."""
+    """Makes `calls` one after the other: `h` sums their outputs, the second value the tapped ones."""
     tapped = x.new_zeros(())
     for call in calls:
         out, inner_tapped = _call(tree.get_submodule(call.path), call, x if call.source == "input" else h, x)
@@ -163,7 +163,7 @@ def _call(module: nn.Module, call: Call, h: Tensor, x: Tensor) -> tuple[Tensor, 
 
 
 def unpacked(output: Any) -> Tensor:
-    """The tensor in what a leaf has returned."""
+    """The tensor in a leaf's output."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple):
@@ -172,7 +172,7 @@ def unpacked(output: Any) -> Tensor:
 
 
 def two_losses(h: Tensor, tapped: Tensor, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Both depend on the input, which requires gradients: there is a graph even where no module was called."""
+    """Both depend on the input, which requires gradients: there is a graph even if no module was called."""
     return (h - target).square().mean(), 0.1 * (tapped + x.square().mean())
 
 
@@ -196,7 +196,7 @@ def build_model(program: Program) -> Root:
 
 
 class _Builder:
-    """Makes modules from specs, and remembers them by name for those that are registered twice."""
+    """Builds modules from specs, and records them by name for those that are registered twice."""
 
     def __init__(self, width: int) -> None:
         self.readers: list[tuple[Reader, str]] = []

@@ -1,8 +1,8 @@
-"""What a hostile program must give: one process in plain PyTorch runs the batches of all ranks.
+"""The expected result of a hostile program: one process in plain PyTorch runs the batches of all ranks.
 
 The gradient of an update is the mean over ranks of the sum over micro-batches and backwards, each divided by the number
-of micro-batches. A parameter that gets no gradient on some ranks counts as zero there; one that gets none on any is not
-touched: no weight decay, no momentum, no step of Adam's bias correction.
+of micro-batches. A parameter without gradient on some ranks counts as zero there; one without gradient on all ranks is
+not changed: no weight decay, no momentum, no step of Adam's bias correction.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from tests.hostile.body import RankResult, TwoLosses, forward, make_optimizer, p
 from tests.hostile.model import Root, build_model
 from tests.hostile.spec import Forward, Program
 
-# What fp32 may differ by when sums over at most four ranks and a few hundred elements are added up in another order: a
-# few units in the last place (6e-8), enlarged by the number of updates and by EPS of Adam. Almost all programs stay ten
-# times below; a wrong gradient is far above.
+# The allowed fp32 difference if sums over at most four ranks and a few hundred elements are computed in another order:
+# a few units in the last place (6e-8), amplified by the number of updates and by EPS of Adam. Almost all programs stay
+# ten times below; a wrong gradient is far above.
 RELATIVE = 1e-5
 ABSOLUTE = 1e-6
-# Some programs enlarge a rounding error with every update. How much is seen in one process alone, in fp32 and in fp64:
-# ranks may be off by so many times that.
+# Some programs amplify a rounding error with every update. The factor is measured in one process, in fp32 and in fp64:
+# ranks may be off by this many times that.
 CHAOS = 20.0
 
 
 def expected(program: Program, dtype: torch.dtype = torch.float32) -> tuple[RankResult, ...]:
-    """What every rank must see."""
+    """The expected observations of every rank."""
     model = build_model(program).to(dtype)
     optimizer = make_optimizer(program, model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -63,15 +63,15 @@ class _Plain:
 
 
 def find_difference(results: tuple[RankResult, ...], wanted: tuple[RankResult, ...]) -> str | None:
-    """Where the ranks saw something else, the first place on each rank; None where all of it is right."""
+    """The first difference on each rank; None if everything is correct."""
     found = [_difference(rank, *pair) for rank, pair in enumerate(zip(results, wanted, strict=True))]
     return "; ".join(text for text in found if text) or None
 
 
 def is_chaotic(program: Program, results: tuple[RankResult, ...]) -> bool:
-    """Whether the ranks' numbers differ from exact ones by no more than fp32 alone explains in this program."""
+    """Whether the ranks' errors are within what fp32 alone explains in this program."""
     exact = expected(program, torch.float64)
-    return largest_error(results, exact) <= CHAOS * largest_error(expected(program), exact)  # never where it is NaN
+    return largest_error(results, exact) <= CHAOS * largest_error(expected(program), exact)  # never if it is NaN
 
 
 def _difference(rank: int, seen: RankResult, wanted: RankResult) -> str | None:
@@ -97,16 +97,16 @@ def _close(seen: float, wanted: float) -> bool:
 
 
 def _same(seen: Tensor, wanted: Tensor) -> bool:
-    """Measured by the largest element: the sums that make a small one had large summands."""
+    """Relative to the largest element: the sums that give a small one had large summands."""
     if seen.shape != wanted.shape:
         return False
     if not wanted.numel():
         return True
-    return bool(((seen - wanted).abs() <= RELATIVE * wanted.abs().max() + ABSOLUTE).all())  # never where it is NaN
+    return bool(((seen - wanted).abs() <= RELATIVE * wanted.abs().max() + ABSOLUTE).all())  # never if it is NaN
 
 
 def largest_error(results: tuple[RankResult, ...], wanted: tuple[RankResult, ...]) -> float:
-    """The largest of all errors as a part of what is allowed; above 1 something is wrong."""
+    """The largest error relative to its tolerance; above 1 something is wrong."""
     errors = [0.0]
     for seen, right in zip(results, wanted, strict=True):
         for a, b in zip((*seen.losses, *seen.norms), (*right.losses, *right.norms), strict=True):

@@ -22,9 +22,9 @@ from tests.hostile.spec import (
 )
 from tests.hostile.trees import Grown, grow
 
-# How the ranks' calls relate: alike everywhere; alike on all ranks, other ones each time; the same calls in an order of
-# each rank's own; one order in which ranks skip and repeat; nothing alike; and for several updates alike everywhere,
-# with updates of the other kinds now and then between them.
+# How the ranks' calls relate: the same everywhere; the same on all ranks, different each time; the same calls in each
+# rank's own order; one order in which ranks skip and repeat; entirely different; and the same everywhere for several
+# updates, with occasional updates of the other kinds.
 ORDERS = ("same", "same_varying", "permuted", "skipping", "divergent", "changing")
 _ORDER_WEIGHTS = (20, 10, 15, 15, 25, 15)
 _STAGES = (0, 1, 2, 3)
@@ -33,7 +33,7 @@ _STAGE_WEIGHTS = (1, 1, 2, 6)
 
 @dataclass(frozen=True)
 class Size:
-    """Upper limits of what a program has."""
+    """Upper limits of a program."""
 
     modules: int
     depth: int
@@ -124,7 +124,7 @@ class _Generator:
                 return offload
         return "optimizer_nvme" if draw < 0.195 else "param_nvme" if draw < 0.21 else "none"
 
-    # What is called
+    # Calls
 
     def _steps(self, order: str, world: int) -> tuple[tuple[Micro, ...], ...]:
         draw = self._random
@@ -157,7 +157,7 @@ class _Generator:
     def _micro(
         self, order: str, base: tuple[Call, ...], world: int, backward: str, evaluates: bool, direct: bool
     ) -> Micro:
-        """Orders in which ranks are alike have as many forwards and evaluations on each; others need not."""
+        """If ranks are alike, they have the same number of forwards and evaluations; otherwise they need not."""
         draw = self._random
         alike = order.startswith("same")
         num_forwards = self._num_forwards(backward)
@@ -215,7 +215,7 @@ class _Generator:
         if mine and draw.random() < 0.3:
             mine = ""
         inside = self._grown.tree_at(name)
-        # Inside of a checkpoint only sometimes another one, and of the same kind.
+        # Inside a checkpoint there is only sometimes another one, of the same kind.
         deeper = checkpoint if not mine else mine if draw.random() < 0.3 else ""
         return Call(
             path=path,
@@ -234,7 +234,7 @@ def _shuffled(random: Random, calls: tuple[Call, ...]) -> tuple[Call, ...]:
 
 
 def features(program: Program) -> frozenset[str]:
-    """What is in a program, as words like "stage=3" or "kind=reader"; to count, and to choose by."""
+    """The features of a program, as words like "stage=3" or "kind=reader", to count and select by."""
     found = {f"{key}={getattr(program, key)}" for key in ("stage", "world", "order", "offload", "optimizer", "width")}
     found |= {f"kind={spec.kind}" for _, spec in every_module(program.modules)}
     found |= {f"output={spec.output}" for _, spec in every_module(program.modules) if spec.kind in LEAVES}

@@ -1,4 +1,4 @@
-"""Runs hostile programs on real processes with gloo. Groups of ranks live on from program to program.
+"""Runs hostile programs on real processes with gloo. Groups of ranks are reused from program to program.
 
 A runner is anything with `run(program) -> Verdict`.
 """
@@ -17,7 +17,7 @@ from tests.support.campaigns import Verdict
 from tests.support.lasting_ranks import LastingRanks
 
 DEADLINE_S = 20.0
-# What a program imports late, which takes seconds.
+# Late imports of a program, which take seconds.
 MODULES = ("torch.distributed", "torch._dynamo", "hf_zero.api.entry", "tests.hostile.body")
 WARM_UP = Program(
     seed=0,
@@ -38,7 +38,7 @@ class Runner(Protocol):
 
 
 class ProcessRunner:
-    """Use it as a context, so that no process is left behind."""
+    """Use it as a context manager, so that no process is left behind."""
 
     def __init__(self, make_engine: MakeEngine = make_zero_engine, deadline_s: float = DEADLINE_S) -> None:
         self._deadline_s = deadline_s
@@ -53,7 +53,7 @@ class ProcessRunner:
         self.close()
 
     def run(self, program: Program, deadline_s: float | None = None) -> Verdict:
-        """Run `program` on its ranks; the verdict of a failure holds what every rank was doing."""
+        """Runs `program` on its ranks; the verdict of a failure contains the stacks of all ranks."""
         reports, log = self._ranks.run(program.world, program.to_json(), deadline_s or self._deadline_s)
         return judge(program, reports, log)
 
@@ -62,7 +62,7 @@ class ProcessRunner:
 
 
 def _play(make_engine: MakeEngine, text: str, rank: int, folder: str) -> RankResult:
-    """A program as JSON; empty: what warms a rank up."""
+    """Runs a program in JSON; empty: warms a rank up."""
     if text:
         return run_rank(Program.from_json(text), rank, make_engine, folder)
     for optimizer in ("sgd", "adamw"):

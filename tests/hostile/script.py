@@ -1,6 +1,6 @@
-"""A hostile program as one Python file that needs nothing but hf_zero and torch, to be given to a person.
+"""A hostile program as one Python file that needs only hf_zero and torch, for bug reports.
 
-The file holds the very code that the tests run (spec, model, body, oracle), so it cannot behave otherwise.
+The file contains the very code that the tests run (spec, model, body, oracle), so it behaves the same.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if __name__ == "__main__":
 
 
 def script_of(program: Program, kind: str, name: str = "script.py") -> str:
-    """The text of a script that exits with 0 when its ranks see what one process does."""
+    """The text of a script that exits with 0 if its ranks agree with one process."""
     description = describe(program).replace("\n", "\n    ")
     head = _HEAD.format(
         seed=program.seed, kind=kind, world=program.world, name=name, description=f"    {description}".rstrip()
@@ -65,7 +65,7 @@ def script_of(program: Program, kind: str, name: str = "script.py") -> str:
 
 
 def without_imports_of_ours(module: ModuleType) -> str:
-    """The source of `module` without its docstring and the imports that the other parts or the head stand for."""
+    """The source of `module` without its docstring and without imports that the other parts or the head provide."""
     source = inspect.getsource(module)
     lines = source.splitlines(keepends=True)
     tree = ast.parse(source)
@@ -79,7 +79,7 @@ def without_imports_of_ours(module: ModuleType) -> str:
 
 
 def describe(program: Program) -> str:
-    """What a program does, in lines for a reader."""
+    """A readable description of a program."""
     settings = f"stage {program.stage}, {program.world} ranks, {program.optimizer}, width {program.width}"
     extras = {
         "offload": program.offload if program.offload != "none" else "",

@@ -1,8 +1,8 @@
-"""Makes a failing program smaller while it still fails.
+"""Reduces a failing program while it still fails.
 
-Every family of simplifications is tried until none of its candidates fails any more, large steps first; then
-the next family, and all of them again until nothing changes. A candidate that is no sound program, or has been tried
-before, is passed over.
+Every family of simplifications is tried until none of its candidates fails any more, large steps first; then the next
+family, and all of them again until nothing changes. Candidates that are invalid or have been tried before are
+skipped.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shrunk:
-    """The smallest program found, and how many were tried for it."""
+    """The smallest program found, and the number of tried ones."""
 
     program: Program
     attempts: int
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], attempts: int = ATTEMPTS) -> Shrunk:
-    """The smallest program for which `fails`, asked at most `attempts` times; `program` itself is taken to fail."""
+    """The smallest program for which `fails`, called at most `attempts` times; `program` itself is assumed to fail."""
     return Shrunk(*search(program, fails, FAMILIES, _tidy, attempts))
 
 
@@ -60,11 +60,11 @@ def search(
     tidy: Callable[[T], T | None],
     attempts: int,
 ) -> tuple[T, int]:
-    """The smallest that was found, and how many were tried; `start` is hashable and taken to fail.
+    """The smallest one found, and the number of tried ones; `start` is hashable and assumed to fail.
 
     Args:
-        families: what makes of one several that are a little smaller.
-        tidy: makes one good that was made so, or says that it is none.
+        families: functions that return slightly smaller variants.
+        tidy: makes a variant valid, or returns None.
     """
     tried, found, changed = {start}, start, True
     while changed:
@@ -76,7 +76,7 @@ def search(
 
 
 def fails_like(runner: Runner, kind: str, tries: int = 1) -> Callable[[Program], bool]:
-    """Whether a program has this verdict in one of so many runs: deadlocks need luck."""
+    """Whether a program has this verdict in one of `tries` runs, because deadlocks are not deterministic."""
     return lambda program: any(runner.run(program).kind == kind for _ in range(tries))
 
 
@@ -96,7 +96,7 @@ def _first(
 
 
 def _tidy(program: Program) -> Program | None:
-    """`program` without names of what is gone; None if one process cannot run it."""
+    """`program` without names of removed parts; None if one process cannot run it."""
     if find_problem(program) is not None:
         return None
     try:
@@ -158,7 +158,7 @@ def _plain_settings(program: Program) -> Iterator[Program]:
 
 
 def _plain_limits(program: Program) -> Iterator[Program]:
-    """All of them at their defaults, or at zero; if it takes some of each, as many as possible at their defaults."""
+    """All of them at their defaults, or at zero; if both are needed, as many as possible at their defaults."""
     yield replace(program, limits=Limits())
     for name in ("prefetch", "max_live", "max_reuse", "param_persistence", "model_persistence"):
         if getattr(program.limits, name) is not None:
@@ -179,7 +179,7 @@ def _simple_backward(program: Program) -> Iterator[Program]:
 
 
 def _fewer_forwards(program: Program) -> Iterator[Program]:
-    """Of all ranks alike, then of each."""
+    """Drops evaluations and forwards, first for all ranks at once, then for each rank."""
     yield _each_rank(program, lambda rank: replace(rank, evaluations=()))
     most = max(len(rank.forwards) for micro in program.micros() for rank in micro.ranks)
     for index in range(most if most > 1 else 0):
@@ -197,7 +197,7 @@ def _fewer_forwards(program: Program) -> Iterator[Program]:
 
 
 def _plain_calls(program: Program) -> Iterator[Program]:
-    """All calls at once without what is around them, one kind of it after the other."""
+    """Removes one kind of context from all calls at once."""
     for changes in (
         {"checkpoint": "", "mode": "live", "source": "chain", "tap": False},
         {"checkpoint": ""},
@@ -219,7 +219,7 @@ def _changed(calls: tuple[Call, ...], changes: dict[str, object]) -> tuple[Call,
 
 
 def _fewer_calls(program: Program) -> Iterator[Program]:
-    """In each forward: none, half of them, one less, or one that is simpler."""
+    """In each forward: no calls, half of them, one less, or a simpler one."""
     for place, rank in _ranks(program):
         for name in ("forwards", "evaluations"):
             batches: tuple[Forward, ...] = getattr(rank, name)
@@ -248,7 +248,7 @@ def _smaller_calls(calls: tuple[Call, ...]) -> Iterator[tuple[Call, ...]]:
 
 
 def _fewer_modules(program: Program) -> Iterator[Program]:
-    """Without one module and the calls of it; elements in the middle of a list make room for nothing."""
+    """Without one module and its calls; elements in the middle of a list are replaced by nothing."""
     for name, spec in every_module(program.modules):
         yield _drop_calls(replace(program, modules=_edited(program.modules, name, None)), program)
         if spec.kind not in ("identity", *LISTS):
@@ -272,7 +272,7 @@ def _plain_modules(program: Program) -> Iterator[Program]:
 
 
 def _edited(specs: tuple[ModuleSpec, ...], name: str, new: ModuleSpec | None) -> tuple[ModuleSpec, ...]:
-    """`specs` with the one of this full name replaced, or left out. In the middle of a list it cannot be."""
+    """`specs` with the one of this full name replaced or removed. In the middle of a list it cannot be removed."""
     first, _, rest = name.partition(".")
     edited = []
     for spec in specs:
@@ -286,10 +286,10 @@ def _edited(specs: tuple[ModuleSpec, ...], name: str, new: ModuleSpec | None) ->
 
 
 def _drop_calls(program: Program, before: Program) -> Program:
-    """`program` without the calls that go nowhere now, or, in a tree that is none any more, calls inside of those."""
+    """`program` without invalid calls, or, for a removed tree, with the calls inside them."""
     kinds = dict(every_module(program.modules))
     if any(spec.kind == "list" and _has_gap(spec) for spec in kinds.values()):
-        return before  # the names of its elements would move
+        return before  # the names of its elements would change
 
     def kept(calls: tuple[Call, ...], tree: str) -> tuple[Call, ...]:
         left = []
@@ -372,10 +372,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Shrink a program that a campaign has written, and print it as a script."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.shrink", description=main.__doc__)
     parser.add_argument("program", type=Path, help="JSON file of a failing program")
-    parser.add_argument("--ranks", choices=RANKS, default=RANKS[0], help="what the ranks are")
-    parser.add_argument("--attempts", type=int, default=ATTEMPTS, help="programs to run at most")
-    parser.add_argument("--deadline", type=float, default=3.0, help="seconds for one program")
-    parser.add_argument("--tries", type=int, default=1, help="runs in which a program may fail")
+    parser.add_argument("--ranks", choices=RANKS, default=RANKS[0], help="kind of ranks")
+    parser.add_argument("--attempts", type=int, default=ATTEMPTS, help="maximum number of programs to run")
+    parser.add_argument("--deadline", type=float, default=3.0, help="seconds per program")
+    parser.add_argument("--tries", type=int, default=1, help="runs of each program")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     program = Program.from_json(options.program.read_text())
@@ -395,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write_shrunk(
     path: Path, program: Program, kind: str, fails: Callable[[Program], bool], attempts: int = ATTEMPTS
 ) -> Shrunk:
-    """Shrink `program`; the result stands beside `path`, as a script and as JSON."""
+    """Shrink `program`; the result is written beside `path`, as a script and as JSON."""
     shrunk = shrink(program, fails, attempts)
     script = path.with_name(f"{path.stem}-shrunk.py")
     script.write_text(script_of(shrunk.program, kind, script.name))

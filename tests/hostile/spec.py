@@ -2,10 +2,10 @@
 
     Program
       modules   the tree of the model: ModuleSpec, lists and trees nested
-      steps     per update, per micro-batch, per rank: which modules run, in which order, with what around them
-      the rest  stage, limits, offload, optimizer: what goes into ds.json
+      steps     per update, per micro-batch, per rank: which modules run, in which order, in which context
+      the rest  stage, limits, offload, optimizer: the content of ds.json
 
-Nothing here imports torch, so that programs can be made, counted and shrunk without it.
+Nothing here imports torch, so that programs can be generated, counted and reduced without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.as_json import AsJson
 
 # Kinds of modules. Those of the first group are called with a tensor; a tree is called with the calls to make inside.
 LEAVES = ("mlp", "linear", "norm", "gain", "bank", "table", "empty", "identity", "reader")
-LISTS = ("list", "dict")  # nn.ModuleList and nn.ModuleDict: never called, their elements are
+LISTS = ("list", "dict")  # nn.ModuleList and nn.ModuleDict: never called, only their elements
 KINDS = (*LEAVES, "sequential", "tree", *LISTS, "same")
 OUTPUTS = ("tensor", "tuple", "dict", "object")
 CHECKPOINTS = ("", "reentrant", "non_reentrant")
@@ -34,11 +34,11 @@ class ModuleSpec:
 
     Attributes:
         name: in its parent.
-        size: hidden width, number of vectors or of rows, as the kind has it.
-        shapes: of a gain's or a tree's own parameters, 0-dim and odd ones among them.
-        output: what a leaf returns its tensor in.
-        target: full name of the module that is registered here once more ("same"), or of the parameter that a
-            "reader" reads although it belongs to another module.
+        size: hidden width, number of vectors or of rows, depending on the kind.
+        shapes: of a gain's or a tree's own parameters, including 0-dim and odd ones.
+        output: the form in which a leaf returns its tensor.
+        target: full name of the module that is registered here again ("same"), or of the parameter that a "reader"
+            reads although it belongs to another module.
     """
 
     name: str
@@ -52,15 +52,14 @@ class ModuleSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module, by its path from the tree that makes the call.
+    """One call of a module, by its path from the calling tree.
 
     Attributes:
         inner: the calls that a called tree makes in turn.
         checkpoint: activation checkpointing around the call.
-        mode: what becomes of the output: "live", "detached" from the graph, "dead" (nobody uses it), or computed
-            under "no_grad".
-        source: the module gets what the calls before have made, or the model's "input".
-        tap: the output also goes into the second loss directly.
+        mode: use of the output: "live", "detached" from the graph, "dead" (unused), or computed under "no_grad".
+        source: the input is the output of the previous calls, or the model's "input".
+        tap: the output is also used in the second loss directly.
     """
 
     path: str
@@ -78,7 +77,7 @@ class Forward:
     Attributes:
         seed: of the batch.
         rows: of the batch.
-        direct: modules are called from outside, without the model's own forward around them.
+        direct: modules are called from outside, without the model's own forward.
     """
 
     seed: int
@@ -89,7 +88,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class RankMicro:
-    """What one rank does in one micro-batch: training forwards, and evaluations at one place among them."""
+    """One rank's work in one micro-batch: training forwards, and evaluations at one point among them."""
 
     forwards: tuple[Forward, ...]
     evaluations: tuple[Forward, ...] = ()
@@ -98,11 +97,11 @@ class RankMicro:
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch: what every rank does, and how all of them call backward.
+    """One micro-batch: every rank's work, and how all of them call backward.
 
     "sum" is one backward of all losses together; "each" one after every forward; "late" one per forward after all of
-    them ("late_reversed": the last forward first); "split" two per forward, one for each of its losses; "retain" two
-    of the same graph.
+    them ("late_reversed": the last forward first); "split" two per forward, one for each of its losses; "retain" two of
+    the same graph.
     """
 
     ranks: tuple[RankMicro, ...]
@@ -110,14 +109,14 @@ class Micro:
 
     @property
     def num_backwards(self) -> tuple[int, ...]:
-        """Per rank; these must be equal, as each of them reduces gradients."""
+        """Per rank; they must be equal, because each of them reduces gradients."""
         factor = 2 if self.backward in ("split", "retain") else 1
         return tuple(1 if self.backward == "sum" else factor * len(rank.forwards) for rank in self.ranks)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of stage 3 in elements; None leaves a key out. All are zero where small models should be hostile."""
+    """The limits of stage 3 in elements; None omits a key. With all at zero small models are also partitioned."""
 
     prefetch: int | None = None
     max_live: int | None = None
@@ -128,16 +127,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program(AsJson):
-    """A whole training run of `world` ranks.
+    """A complete training run of `world` ranks.
 
     Attributes:
         seed: of the initial weights.
-        order: how the ranks' calls relate; tells nothing that `steps` does not, but is handy to choose by.
+        order: how the ranks' calls relate; redundant to `steps`, but useful for selection.
         shapes: of the root's own parameters.
         frozen: full names of parameters without gradient.
-        ties: (full name of a parameter, full name of the one that takes its place).
+        ties: (full name of a parameter, full name of its replacement).
         leaves: names of modules that are marked as leaf modules of stage 3.
-        steps: per update the micro-batches, the same number in each.
+        steps: the micro-batches of each update, always the same number.
     """
 
     seed: int
@@ -167,14 +166,14 @@ class Program(AsJson):
             yield from step
 
     def forwards(self) -> Iterator[Forward]:
-        """All of them, evaluations too."""
+        """All forwards, including evaluations."""
         for micro in self.micros():
             for rank in micro.ranks:
                 yield from (*rank.forwards, *rank.evaluations)
 
 
 def every_call(calls: tuple[Call, ...]) -> Iterator[Call]:
-    """`calls` and those inside of them."""
+    """`calls` and the calls inside them."""
     for call in calls:
         yield call
         yield from every_call(call.inner)
@@ -189,7 +188,7 @@ def every_module(modules: tuple[ModuleSpec, ...], prefix: str = "") -> Iterator[
 
 
 def find_problem(program: Program) -> str | None:
-    """Why this is no program that ranks could run: what the contract of the engine forbids."""
+    """Why ranks could not run this program: a violation of the engine's contract."""
     if len({len(step) for step in program.steps}) != 1:
         return "steps have different numbers of micro-batches"
     for micro in program.micros():

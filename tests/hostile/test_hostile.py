@@ -1,4 +1,4 @@
-"""Hostile programs on real ranks: all right, all end. And the harness itself: what is wrong or hangs is noticed."""
+"""Hostile programs on real ranks are correct and end. And the harness itself: it detects errors and hangs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def runner() -> Iterator[ProcessRunner]:
 
 
 def assert_right(runner: ProcessRunner, programs: list[Program]) -> None:
-    """None is wrong, hangs, dies or is refused; and what is right is so by a wide margin."""
+    """None is wrong, hangs, dies or is rejected; and errors are far below the tolerance."""
     bad: list[str] = []
     for program in programs:
         verdict = runner.run(program)
@@ -58,11 +58,11 @@ def test_many_programs_are_right(runner: ProcessRunner, first: int) -> None:
     assert_right(runner, [random_program(seed) for seed in range(first, first + CHUNK)])
 
 
-# Planted faults: what the engine must never do, on rank 1, whenever a Bank runs
+# Injected faults on rank 1, whenever a Bank runs
 
 
 def planted(act: Any) -> Any:
-    """An engine, on rank 1 of which `act(output)` takes the place of what every Bank returns."""
+    """An engine, on rank 1 of which `act(output)` replaces the output of every Bank."""
 
     def make(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
         engine = make_zero_engine(model, optimizer, config)
@@ -90,7 +90,7 @@ def raising(output: Any) -> Any:
     raise ValueError("planted")
 
 
-# At module level, so that they travel to the ranks by name.
+# At module level, so that they can be pickled by name.
 def make_slightly_wrong(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
     return planted(slightly_wrong)(model, optimizer, config)
 
@@ -112,7 +112,7 @@ def make_refusing(model: nn.Module, optimizer: torch.optim.Optimizer, config: di
 
 
 def with_banks(paths: tuple[str, ...], world: int = 2) -> Program:
-    """Every rank calls `paths`; "bank" is one, "other" is not."""
+    """Every rank calls `paths`; "bank" is a Bank, "other" is not."""
     modules = (ModuleSpec("bank", "bank", size=2), ModuleSpec("other", "mlp", size=3), ModuleSpec("more", "norm"))
     rank = RankMicro((Forward(seed=1, rows=2, calls=tuple(Call(path) for path in paths)),))
     return Program(
@@ -164,7 +164,7 @@ def test_a_hang_is_noticed_with_what_the_ranks_were_doing_and_the_next_program_r
         assert runner.run(HARMLESS).is_ok
 
         def fails(program: Program) -> bool:
-            # Only what must hang is run: each hang costs its deadline.
+            # Only programs that must hang are run: each hang takes until the deadline.
             return _calls_bank(program) and runner.run(program, SHORT_S).kind == "hung"
 
         small = shrink(replace(HARMFUL, steps=(HARMFUL.steps[0][:1],)), fails, attempts=2).program

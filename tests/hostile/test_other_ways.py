@@ -1,4 +1,4 @@
-"""Hostile programs where ranks take turns by a schedule, and where they share no memory."""
+"""Hostile programs on ranks that are scheduled threads, and on ranks without shared memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def assert_fine(verdicts: list[tuple[Program, Verdict]]) -> None:
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_threads_that_overtake_one_another(share: float) -> None:
-    """Any rank may be overtaken wherever it sends or waits; a deadlock is certain here, no matter of patience."""
+    """Any rank may be overtaken wherever it sends or waits; deadlocks are detected with certainty, without timeouts."""
     runner = ThreadRunner(seed=7, share=share)
     assert_fine([(program, runner.run(program)) for program in chosen(500, NUM_QUICK, "medium", ["stage=3"])])
 
 
 def test_threads_that_share_no_memory() -> None:
-    """They follow plans, leave them, and come back."""
+    """They follow plans, leave them, and return to them."""
     runner = ThreadRunner(seed=3, apart=True)
     programs = chosen(700, NUM_QUICK, "medium", ["stage=3", "order=changing"])
     assert_fine([(program, runner.run(program)) for program in programs])

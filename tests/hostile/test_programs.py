@@ -1,4 +1,4 @@
-"""The makers of hostile programs: generator, oracle, shrinker and script, without any ranks but for the script."""
+"""The tools for hostile programs: generator, oracle, shrinker and script; only the script uses ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_feature_occurs(programs: list[Program]) -> None:
 
 
 def test_experts_are_called_in_other_orders_on_other_ranks(programs: list[Program]) -> None:
-    """The calls that stage 3 has gone wrong with; and there are as many programs without such calls to compare with."""
+    """Stage 3 had errors with these calls; as many programs without such calls are generated for comparison."""
     swapped = differing = 0
     for program in programs:
         for micro in program.micros():
@@ -152,7 +152,7 @@ def by_hand(optimizer: str) -> Program:
 def updated_by_hand(
     optimizer: str, value: Tensor, gradient: Tensor, state: list[Tensor], step: int, decay: float
 ) -> Tensor:
-    """AdamW or SGD with momentum, written down once more; `state` is changed."""
+    """AdamW or SGD with momentum, implemented again; changes `state`."""
     if optimizer == "sgd":
         gradient = gradient + decay * value
         state[0] = gradient if step == 1 else 0.9 * state[0] + gradient
@@ -218,7 +218,7 @@ def test_a_difference_is_named() -> None:
 
 
 def test_a_program_that_enlarges_rounding_is_allowed_what_rounding_does_and_no_more() -> None:
-    """A program of 4 ranks and 24 micro-batches was called wrong for an error of 1.3e-5 that plain fp32 has as well."""
+    """A program of 4 ranks and 24 micro-batches was called wrong for an error of 1.3e-5, which plain fp32 also has."""
     program = replace(by_hand("sgd"), steps=by_hand("sgd").steps * 4)
     exact = expected(program, torch.float64)
     error = largest_error(expected(program), exact)
@@ -233,7 +233,7 @@ def test_a_program_that_enlarges_rounding_is_allowed_what_rounding_does_and_no_m
     assert not is_chaotic(program, off_by(float("nan")))
 
 
-# What is no program
+# Invalid programs
 
 
 def test_ranks_that_call_backward_a_different_number_of_times_are_no_program() -> None:
@@ -255,7 +255,7 @@ def calls_on(program: Program, rank: int) -> list[Call]:
 
 
 def test_what_is_left_is_what_makes_it_fail() -> None:
-    """Fails where rank 1 runs something under reentrant checkpointing twice in a row."""
+    """It fails if rank 1 runs something under reentrant checkpointing twice in a row."""
 
     def fails(program: Program) -> bool:
         calls = calls_on(program, 1)
@@ -294,7 +294,7 @@ def test_a_script_tells_a_reader_what_runs() -> None:
     assert "  rank 1: [a, b]" in text and "stage 2, 2 ranks, sgd" in text
 
 
-@pytest.mark.slow  # what it is made of is compared above
+@pytest.mark.slow  # its parts are compared above
 def test_a_script_runs_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(script_of(by_hand("adamw"), "ok", path.name))

@@ -1,4 +1,4 @@
-"""Runs hostile programs on ranks that are threads of this process, in an order that a seed decides."""
+"""Runs hostile programs on ranks that are threads of this process, scheduled by a seed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.lasting_ranks import RankReport
 
 
 class ThreadRunner:
-    """Its deadlocks are certain, and the same seed gives the same run."""
+    """Deadlocks are detected with certainty, and the same seed gives the same run."""
 
     def __init__(self, seed: int = 0, share: float = 0.3, *, apart: bool = False) -> None:
         """
         Args:
-            share: how often a rank that could go on is overtaken by another one.
+            share: probability that a rank that could continue is overtaken by another one.
             apart: ranks share no memory.
         """
         self._seed = seed
@@ -35,7 +35,7 @@ class ThreadRunner:
 
 
 def run_in_order(program: Program, schedule: Schedule, *, apart: bool = False) -> Verdict:
-    """Run a program whose ranks take turns by `schedule`."""
+    """Runs a program whose ranks take turns by `schedule`."""
     hosts = Hosts.named([f"host {rank}" for rank in range(program.world)]) if apart else None
     world = InProcessWorld(program.world, schedule, hosts, apart=apart)
     with tempfile.TemporaryDirectory() as folder, engines_in(world) as initialize:

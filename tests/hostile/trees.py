@@ -17,7 +17,7 @@ _LIST_NAMES = ("experts", "blocks", "layers", "branches")
 
 @dataclass(frozen=True)
 class Grown:
-    """A tree, what has been done to its parameters, and where calls can go."""
+    """A tree, modifications of its parameters, and callable modules."""
 
     modules: tuple[ModuleSpec, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -31,13 +31,13 @@ class Grown:
         return self._callable[tree]
 
     def tree_at(self, name: str) -> str:
-        """Full name of the tree that is registered as `name`; "" when no tree is."""
+        """Full name of the tree that is registered as `name`; "" if there is none."""
         name = self._targets.get(name, name)
         return name if name in self._callable else ""
 
 
 def grow(random: Random, most_modules: int, depth: int) -> Grown:
-    """A tree with at most so many modules in a row, and trees inside of one another `depth` deep."""
+    """A tree with at most `most_modules` modules per level, and trees nested up to `depth`."""
     grower = _Grower(random, most_modules)
     modules = grower.children("", depth)
     shapes = grower.shapes(2) if random.random() < 0.4 else ()
@@ -48,7 +48,7 @@ def grow(random: Random, most_modules: int, depth: int) -> Grown:
     frozen = _frozen(random, left)
     filled = [name for name in left if not name.endswith(".nothing")]
     if not filled:
-        shapes = ((3,),)  # nothing to train otherwise
+        shapes = ((3,),)  # otherwise nothing could be trained
     elif not set(filled) - set(frozen):
         frozen = tuple(name for name in frozen if name != filled[0])
     return Grown(modules, shapes, frozen, ties, grower.callable, grower.targets)
@@ -68,15 +68,15 @@ def _frozen(random: Random, names: list[str]) -> tuple[str, ...]:
 class _Grower:
     random: Random
     most_modules: int
-    parameters: list[str] = field(default_factory=list)  # full names, in the order of building
+    parameters: list[str] = field(default_factory=list)  # full names, in the order of construction
     matrices: dict[tuple[str, int], list[str]] = field(default_factory=dict)  # of one shape each
-    finished: list[tuple[str, ModuleSpec]] = field(default_factory=list)  # what may be registered once more
+    finished: list[tuple[str, ModuleSpec]] = field(default_factory=list)  # modules that may be registered again
     callable: dict[str, tuple[str, ...]] = field(default_factory=dict)
     targets: dict[str, str] = field(default_factory=dict)
     num_named: int = 0
 
     def children(self, tree: str, depth: int) -> tuple[ModuleSpec, ...]:
-        """The modules of a tree, and a note of what it can call."""
+        """Generates the modules of a tree, and records which ones it can call."""
         specs = tuple(self._child(tree, depth) for _ in range(self.random.randint(1, self.most_modules)))
         self.callable[tree] = tuple(path for spec in specs for path in _callable(spec))
         return specs
@@ -90,7 +90,7 @@ class _Grower:
         return self._element(kind, tree, depth)
 
     def _element(self, kind: str, tree: str, depth: int, name: str = "") -> ModuleSpec:
-        """A module that can be called; one that cannot be made here becomes a leaf."""
+        """A callable module; one that is not possible here becomes a leaf."""
         self.num_named += 1
         name = name or f"m{self.num_named}"
         full = _join(tree, name)
@@ -115,7 +115,7 @@ class _Grower:
         return spec
 
     def _list(self, kind: str, full: str, name: str, depth: int) -> ModuleSpec:
-        """Experts of one shape, or anything; sometimes lists again."""
+        """Experts of one shape, or anything; sometimes nested lists."""
         draw = self.random
         count = draw.randint(2, 4)
         if depth > 0 and draw.random() < 0.15:
@@ -165,7 +165,7 @@ class _Grower:
 
 
 def _parameters(spec: ModuleSpec) -> list[str]:
-    """Names of a leaf's parameters, as model.py makes them."""
+    """Names of a leaf's parameters, as in model.py."""
     if spec.kind == "mlp":
         return ["up.weight", "up.bias", "down.weight", *(["down.bias"] if spec.size % 2 == 0 else [])]
     if spec.kind == "linear":
@@ -183,7 +183,7 @@ def _parameters(spec: ModuleSpec) -> list[str]:
 
 
 def _callable(spec: ModuleSpec) -> list[str]:
-    """Paths of what can be called at `spec`: itself, or the elements of a list."""
+    """Callable paths at `spec`: itself, or the elements of a list."""
     if spec.kind not in LISTS:
         return [spec.name]
     return [f"{spec.name}.{path}" for child in spec.children for path in _callable(child)]

@@ -1,4 +1,4 @@
-"""How a hostile program came out."""
+"""The outcome of a hostile program."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.lasting_ranks import RankReport
 
 
 def judge(program: Program, reports: Sequence[RankReport], log: str = "") -> Verdict:
-    """Compare what the ranks report with what one process gives. `log` goes into the detail of what failed."""
+    """Compares the ranks' results with those of one process. `log` is added to the details of a failure."""
     failure = why_no_results(reports, log)
     if failure is not None:
         return failure

@@ -1,1 +1,1 @@
-"""Several nodes on one machine, and jobs that run across them."""
+"""Several simulated nodes on one machine, and jobs across them."""

@@ -1,10 +1,10 @@
-"""Two nodes on one machine: network namespaces joined by a pair of interfaces, each with a name, an sshd and a /tmp.
+"""Two nodes on one machine: network namespaces joined by a veth pair, each with its own name, sshd and /tmp.
 
     node1 10.213.77.1  <---- veth ---->  node2 10.213.77.2
 
-A node is what a process sees of a machine: its own network, host name, /etc/hosts, boot id, /dev/shm and temporary
-folder. All other files are shared, as on a cluster with a network file system. /etc/hosts reads as Debian writes it: a
-node's own name stands for 127.0.1.1, which is of no use to the other one.
+A node has a separate view of the machine: network, host name, /etc/hosts, boot id, /dev/shm and temporary folder. All
+other files are shared, as on a cluster with a network file system. /etc/hosts is like Debian's: a node's own name is
+127.0.1.1, which is useless to the other node.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Host *
   UserKnownHostsFile /dev/null
   LogLevel ERROR
 """
-# Runs inside the new namespaces; nothing of it is seen outside.
+# Runs inside the new namespaces, without effect outside.
 _BECOME_A_NODE = """
 set -e
 mount --make-rprivate /
@@ -63,7 +63,7 @@ exec /usr/sbin/sshd -D -e -f {folder}/sshd_config
 
 @dataclass(frozen=True)
 class Node:
-    """One node, alive as long as its sshd."""
+    """One node, which lives as long as its sshd."""
 
     name: str
     address: str
@@ -71,7 +71,7 @@ class Node:
     tmp: Path
 
     def start(self, command: Sequence[object], environment: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
-        """Start a command on this node; what it prints goes to a file."""
+        """Starts a command on this node, with its output in a file."""
         words = ["nsenter", "--target", str(self.sshd), "--mount", "--net", "--uts", "--wd=" + str(ROOT)]
         with output.open("wb") as file:
             return subprocess.Popen(
@@ -83,14 +83,14 @@ class Node:
             )
 
     def sent_bytes(self) -> int:
-        """What has left this node over the network so far."""
-        # Not from /sys: that shows the interfaces of whoever mounted it.
+        """Bytes that this node has sent over the network so far."""
+        # Not from /sys, which shows the interfaces of the namespace that mounted it.
         told = _run("nsenter", "--target", str(self.sshd), "--net", "ip", "-s", "-j", "link", "show", INTERFACE)
         return int(json.loads(told)[0]["stats64"]["tx"]["bytes"])
 
 
 def missing() -> list[str]:
-    """What this machine lacks for nodes of its own, in words."""
+    """What this machine lacks for simulated nodes, in words."""
     lacks = [] if os.geteuid() == 0 else ["root"]
     programs = ("ip", "unshare", "nsenter", "ssh", "ssh-keygen", "pdsh", "mpirun.openmpi")
     lacks += [program for program in programs if shutil.which(program) is None]
@@ -103,7 +103,7 @@ def missing() -> list[str]:
 
 @contextmanager
 def two_nodes(folder: Path, *, same_boot_id: bool = False) -> Iterator[tuple[Node, Node]]:
-    """Two nodes with files under `folder`; gone at the end, with everything that runs on them."""
+    """Two nodes with files under `folder`; removed at the end, with everything that runs on them."""
     token = secrets.token_hex(4)
     spaces = [f"hf_zero-{token}-{name}" for name in NAMES]
     servers: list[subprocess.Popen[bytes]] = []

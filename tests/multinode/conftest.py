@@ -1,4 +1,4 @@
-"""The cluster, made once for all tests that only need it to be there."""
+"""The cluster, created once for all tests that share it."""
 
 from __future__ import annotations
 

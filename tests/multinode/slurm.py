@@ -1,4 +1,4 @@
-"""Slurm on the two nodes: munge for trust, slurmctld on the first node, slurmd on both."""
+"""Slurm on the two nodes: munge for authentication, slurmctld on the first node, slurmd on both."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def missing() -> list[str]:
 
 @contextmanager
 def slurm(nodes: tuple[Node, Node], folder: Path) -> Iterator[dict[str, str]]:
-    """Slurm's daemons, and the variables with which its commands find them."""
+    """Slurm's daemons, and the environment variables for its commands."""
     variables = {"SLURM_CONF": str(folder / "slurm.conf")}
     for name in ("state", *(f"spool-{node.name}" for node in nodes)):
         (folder / name).mkdir()
@@ -59,7 +59,7 @@ def slurm(nodes: tuple[Node, Node], folder: Path) -> Iterator[dict[str, str]]:
         cpus=os.cpu_count(),
     )
     (folder / "slurm.conf").write_text(config)
-    # Named, so that slurmd does not look for cgroups, which a container may not have. Nothing here uses them.
+    # Set explicitly, so that slurmd does not look for cgroups, which a container may not have. They are not used.
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     daemons = [_munge(folder)]
     try:
@@ -78,12 +78,12 @@ def slurm(nodes: tuple[Node, Node], folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _munge(folder: Path) -> subprocess.Popen[bytes]:
-    """munge's daemon; both nodes reach its socket through the file system that they share."""
+    """munge's daemon; both nodes reach its socket through the shared file system."""
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o600)
     files = [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file")]
-    # Its own checks want folders that only root may enter; ours is under a temporary one.
+    # Its own checks require folders that only root may enter; ours is under a temporary one.
     command = ["munged", "--foreground", "--force", f"--key-file={key}", f"--seed-file={folder / 'munge.seed'}", *files]
     with (folder / "munged.out").open("wb") as output:
         return subprocess.Popen(command, stdout=output, stderr=output)

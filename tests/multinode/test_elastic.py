@@ -1,4 +1,4 @@
-"""A node is lost in the middle of training: the other one goes on from the last checkpoint, to the same losses."""
+"""A node is lost in the middle of training: the other one resumes from the last checkpoint, with the same losses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.multinode.training import Training, losses_in
 
 pytestmark = [pytest.mark.multinode, pytest.mark.timeout(900)]
 STEPS, SAVED_EVERY, GLOBAL_BATCH = 60, 5, 8
-# A dead node is noticed after three seconds, and new ones waited for ten.
+# A dead node is detected after three seconds, and new ones are awaited for ten.
 PATIENCE = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=10,join_timeout=120"
 
 
@@ -31,7 +31,7 @@ def start(node: Node, training: Training, folder: Path, port: int) -> subprocess
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
-    """As a power cut would: launcher and ranks at once, without a word to anybody."""
+    """Like a power failure: kills launcher and ranks at once."""
     for member in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
         member.send_signal(signal.SIGKILL)
 
@@ -53,5 +53,5 @@ def test_a_lost_node(cluster: Cluster, training: Training, tmp_path: Path) -> No
     assert "resuming from " + str(tmp_path / "hurt/run/checkpoint-") in said
     losses = losses_in(tmp_path / "hurt/run")
     assert len(losses) == STEPS
-    # Micro-batches are added up in another order, which 50 steps of Adam carry on.
+    # Micro-batches are summed in another order, and 50 steps of Adam amplify the difference.
     assert losses == pytest.approx(losses_in(tmp_path / "calm/run"), rel=1e-4)

@@ -1,4 +1,4 @@
-"""Groups of ranks that lie within hosts, on two hosts that have nothing but a network between them."""
+"""Groups of ranks within hosts, on two hosts that only share a network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def test_losses_are_those_of_one_host(cluster: Cluster, training: Training, hostfile: Path, tmp_path: Path) -> None:
-    """Hosts are found by what ranks share, not by names."""
+    """Hosts are identified by what ranks share, not by names."""
     found = {}
     for number, (name, config) in enumerate(WAYS.items()):
         run, output = tmp_path / f"run{number}", tmp_path / f"launcher{number}"

@@ -1,4 +1,4 @@
-"""Five steps over two nodes, started in every way there is: the same losses as on one node, over the network."""
+"""Five steps over two nodes with every launcher: the same losses as on one node, over the network."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def wait_for(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path], timeout_s: float = 200) -> object:
-    """Exit statuses of all; what they printed appears in the report."""
+    """Exit statuses of all; their output is part of the report."""
     deadline = time.monotonic() + timeout_s
     try:
         return [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
     finally:
         for process in processes:
-            process.terminate()  # and not kill: launchers end their ranks first
+            process.terminate()  # not kill: launchers end their ranks first
         for process in processes:
             process.wait(60)
         for output in outputs:
@@ -33,7 +33,7 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Pat
 
 
 def check(training: Training, output: Path, sent: int) -> None:
-    """Same losses as on one node; and at least one copy of the gradients has crossed the network."""
+    """The same losses as on one node; and at least one copy of the gradients was sent over the network."""
     losses = losses_in(output)
     assert len(losses) == STEPS
     assert losses == pytest.approx(training.losses, rel=1e-5)
@@ -83,7 +83,7 @@ def test_started_by_hand_on_each_node(
 def test_accelerates_way_over_several_machines(
     launcher: str, cluster: Cluster, training: Training, hostfile: Path, tmp_path: Path
 ) -> None:
-    """It calls a program `deepspeed`, which nobody has installed here, and writes its variables to a file for it."""
+    """It calls a program `deepspeed`, which is not installed here, and writes variables to a file for it."""
     before = cluster[1].sent_bytes()
     machines = ["--num_machines", 2, "--num_processes", 4, "--machine_rank", 0, "--mixed_precision", "no"]
     way = ["--deepspeed_multinode_launcher", launcher, "--deepspeed_hostfile", hostfile, "--main_process_port", 29631]

@@ -1,4 +1,4 @@
-"""Ranks on other nodes are like those here: arguments arrive whole, failures are named, signals end them."""
+"""Ranks on other nodes behave like local ones: arguments arrive unchanged, failures are named, signals end them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_signal_ends_the_ranks_of_all_nodes(
     output = tmp_path / "launcher"
     launched = cluster[0].start(words, AS_ROOT, output)
     until(lambda: len([path for path in tmp_path.glob("pid*") if path.read_text()]) == 4)
-    # All nodes share one table of processes: these are the ranks, wherever they run.
+    # All nodes share one process table: these are the ranks on all nodes.
     ranks = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(4)]
     launched.send_signal(number)
     assert wait_for([launched], [output]) == [128 + number]
@@ -103,7 +103,7 @@ def until(condition: object, patience_s: float = 60) -> None:
 
 
 def test_clones_of_one_machine_are_told_apart(training: Training, hostfile: Path, tmp_path: Path) -> None:
-    """Virtual machines restored from one image have one boot id: they look like one machine until a socket is tried."""
+    """Virtual machines from one image have the same boot id: they look like one machine until a socket is tried."""
     (tmp_path / "clones").mkdir()
     with two_nodes(tmp_path / "clones", same_boot_id=True) as nodes:
         before = nodes[1].sent_bytes()

@@ -1,4 +1,4 @@
-"""The example for sbatch under a real Slurm of two nodes: ranks placed by srun, one node's losses."""
+"""The example for sbatch under a real Slurm of two nodes: ranks placed by srun, the losses of one node."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _RUN = "--do_train --use_cpu --learning_rate 1e-3 --seed 1 --logging_steps 1 --r
 
 
 class Training:
-    """One model, its data and its losses on a single node; every run has a folder of its own."""
+    """One model, its data and its losses on a single node; every run has its own folder."""
 
     environment = {
         "HF_HUB_OFFLINE": "1",
@@ -42,10 +42,10 @@ class Training:
     def words(
         self, output: Path, ranks: int, steps: int = STEPS, config: dict[str, object] | None = None
     ) -> list[object]:
-        """The script and its arguments for a run on so many ranks: the global batch is always the same.
+        """The script and its arguments for a run on `ranks` ranks, with a constant global batch.
 
         Args:
-            config: other values in ds.json.
+            config: changed values in ds.json.
         """
         settings = self.folder / f"{output.name}.json"
         settings.write_text(json.dumps(_CONFIG | (config or {})))
@@ -57,7 +57,7 @@ class Training:
 
     @cached_property
     def losses(self) -> list[float]:
-        """Those of one node with two ranks."""
+        """Losses of one node with two ranks."""
         return self.on_one_node(STEPS)
 
     def on_one_node(self, steps: int) -> list[float]:
@@ -71,6 +71,6 @@ class Training:
 
 
 def losses_in(output: Path) -> list[float]:
-    """What Trainer has logged, step by step."""
+    """The losses logged by Trainer, step by step."""
     history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     return [entry["loss"] for entry in history if "loss" in entry]

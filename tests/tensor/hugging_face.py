@@ -1,4 +1,4 @@
-"""Ranks that train parts of matrices by an unmodified Trainer or Accelerator."""
+"""Tensor-parallel ranks that train with an unmodified Trainer or Accelerator."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def by_trainer(
 ) -> Trained:
     """With "auto" batch sizes, a checkpoint after every second update, and the model saved at the end."""
     keys = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
-    model = model or model_of("llama")  # before stage 3 is known, which would shard it
+    model = model or model_of("llama")  # before stage 3 is configured, which would partition it
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     config = config_with(stage, tensor, zero_optimization=zero) | dict.fromkeys(keys, "auto")
     options: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 2, **more}
@@ -76,7 +76,7 @@ def by_trainer(
 def by_accelerator(
     rows: list[Batch], *, stage: int, model: nn.Module | None = None, saved: Path | None = None
 ) -> Trained:
-    """A loop of accelerate's page on DeepSpeed, with autotp_size in the config."""
+    """The loop of accelerate's page on DeepSpeed, with autotp_size in the config."""
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     plugin = DeepSpeedPlugin(hf_ds_config=config_with(stage, 2, zero_optimization=zero))
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)

@@ -1,4 +1,4 @@
-"""Models with adapters of PEFT, of which nothing is zero."""
+"""Models with PEFT adapters, without zero weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALL_OF_GPT2 = ["c_attn", "c_proj", "c_fc"]
 
 
 def targets_of(kind: str) -> dict[str, Any]:
-    """What is adapted where a test does not say it: everything linear, of Mixtral the attention."""
+    """Default targets of tests: all linear layers; for Mixtral those of the attention."""
     if kind.startswith("gpt2"):
         return {"target_modules": ALL_OF_GPT2, "fan_in_fan_out": True}
     return {"target_modules": ATTENTION if kind == "mixtral" else "all-linear"}
@@ -27,7 +27,7 @@ def lora(kind: str, **more: Any) -> LoraConfig:
 
 
 def adapted(kind: str, config: PeftConfig | None = None, **more: Any) -> nn.Module:
-    """`model_of(kind)` with LoRA (`more`: in its config) or another adapter, whose values are the same everywhere."""
+    """`model_of(kind)` with LoRA (`more`: in its config) or another adapter, with the same values on all ranks."""
     model = model_of(kind)
     torch.manual_seed(8)
     found: nn.Module = get_peft_model(model, config or lora(kind, **more))  # type: ignore[arg-type]
@@ -36,8 +36,8 @@ def adapted(kind: str, config: PeftConfig | None = None, **more: Any) -> nn.Modu
 
 @torch.no_grad()
 def with_noise(model: nn.Module) -> nn.Module:
-    """On all that is trained: biases and magnitudes start from values that would hide a mistake. And B is made as small
-    as weights are, so that differences can be told from rounding."""
+    """Adds noise to all trained parameters: the initial biases and magnitudes would hide errors. B is scaled to the
+    size of weights, so that differences can be distinguished from rounding."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.mul_(0.2 if ".lora_B." in name else 1)

@@ -1,4 +1,4 @@
-"""What single models need beyond the common sizes to be tiny, and inputs that are not tokens."""
+"""Extra sizes that some models need to be tiny, and inputs other than tokens."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MORE: dict[str, dict[str, Any]] = {
     "T5Gemma2Text": {"dropout_rate": 0.0},
 }
 
-# Where the class that computes a loss wants more than tokens, its base model; and configs that are part of others'.
+# Other classes if the class with a loss needs more inputs than tokens; and configs that are part of others'.
 CLASSES = {
     "Qwen3OmniMoeTalkerCodePredictor": "Qwen3OmniMoeTalkerCodePredictorModel",
     "T5GemmaModule": "T5GemmaForConditionalGeneration",
@@ -80,7 +80,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def _patches(width: int, **more: Any) -> dict[str, Any]:
-    """Of two images, 4 x 4 patches each."""
+    """Patches of two images, 4 x 4 each."""
     return {"grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]]), **more, **{"pixel_values": _random(32, width)}}
 
 

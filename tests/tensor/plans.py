@@ -1,4 +1,4 @@
-"""Every model of transformers that has a tensor-parallel plan, tiny: in parts and whole, side by side."""
+"""Tiny versions of all models of transformers with a tensor-parallel plan, compared partitioned and whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tensor.peculiar import CLASSES, INPUTS, MORE
 from tests.tensor.threads import ThreadCollectives, in_threads
 
 VOCABULARY, LENGTH, RATE = 64, 12, 0.05
-# Attributes of configs, where they have them. Sizes are even, and rows of whole 16 bytes for grouped products.
+# Attributes of configs that have them. Sizes are even, and rows a multiple of 16 bytes for grouped products.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
@@ -43,13 +43,13 @@ MLA_SIZES = {"num_key_value_heads": 4, "qk_head_dim": 24}  # every query head ha
 
 @dataclass(frozen=True)
 class Planned:
-    """A config class with a plan of its own, and the model that is trained for it."""
+    """A config class with its own plan, and the model that is trained for it."""
 
     name: str
     config: type[PreTrainedConfig]
 
     def model_class(self) -> type[PreTrainedModel]:
-        """What computes a loss, where there is such a class, or else the base model."""
+        """The class that computes a loss, if there is one, else the base model."""
         if self.name in CLASSES:
             return getattr(transformers, CLASSES[self.name], None) or self._inner(CLASSES[self.name])
         package = self.config.__module__.rpartition(".")[0]
@@ -81,7 +81,7 @@ def _rank_of(model: type[PreTrainedModel]) -> tuple[int, int]:
 
 
 def planned(*packages: str) -> Iterator[Planned]:
-    """Those of these packages of transformers.models, or all, in the order of names."""
+    """All planned models of these packages of transformers.models, or of all packages, ordered by name."""
     root = transformers.models.__path__[0]
     for package in sorted(packages or (each.name for each in pkgutil.iter_modules([root]))):
         for module in pkgutil.iter_modules([f"{root}/{package}"]):
@@ -97,7 +97,7 @@ def _has_plan(found: type) -> bool:
 
 
 def tiny(config: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConfig:
-    """`config` with SIZES where it has such attributes, `more`, and nothing that is dropped at random."""
+    """`config` with the applicable SIZES, `more`, and without dropout."""
     names = set(inspect.signature(config.__init__).parameters) | set(getattr(config, "__dataclass_fields__", {}))
     names |= set(config.attribute_map)
     sizes = SIZES | (MLA_SIZES if "kv_lora_rank" in names else {}) | more
@@ -119,7 +119,7 @@ def tiny(config: type[PreTrainedConfig], more: dict[str, Any]) -> PreTrainedConf
 
 
 def nested(rope: dict[str, Any]) -> bool:
-    """Whether there are rope parameters of each type of layer."""
+    """Whether there are rope parameters per type of layer."""
     return any(isinstance(each, dict) for each in rope.values())
 
 
@@ -137,13 +137,13 @@ def build(each: Planned) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 2:
-                parameter.zero_()  # some experts are what memory held before
+                parameter.zero_()  # some experts are uninitialized memory
             parameter.add_(torch.randn_like(parameter) * 0.03)
     return model.train()
 
 
 def inputs_for(each: Planned, model: nn.Module) -> dict[str, Any]:
-    """Tokens, and labels where the model computes a loss; or what is given for it, with tokens where it says None."""
+    """Tokens, and labels if the model computes a loss; or the inputs listed for it, with tokens in place of None."""
     ids = torch.randint(3, VOCABULARY - 8, (2, LENGTH), generator=torch.Generator().manual_seed(5))
     names = {"input_ids": None} | ({"labels": None} if computes_loss(model) else {})
     return {name: ids.clone() if value is None else value for name, value in INPUTS.get(each.name, names).items()}
@@ -170,7 +170,7 @@ def _update(model: nn.Module) -> None:
 
 
 def _two_losses(model: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
-    """Before and after an update; gradients of the first are left."""
+    """The losses before and after an update; gradients of the first one are kept."""
     first = loss_of(model, inputs)
     first.backward()
     _update(model)
@@ -182,14 +182,14 @@ def compare(each: Planned, size: int = 2) -> tuple[float, float, float]:
     """Largest relative differences of (the loss, a gradient by the largest of its tensor, the loss after an update).
 
     Raises:
-        AssertionError: nothing is cut, or a parameter lacks a gradient in parts only.
+        AssertionError: nothing is partitioned, or a parameter has no gradient only when partitioned.
     """
     whole = build(each)
     return compare_models(whole, inputs_for(each, whole), size)
 
 
 def compare_models(whole: nn.Module, inputs: dict[str, Any], size: int) -> tuple[float, float, float]:
-    """As `compare`. `whole` is trained by it."""
+    """Like `compare`. `whole` is trained by it."""
     models = [copy.deepcopy(whole) for _ in range(size)]
     plain = _two_losses(whole, inputs)
     expected = dict(whole.named_parameters())

@@ -1,4 +1,4 @@
-"""Adapters of PEFT around parts of matrices: gradients and trainings are those of one process with whole ones."""
+"""PEFT adapters with tensor parallelism: gradients and training equal those of one process with whole matrices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = ("llama", "uneven", "gpt2", "qwen2", "qwen3", "phi3", "mixtral")
 CPU = torch.device("cpu")
 
 HEAD_AND_EMBEDDING = ["embed_tokens", "lm_head", "q_proj"]
-# Of models, what adapts them besides plain LoRA on everything linear.
+# Models, and their adapters other than plain LoRA on all linear layers.
 OTHERWISE: dict[str, tuple[str, dict[str, Any]]] = {
     "DoRA": ("uneven", {"use_dora": True}),
     "DoRA of fused matrices": ("gpt2", {"use_dora": True}),
@@ -83,7 +83,7 @@ def test_adapters_of_other_types(config: Any) -> None:
 def test_adapters_that_transformers_puts_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """`model.add_adapter` leaves a model of transformers, not one of PEFT.
 
-    transformers 5.24 asks there for PEFT 0.22 before it was released; nothing it does in this test needs it.
+    transformers 5.24 requires PEFT 0.22 there before its release; this test does not need it.
     """
     monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
     model: Any = model_of("qwen2")
@@ -103,7 +103,7 @@ def test_gradients(size: int) -> None:
         _check(adapted("uneven", config), size)
 
 
-# PEFT itself ends in an error with everything linear of these, or with DoRA of experts in one tensor.
+# PEFT itself fails with all linear layers of these models, or with DoRA of experts in one tensor.
 NOT_OF_PEFT = {
     "DeepseekV4": "linear layers in groups",
     "FalconH1": "Mamba's output",
@@ -136,7 +136,7 @@ def test_everything_linear_of_every_plan(size: int, more: dict[str, Any]) -> Non
 
 
 def test_another_adapter_chosen_after_the_cut() -> None:
-    """What was frozen when the model was cut has its gradients summed as well."""
+    """Parameters that were frozen when the model was partitioned must also have their gradients summed."""
     model = adapted("qwen3")
     model.add_adapter("second", lora("qwen3", r=3))  # type: ignore[operator]
     models = [copy.deepcopy(model) for _ in range(2)]
@@ -209,11 +209,11 @@ DROPS = {"lora_dropout": 0.3}
 
 
 def test_two_ranks_train_as_one_process() -> None:
-    """Dropout included: ranks draw for the whole input, of which they have parts of different sizes."""
+    """Including dropout: ranks draw for the whole input, of which they have parts of different sizes."""
     _check_training(2, 2, [("gpt2", DROPS), ("uneven", {**DROPS, "use_dora": True})], (3,), 3)
 
 
-@pytest.mark.slow  # the kind is among those of two ranks' gradients, more ranks are in test_parity.py
+@pytest.mark.slow  # two ranks test this kind's gradients, test_parity.py tests more ranks
 def test_four_ranks_train_as_one_process() -> None:
     _check_training(2, 4, [("mixtral", {"target_modules": "all-linear"})], (0, 2), 2)
 

@@ -1,4 +1,4 @@
-"""Adapters of models in parts, saved: they load into a whole model and give what was trained."""
+"""Saved adapters of tensor-parallel models load into a whole model and give the trained results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def logits_of(model: nn.Module) -> Tensor:
 
 
 def loaded(folder: Path) -> Tensor:
-    """Logits of the base model that training began with, with the adapter in `folder`."""
+    """Logits of the base model before training, with the adapter in `folder`."""
     return logits_of(PeftModel.from_pretrained(model_of(KIND), str(folder)))  # type: ignore[arg-type]
 
 
@@ -64,7 +64,7 @@ def _saves_and_resumes(rank: int, folder: str, stages: tuple[int, ...]) -> dict[
         assert first.save_16bit_model(str(root), "whole.bin")
         state = first._consolidated_16bit_state_dict()
         first.module.save_pretrained(str(root / "adapter"), is_main_process=rank == 0, state_dict=state)
-        if stage < 3:  # there it is the weights themselves that refuse
+        if stage < 3:  # at stage 3 the weights themselves raise
             with pytest.raises(ValueError, match="would write this rank's part of .*: on every rank, call state = "):
                 first.module.save_pretrained(str(root / "parts"))
         torch.distributed.barrier()

@@ -1,4 +1,4 @@
-"""How often ranks with parts of the same matrices talk, and what stays alive between."""
+"""How often tensor-parallel ranks communicate, and what stays alive in between."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RANKS = 2
 
 
 def sums(kind: str, checkpointing: bool) -> dict[str, int]:
-    """All-reduces of one rank, by the half of the step that they are made in."""
+    """All-reduces of one rank, by the half of the step in which they occur."""
     models, batch = [model_of(kind) for _ in range(RANKS)], batches(1)[0]
     for model in models if checkpointing else ():
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -50,9 +50,9 @@ def sums(kind: str, checkpointing: bool) -> dict[str, int]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_matrices_with_one_input_sum_its_gradient_once(checkpointing: bool) -> None:
-    """Queries, keys, values, gate and up summed theirs one by one once: five messages per layer where two will do."""
+    """Queries, keys, values, gate and up summed theirs one by one: five messages per layer instead of two."""
     layers, head, embedding = config_of("llama").num_hidden_layers, 1, 1
-    again = layers if checkpointing else 0  # of attention; what comes last in a layer is not computed again
+    again = layers if checkpointing else 0  # of attention; a layer's last part is not recomputed
     expected = {"forward": 2 * layers + embedding, "backward": 2 * layers + head + again}
     assert sums("llama", checkpointing) == expected
 

@@ -1,4 +1,4 @@
-"""`tensor_parallel.autotp_size` under an unmodified Trainer and Accelerator, on CPUs."""
+"""`tensor_parallel.autotp_size` with an unmodified Trainer and Accelerator, on CPUs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _four_ranks(rank: int, folder: str) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_two_data_ranks_of_two_parts_under_trainer(tmp_path: Path) -> None:
-    """Trainer deals other batches to them, and counts the tokens of all ranks; it goes on with other parts, too."""
+    """Trainer gives them different batches, and counts the tokens of all ranks; it also resumes with other parts."""
     for found in run_ranks(_four_ranks, 4, str(tmp_path), init=False):
         assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
 
@@ -90,7 +90,7 @@ def _another_model(rank: int, folder: str, kind: str) -> dict[str, float]:
         way = {"stage": stage, "kind": kind, "accumulated": 3}
         found[f"stage {stage}"] = against_one_process(padded(6), root / str(stage), **way)  # type: ignore[arg-type]
         fresh()
-        # Trainer counts the first token of a GPT-2, which no loss is counted for: here it is masked.
+        # Trainer counts the first token of a GPT-2, which has no loss: here it is masked.
         rows, plain = padded(4), by_tokens(model_of(kind), padded(4), together=1)
         for resume in (None, root / "whole" / str(stage) / "checkpoint-2"):
             folder_of = root / ("whole" if resume is None else "resumed") / str(stage)

@@ -1,4 +1,4 @@
-"""Ranks that hold parts of matrices train as one plain process does: losses, norms, weights."""
+"""Tensor-parallel training equals that of one plain process: losses, norms, weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_kind_trains_as_one_process(kind: str, tensor: int, world: int) ->
 
 
 def _otherwise(rank: int, steps: int, kind: str) -> Found:
-    """What training can have besides; bf16 rounds weights, activations and gradients."""
+    """Other training features; bf16 rounds weights, activations and gradients."""
     dropout = [] if kind != "gpt2" else [("dropout", {}), ("attention", {})]
     return {
         "three accumulated": compare(rank, kind, 2, 2, world=2, steps=steps, accumulated=3),
@@ -61,7 +61,7 @@ def _check_otherwise(steps: int, kind: str) -> None:
     both = run_ranks(_otherwise, 2, steps, kind)
     assert both[0] == both[1]
     for found in both:
-        assert max(found.pop("attention", (0,))) < 1  # ranks draw for the heads they have, in step with each other
+        assert max(found.pop("attention", (0,))) < 1  # ranks draw for their own heads, in step with each other
         assert max(found.pop("bf16")) < 0.1
         assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}
 
@@ -91,7 +91,7 @@ def test_three_accumulated_on_two_data_ranks(kind: str) -> None:
 
 
 def _in_tiles(rank: int) -> tuple[Found, float]:
-    """Also what becomes of the logits where a program looks at them in training: the largest difference."""
+    """Also returns the largest difference of logits, if a program reads them in training."""
     tiles = {"tiled_mlp": True, "tiled_loss": True}
     with small():
         found = {f"stage {s}": compare(rank, "llama", s, 2, world=2, steps=2, hf_zero=tiles) for s in (1, 3)}
@@ -109,11 +109,11 @@ def _in_tiles(rank: int) -> tuple[Found, float]:
 
 
 def test_tiles_of_a_loss_whose_head_is_cut() -> None:
-    """Somebody set hf_zero.tiled_loss together with tensor_parallel.autotp_size.
+    """A user set hf_zero.tiled_loss together with tensor_parallel.autotp_size.
 
-    The first forward ended in "The expanded size of the tensor (1488) must match the existing size (2928)": the head
-    gave logits that were still to be computed, and what stands around a head that is cut took them for its part of
-    the vocabulary.
+    The first forward failed with "The expanded size of the tensor (1488) must match the existing size (2928)": the head
+    returned logits that were still to be computed, and the wrapper of a partitioned head took them for its part of the
+    vocabulary.
     """
     for found, difference in run_ranks(_in_tiles, 2):
         assert {name: worst for name, worst in found.items() if max(worst) > TOLERANCE} == {}

@@ -1,4 +1,4 @@
-"""Who gets what, and what one rank can show: pure."""
+"""Which rank gets which part, and tests on one rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_key_heads_go_with_their_query_heads() -> None:
 
 
 class Second(LoneCollectives):
-    """The second of two ranks, which does as if the first had zeros."""
+    """The second of two ranks, which assumes that the first has zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_what_the_config_cannot_have(more: dict[str, Any], words: str) -> None:
 
 
 def test_all_ranks_count_in_the_batch_size() -> None:
-    """DeepSpeed, accelerate and OpenRLHF count so, and write the number; ours once was that of different samples."""
+    """DeepSpeed, accelerate and OpenRLHF count all ranks; hf_zero counted only ranks with different samples."""
     config = {"train_micro_batch_size_per_gpu": 3, "tensor_parallel": {"autotp_size": 2}}
     found = resolve({**config, "train_batch_size": 24}, world_size=4)
     assert (found.batch.train_batch_size, found.batch.accumulation_steps, found.samples_per_update) == (24, 2, 12)

@@ -1,4 +1,4 @@
-"""Every model of transformers that has a tensor-parallel plan, in parts and whole: losses, gradients, an update."""
+"""All models of transformers with a tensor-parallel plan, partitioned and whole: losses, gradients, an update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.tensor.plans import compare, planned
 
 LOSS, GRADIENT, LATER = 1e-5, 1e-4, 1e-4
-# Not cut, whatever the number of ranks.
+# Never partitioned, for any number of ranks.
 NEVER = {
     "HunYuanVLText": "its plan names an embedding only",
     "Lfm2": "its plan names tied weights only",
@@ -17,12 +17,12 @@ NEVER = {
     "Llama4": "transformers 5.24 asks its output for image_outputs, which it does not have",
     "Qwen3VLText": "its plan names an embedding only",
 }
-# The tiny models have 4 query heads and 2 key heads; with 4 ranks these are refused as well.
+# The tiny models have 4 query heads and 2 key heads; with 4 ranks these are rejected as well.
 LEFT_OUT: dict[int, dict[str, str]] = {
     2: NEVER,
     4: NEVER | {"Doge": "masks are made for key heads", "NeoMME": "queries and values meet outside the attention"},
 }
-# Models whose plans say too little, or whose layers do more than their classes say.
+# Models with incomplete plans, or with layers that do more than their classes suggest.
 PACKAGES = (
     "apertus",
     "apertus1p5",
@@ -39,7 +39,7 @@ PACKAGES = (
 
 
 def failing(size: int, *packages: str) -> tuple[dict[str, str], int]:
-    """What went wrong, by model; and how many models were tried."""
+    """The errors by model, and the number of tested models."""
     found, number = {}, 0
     for each in planned(*packages):
         number += 1
@@ -53,19 +53,19 @@ def failing(size: int, *packages: str) -> tuple[dict[str, str], int]:
 
 
 def test_a_plan_that_cuts_nothing_is_refused() -> None:
-    """Tied weights stay whole: every rank trained a whole Lfm2, and no word said so."""
+    """Tied weights stay whole: every rank silently trained a whole Lfm2."""
     found, _ = failing(2, "lfm2", "qwen3_vl")
     assert "cuts nothing: it names lm_head" in found["Lfm2"] and "that cuts layers" in found["Qwen3VLText"]
 
 
 def test_what_plans_leave_out() -> None:
-    """apertus1p5 asks its head for the width of the vocabulary, and dory's head scales its outputs."""
+    """apertus1p5 reads the vocabulary size from its head, and dory's head scales its outputs."""
     assert failing(2, *PACKAGES) == ({}, len(PACKAGES))
 
 
 @pytest.mark.parametrize("packages", [("gemma4", "longcat_flash"), pytest.param((), marks=pytest.mark.slow)])
 def test_four_heads_for_three_ranks_train_or_are_refused_with_the_equation(packages: tuple[str, ...]) -> None:
-    """Layers around or between an attention and its projections once ended two models in an error of shapes."""
+    """Layers around or between an attention and its projections caused shape errors in two models."""
     found, number = failing(3, *packages)
     found = {name: why for name, why in found.items() if name not in NEVER}
     assert {"Gemma4Vision", "LongcatFlash"} <= found.keys() and number > len(found)

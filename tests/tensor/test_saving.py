@@ -1,4 +1,4 @@
-"""Whole weights out of parts, checkpoints that resume, and what is refused."""
+"""Whole weights from tensor-parallel parts, resumable checkpoints, and errors."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def _engine(kind: str, config: dict[str, Any], **more: Any) -> Any:
 
 
 def _saves_for_transformers(model: Any, whole: dict[str, Any] | None, folder: Path) -> None:
-    """Every program saves like this, with the whole state dict on the first rank and none on the others: these failed,
-    since they were to write nothing and still were told that they held parts."""
+    """Programs save like this, with the full state dict on the first rank and none on the others. These raised an error
+    that they hold parts, although they were not to write anything."""
     model.save_pretrained(folder, is_main_process=whole is not None, state_dict=whole)
     if whole is not None:
         read = LlamaForCausalLM.from_pretrained(folder).state_dict()
@@ -109,7 +109,7 @@ def _resumes_at_other_sizes(rank: int, folder: str, saves: tuple[int, int, str],
         train(engine, data[rank // other : 4 : 4 // other][:1])
     if rank == 0:
         weights = get_fp32_state_dict_from_zero_checkpoint(str(root))
-        weights.pop("lm_head.weight" if kind == "gpt2" else "", None)  # the embedding once more
+        weights.pop("lm_head.weight" if kind == "gpt2" else "", None)  # the embedding again
         assert {name for name, values in weights.items() if not torch.equal(values, expected[name])} == set()
         assert zero_to_fp32([str(root), str(root / "whole.safetensors")]) == 0
         loaded = load_file(root / "whole.safetensors")
@@ -125,19 +125,19 @@ def _resumes_at_other_sizes(rank: int, folder: str, saves: tuple[int, int, str],
     ],
 )
 def test_checkpoints_go_on_with_other_parts(tmp_path: Path, saves: tuple[int, int, str], loads: list[int]) -> None:
-    """Masters and both moments to the bit, at any stage and number of data ranks; whole weights out of the files."""
+    """Masters and both moments are bitwise equal, at any stage and number of data ranks; files give full weights."""
     run_ranks(_resumes_at_other_sizes, 4, str(tmp_path), saves, loads)
 
 
 def _gathers(rank: int, folder: str) -> tuple[float, float, bool]:
-    """On two data ranks of two parts, stage 3: what `GatheredParameters` shows and keeps; a resumed checkpoint."""
+    """Two data ranks of two parts at stage 3: reads and writes of `GatheredParameters`, and a resumed checkpoint."""
     data, data_rank = batches(6), rank // 2
     engine = _engine("uneven", config_with(3, 2))
     train(engine, data[data_rank:2:2])
     weight = engine.module.model.layers[0].mlp.down_proj.weight
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
         shown = tuple(weight.shape)
-        weight.data.fill_(rank + 1.0)  # every rank of the first tensor group its own part
+        weight.data.fill_(rank + 1.0)  # every rank of the first tensor-parallel group its own part
     whole = engine.module_state_dict()["model.layers.0.mlp.down_proj.weight"]
     engine.save_checkpoint(folder)
     went_on = train(engine, data[2 + data_rank :: 2])
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
 
 
 class Megatron:
-    """What Megatron offers of its groups."""
+    """Megatron's API for its groups."""
 
     def __init__(self, group: Any) -> None:
         self.get_tensor_model_parallel_group = lambda: group
@@ -181,7 +181,7 @@ class Megatron:
 
 
 def _who_asks(rank: int) -> list[float]:
-    """`tp_model_init` and an mpu, without a word in the config; ranks that hold parts need not be neighbours."""
+    """`tp_model_init` and an mpu, without config keys; ranks that hold parts need not be neighbours."""
     data, plain = batches(2), in_one_process(model_of("llama"), batches(2), data_ranks=1)
     config = config_with(1, 0)
     losses = []

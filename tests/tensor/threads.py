@@ -1,4 +1,4 @@
-"""Ranks of a tensor group as threads of one process: for models by the hundred, where processes would cost minutes."""
+"""Tensor-parallel ranks as threads of one process: for hundreds of models, for which processes would take minutes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 
 
 class ThreadCollectives(LoneCollectives):
-    """Every call leaves its tensor in a slot, waits for the others', and takes what it needs."""
+    """Every call stores its tensor in a slot, waits for the others', and reads what it needs."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         super().__init__(rank)
@@ -25,7 +25,7 @@ class ThreadCollectives(LoneCollectives):
         self._slots, self._barrier = slots, barrier
 
     def _everybodys(self, value: Any) -> list[Any]:
-        self._barrier.wait(PATIENCE_S)  # all have read what was here before
+        self._barrier.wait(PATIENCE_S)  # all have read the previous values
         self._slots[self.rank] = value
         self._barrier.wait(PATIENCE_S)
         return list(self._slots)
@@ -51,7 +51,7 @@ class ThreadCollectives(LoneCollectives):
 
 
 def in_threads(body: Callable[[ThreadCollectives], T], size: int) -> Sequence[T]:
-    """What `body` returns on each of `size` ranks. The first failure that is not another's consequence is raised."""
+    """Results of `body` on each of `size` ranks. Raises the first failure that another rank did not cause."""
     barrier, slots = threading.Barrier(size), [None] * size
 
     def run(rank: int) -> T:

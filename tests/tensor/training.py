@@ -1,4 +1,4 @@
-"""Training with parts of matrices, and the same in one plain process: losses, norms and weights side by side."""
+"""Tensor-parallel training, and the same in one plain process: losses, norms and weights compared."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Batch = dict[str, Tensor]
 
 
 def config_of(kind: str) -> PreTrainedConfig:
-    """Tiny; "uneven": 6 query heads, 3 key heads and an MLP of 50, which few numbers of ranks divide."""
+    """Tiny models; "uneven": 6 query heads, 3 key heads and an MLP of 50, which few numbers of ranks divide."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     common = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "use_cache": False}
-    if kind.startswith("gpt2"):  # "gpt2, dropout" drops activations that are whole, "gpt2, attention" those of heads
+    if kind.startswith("gpt2"):  # "gpt2, dropout" drops whole activations, "gpt2, attention" those of heads
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop"), 0.2 if kind == "gpt2, dropout" else 0.0)
         dropouts["attn_pdrop"] = 0.2 if kind == "gpt2, attention" else 0.0
         return GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=VOCABULARY, **dropouts)
@@ -51,7 +51,7 @@ def model_of(kind: str) -> nn.Module:
     model: nn.Module = AutoModelForCausalLM.from_config(config_of(kind), attn_implementation="sdpa")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)  # also where zeros and ones would hide a mistake
+            parameter.add_(torch.randn_like(parameter) * 0.02)  # even where zeros and ones would hide an error
     return model.train()
 
 
@@ -72,7 +72,7 @@ class Trained:
 
 
 def padded(number: int) -> list[Batch]:
-    """Rows of different lengths, with whose first token no loss is counted."""
+    """Rows of different lengths, without a loss for the first token."""
     made, generator = batches(number), torch.Generator().manual_seed(12)
     for batch in made:
         lengths = torch.randint(4, batch["input_ids"].shape[1] + 1, (len(batch["input_ids"]), 1), generator=generator)
@@ -84,7 +84,7 @@ def padded(number: int) -> list[Batch]:
 
 
 def by_tokens(model: nn.Module, data: list[Batch], *, together: int) -> Trained:
-    """Plain PyTorch; an update takes `together` batches, whose tokens count alike."""
+    """Plain PyTorch with `together` batches per update, weighted by tokens."""
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     losses, norms = [], []
@@ -134,7 +134,7 @@ def config_with(stage: int, tensor: int, **more: Any) -> dict[str, Any]:
 def in_parts(
     rank: int, model: nn.Module, data: list[Batch], *, stage: int, tensor: int, world: int, **more: Any
 ) -> Trained:
-    """The engine; other values on all ranks but the first, which must not matter. `more`: in its config."""
+    """The engine; the other ranks start with different values, which must not matter. `more`: in its config."""
     model = copy.deepcopy(model)
     if rank:
         with torch.no_grad():

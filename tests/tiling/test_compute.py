@@ -28,7 +28,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def gradients(compute: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor, factor: float = 1.0) -> list[Any]:
-    """Of x and of all parameters; each parameter is told once."""
+    """Gradients of x and all parameters; each parameter is reported once."""
     module.zero_grad()
     x.grad = None
     told: list[int] = []
@@ -68,7 +68,7 @@ def test_an_mlp_in_tiles_is_the_mlp(listed: str, shape: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_inside_a_checkpoint(reentrant: bool) -> None:
-    """Recomputation ends where the input is kept, where the checkpoint can end there."""
+    """Recomputation ends once the input has been recomputed, if the checkpoint supports that."""
     module, x, runs = mlp(), inputs(2, 12, HIDDEN), []
 
     def once(owner: Any, tile: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ def test_frozen_parameters_and_hooks_on_gradients() -> None:
 
 
 def test_16_bit_sums_are_made_in_fp32() -> None:
-    """Of many tiles: bf16 would stop counting at 256 of them."""
+    """With many tiles bf16 would stop counting at 256."""
     module = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     x = torch.ones(1, 1024, 1, dtype=torch.bfloat16)
     TiledMLP.apply(lambda owner, tile: owner(tile), module, x, 1024).sum().backward()
@@ -181,7 +181,7 @@ def test_the_mean_is_that_of_tiles_and_shapes_are_checked() -> None:
 
 
 def test_fp16_losses_are_differentiated_with_their_scale() -> None:
-    """The gradient of a mean over many tokens is below what fp16 can say; a loss scale lifts it."""
+    """The gradient of a mean over many tokens underflows in fp16; a loss scale prevents it."""
     head = nn.Linear(HIDDEN, CLASSES, dtype=torch.float16)
     x, y = inputs(1, 64, HIDDEN, dtype=torch.float16), torch.randint(CLASSES, (1, 64))
     scale = 2.0**12

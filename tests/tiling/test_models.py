@@ -1,4 +1,4 @@
-"""The switch in ds.json: losses and gradients of Hugging Face models with tiled MLPs and loss are those without."""
+"""With tiled MLPs and loss enabled in ds.json, losses and gradients of Hugging Face models do not change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ IGNORED = -100
 
 @pytest.fixture(autouse=True)
 def small_tiles() -> Iterator[None]:
-    """As many tokens as the hidden width, 36, in place of a thousand."""
+    """Tiles of as many tokens as the hidden width, 36, instead of a thousand."""
     with small():
         yield
 
@@ -63,7 +63,7 @@ def batch(rows: int = 2, seed: int = 1, ignored: int = 7) -> dict[str, Tensor]:
 
 
 def gemma2() -> Any:
-    """Logits are divided, squashed and multiplied on their way to the loss."""
+    """Logits are divided, soft-capped and multiplied before the loss."""
     sizes = {**LLAMA, "final_logit_softcapping": 0.3, "head_dim": 6, "layer_types": ["full_attention"] * 2}
     return tf.Gemma2ForCausalLM(tf.Gemma2Config(**sizes))
 
@@ -80,7 +80,7 @@ def build(kind: str) -> Any:
 
 
 def train(model: Any, tiled: dict[str, bool], batches: list[dict[str, Any]], **sections: Any) -> tuple[list[Any], Any]:
-    """Losses of all forwards, gradients of one update and what the model is afterwards."""
+    """Losses of all forwards, gradients of one update and the updated model."""
     model.train()
     config = settings(gradient_accumulation_steps=len(batches), hf_zero=tiled, **sections)
     engine, _, _, _ = initialize(model=model, config=config)
@@ -106,14 +106,14 @@ def assert_same(found: tuple[list[Any], Any], expected: tuple[list[Any], Any], *
 
 @pytest.mark.parametrize("kind", ["llama", "tied llama", "qwen3", "gpt2", "gemma2", "cohere"])
 def test_losses_and_updates_are_those_of_the_plain_model(kind: str) -> None:
-    """Two micro-batches with different numbers of labels, a learning rate of 0.1: weights show the gradients."""
+    """Two micro-batches with different numbers of labels; with a learning rate of 0.1 weights show the gradients."""
     batches = [batch(ignored=5), batch(seed=2, ignored=30)]
     assert_same(train(build(kind), BOTH, batches), train(build(kind), {}, batches))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_trainer_passes(recompute: bool) -> None:
-    """num_items_in_batch as tensor or number, labels that are shifted already, checkpointed layers."""
+    """num_items_in_batch as tensor or number, shifted labels, checkpointed layers."""
     shifted = nn.functional.pad(batch()["labels"], (0, 1), value=IGNORED)[..., 1:].contiguous()
     batches: list[dict[str, Any]] = [
         {**batch(), "num_items_in_batch": torch.tensor(150)},
@@ -160,7 +160,7 @@ def test_mixed_precision(precision: str) -> None:
 
 
 def _errors_in_bf16(rank: int, stage: int) -> dict[str, float]:
-    """Of gradients, relative to those of fp32: the largest with tiles over the largest without."""
+    """Errors of gradients relative to fp32: the largest with tiles over the largest without."""
     batches, found = [batch(ignored=5), batch(seed=2, ignored=30)], {}
     for kind in ("llama", "tied llama"):
         exact = build(kind).bfloat16().float().train()
@@ -192,7 +192,7 @@ def _difference(found: Any, exact: Any) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_tiles_round_no_more_than_the_plain_model_in_bf16(stage: int) -> None:
-    """Products of tiles are added up in fp32, layers are checkpointed, two ranks accumulate."""
+    """Products of tiles are summed in fp32, layers are checkpointed, two ranks accumulate."""
     for found in run_ranks(_errors_in_bf16, 2, stage):
         assert all(ratio < 1.3 for ratio in found.values()), found
 
@@ -224,7 +224,7 @@ def test_logits_are_computed_for_whoever_wants_them(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("kind", ["smoothed", "own"])
 def test_losses_that_the_model_does_not_compute(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Trainer's label smoothing takes the labels away; a loop of one's own may ignore the model's loss."""
+    """Trainer's label smoothing removes the labels; a user's own loop may ignore the model's loss."""
     model = build("llama").train()
     values = batch()
     smoother = LabelSmoother(epsilon=0.1)
@@ -252,7 +252,7 @@ def test_losses_that_the_model_does_not_compute(kind: str, caplog: pytest.LogCap
 
 @pytest.mark.slow
 def test_compiled() -> None:
-    """Tiles are run outside of the graphs; what is around them is compiled."""
+    """Tiles run outside the graphs; the rest is compiled."""
     losses = []
     for tiled in (BOTH, {}):
         model = build("llama").train()
@@ -315,12 +315,12 @@ def test_a_tile_holds_a_gibibyte_of_logits_at_most() -> None:
 
 # --- ranks -------------------------------------------------------------------------------------------------------
 
-# With the kind of checkpoint that TRL asks for with adapters at stage 3, too.
+# Including the kind of checkpointing that TRL uses with adapters at stage 3.
 CASES = ((0, False), (1, False), (2, False), (3, False), (3, True))
 
 
 def run_stages(rank: int) -> dict[str, Any]:
-    """By case and whether tiled: losses, weights and what was gathered, of one update with two micro-batches."""
+    """By case and whether tiled: losses, weights and gathers of one update with two micro-batches."""
     found: dict[str, Any] = {}
     with small():
         for stage, reentrant in CASES:
@@ -339,7 +339,7 @@ def _run_stage(rank: int, zero: dict[str, Any], tiled: dict[str, bool], reentran
     losses = []
     ledger.reset()
     for seed in (1, 2):
-        # Ranks with different numbers of tokens, and so of tiles.
+        # Ranks have different numbers of tokens, and so of tiles.
         values = {name: value[:, : LENGTH - 20 * rank] for name, value in batch(seed=seed + 2 * rank).items()}
         loss = engine(**values).loss
         losses.append(loss.item())

@@ -1,4 +1,4 @@
-"""What is around a forward comes back for its second run, and leaves no trace."""
+"""The context of a forward is restored for its recomputation, and leaves no side effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_autocast_is_that_of_the_forward_and_remembers_no_weight() -> None:
         surroundings = Surroundings.now([x], draws=False)
         with torch.no_grad(), uncached("cpu"):
             assert (x @ weight).dtype == torch.bfloat16
-        assert (x @ weight).requires_grad  # a cast without a graph was not kept for this one
+        assert (x @ weight).requires_grad  # a cast without a graph was not reused for this one
     with surroundings.autocast():
         assert (x @ weight).dtype == torch.bfloat16
         with surroundings.no_autocast():

@@ -1,4 +1,4 @@
-"""`deepspeed.zero.TiledLinear` against the linear layer whose weights it has copied."""
+"""`deepspeed.zero.TiledLinear` compared with the linear layer whose weights it has copied."""
 
 from __future__ import annotations
 

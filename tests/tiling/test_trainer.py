@@ -1,4 +1,4 @@
-"""An unmodified Trainer with all that makes room for long sequences, by ds.json alone, against plain PyTorch."""
+"""An unmodified Trainer with all features for long sequences enabled in ds.json, compared with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiling.test_models import BOTH, small
 
 
 def run_in_small_tiles(rank: int, words: list[str]) -> int:
-    """On a device whose copies are late; how many checkpointed calls there were."""
+    """On a device with late copies; returns the number of checkpointed calls."""
     run, calls = CheckpointedCalls.run, []
 
     def counted(self: CheckpointedCalls, *args: Any, **options: Any) -> Any:

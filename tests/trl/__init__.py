@@ -1,1 +1,1 @@
-"""TRL and PEFT as users run them, on the engine."""
+"""TRL and PEFT with hf_zero, run as users run them."""

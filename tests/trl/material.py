@@ -1,4 +1,4 @@
-"""What the TRL runs start from: a tiny Llama, a tokenizer trained on the spot, and rows for each method."""
+"""Inputs of the TRL runs: a tiny Llama, a tokenizer trained on the spot, and rows for each method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 END, PAD = "<|end|>", "<|pad|>"
-# Any of these many tokens ends a sequence, so that a freshly initialised model ends at many different lengths.
+# Any of these many tokens ends a sequence, so that a newly initialised model ends at many different lengths.
 LAST_TOKENS = list(range(2, 34))
 ANIMALS = ["fox", "owl", "bear", "newt", "heron", "lynx", "carp", "moth"]
 PLACES = ["wood", "river", "old barn", "moor", "town", "marsh"]
@@ -60,7 +60,7 @@ def config(**options: Any) -> LlamaConfig:
 
 
 def language_model(seed: int = 0) -> LlamaForCausalLM:
-    """The same weights for the same seed; `eos_token_id` of its generation config is a long list."""
+    """The same seed gives the same weights; `eos_token_id` of its generation config is a long list."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config())
@@ -92,7 +92,7 @@ def rows(method: str, count: int) -> list[dict[str, Any]]:
 
 
 def write(folder: Path, method: str, count: int) -> None:
-    """Model, reward model and rows on disk, as a user would have them."""
+    """Writes model, reward model and rows to disk, as a user would have them."""
     folder.mkdir(parents=True, exist_ok=True)
     language_model().save_pretrained(folder / "model")
     reward_model().save_pretrained(folder / "reward_model")

@@ -1,5 +1,5 @@
-"""QLoRA runs, and their table in docs/trl.md: quantised base x stage x adapter, two ranks against one process and
-no engine.
+"""QLoRA runs, and their table in docs/trl.md: quantised base x stage x adapter, on two ranks compared with one process
+without an engine.
 
     python -m tests.trl.quantised       runs everything (minutes) and writes the table; needs bitsandbytes and torchao
 
@@ -81,7 +81,7 @@ WHOLE = ("bitsandbytes 8-bit",)  # on every rank, also at stage 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What training left behind."""
+    """The results of a training."""
 
     losses: list[float]
     evaluation: float
@@ -90,7 +90,7 @@ class Outcome:
 
 
 def train(rank: int, base: str, adapter: str, stage: int | None, folder: str) -> Any:
-    """One rank of a run of the Trainer."""
+    """One rank of a Trainer run."""
     if os.environ["WORLD_SIZE"] == "1":
         for name in LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
@@ -126,7 +126,7 @@ def train(rank: int, base: str, adapter: str, stage: int | None, folder: str) ->
     model = get_peft_model(model, LoraConfig(**options))
     for module in model.modules():
         if stage is None and hasattr(module, "support_avx512bf16_for_cpu"):
-            # Evaluated without an engine, weights are packed anew, and training goes on with wrong gradients.
+            # Evaluation without an engine repacks weights, and training continues with wrong gradients.
             module.support_avx512bf16_for_cpu = False
     before = _quantised(model)
     rows = _rows()
@@ -143,7 +143,7 @@ def train(rank: int, base: str, adapter: str, stage: int | None, folder: str) ->
 
 
 def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Also where codes, read as floating numbers, are NaN."""
+    """Bitwise equality, also if codes, read as floating-point numbers, are NaN."""
     return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
@@ -175,7 +175,7 @@ def write_model(folder: Path) -> None:
 
 @cache
 def run(base: str, adapter: str, stage: int | None) -> Outcome:
-    """A run on two ranks at `stage`; of None, on one without an engine."""
+    """A run on two ranks at `stage`; for None, on one rank without an engine."""
     with tempfile.TemporaryDirectory(prefix="qlora-") as name:
         write_model(Path(name))
         ranks = run_ranks(train, 1 if stage is None else RANKS, base, adapter, stage, name, init=False)
@@ -185,7 +185,7 @@ def run(base: str, adapter: str, stage: int | None) -> Outcome:
 
 
 def differences(found: Outcome, expected: Outcome) -> list[str]:
-    """What is not as in the other run, relative to TOLERANCE."""
+    """Differences from the other run, relative to TOLERANCE."""
     pairs = {
         "losses": (torch.tensor(found.losses), torch.tensor(expected.losses)),
         "evaluation": (torch.tensor(found.evaluation), torch.tensor(expected.evaluation)),
@@ -201,7 +201,7 @@ def differences(found: Outcome, expected: Outcome) -> list[str]:
 
 
 def cell(base: str, adapter: str, stage: int) -> str:
-    """What the table says of one run."""
+    """The table's cell for one run."""
     if base in WRAPPED and stage == 3:
         return "refused"
     wrong = differences(run(base, adapter, stage), run(base, adapter, None))
@@ -211,7 +211,7 @@ def cell(base: str, adapter: str, stage: int) -> str:
 
 
 def rows_of_page() -> dict[tuple[str, str], list[str]]:
-    """(base, adapter) -> cells, as docs/trl.md has them."""
+    """(base, adapter) -> cells in docs/trl.md."""
     body = PAGE.read_text(encoding="utf-8").split(HEAD)[1].split("\n\n")[0]
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.strip().splitlines()]
     return {(line[0], line[1]): line[2:] for line in lines}

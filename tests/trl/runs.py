@@ -1,4 +1,4 @@
-"""One TRL run: its command line, its ranks, and what it left behind."""
+"""One TRL run: its command line, its ranks, and its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 6
 GLOBAL_BATCH = 8
 EVALUATION_BATCH = 4
 LEARNING_RATE = 5e-3
-EPS = 1e-6  # as in the parity tests of Trainer: with less, gradients that are zero but for rounding decide the result
+EPS = 1e-6  # as in Trainer's parity tests: with less, gradients that are zero except for rounding decide
 TOLERANCE = 1e-5
 LORA: dict[str, object] = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": "q_proj v_proj"}
 ADAPTERS: dict[str, dict[str, object]] = {
@@ -40,7 +40,7 @@ WAYS = {"save_steps": "checkpoint-*", "save_model": "saved", "save_pretrained": 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One point of the tests: a method, what is trained, and the engine under it."""
+    """One test case: a method, the trained parameters, and the engine."""
 
     method: str = "sft"
     adapter: str = "full"
@@ -51,7 +51,7 @@ class Run:
 
     @property
     def ds_config(self) -> dict[str, Any]:
-        """A user's ds.json; what can be "auto" is."""
+        """A user's ds.json, with "auto" wherever possible."""
         return {
             "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": "auto",
@@ -95,7 +95,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run of the script left behind; `saved` has the bytes of the weights by the way they were saved."""
+    """The results of a run of the script; `saved` has the bytes of the weights by method of saving."""
 
     log: list[dict[str, float]]
     evaluation: dict[str, float]
@@ -115,7 +115,7 @@ class Outcome:
 
 
 def run_script(rank: int, words: list[str]) -> None:
-    """A rank as a launcher starts it, without paying for imports each time."""
+    """Runs a rank as a launcher would, without the time for imports."""
     if os.environ["WORLD_SIZE"] == "1":
         for name in LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
@@ -147,7 +147,7 @@ _PLAIN: dict[str, Outcome] = {}
 
 
 def without_engine(case: Run, processes: int = 1) -> Outcome:
-    """The same run in plain PyTorch: by default one process that sees each global batch whole."""
+    """The same run in plain PyTorch: by default one process with whole global batches."""
     plain = replace(case, stage=None, processes=processes, ds={})
     if repr(plain) not in _PLAIN:
         with tempfile.TemporaryDirectory(prefix="trl-") as folder:
@@ -156,7 +156,7 @@ def without_engine(case: Run, processes: int = 1) -> Outcome:
 
 
 def assert_same_training(result: Outcome, expected: Outcome) -> None:
-    """Losses of training and evaluation, and every saved tensor."""
+    """Compares losses of training and evaluation, and every saved tensor."""
     assert_same_numbers(result.losses, expected.losses, TOLERANCE, "losses")
     evaluations = [[outcome.evaluation["eval_loss"]] for outcome in (result, expected)]
     assert_same_numbers(*evaluations, TOLERANCE, "evaluation losses")

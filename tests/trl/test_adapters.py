@@ -1,4 +1,4 @@
-"""Saved adapters: the same bytes whichever way they were saved and whatever the stage, and they give back the model."""
+"""Saved adapters: the same bytes for every method of saving and every stage, and they reproduce the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def stage(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def trained(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """A function from (adapter, stage) to the outcome and folder of a run, made once for all tests."""
+    """A function from (adapter, stage) to the outcome and folder of a run, created once for all tests."""
 
     def of(adapter: str, stage: int) -> tuple[Outcome, Path]:
         if (adapter, stage) not in _RUNS:
@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> object:
 
 @pytest.mark.parametrize("adapter", list(ADAPTERS))
 def test_every_way_to_save_writes_the_same_bytes(adapter: str, stage: int, trained) -> None:
-    """A run's checkpoints had the adapter while its final save was a file of 40 bytes, or the reverse."""
+    """A run's checkpoints had the adapter, but its final save was a file of 40 bytes, or the reverse."""
     outcome, _ = trained(adapter, stage)
     assert outcome.weights, "an empty file"
     assert all(tensor.numel() for tensor in outcome.weights.values())
@@ -51,8 +51,8 @@ def test_stages_save_the_same_bytes(adapter: str, stage: int, trained) -> None:
     if stage < 3:
         assert outcome.saved == first.saved
         return
-    # At stage 3 weights lie elsewhere in memory. Vectors of PyTorch's CPU kernels then end at other elements, and the
-    # last elements of a vector are computed with another last digit. Anything more than that is a fault.
+    # At stage 3 weights have other addresses. PyTorch's vectorised CPU kernels then end at other elements, and the last
+    # elements of a vector differ in the last digit. Any larger difference is an error.
     assert {name: tensor.shape for name, tensor in outcome.weights.items()} == {
         name: tensor.shape for name, tensor in first.weights.items()
     }
@@ -69,7 +69,7 @@ def test_bf16_adapters_are_whole_in_every_file(adapter: str, stage: int, tmp_pat
     assert {name: tensor.shape for name, tensor in weights.items()} == {
         name: tensor.shape for name, tensor in plain.items()
     }
-    # Six steps in bf16 stay near those in fp32: rounding has 8 bits, and an update of Adam is one learning rate large.
+    # Six steps in bf16 stay close to those in fp32: rounding has 8 bits, and an update of Adam is as large as the rate.
     for name, tensor in weights.items():
         assert (tensor.float() - plain[name]).norm() <= 0.15 * plain[name].norm(), name
 

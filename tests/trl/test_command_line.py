@@ -1,4 +1,4 @@
-"""`trl sft --accelerate_config zero2`: TRL's own command, its own scripts and its own settings for accelerate."""
+"""`trl sft --accelerate_config zero2`: TRL's own command, with its own scripts and its own settings for accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DPOTrainer gives the losses and weights of plain PyTorch, wherever its reference comes from."""
+"""DPOTrainer gives the losses and weights of plain PyTorch, for every kind of reference."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_same_as_plain_pytorch(stage: int, reference: str, tmp_path: Path) -> No
     result, expected = run(case, tmp_path), without_engine(case)
     assert_same_training(result, expected)
     for name in ("rewards/chosen", "rewards/rejected", "logps/chosen"):
-        # Rewards are differences of two sums of logarithms of size 10 to 100: what is left of their digits.
+        # Rewards are differences of two sums of logarithms of size 10 to 100, which have fewer digits.
         errors = [abs(a - b) for a, b in zip(result.column(name), expected.column(name), strict=True)]
         assert max(errors) < 1e-3, f"{name}: {errors}"
     assert_same_numbers(result.losses[:1], [0.6931471805599453], TOLERANCE, "first loss (log 2: policy = reference)")

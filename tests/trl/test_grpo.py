@@ -1,4 +1,4 @@
-"""GRPOTrainer, generation in the loop: with the same random numbers the same completions, losses and weights."""
+"""GRPOTrainer, with generation in the loop: the same random numbers give the same completions, losses and weights."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def _marked(stage: int, recipe: str) -> object:
 
 @pytest.mark.parametrize(("stage", "recipe"), [_marked(stage, recipe) for stage in STAGES for recipe in RECIPES])
 def test_same_as_plain_pytorch(stage: int, recipe: str, tmp_path: Path) -> None:
-    """Ranks whose completions end at different lengths used to hang at stage 3: one waited in a gather for ever."""
+    """Ranks whose completions end at different lengths hung at stage 3: one waited in a gather forever."""
     adapter, options = RECIPES[recipe]
     case = Run(method="grpo", adapter=adapter, stage=stage, options=options)
-    # Every rank samples with a seed of its own: the oracle is plain PyTorch on as many ranks.
+    # Every rank samples with its own seed: the oracle is plain PyTorch on as many ranks.
     result, expected = run(case, tmp_path), without_engine(case, processes=case.processes)
     assert_same_training(result, expected)
     for name in ("reward", "completions/mean_length", "num_tokens"):

@@ -1,4 +1,4 @@
-"""KTO, RLOO and reward models: TRL's other stable trainers, against plain PyTorch."""
+"""KTO, RLOO and reward models: TRL's other stable trainers, compared with plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""QLoRA at every stage: runs end as without an engine, and docs/trl.md says what they do.
+"""QLoRA at every stage: runs end like those without an engine, and docs/trl.md documents them.
 
-Stage 3 once left 4-bit weights whole on every rank if they were stored as integers, which is bitsandbytes' default;
-stored as floating numbers they were cast to the model's dtype wherever that was another: codes, taken for numbers.
+Stage 3 used to leave 4-bit weights whole on every rank if they were stored as integers, which is bitsandbytes' default.
+Stored as floating-point numbers, they were cast to the model's dtype if it differed, which corrupts the codes.
 """
 
 from __future__ import annotations

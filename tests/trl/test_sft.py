@@ -1,4 +1,4 @@
-"""SFTTrainer gives the losses and weights of plain PyTorch in one process, whatever is trained, at every stage."""
+"""SFTTrainer gives the losses and weights of plain PyTorch in one process, for all parameters and stages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_with_accumulation_clipping_and_an_optimizer_of_the_config(stage: int, a
 def test_activation_checkpointing_of_a_frozen_base_changes_nothing(
     stage: int, checkpointing: str, tmp_path: Path
 ) -> None:
-    """LoRA, ZeRO-3 and non-reentrant checkpointing used to crash in the recomputation, on weights of shape [0]."""
+    """LoRA, ZeRO-3 and non-reentrant checkpointing crashed in the recomputation, on weights of shape [0]."""
     options: dict[str, object] = {"gradient_checkpointing": checkpointing != "False"}
     if checkpointing != "False":
         reentrant = str(checkpointing == "reentrant").lower()

@@ -1,4 +1,4 @@
-"""TRL's hand-over of weights to a vLLM-style engine, states on the host meanwhile: what arrives is what trains."""
+"""TRL's transfer of weights to a vLLM-style engine, with states offloaded meanwhile: the trained weights arrive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORLD, ROUNDS = 2, 3
 
 
 class Receiver:
-    """What a server's client and a colocated engine's model are to TRL: they take named weights."""
+    """The API that TRL uses of a server's client and a colocated engine's model: they take named weights."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
@@ -39,7 +39,7 @@ class Receiver:
 
 
 def _prepared(kind: str, stage: int) -> tuple[Any, Any, Any]:
-    """(accelerator, engine, optimizer) as GRPOTrainer has them."""
+    """(accelerator, engine, optimizer) as in GRPOTrainer."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -60,7 +60,7 @@ def _prepared(kind: str, stage: int) -> tuple[Any, Any, Any]:
 
 
 def run_sync(rank: int, kind: str, mode: str, stage: int) -> list[tuple[float, int, int]]:
-    """By round: the largest difference of what arrived; bytes that came from the other rank, and that weights have."""
+    """By round: the largest difference of received weights; bytes from the other rank; bytes of all weights."""
     from trl.generation.vllm_generation import VLLMGeneration
 
     accelerator, engine, optimizer = _prepared(kind, stage)
@@ -72,7 +72,7 @@ def run_sync(rank: int, kind: str, mode: str, stage: int) -> list[tuple[float, i
     executor = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner))
     generation.llm = SimpleNamespace(llm_engine=executor, reset_prefix_cache=receiver.reset_prefix_cache)
     for number in range(ROUNDS):
-        engine.offload_states()  # the memory of the device is the rollout's
+        engine.offload_states()  # frees device memory for the rollout
         ledger.reset()
         generation.sync_weights()
         received = sum(tally.within for tally in ledger.tallies.values())
@@ -105,7 +105,7 @@ def test_what_arrives_is_what_trains(kind: str, mode: str, stage: int) -> None:
     for found in run_ranks(run_sync, WORLD, kind, mode, stage):
         assert len(found) == ROUNDS and all(apart <= (0 if kind == "full" else 1e-6) for apart, _, _ in found)
         if kind == "full":
-            # A server is first told names and shapes, for which TRL goes through all weights once more.
+            # A server first gets names and shapes, for which TRL iterates over all weights once more.
             passes = [1 + (mode == "server" and number == 0) for number in range(ROUNDS)]
             shares = [each * whole // WORLD * (stage == 3) for each, (_, _, whole) in zip(passes, found, strict=True)]
             assert [received for _, received, _ in found] == shares

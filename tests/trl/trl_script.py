@@ -1,4 +1,4 @@
-"""TRL's trainers used as its documentation shows them; knows no engine.
+"""TRL's trainers used as in its documentation, without mentioning an engine.
 
 torchrun --nproc-per-node 2 trl_script.py sft --model_name_or_path M --folder F --output_dir O [--deepspeed ds.json]
 """
@@ -45,22 +45,22 @@ METHODS: dict[str, tuple[Any, Any]] = {
 
 @dataclass
 class Script:
-    """What this script needs besides TRL's own arguments."""
+    """Options of this script in addition to TRL's."""
 
     folder: str = field(metadata={"help": "folder with train.json and eval.json"})
-    reference: bool = field(default=False, metadata={"help": "DPO, KTO: load a reference model and hand it over"})
-    build_first: bool = field(default=False, metadata={"help": "hand over a model instead of its path"})
-    wrap_first: bool = field(default=False, metadata={"help": "hand over a PeftModel instead of a peft_config"})
-    reward_model: str | None = field(default=None, metadata={"help": "GRPO, RLOO: folder of a model that rewards"})
+    reference: bool = field(default=False, metadata={"help": "DPO, KTO: load a reference model and pass it"})
+    build_first: bool = field(default=False, metadata={"help": "pass a model instead of its path"})
+    wrap_first: bool = field(default=False, metadata={"help": "pass a PeftModel instead of a peft_config"})
+    reward_model: str | None = field(default=None, metadata={"help": "GRPO, RLOO: folder of a reward model"})
 
 
 def variety(completions: list[str], **columns: Any) -> list[float]:
-    """A reward: how many different characters."""
+    """A reward: the number of different characters."""
     return [float(len(set(completion))) for completion in completions]
 
 
 def build(method: str, script: Script, args: Any, model: ModelConfig) -> Any:
-    """The trainer, with what its method needs."""
+    """The trainer with the arguments of its method."""
     files = {name: str(Path(script.folder) / f"{name}.json") for name in ("train", "eval")}
     data = load_dataset("json", data_files=files, cache_dir=str(Path(args.output_dir) / "cache"))
     path = model.model_name_or_path
@@ -82,13 +82,13 @@ def build(method: str, script: Script, args: Any, model: ModelConfig) -> Any:
 
 
 def save(trainer: Any, folder: Path) -> None:
-    """The two ways that users know, besides the checkpoints of training."""
+    """Saves in the two ways that users know, in addition to training's checkpoints."""
     trainer.save_model(str(folder / "saved"))
     trainer.model.save_pretrained(str(folder / "pretrained"), is_main_process=trainer.is_world_process_zero())
 
 
 def main(words: Sequence[str]) -> None:
-    """Train, evaluate, save, and write the numbers."""
+    """Train, evaluate, save, and write the results."""
     method, *options = words
     parser = TrlParser((Script, METHODS[method][0], ModelConfig))
     script, args, model = parser.parse_args_and_config(options)

@@ -1,7 +1,7 @@
-"""`make test-versions`: an environment under .versions for each set of versions, and the chosen tests in it.
+"""`make test-versions`: an environment under .versions for each set of versions, and the selected tests in it.
 
-python -m tests.versions oldest newest      those sets; without names, all but those that are named by a Python
-python -m tests.versions --list             what there is
+python -m tests.versions oldest newest      these sets; default: all except those named after a Python version
+python -m tests.versions --list             lists the sets
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ print(", ".join([f"Python {{sys.version.split()[0]}}", *found]))
 
 
 class NotHere(Exception):
-    """Something that a set needs and that this machine does not have."""
+    """A requirement of a set that this machine does not have."""
 
 
 def interpreters(version: str) -> Iterator[Path]:
-    """Where a Python of this version usually is."""
+    """Usual locations of a Python of this version."""
     found = shutil.which(f"python{version}")
     if found:
         yield Path(found)
@@ -42,7 +42,7 @@ def interpreters(version: str) -> Iterator[Path]:
 
 
 def interpreter(versions: VersionSet) -> Path:
-    """The Python that an environment is made with."""
+    """The Python for an environment."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     if versions.python in ("", here):
         return Path(sys.executable)
@@ -53,7 +53,7 @@ def interpreter(versions: VersionSet) -> Path:
 
 
 def pip(python: Path, *words: object) -> None:
-    """Run an environment's pip; what it says is shown when it fails."""
+    """Runs an environment's pip; its output is shown if it fails."""
     command = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q", *words]
     done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -61,7 +61,7 @@ def pip(python: Path, *words: object) -> None:
 
 
 def environment(versions: VersionSet) -> Path:
-    """The interpreter of a set's environment, made now or earlier."""
+    """The interpreter of a set's environment, which is created if necessary."""
     folder, made_with = FOLDER / versions.name, interpreter(versions)
     python = folder / "bin" / "python"
     key = f"{versions} {made_with} {TORCH} {(ROOT / 'setup.cfg').read_text(encoding='utf-8')}"
@@ -85,7 +85,7 @@ def environment(versions: VersionSet) -> Path:
 
 
 def share_libraries(python: Path) -> None:
-    """Let an environment find ours behind its own: pip installs in front only what has to be another version."""
+    """Adds our libraries after the environment's own, so that pip only installs versions that differ."""
     ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
     ours = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
@@ -93,7 +93,7 @@ def share_libraries(python: Path) -> None:
 
 
 def run(versions: VersionSet, arguments: list[str]) -> bool:
-    """Whether the chosen tests pass with one set."""
+    """Whether the selected tests pass with one set."""
     print(f"{versions.name}: {versions.why}", flush=True)
     python = environment(versions)
     found = subprocess.run([python, "-c", VERSIONS], cwd=ROOT, check=True, capture_output=True, text=True).stdout

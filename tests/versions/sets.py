@@ -1,4 +1,4 @@
-"""Which versions of Python, torch and the Hugging Face libraries hf_zero is tested with beside those of .venv."""
+"""Versions of Python, torch and the Hugging Face libraries that hf_zero is tested with, in addition to .venv's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class VersionSet:
 
     name: str
     why: str
-    at_floor: tuple[str, ...] = ()  # these at the oldest that setup.cfg allows
+    at_floor: tuple[str, ...] = ()  # libraries at the oldest version that setup.cfg allows
     pins: tuple[str, ...] = ()  # more pip requirements
-    python: str = ""  # such an interpreter; "" for that of .venv, whose libraries are then shared
-    newest: bool = False  # of everything, looked for at each run
+    python: str = ""  # a Python version; "" for that of .venv, whose libraries are then shared
+    newest: bool = False  # of everything, looked up at each run
 
 
 OLDEST_PYTHON = "3.10"
@@ -32,7 +32,7 @@ SETS = (
     VersionSet("old-accelerate", "the rest is .venv's, but for a trl that accepts it", ("accelerate",)),
     VersionSet("between", "a pair in the middle of them", pins=("transformers==5.17.0", "accelerate==1.15.0")),
     VersionSet("newest", "the newest that pip finds, but for torch, which is TORCH", newest=True),
-    # For those who ask for them by name: each downloads a torch of its own.
+    # Only run on request: each downloads its own torch.
     VersionSet("python3.10", "the newest that pip finds there", python="3.10"),
     VersionSet("python3.12", "the newest that pip finds there", python="3.12"),
     VersionSet("python3.13", "the newest that pip finds there", python="3.13"),
@@ -40,7 +40,7 @@ SETS = (
 )
 BY_NAME = {versions.name: versions for versions in SETS}
 
-# Of the tests of `make test`, those that touch other people's code.
+# The tests of `make test` that depend on other libraries.
 CHOSEN = (
     "tests/versions",
     "tests/config/test_fill.py",
@@ -66,7 +66,7 @@ CHOSEN = (
 
 
 def requirements() -> dict[str, set[str]]:
-    """What setup.cfg asks of each library, for itself and in its extras: one version each, or it contradicts itself."""
+    """The requirements of setup.cfg for each library, including extras: one version each, if consistent."""
     metadata = configparser.ConfigParser()
     metadata.read(ROOT / "setup.cfg", encoding="utf-8")
     lists = [metadata["options"]["install_requires"], *metadata["options.extras_require"].values()]
@@ -85,6 +85,6 @@ def floors() -> dict[str, str]:
 
 
 def pinned(versions: VersionSet) -> list[str]:
-    """What pip is told of this set."""
+    """The arguments of pip for this set."""
     oldest = floors()
     return [*(f"{library}=={oldest[library]}" for library in versions.at_floor), *versions.pins]

@@ -1,4 +1,4 @@
-"""The versions that setup.cfg allows, those that are tested, and those that the documentation names are the same."""
+"""The allowed versions in setup.cfg, the tested ones and the documented ones are the same."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_set_lies_below_a_floor(versions: VersionSet) -> None:
 
 
 def test_this_environment_lies_above_the_floors() -> None:
-    """pip sees to it; where libraries are shared, what is imported must be what pip installed."""
+    """pip ensures it; if libraries are shared, the imported one must be the one that pip installed."""
     for library, floor in floors().items():
         try:
             installed = importlib.metadata.version(library)

@@ -1,4 +1,4 @@
-"""Autotuning: trials through the real launcher; what fails is a result; the best is written down and run."""
+"""Autotuning: trials with the real launcher; failures are results; the best config is written and run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that trains a line with an engine; `--wall N`: micro-batches above N run out of memory."""
+"""A script that trains a linear model with an engine; `--wall N`: micro-batches above N run out of memory."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ def group(params: dict[str, Any], *modules: str, related: Sequence[Sequence[str]
 
 
 def technique(groups: dict[str, Any], **shared: Any) -> dict[str, Any]:
-    """A technique that is on from the beginning."""
+    """A technique that is enabled from the beginning."""
     return {"shared_parameters": {"enabled": True, "schedule_offset": 0, **shared}, "different_groups": groups}
 
 
 def ds_config(stage: int = 0, **techniques: Any) -> dict[str, Any]:
-    """A whole config."""
+    """A complete config."""
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0.0,

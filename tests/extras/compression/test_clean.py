@@ -41,7 +41,7 @@ LLAMA_ROWS = technique(group({"dense_ratio": 0.5}, "gate_proj", related=[["up_pr
 GPT2_HEADS = technique(group({"dense_ratio": 0.5}, "attn.c_proj", related=[["attn.c_attn"]]), num_heads=4, method="l1")
 GPT2_ROWS = technique(group({"dense_ratio": 0.25}, "mlp.c_fc", related=[["mlp.c_proj"]]), method="topk")
 
-# Script in a fresh interpreter, where hf_zero cannot be imported.
+# Runs in a new interpreter, where hf_zero cannot be imported.
 LOAD = """
 import sys, torch
 sys.modules["hf_zero"] = None
@@ -86,7 +86,7 @@ def test_smaller_with_the_same_logits(tmp_path: Path) -> None:
 def made_smaller(
     make: Callable[[], Any], techniques: dict[str, Any], code: str, smaller: float, folder: Path
 ) -> torch.Tensor:
-    """Save it; the logits of the masked one."""
+    """Cleans and saves the model; returns the logits of the masked one."""
     model = make().eval()
     before = sum(parameter.numel() for parameter in model.parameters())
     init_compression(model, ds_config(**techniques))
@@ -112,7 +112,7 @@ def test_config_says_what_the_model_is() -> None:
 
 
 def test_sizes_are_as_expected(caplog: pytest.LogCaptureFixture) -> None:
-    """Half the rows of an MLP: half of its weights, on disk as well."""
+    """Half the rows of an MLP are half of its weights, also on disk."""
     model: Any = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
     config = ds_config(row_pruning=technique(group({"dense_ratio": 0.5}, "^0$", related=[["^2$"]])))
     init_compression(model, config)

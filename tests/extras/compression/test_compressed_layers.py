@@ -1,4 +1,4 @@
-"""What a layer's forward sees, for every kind of layer, and that nothing else of the model changes."""
+"""The weights and inputs in each kind of layer's forward, and that the rest of the model does not change."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_scores_are_trained_and_not_saved(tmp_path: Any) -> None:
 
 
 def test_static_ranges_follow_what_is_seen() -> None:
-    """-1..2, then -2..4: 0.95 of the old range and 0.05 of the new one. The first update only notes."""
+    """-1..2, then -2..4: 0.95 of the old range and 0.05 of the new one. The first update only records."""
     model: Any = nn.Sequential(nn.Linear(2, 2))
     section = technique(group({"bits": 8}, "*"), range_calibration="static", quantization_type="asymmetric")
     init_compression(model, ds_config(activation_quantization=section))

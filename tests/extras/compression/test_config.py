@@ -1,4 +1,4 @@
-"""The section compression_training: what it means, and that whatever is wrong in it gets a clear error."""
+"""The section compression_training: its meaning, and clear errors for mistakes in it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_one_module_in_two_groups() -> None:
 
 
 def test_related_modules_are_paired_by_position() -> None:
-    """DeepSpeed cut what belongs to the second expression with the masks of the first."""
+    """DeepSpeed cut the modules of the second expression with the masks of the first."""
     related = [["layer.0.attention.self.query"], ["layer.1.attention.self.query"]]
     names = (f"layer.0.{BERT_OUT}", f"layer.1.{BERT_OUT}")
     section = technique(group({"dense_ratio": 0.5}, *names, related=related), num_heads=4)
@@ -160,7 +160,7 @@ def _mutated(rng: random.Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize("count", [200, pytest.param(5000, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 def test_wrong_sections_give_clear_errors_only(count: int) -> None:
-    """Whatever the section, there is a policy that a model takes, or a ConfigError whose problems all have a fix."""
+    """Every section gives either a policy that the model accepts, or a ConfigError with a fix for each problem."""
     rng, counts = random.Random(7), {"taken": 0, "refused": 0, "does not fit the model": 0}
     model = nn.ModuleDict({"query": nn.Linear(8, 8), "conv": nn.Conv2d(2, 2, 1), "word_embeddings": nn.Embedding(4, 4)})
     for _ in range(count):

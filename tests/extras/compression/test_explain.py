@@ -1,4 +1,4 @@
-"""What `explain` says of compression_training."""
+"""The output of `explain` for compression_training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_none_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_name_on_the_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was taken for a folder, and the command ended in a traceback."""
+    """The name was taken for a folder, and the command ended in a traceback."""
     revision = tmp_path / "models--own--tiny" / "snapshots" / "1"
     tiny_bert().save_pretrained(revision)
     (tmp_path / "models--own--tiny" / "refs").mkdir()

@@ -33,8 +33,8 @@ def test_compressed_tensors(num_groups: int, tmp_path: Path) -> None:
 
 
 def test_transformers_loads_it(tmp_path: Path) -> None:
-    """Written from the format's description, and for a while never loaded: newer versions choose the names of tensors
-    by a format that each group of layers states for itself."""
+    """The export was written from the format's description and never loaded, while newer versions choose tensor names
+    by a format that each group of layers specifies."""
     pytest.importorskip("compressed_tensors")
     model = tiny_bert().eval()
     init_compression(model, _config(quantize_groups=16))

@@ -1,4 +1,4 @@
-"""Fake quantisation against a reference that goes value by value, worked vectors, torchao, and its gradient."""
+"""Fake quantisation compared with a value-by-value reference, worked vectors and torchao, and its gradient."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_against_the_reference(groups: list[list[float]], bits: int, symmetric:
     symmetric = symmetric or bits < 3
     found = quantized(torch.tensor(groups), bits, len(groups), symmetric=symmetric)
     expected = torch.tensor([reference(group, bits, symmetric) for group in groups])
-    # Means are summed in another order; all else is the same bits.
+    # Means are summed in another order; everything else is bitwise equal.
     torch.testing.assert_close(found, expected, rtol=1e-6 if bits < 3 else 0, atol=1e-6 if bits < 3 else 0)
 
 

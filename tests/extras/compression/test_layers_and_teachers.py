@@ -1,4 +1,4 @@
-"""Layer reduction, in place and from a teacher, and the loss that a teacher takes part in."""
+"""Layer reduction, in place and from a teacher, and distillation losses."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_logit_loss() -> None:
 
 
 def test_parts_of_the_loss() -> None:
-    """Labels, answers, and states: of a student of layers 1 and 3, states 0, 1, 2 are compared with 0, 2, 4."""
+    """Labels, logits, and states: for a student of layers 1 and 3, states 0, 1, 2 are compared with 0, 2, 4."""
     torch.manual_seed(0)
     teacher, student = tiny_bert(4, seed=1).eval(), tiny_bert(2, seed=2)
     batch = bert_batches(1)[0]
@@ -102,7 +102,7 @@ def test_labels_that_were_kept_back() -> None:
 
 
 def test_a_teacher_alone() -> None:
-    """Without any technique the teacher is the model as it was: at first it only repeats the answers."""
+    """Without any technique the teacher equals the initial model, so at first it only repeats the logits."""
     config = {**ds_config(), "hf_zero": {"distillation": {"label_weight": 0.0}}}
     model = tiny_bert()
     engine = initialize(model=model, config=config)[0]

@@ -1,4 +1,4 @@
-"""Masks keep exactly what their ratio says, scores are trained through them, and schedules are their formulas."""
+"""Masks keep exactly the configured ratio, scores are trained through them, and schedules match their formulas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.extras.compression.models import ds_config
     hundredths=st.integers(1, 100),
 )
 def test_exactly_the_largest_are_kept(scores: list[int], hundredths: int) -> None:
-    """As a stable sort has it: of equal scores, the first."""
+    """As with a stable sort: of equal scores the first is kept."""
     ratio, values = hundredths / 100, torch.tensor(scores, dtype=torch.float32)
     keep = math.ceil(Fraction(hundredths, 100) * len(scores))
     best = sorted(range(len(scores)), key=lambda index: -scores[index])[:keep]
@@ -44,7 +44,7 @@ def test_exactly_the_largest_are_kept(scores: list[int], hundredths: int) -> Non
 
 
 def test_ratios_are_meant_as_they_are_written() -> None:
-    """0.07 * 100 is 7.000000000000001 in floating point, of which the next whole number is 8."""
+    """0.07 * 100 is 7.000000000000001 in floating point, which rounds up to 8."""
     assert number_kept(0.07, 100) == 7
     assert number_kept(0.5, 7) == 4
     assert number_kept(1e-9, 5) == 1
@@ -87,7 +87,7 @@ def test_bits_fall_ever_more_slowly() -> None:
 
 
 def test_a_period_of_0_is_all_bits_at_once() -> None:
-    """DeepSpeedExamples' configs have `"quantization_period": 0`, which was refused."""
+    """DeepSpeedExamples' configs have `"quantization_period": 0`, which was rejected."""
     at_once = {"start_bits": 12, "target_bits": 4, "quantization_period": 0}
     section = {"shared_parameters": {"enabled": True}, "different_groups": {"all": {"params": at_once}}}
     policy = resolve(ds_config(weight_quantization=section), world_size=1).extras["compression"]

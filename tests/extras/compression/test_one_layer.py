@@ -1,4 +1,4 @@
-"""One layer's weights, inputs and masks: what each technique makes of them, told by hand."""
+"""The effect of each technique on one layer's weights, inputs and masks, computed by hand."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_groups_that_do_not_divide_a_weight() -> None:
 
 
 def test_a_static_range_is_learnt_before_it_is_needed() -> None:
-    """It takes 0.05 of what an update has seen, and the first update's whole; evaluation teaches nothing."""
+    """An update moves the range by 0.05 towards what it has seen, and the first one sets it; evaluation does not."""
     policy = ActivationPolicy(offset=1, rules=(), symmetric=False, dynamic=False)
     bits = ActivationBits(_linear([[1.0, 0.4]]), Rule(path="a", modules=("*",), bits=8), policy)
     lone = collectives_for(torch.device("cpu"))
@@ -138,7 +138,7 @@ def test_single_weights() -> None:
 
 
 def test_snip_momentum_remembers_gradients() -> None:
-    """A block's score is 0.9 of the old one and the sum of |weight * gradient|; what is large may go."""
+    """A block's score is 0.9 of the old one and the sum of |weight * gradient|; large scores may be pruned."""
     policy = PruningPolicy(offset=0, rules=(), method="snip_momentum", blocks=(2, 1), stride=1, end=2)
     snip = SnipWeights(_linear([[9.0, 1.0], [9.0, 1.0]]), HALF, policy)
     weight = snip.layer.parameter.detach()

@@ -1,4 +1,4 @@
-"""The parts of cleaning and of layer reduction by themselves, and compression as a training feature."""
+"""Unit tests of cleaning and layer reduction, and of compression as a training feature."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_rows_leave_with_the_inputs_that_read_them() -> None:
 
 
 def test_heads_leave_packed_projections() -> None:
-    """GPT-2 keeps Q, K and V in one projection, one after the other."""
+    """GPT-2 has Q, K and V in one projection, one after the other."""
     model = tiny_gpt2()
     name = "transformer.h.0.attn"
     before = model.get_submodule(f"{name}.c_attn").weight.detach().clone()

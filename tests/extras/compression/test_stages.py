@@ -1,5 +1,5 @@
-"""Compression is the same at every stage, on one rank or two, with offload, and after a resume; a teacher's part in the
-loss, too."""
+"""Compression and distillation give the same results at every stage, on one rank or two, with offload, and after
+resuming."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run_training(
     losses = _train(engine, 0, 3)
     if resumes:
         engine.save_checkpoint(folder)
-        # A teacher is the model as it is given, after a resume as before.
+        # A teacher is the model as it is given, after resuming as before.
         other = tiny_bert(layers, seed=9 if kind == "everything" else 0)
         engine = initialize(model=other, config=config)[0]
         engine.load_checkpoint(folder)
@@ -103,7 +103,7 @@ def _expected(kind: str) -> Any:
     return found
 
 
-Case = tuple[int, str, bool, bool]  # stage, kind, whether it resumes, whether the model is made in shards
+Case = tuple[int, str, bool, bool]  # stage, kind, whether it resumes, whether the model is partitioned on creation
 BY_RANKS: dict[int, list[Case]] = {
     1: [(1, "everything", False, False), (3, "everything", False, False)],
     2: [
@@ -158,7 +158,7 @@ def test_the_same_with_offload(tmp_path: Path) -> None:
 
 
 def test_bf16(tmp_path: Path) -> None:
-    """Losses are those of fp32 but for rounding; masters, masks and ranges are kept exactly over a resume."""
+    """Losses equal those of fp32 except for rounding; masters, masks and ranges are restored exactly."""
     expected, changes = _expected("everything"), {"bf16": {"enabled": True}}
     pairs = [(stage, resumes) for stage in (1, 3) for resumes in (False, True)]
     cases = [(stage, "everything", str(tmp_path / str(stage)), resumes, False, changes) for stage, resumes in pairs]
@@ -169,7 +169,7 @@ def test_bf16(tmp_path: Path) -> None:
 
 
 def test_init_compression_before_initialize() -> None:
-    """A model that has been through init_compression is compressed once, and the engine moves it on."""
+    """A model that has been through init_compression is compressed once, and the engine advances its schedule."""
     model, config = tiny_bert(), ds_config(row_pruning=ROWS)
     init_compression(model, config)
     known = compression_of(model)

@@ -1,5 +1,5 @@
-"""An unmodified Trainer compresses by ds.json alone: with its own optimizer or the config's, with a teacher, and on
-after a resume."""
+"""An unmodified Trainer compresses by ds.json alone: with its own optimizer or the config's, with a teacher, and after
+resuming."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _config(stage: int, has_optimizer: bool, has_more: bool) -> dict[str, Any]:
 
 
 def run_trainer(rank: int, folder: str, config: dict[str, Any], steps: int, resumes_from: int | None) -> dict[str, Any]:
-    """One training, resumed or not; then cleaning. A process of its own: Accelerate takes one plugin per process."""
+    """One training, resumed or not; then cleaning. In a separate process: Accelerate takes one plugin per process."""
     import hf_zero
 
     hf_zero.install()
@@ -96,7 +96,7 @@ def test_ds_json_alone(stage: int, ranks: int, has_optimizer: bool, has_more: bo
 
 
 def _train_the_small_one(rank: int, folder: str) -> list[float]:
-    """What was cleaned, as any other model, at stage 3; loaded in shards."""
+    """Trains the cleaned model like any other at stage 3, loaded in shards."""
     import hf_zero
 
     hf_zero.install()
@@ -119,8 +119,8 @@ def _train_the_small_one(rank: int, folder: str) -> list[float]:
 
 @pytest.mark.slow
 def test_saved_at_stage_3_and_loaded_again(tmp_path: Path) -> None:
-    """On two ranks: the weights before cleaning, from Trainer and from the checkpoint; the cleaned model, which is
-    loaded without hf_zero, and trained on in shards."""
+    """On two ranks: the weights before cleaning, from Trainer and from the checkpoint; and the cleaned model, which is
+    loaded without hf_zero, and trained further in shards."""
     from transformers import AutoModelForSequenceClassification
 
     from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint

@@ -65,7 +65,7 @@ def test_kept_tokens_are_those_of_the_worked_vectors() -> None:
 
 
 class Plain(nn.Module):
-    """Layers of numbers alone, to be compared with torch's own gather and scatter."""
+    """Layers of numbers only, to compare with torch's own gather and scatter."""
 
     def __init__(self, sequence_first: bool = False) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_gradients_are_those_of_gather_and_scatter(sequence_first: bool) -> None
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", [tiny_llama, gpt2, bert])
 def test_models_of_transformers(kind: Any, attention: str) -> None:
-    """All tokens kept is the plain model; fewer train, with padding; recomputed layers draw the same; eval is plain."""
+    """All tokens give the plain model; fewer train, with padding; recomputed layers draw the same; eval is plain."""
     model = kind().train()
     model.set_attn_implementation(attention)
     plain = model(**batch(True)).loss
@@ -246,7 +246,7 @@ def test_training_with_layer_drop_resumes(stage: int, tmp_path: Path) -> None:
 
 
 class Recomputed(Plain):
-    """Layers called under torch's checkpoint, as older transformers call theirs: recomputation goes by `forward`."""
+    """Layers called under torch's checkpoint, as in older transformers: recomputation calls `forward`."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         for layer in self.layers:
@@ -255,10 +255,10 @@ class Recomputed(Plain):
 
 
 def test_recomputed_layers_keep_what_their_forward_has_kept() -> None:
-    """Somebody evaluated between a forward and its backward, with random-LTD and gradient checkpointing.
+    """A user evaluated between a forward and its backward, with random-LTD and gradient checkpointing.
 
-    Backward ended in torch's CheckpointError: layers that it recomputed took the evaluation for their own forward, and
-    kept all tokens.
+    Backward raised torch's CheckpointError: recomputed layers took the evaluation for their own forward, and kept all
+    tokens.
     """
     gradients = []
     for model in (Plain(), Recomputed()):

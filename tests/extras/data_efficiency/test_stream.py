@@ -1,4 +1,4 @@
-"""Streams of samples: only what is admitted, clusters before repeats, the same at any rank, update and resume."""
+"""Streams of samples: only admitted ones, clusters before repeats, independent of ranks, updates and resuming."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_percentiles_with_few_samples_and_several_metrics(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("at", [0, 1, 7, 20])
 def test_resuming_at_any_update_and_number_of_ranks(tmp_path: Path, at: int) -> None:
-    """The state of the generator that draws was not saved, so that a resumed run saw other batches."""
+    """The state of the random generator was not saved, so that a resumed run got different batches."""
     prefix = analyse(tmp_path, VALUES)
     settings = policy(metric(prefix, 2, 9, 15))
     whole = SampleStream(settings, 12, 4)

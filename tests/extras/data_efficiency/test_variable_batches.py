@@ -1,4 +1,4 @@
-"""Batches by tokens: the packs, the learning rate that follows them, and training on them."""
+"""Batches by tokens: the packs, the learning rate scaled by them, and training on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LENGTHS = [5, 3, 6, 2, 4, 7, 1, 5]
 
 
 def test_packs_of_the_worked_example_with_its_last_sample() -> None:
-    """DeepSpeed leaves the last sample out, always."""
+    """DeepSpeed always omits the last sample."""
     packs, samples, longest = batch_by_seqlens(LENGTHS, 10)
     assert packs == [(0, [0, 1]), (1, [2, 3]), (2, [4]), (3, [5, 6]), (4, [7])]
     assert (samples, longest) == ([2, 2, 1, 2, 1], [5, 6, 4, 7, 5])
@@ -151,7 +151,7 @@ class Mean(nn.Module):
 
 
 def run_training(rank: int, folder: str, resume: bool, accumulation: int = 2) -> tuple[list[list[int]], list[float]]:
-    """Samples that this rank sees in two epochs, and the rate of every update."""
+    """The samples of this rank in two epochs, and the learning rate of every update."""
     packing = {"enabled": True, "max_tokens": 10, "metrics_path": folder, "sequence_picking_order": "random"}
     config = {
         **CONFIG,

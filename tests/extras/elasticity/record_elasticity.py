@@ -1,8 +1,8 @@
-"""Writes elasticity_answers.json: what DeepSpeed's own compute_elastic_config says to 300 random sections.
+"""Writes elasticity_answers.json: results of DeepSpeed's own compute_elastic_config for 300 random sections.
 
     python -m tests.extras.elasticity.record_elasticity FOLDER   (deepspeed/elasticity of one up to 0.19.6)
 
-Later versions have no elasticity, so its answers are kept. Only its two files of arithmetic are run.
+Later versions have no elasticity, so the results are stored. Only its two files of arithmetic are run.
 """
 
 from __future__ import annotations

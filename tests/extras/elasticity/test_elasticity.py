@@ -56,8 +56,8 @@ def test_worked_examples(config: dict[str, Any], world: int, expected: tuple[Any
 
 
 def test_deepspeeds_own_answers_to_random_sections() -> None:
-    """Where it answers with a batch of no samples we say what is wrong; a TypeError of its own says nothing. Where no
-    number of ranks is among those asked for it answers None, and we an empty list."""
+    """If DeepSpeed returns an empty batch, hf_zero raises an error; where DeepSpeed raises a TypeError, nothing is
+    compared. If no requested number of ranks is possible, DeepSpeed returns None, and hf_zero an empty list."""
     rows = json.loads(ANSWERS.read_text())
     assert [{"section": row["section"], "world": row["world"]} for row in rows] == questions() and len(rows) == NUMBER
     answered = 0
@@ -133,7 +133,7 @@ def test_what_a_scheduler_asks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 
 def test_an_engine_trains_with_the_schedulers_section_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only who called ensure_immutable_elastic_config was told; DeepSpeed's engine asks by itself."""
+    """Only callers of ensure_immutable_elastic_config got the error; DeepSpeed's engine checks by itself."""
     config = section(100, [4, 6], 1, 16)
     monkeypatch.setenv("DEEPSPEED_ELASTICITY_CONFIG", json.dumps(config["elasticity"]))
     assert resolve(config, world_size=4).batch.train_batch_size == 96

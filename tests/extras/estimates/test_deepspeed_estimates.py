@@ -1,4 +1,4 @@
-"""DeepSpeed's memory estimators: its formulas, its tables, digit for digit."""
+"""DeepSpeed's memory estimators: the same formulas and tables, digit for digit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TABLES = {
     (1, 8): "127.45 5.31|127.45 11.28|71.69 0.12|127.45 0.12|63.72 0.78|127.45 0.78|1.43 6.09|127.45 6.09",
     (2, 4): "127.45 5.31|63.72 11.28|35.85 0.12|63.72 0.12|31.86 0.78|63.72 0.78|0.72 6.09|63.72 6.09",
 }
-# Every function of both modules over sizes, factors and switches, as DeepSpeed prints and returns it.
+# Every function of both modules with various sizes, factors and flags, as DeepSpeed prints and returns it.
 PROGRAM = """
 import contextlib, io
 from deepspeed.runtime.zero import stage3, stage_1_and_2

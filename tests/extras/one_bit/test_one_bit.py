@@ -1,4 +1,4 @@
-"""1-bit Adam, 0/1 Adam, 1-bit LAMB: against their formulas in float64, on shards, across checkpoints, and by bytes."""
+"""1-bit Adam, 0/1 Adam, 1-bit LAMB: against their formulas in float64, on shards, after resuming, and in bytes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CASES: list[Any] = [
 def test_many_steps_agree_with_the_formulas(
     kind: str, params: dict[str, Any], formulas: Any, stage: int, world: int, steps: int
 ) -> None:
-    """Shard and chunk borders cut through tensors; every rank ends with the same weights."""
+    """Shard and chunk boundaries divide tensors; every rank ends with the same weights."""
     results = run_ranks(run_engine, world, kind, params, stage, steps)
     expected = formulas(results[0][1], world, steps, **params)
     synchronised = kind != "ZeroOneAdam" or steps % params["local_step_clipper"] == 0
@@ -68,7 +68,7 @@ def test_many_steps_agree_with_the_formulas(
 
 
 def saved_and_resumed(rank: int, kind: str, params: dict[str, Any], folder: str) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """By bucket: what is owed at the save; momentum plus what is owed one update later, uninterrupted and resumed."""
+    """By bucket: the error at the save; momentum plus error one update later, uninterrupted and resumed."""
     steps = list(gradients(rank, 26))
     engine, other = start(settings(kind, params, 1)), start(settings(kind, params, 1))
     advance(engine, steps[:25])
@@ -87,9 +87,9 @@ def saved_and_resumed(rank: int, kind: str, params: dict[str, Any], folder: str)
     ("kind", "params"), [("OneBitAdam", {**ADAM, "freeze_step": 10}), ("OneBitLamb", {**LAMB, "freeze_step": 10})]
 )
 def test_what_is_owed_goes_through_a_checkpoint(kind: str, params: dict[str, Any], tmp_path: Path) -> None:
-    """DeepSpeed drops the errors at a load. Here what all ranks owe together is saved, and the first to go on pay it.
+    """DeepSpeed drops the errors when loading. Here the sum of all ranks' errors is saved, and the first ranks get it.
 
-    A message plus what it leaves owed is the exact mean plus what was owed before, however the ranks round.
+    A message plus its new error is the exact mean plus the old error, however the ranks round.
     """
     for line in run_ranks(saved_and_resumed, 2, kind, params, str(tmp_path)):
         for owed, uninterrupted, resumed in line:
@@ -98,7 +98,7 @@ def test_what_is_owed_goes_through_a_checkpoint(kind: str, params: dict[str, Any
 
 
 def continued(rank: int, folder: str, stage: int) -> tuple[int, bool, float, list[float]]:
-    """(updates, whether gradients stay local, squares of what is owed after the load, norms of the weights)."""
+    """(updates, whether gradients stay local, squares of the errors after loading, norms of the weights)."""
     engine = start(settings("OneBitAdam", {**ADAM, "freeze_step": 10}, stage))
     engine.load_checkpoint(folder)
     updater = engine.optimizer.updater
@@ -136,7 +136,7 @@ def counted(rank: int, kind: str, params: dict[str, Any], stage: int) -> list[di
 
 
 def test_bytes_on_the_wire() -> None:
-    """Exact gradients first, then two bits an element and one scale a tensor; at stage 1 weights are still gathered."""
+    """First exact gradients, then two bits per element and a scale per tensor; stage 1 still gathers weights."""
     numel, params = 192 + 64, {**ADAM, "freeze_step": 6}
     for stage, world in ((0, 2), (1, 2)):
         (steps, _) = run_ranks(counted, world, "OneBitAdam", params, stage)
@@ -176,7 +176,7 @@ def some_unused(rank: int, stage: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_unused_parameters_and_elements_without_variance_keep_still(stage: int) -> None:
-    """A bit is never 0: divided by the root of a variance that is, it would move the weight by s / eps."""
+    """A bit is never 0: divided by the root of a zero variance, it would move the weight by s / eps."""
     results = run_ranks(some_unused, 2, stage)
     for weights in results:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, results[0], strict=True))
@@ -271,7 +271,7 @@ def trained(rank: int, section: dict[str, Any], steps: int) -> tuple[float, int]
     return sum(losses[-20:]) / 20, sum(phases)
 
 
-@pytest.mark.slow  # by default its steps and bytes are compared, above
+@pytest.mark.slow  # its steps and bytes are compared by default, above
 def test_it_learns_like_adam_with_a_fraction_of_the_bytes() -> None:
     """bench/one_bit.py shows the same on the demo's model."""
     adam, one_bit_adam = (

@@ -1,4 +1,4 @@
-"""Trainer on two hosts, which are network namespaces: ranks and whole hosts are killed, and losses stay the same."""
+"""Trainer on two simulated hosts (network namespaces): ranks and whole hosts are killed, and losses stay the same."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.extras.resilience.test_memory import flip
 from tests.extras.resilience.undisturbed import undisturbed_lines
 
 _UPDATE_S = 120.0
-SPARE = 2  # the namespace of one
+SPARE = 2  # the namespace of a spare host
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -48,7 +48,7 @@ def config_at(stage: int) -> dict[str, Any]:
 
 
 class TwoHosts:
-    """A training on both."""
+    """A training on both hosts."""
 
     def __init__(
         self, spaces: list[str], folder: Path, stage: int, per_host: int, updates: int, pause_s: float = 0.3
@@ -92,7 +92,7 @@ class TwoHosts:
         )
 
     def await_update(self, least: int) -> float:
-        """When an update is made after which at least so many lines are there."""
+        """Waits for an update after which there are at least `least` lines; returns its time."""
         deadline = time.monotonic() + _UPDATE_S
         while len(self.lines()) < least:
             assert time.monotonic() < deadline and any(each.poll() is None for each in self.launchers), self.said()
@@ -100,7 +100,7 @@ class TwoHosts:
         return float(self.lines()[least - 1]["at"])
 
     def await_copy(self, host: int) -> None:
-        """Until the other host has what this one keeps: the first copy takes a moment."""
+        """Waits until the other host has a copy of this host's checkpoint: the first copy takes a moment."""
         memory, deadline = folder_in_memory(self.launchers[1 - host].pid), time.monotonic() + _UPDATE_S
         while not any(memory.glob(f"of-{host}/training-1/*/rank-*.json")):
             assert time.monotonic() < deadline, self.said()
@@ -110,16 +110,16 @@ class TwoHosts:
         return [rank for each in psutil.Process(self.launchers[host].pid).children() for rank in each.children()]
 
     def kill_rank(self, host: int) -> float:
-        """Seconds to the next update."""
+        """Returns the seconds to the next update."""
         return self._struck([self.ranks(host)[-1].pid])
 
     def kill_host(self, host: int) -> float:
-        """Everything in the namespace; its launcher is started again. Seconds from then to the next update."""
+        """Kills all in the namespace and restarts its launcher. Returns the seconds from then to the next update."""
         listed = subprocess.run(["ip", "netns", "pids", self.spaces[host]], capture_output=True, text=True, check=True)
         return self._struck(list(map(int, listed.stdout.split())), replaced=host)
 
     def stand_by(self) -> subprocess.Popen[bytes]:
-        """A spare that has imported everything: its processes are at rest."""
+        """Starts a spare that has imported everything and waits."""
         spare, used, deadline = self.start(SPARE), -1.0, time.monotonic() + _UPDATE_S
         while time.monotonic() < deadline:
             time.sleep(1.0)
@@ -131,7 +131,7 @@ class TwoHosts:
         raise AssertionError(self.said())
 
     def lose_host(self, host: int, spare: subprocess.Popen[bytes]) -> float:
-        """As `kill_host`, with nobody to start its launcher again."""
+        """Like `kill_host`, without restarting its launcher."""
         lost, self.launchers[host] = self.launchers[host], spare
         listed = subprocess.run(["ip", "netns", "pids", self.spaces[host]], capture_output=True, text=True, check=True)
         seconds = self._struck(list(map(int, listed.stdout.split())))
@@ -147,7 +147,7 @@ class TwoHosts:
         known = len(self.lines())
         if replaced is not None:
             self.launchers[replaced].wait()
-            shutil.rmtree(folder_in_memory(self.launchers[replaced].pid))  # what removes it was killed, too
+            shutil.rmtree(folder_in_memory(self.launchers[replaced].pid))  # the process that removes it was killed, too
             self.launchers[replaced] = self.start(replaced)
         return self.await_update(known + 1) - struck
 
@@ -167,7 +167,7 @@ class TwoHosts:
             launcher.wait()
 
     def wrong(self, right: dict[int, Any]) -> list[Any]:
-        """Updates with another loss or norm than without a fault, and those that are missing."""
+        """Updates with another loss or norm than without a fault, and missing ones."""
         made = self.lines()
         differ = [line for line in made if (line["loss"], line["norm"]) != right[line["update"]]]
         return [*differ, *sorted(right.keys() - {line["update"] for line in made})]
@@ -192,7 +192,7 @@ Attacks = list[tuple[Callable[[int], float], int]]  # what is done to which host
 
 
 def attacked(training: TwoHosts, attacks: Attacks, right: dict[int, Any]) -> None:
-    """One after the other, each when four updates are made and the host's are copied; nothing is lost."""
+    """One after the other, each after four updates whose checkpoints have been copied; nothing is lost."""
     recovered = []
     try:
         for attack, host in attacks:
@@ -230,7 +230,7 @@ def test_ranks_and_hosts_are_killed(spaces: list[str], stage: int, per_host: int
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_spare_takes_the_place_of_a_lost_host(spaces: list[str], tmp_path: Path) -> None:
-    """From what the host after it had been sent; the spare has imported everything before."""
+    """From the copy on the next host; the spare has imported everything before."""
     right = undisturbed(spaces, tmp_path / "undisturbed", 2, 1, 16)
     training = TwoHosts(spaces, tmp_path / "attacked", 2, 1, 16)
     try:
@@ -247,7 +247,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(spaces: list[str], tmp_path: Pat
 
 
 def slots_of(training: TwoHosts, host: int) -> dict[int, Path]:
-    """By update: those that a host has kept whole and copied."""
+    """By update: complete and copied checkpoints of a host."""
     found = {}
     for slot in folder_in_memory(training.launchers[host].pid).glob("training-1/[01]"):
         with suppress(OSError, ValueError):
@@ -260,7 +260,7 @@ def slots_of(training: TwoHosts, host: int) -> dict[int, Path]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_values_that_changed_by_themselves_come_back_from_the_next_host(spaces: list[str], tmp_path: Path) -> None:
-    """A bit of what host 1 kept last flips while all ranks are stopped, then a rank is killed: nothing is lost."""
+    """A bit of host 1's last checkpoint flips while all ranks are stopped, then a rank is killed: nothing is lost."""
     right = undisturbed(spaces, tmp_path / "undisturbed", 2, 1, 40)
     training = TwoHosts(spaces, tmp_path / "attacked", 2, 1, 40)
     try:

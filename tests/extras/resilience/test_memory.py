@@ -1,4 +1,4 @@
-"""Checkpoints in host memory: what they hold, which one is taken, and what becomes of training without room."""
+"""Checkpoints in host memory: their content, the choice of one, and training without room for them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def everything_mapped() -> Any:
-    """Small tensors are copied into the description; here all lie in the files, as large ones do."""
+    """Small tensors are normally copied into the description; here all are in the files, like large ones."""
     return mock.patch.object(Arena, "SMALL_BYTES", 0)
 
 
@@ -51,13 +51,13 @@ def add(rank: int, update: int, folder: Path) -> None:
 
 
 def own_part(rank: int, folder: str, per_host: int) -> tuple[Path, Any]:
-    """The folder of this rank's host, and what names the host."""
+    """The folder of this rank's host, and a patch of the host's name."""
     host = f"host-{rank // per_host}"
     return Path(folder) / host, mock.patch.object(shared_memory, "host_name", lambda: host)
 
 
 def run_keeps(rank: int, kind: str, folder: str, updates: int, num_kept: int) -> tuple[list[float], int]:
-    """Keep after each of the first updates; losses, and how many elements travelled between ranks for it."""
+    """Keeps a checkpoint after each of the first updates; returns losses, and the elements exchanged between ranks."""
     stage, sections = KINDS[kind]
     world = torch.distributed.get_world_size()
     engine, losses = new_engine(stage, world, **sections), []
@@ -76,7 +76,7 @@ def run_keeps(rank: int, kind: str, folder: str, updates: int, num_kept: int) ->
 
 
 def run_goes_on(rank: int, kind: str, folder: str, seed: int, updates: range) -> tuple[int, list[float]]:
-    """A new engine with other weights loads what was kept; the update, and losses from there on."""
+    """A new engine with different weights loads the checkpoint; returns the update, and the losses from there on."""
     stage, sections = KINDS[kind]
     world = torch.distributed.get_world_size()
     engine = new_engine(stage, world, seed=seed, **sections)
@@ -92,7 +92,7 @@ def run_goes_on(rank: int, kind: str, folder: str, seed: int, updates: range) ->
 
 
 def run_keeps_and_goes_on(rank: int, per_host: int, kind: str, folder: str) -> tuple[bool, int]:
-    """Whether losses are the same to the bit after going on as without, and the elements that travelled."""
+    """Whether losses after resuming are bitwise those without, and the exchanged elements."""
     own, named = own_part(rank, folder, per_host)  # a rank sees no other host's memory
     with named:
         losses, numel = run_keeps(rank, kind, str(own), 6, 3)
@@ -115,8 +115,8 @@ IN_DEFAULT = "stage 1", "stage 2, bf16, offload", "stage 3", "Muon"  # of the la
     ],
 )
 def test_training_goes_on_to_the_bit(kinds: tuple[str, ...], num_hosts: int, per_host: int, tmp_path: Path) -> None:
-    """Copied once: below stage 3, where files hold what other ranks own, ranks map one another's memory. No values
-    travel between hosts, neither when they are kept nor when they are loaded; only descriptions do."""
+    """Values are copied once: below stage 3, where files contain other ranks' shards, ranks map one another's memory.
+    Between hosts only descriptions are sent, no values, neither for keeping nor for loading."""
     world = num_hosts * per_host
     found = run_each(run_keeps_and_goes_on, world, [(per_host, kind, str(tmp_path / kind)) for kind in kinds])
     assert dict(zip(kinds, found, strict=True)) == dict.fromkeys(kinds, [(True, 0)] * world)
@@ -124,7 +124,7 @@ def test_training_goes_on_to_the_bit(kinds: tuple[str, ...], num_hosts: int, per
 
 
 def flip(path: Path) -> None:
-    """One bit of a value."""
+    """Flips one bit of a value."""
     with path.open("r+b") as file:
         file.seek(1000)
         (byte,) = file.read(1)
@@ -134,7 +134,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_values_that_changed_by_themselves_are_not_taken(stage: int, tmp_path: Path) -> None:
-    """A bit of what rank 1 kept last has flipped: all go on from the update before; with both flipped, from none."""
+    """A bit of rank 1's last checkpoint flips: all ranks resume from the previous one; with both flipped, from none."""
     kind = f"stage {stage}"
     whole = run_ranks(run_keeps, 2, kind, str(tmp_path), 4, 4)
     newest = next(p for p in tmp_path.glob("*/rank-1.json") if json.loads(p.read_text())["step"] == 4)
@@ -161,7 +161,7 @@ def run_replicates(rank: int, folder: str) -> list[bool]:
 
 
 def test_the_last_slot_that_all_hosts_have_copied_stays(tmp_path: Path) -> None:
-    """Where the link is slower than training, what is kept waits for it, and training does not."""
+    """If the link is slower than training, checkpoints wait for it, and training does not."""
     assert run_ranks(run_replicates, 2, str(tmp_path)) == [[True, False, False, True]] * 2
 
 
@@ -181,7 +181,7 @@ def run_newest(rank: int, folder: str) -> int | None:
 
 
 def test_a_checkpoint_counts_when_all_ranks_have_it(tmp_path: Path) -> None:
-    """A rank that is killed while it keeps one has removed its mark in that slot; the other slot is whole."""
+    """A rank killed while it keeps a checkpoint has removed its mark in that slot; the other slot is complete."""
     run_ranks(run_keeps, 2, "stage 2", str(tmp_path), 4, 4)
     assert run_ranks(run_newest, 2, str(tmp_path)) == [4, 4]
     marks = {path: json.loads(path.read_text())["step"] for path in tmp_path.glob("*/rank-*.json")}
@@ -216,14 +216,14 @@ def run_without_room(rank: int, folder: str, stage: int) -> tuple[str, list[floa
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_without_room_all_ranks_hear_of_it_and_train_on(stage: int, tmp_path: Path) -> None:
-    """A page that is missing when a mapped file is written to would end the process (SIGBUS)."""
+    """A missing page of a mapped file would end the process with SIGBUS on a write."""
     (first, losses), (second, _) = run_ranks(run_without_room, 2, str(tmp_path), stage)
     assert "No space left on device" in first and "No space left on device" in second
     assert len(losses) == 2
 
 
 def test_frozen_weights_are_copied_once() -> None:
-    """A base below adapters is most of the model, and nobody writes to it; where somebody does, it is copied again."""
+    """The base model under adapters is most of the model, and usually constant; after a write it is copied again."""
     frozen, arena = nn.Parameter(torch.ones(2000), requires_grad=False), Arena()
 
     def kept() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What launchers of several hosts accept from one another, and copies that are whole or not there."""
+"""Which messages launchers of several hosts accept from one another, and copies that are complete or absent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kept(folder: Path, step: int) -> Path:
 
 
 def sent(folder: Path, slot: Path, target: Path, known: dict[str, bytes]) -> bool:
-    """Whether the copy counts."""
+    """Whether the copy is valid."""
     ours, theirs = Pipe()
     thread = threading.Thread(target=receive, args=(theirs, target))
     thread.start()
@@ -57,7 +57,7 @@ def test_a_copy_is_what_was_kept_and_only_changes_travel(tmp_path: Path) -> None
 
 
 def test_a_slot_that_changes_while_it_is_sent_is_not_taken(tmp_path: Path) -> None:
-    """Its ranks have begun to keep the next update there: the copy has no mark, so nobody goes on from it."""
+    """Its ranks have begun to keep the next update in it: the copy has no mark, so nobody resumes from it."""
     slot, real = kept(tmp_path / "a", 1), peers._say
 
     def say(link: object, message: dict[str, object]) -> None:
@@ -113,7 +113,7 @@ def test_both_sides_know_the_token(token: str, is_known: bool) -> None:
 
 
 class Link:
-    """A host as the leader sees it; `break_off` loses it."""
+    """A host as the leader sees it; `break_off` disconnects it."""
 
     def __init__(self, lead: peers._Lead, host: int | None, address: str) -> None:
         self._end, theirs = Pipe()
@@ -136,7 +136,7 @@ class Link:
 
 
 def test_the_next_living_spare_takes_the_place_of_a_lost_host() -> None:
-    """And one that is not needed hears of the job's end."""
+    """A spare that is not needed is told of the job's end."""
     lead = peers._Lead(["a", "b"], "127.0.0.1")
     first, second = Link(lead, 0, "10.0.0.1"), Link(lead, 1, "10.0.0.2")
     first.await_word("hosts")

@@ -1,4 +1,4 @@
-"""Trainer under `hf-zero launch --max_restarts`, whose ranks are killed and stopped: nothing is lost but an update."""
+"""Trainer under `hf-zero launch --max_restarts` with ranks killed and stopped: at most an update is lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check(survived: Survived, undisturbed: list[Line], num_attacks: int) -> None
     assert survived.wrong(undisturbed) == []
     assert survived.left == []
     assert survived.output.count("all ranks start again") == num_attacks == len(survived.recovery_s)
-    # One that was made but not yet kept everywhere, and the one that was under way.
+    # One that was made but not yet kept everywhere, and the one in progress.
     assert len(survived.lines) - len(undisturbed) <= 2 * num_attacks
 
 
@@ -51,7 +51,7 @@ def test_a_kill_and_a_stop_cost_an_update_each(tmp_path: Path) -> None:
 
 
 def test_a_second_set_of_ranks_goes_on_at_once(tmp_path: Path) -> None:
-    """They have built everything that comes before training. Where one of them has ended, all start anew."""
+    """They have built everything that precedes training. If one of them has ended, all start anew."""
     constant = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 1}}}
     training = Training({**config("stage 2"), **constant}, updates=2000, way=STANDBY, pause_s=0.1)
     undisturbed = undisturbed_lines(tmp_path / "undisturbed", training.config, 150)
@@ -81,7 +81,7 @@ def test_the_page_has_what_was_measured() -> None:
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", ZERO)
 def test_ten_kills(kind: str, tmp_path: Path) -> None:
-    """At all stages, with and without offload: fifty in all, at random moments of a step."""
+    """At all stages, with and without offload: fifty in all, at random points of a step."""
     training = Training(config(kind), updates=60)
     undisturbed = survive(training, tmp_path / "undisturbed")
     assert undisturbed.code == 0 and len(undisturbed.lines) == 60 and undisturbed.left == [], undisturbed.output[-6000:]

@@ -1,4 +1,4 @@
-"""What Trainer finds when it goes on: logs, sums, the state of its callbacks and the schedule of transformers."""
+"""Trainer's state after a restart: logs, sums, the state of its callbacks and transformers' schedule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DS = {
 
 
 class Failure(Exception):
-    """Of the program, in the middle of training."""
+    """A failure of the program in the middle of training."""
 
 
 class Counts(TrainerCallback, ExportableState):  # type: ignore[misc, unused-ignore]
@@ -71,7 +71,7 @@ def make_trainer(folder: Path, fails_before: int | None) -> Any:
 
 
 def run_trains(rank: int, folder: str, fails_before: int | None, starts: int) -> list[Any]:
-    """As one process that is started again would: each start is the first training of its process."""
+    """Behaves like a restarted process: each start is the first training of its process."""
     hf_zero.install()
     own = mock.patch.object(resilience, "own_folder", lambda process: Path(folder) / "memory")
     with own, mock.patch.dict(os.environ, {SUPERVISOR: str(os.getpid())}):
@@ -90,8 +90,8 @@ def run_trains(rank: int, folder: str, fails_before: int | None, starts: int) ->
 
 @pytest.mark.parametrize("fails_before", [9, 11])
 def test_logs_and_callbacks_go_on(fails_before: int, tmp_path: Path) -> None:
-    """At the beginning of the second epoch, whose order is drawn there, and in the middle of it and of what is logged
-    as one: losses of updates before the failure are in it."""
+    """At the start of the second epoch, whose order is drawn there, and in the middle of it and of a logging interval:
+    its mean includes losses of updates before the failure."""
     (whole,) = run_ranks(run_trains, 1, str(tmp_path / "whole"), None, 1)
     (failed,) = run_ranks(run_trains, 1, str(tmp_path / "failed"), fails_before, 2)
     assert len(whole[0]) == 4 and whole[1] == 14
@@ -99,7 +99,7 @@ def test_logs_and_callbacks_go_on(fails_before: int, tmp_path: Path) -> None:
 
 
 def test_a_training_that_has_ended_does_not_begin_again(tmp_path: Path) -> None:
-    """A rank may fail after `train()`, as the program evaluates or saves."""
+    """A rank may fail after `train()`, while the program evaluates or saves."""
     (once,) = run_ranks(run_trains, 1, str(tmp_path / "once"), None, 1)
     (twice,) = run_ranks(run_trains, 1, str(tmp_path / "twice"), None, 2)
     assert twice[1] == once[1]
@@ -113,8 +113,8 @@ def test_nothing_is_kept_where_nobody_starts_ranks_again(environment: dict[str, 
 
 
 def test_the_state_is_whole_while_it_is_written_anew(tmp_path: Path) -> None:
-    """Another rank read it in the moment in which the first one wrote the logs into it, found nothing, and failed; a
-    kill in that moment would have left nothing to go on from."""
+    """Another rank read the state while the first one was writing the logs into it, found nothing, and failed; a kill
+    at that point would have left nothing to resume from."""
     slot = tmp_path / "0"
     slot.mkdir()
     state, sums = slot / resilience._STATE, slot / resilience._SUMS.format(0)

@@ -1,4 +1,4 @@
-"""What a training that is attacked is compared with: the same script without attacks, on ranks that start at once."""
+"""The reference of an attacked training: the same script without attacks, on ranks that start at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _run_script(rank: int, words: list[str]) -> None:
 
 
 def undisturbed_lines(folder: Path, config: dict[str, Any], updates: int, world: int = 2) -> list[Line]:
-    """Loss and norm of every update on so many ranks of one host, which keep nothing."""
+    """Loss and norm of every update on `world` ranks of one host, without checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     own = {key: value for key, value in config.get("hf_zero", {}).items() if key != "resilience"}
     (folder / "ds.json").write_text(json.dumps({**config, "hf_zero": own}))

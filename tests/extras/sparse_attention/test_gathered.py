@@ -1,4 +1,4 @@
-"""Block-sparse attention by gathering equals dense attention under the same mask, values and gradients."""
+"""Block-sparse attention by gathering equals dense attention with the same mask, values and gradients."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_equals_dense_attention_under_the_same_mask(case: Any, extra: int, cut: 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("rule", [None, causal])
 def test_flex_masks_are_the_same(rule: Any, per_head: bool) -> None:
-    """The BlockMask that accelerators run, here without their compiler (and so without gradients)."""
+    """The BlockMask that accelerators use, here without their compiler (and so without gradients)."""
     from hf_zero.extras.sparse_attention.sparsity import FixedSparsityConfig
 
     config = FixedSparsityConfig(4, 64, per_head, num_different_global_patterns=4 if per_head else 1)
@@ -102,7 +102,7 @@ def test_flex_masks_are_the_same(rule: Any, per_head: bool) -> None:
 
 
 def test_tiles() -> None:
-    """Small blocks fill the tiles they lie in; large ones consist of several."""
+    """Small blocks fill the tiles that they are in; large ones consist of several tiles."""
     assert gathered.tiled(((0,), (1,), (0, 2)), 128) == ((0,), (1,), (0, 2))
     assert gathered.tiled(((0,), (0, 1)), 256) == ((0, 1), (0, 1), (0, 1, 2, 3), (0, 1, 2, 3))
     assert gathered.tiled(((0,), (3,), (2,)), 64) == ((0, 1), (1,))
@@ -110,7 +110,7 @@ def test_tiles() -> None:
 
 
 def test_nobody_sees_what_is_left_out() -> None:
-    """No gradient reaches a key that no query may see."""
+    """No gradient reaches a key that no query may attend to."""
     plan = make_plan([((0,), (0,), (0, 1))], 1, 4)
     query, key, value = inputs(1, 1, 1, 12)
     gathered_attention(query, key, value, plan, Rules()).sum().backward()

@@ -1,4 +1,4 @@
-"""Layouts of sparse attention: worked examples, a slow definition of every pattern cell by cell, settings refused."""
+"""Layouts of sparse attention: worked examples, a slow definition of every pattern cell by cell, invalid settings."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_worked_examples(name: str) -> None:
 
 @pytest.mark.parametrize("head", range(4))
 def test_patterns_per_head(head: int) -> None:
-    """Full windows of one head each take another representative; a short window has room for one only."""
+    """Full windows use a different representative per head; a short window has room for one only."""
     config = FixedSparsityConfig(4, 16, True, num_different_global_patterns=4)
     assert rows_of(config, head) == four(sorted({*FIRST, 7 - head}), sorted({3 - head, *LAST}))
     short = [*FIRST, 5] if head < 3 else [*FIRST, 4]
@@ -105,7 +105,7 @@ def test_densities_as_published() -> None:
     assert counts["window"] == 15 and counts["window bidirectional"] == 22
 
 
-# The same patterns said of one cell: may queries of block i see keys of block j?
+# The same patterns for one cell: may queries of block i attend to keys of block j?
 
 
 def in_one_window(i: int, j: int, sizes: list[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Sparse attention in models of transformers: the same numbers as eager attention under the pattern's mask."""
+"""Sparse attention in models of transformers: the same results as eager attention with the pattern's mask."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def batch(padded: bool) -> dict[str, Tensor]:
 
 
 def masked_4d(sparsity: SparsityConfig, heads: int, given: dict[str, Tensor], causal: bool) -> dict[str, Tensor]:
-    """The same batch with the whole mask spelled out, for eager attention."""
+    """The same batch with an explicit full mask, for eager attention."""
     layouts = sparsity.head_rows(-(-LENGTH // sparsity.block))
     allowed = token_mask(layouts, heads, sparsity.block, LENGTH).expand(2, -1, -1, -1).clone()
     if causal:
         allowed &= torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     allowed &= given["attention_mask"].bool()[:, None, None, :]
-    # Rows that see nothing would be NaN; they are padding and no label is predicted from them.
+    # Rows without any visible key would be NaN; they are padding, and no label is predicted from them.
     empty = ~allowed.any(-1, keepdim=True)
     scores = torch.zeros(allowed.shape).masked_fill(~(allowed | empty), torch.finfo(torch.float32).min)
     return {**given, "attention_mask": scores}
@@ -107,7 +107,7 @@ def test_dense_layouts_change_nothing_and_undoing_either() -> None:
 
 
 def test_decoding_with_a_cache_is_dense() -> None:
-    """One new query sees all earlier keys, as without the pattern; only the prompt is read sparsely."""
+    """One new query attends to all earlier keys, as without the pattern; only the prompt is processed sparsely."""
     model = tiny_llama().eval()
     switch_on(model, BSLongformerSparsityConfig(6, BLOCK))
     out = model.generate(torch.arange(3, 23)[None], max_new_tokens=4, do_sample=False)
@@ -154,7 +154,7 @@ def config(**sections: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_section_alone_switches_it_on(stage: int, tmp_path: Path) -> None:
-    """No call but initialize; what is saved by the model says nothing of it."""
+    """It needs no call other than initialize, and the saved model does not mention it."""
     model = tiny_llama()
     expected = copy.deepcopy(model)
     switch_on(expected, FixedSparsityConfig(6, BLOCK))

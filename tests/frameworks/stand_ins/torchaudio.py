@@ -1,1 +1,1 @@
-"""Nothing: LLaMA-Factory imports torchaudio for data with sound, and its builds do not load beside a torch for CPUs."""
+"""An empty module: LLaMA-Factory imports torchaudio for audio data, and its builds do not load with a CPU torch."""
