@@ -279,7 +279,7 @@ def mend(config: ConfigDict, views: Views, *, ranks_known: bool = True) -> tuple
 
 
 def _edits(findings: Findings) -> Iterator[Edit]:
-    """The first edit of each key. Remarks on keys without effect are only edited if they are ignored or renamed."""
+    """The first edit of each key. A remark only removes a key that is ignored."""
     seen = set()
     in_order: list[Problem | Remark] = [*findings.problems, *findings.remarks]
     for finding in in_order:

@@ -37,7 +37,7 @@ class Layer:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The weight; bypasses the module's attribute access, so that the shape is the full one at stage 3."""
+        """The weight with its full shape, read without the hook that gathers it at stage 3."""
         parameter = dict.__getitem__(self.module._parameters, self.weight)
         assert parameter is not None
         return parameter
