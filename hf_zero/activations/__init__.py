@@ -1,1 +1,1 @@
-"""Inputs that checkpointed calls keep between forward and backward: where they lie, and when they are copied."""
+"""Storage of the inputs of checkpointed calls between forward and backward, on the device or in host memory."""

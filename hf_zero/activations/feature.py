@@ -1,7 +1,7 @@
-"""The section `activation_checkpointing` of ds.json, put into transformers' own gradient checkpointing.
+"""The section `activation_checkpointing` of ds.json, applied to transformers' own gradient checkpointing.
 
-transformers gives every layer the function that checkpoints it, before the first forward or at any later time; ours
-wraps that one for as long as the engine lives.
+transformers sets a checkpointing function in every layer, before the first forward or at any later time; we wrap this
+function while the engine exists.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SECTION = "activation_checkpointing"
 
 
 def activation_checkpointing_of(model: nn.Module, resolved: Resolved) -> TrainingFeature:
-    """The feature, for a config that asks for anything."""
+    """The feature for a config with this section."""
     policy = resolved.section(Section)
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     return ActivationCheckpointing(layers, CheckpointedCalls(policy, num_slots=len(layers)))
 
 
 class ActivationCheckpointing(TrainingFeature):
-    """See above."""
+    """The feature described above."""
 
     name = _SECTION
     waits_for_outcome = False
@@ -55,7 +55,7 @@ class ActivationCheckpointing(TrainingFeature):
             if not self.calls.num_calls and CONFIGURED.calls is None:
                 logger.warning(
                     "%s has no effect: no layer of the model is checkpointed. Set gradient_checkpointing=True in "
-                    "TrainingArguments, call model.gradient_checkpointing_enable(), or, where the model calls "
+                    "TrainingArguments, call model.gradient_checkpointing_enable(), or, if the model calls "
                     "deepspeed.checkpointing.checkpoint itself, deepspeed.checkpointing.configure(mpu, ds_config)",
                     _SECTION,
                 )
@@ -69,11 +69,11 @@ class ActivationCheckpointing(TrainingFeature):
 
 
 class _Around:
-    """What a layer calls in place of its checkpointing function; copied and pickled, it is that function."""
+    """Wrapper of a layer's checkpointing function; copies and pickles contain only the original function."""
 
     def __init__(self, original: Any, calls: CheckpointedCalls) -> None:
         self.original = original
-        # torch's compiler would trace what counts and pools, and compile it anew whenever a count has changed.
+        # torch.compile would trace counters and pools, and recompile whenever a counter changes.
         self._run = uncompiled(calls.run)
         self._checkpoint = _without_offload(original) if calls.policy.cpu_checkpointing else original
 
@@ -89,8 +89,8 @@ def _itself(function: Any) -> Any:
 
 
 def _without_offload(function: Any) -> Any:
-    """transformers' checkpoint that saves on the host (`offload`) would take inputs before we do, and wait for each
-    copy: with cpu_checkpointing it is the checkpoint without."""
+    """Replace transformers' checkpoint function with `offload`, which would save inputs before we do and wait for each
+    copy, by torch's plain checkpoint. Used with cpu_checkpointing."""
     inner = getattr(function, "func", None)
     where = getattr(inner, "__module__", ""), getattr(inner, "__name__", "")
     if not isinstance(function, partial) or where != ("transformers.modeling_utils", "checkpoint_func"):

@@ -1,12 +1,12 @@
-"""One input of a checkpointed call, between forward and backward; the memory it goes to; waits and times around calls.
+"""Inputs of checkpointed calls between forward and backward; their memory; synchronization and timing of calls.
 
-    forward of call n        kept as it is, on the device
+    forward of call n        kept on the device, unchanged
     forward of call n + 1    sent: to host memory (HostPool), or into one buffer (OneBuffer)
-    backward of call n + 1   fetched ahead, while that call runs again
-    backward of call n       taken: the tensor as it was
+    backward of call n + 1   prefetched, while that call is recomputed
+    backward of call n       taken: the original tensor
 
-What was kept last is never sent: it is the first that backward needs. Memory that is given back in backward is used
-again in the next step.
+The last kept inputs are never sent, because backward needs them first. Memory that is returned in backward is reused in
+the next step.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from hf_zero.device.registry import clock_of, runtime_of
 from hf_zero.device.runtime import DONE, Clock, Event, Runtime
 from hf_zero.log import log_dist
 
-_ALIGNMENT = 512  # bytes: a vector of any dtype begins at each slot
+_ALIGNMENT = 512  # bytes; aligns every slot for any dtype
 
 
 class Buffers(ABC):
-    """Blocks of bytes, which go by the tensors that cover them."""
+    """A source of memory blocks, which are represented by uint8 tensors."""
 
     @abstractmethod
     def take(self, num_bytes: int) -> Tensor:
-        """Uninitialised 1-D uint8 of at least that many bytes; the caller's until `give`."""
+        """Take an uninitialised 1-D uint8 block of at least `num_bytes`, which must be returned by `give`."""
 
     @abstractmethod
     def give(self, block: Tensor) -> None:
-        """Take back what `take` has given."""
+        """Return a block from `take`."""
 
     @abstractmethod
     def release(self) -> None:
-        """Return unused memory to the system."""
+        """Free unused memory."""
 
 
 class HostPool(Buffers):
-    """Blocks of page-locked host memory: as many as were in use at once, whatever their lengths."""
+    """A pool of pinned host memory blocks of any sizes; its number of blocks is the maximum in use at once."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -60,7 +60,7 @@ class HostPool(Buffers):
         fitting = [block for block in self._free if len(block) >= num_bytes]
         if fitting:
             return self._without(min(fitting, key=len))
-        if self._free:  # none is large enough: the new one takes the place of the smallest
+        if self._free:  # none is large enough: replace the smallest
             self._without(min(self._free, key=len))
         return host_empty(num_bytes, torch.uint8, pinned=True)
 
@@ -76,14 +76,14 @@ class HostPool(Buffers):
 
 
 class OneBuffer(Buffers):
-    """Slots of one block, so that what is kept for long does not lie between what is not.
+    """Slots of one block, so that long-lived inputs do not fragment memory.
 
-    A slot has the size of the first request. One that finds no slot, or is larger, gets its own block; when all are
-    returned, the next request sets the size again.
+    A slot has the size of the first request. Larger requests, or those without a free slot, get a separate block; when
+    all slots are returned, a larger request sets a new size.
     """
 
     def __init__(self, make: Callable[[int], Tensor], num_slots: int) -> None:
-        """`make`: 1-D uint8 of so many bytes."""
+        """`make`: allocates a 1-D uint8 tensor."""
         self._make = make
         self._num_slots = num_slots
         self._size = 0
@@ -102,7 +102,7 @@ class OneBuffer(Buffers):
         return self._slots[self._free.pop()]
 
     def give(self, block: Tensor) -> None:
-        # A slot of a buffer that has been replaced is not at the address of a newer one while it lives.
+        # While a slot of a replaced buffer exists, no newer slot can have its address.
         if self._slots.get(block.data_ptr()) is block:
             self._free.append(block.data_ptr())
 
@@ -112,7 +112,7 @@ class OneBuffer(Buffers):
 
 
 class Times:
-    """Times of the calls of one forward and its backward; logged when the next forward begins."""
+    """Times of all calls of one forward and its backward, logged when the next forward begins."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -125,12 +125,12 @@ class Times:
         (self._again if again else self._forward).append((begin, end))
 
     def tell(self) -> None:
-        """Waits for the device."""
+        """Log the times; waits for the device."""
         if self._forward:
             self.clock.synchronize()
             log_dist(
                 f"activation_checkpointing: {len(self._forward)} checkpointed calls, forward {self._ms(self._forward)} "
-                f"ms; {len(self._again)} run again in backward, {self._ms(self._again)} ms"
+                f"ms; {len(self._again)} recomputed in backward, {self._ms(self._again)} ms"
             )
         self._forward, self._again = [], []
 
@@ -139,11 +139,11 @@ class Times:
 
 
 def watched(function: Callable[..., Any], runtime: Runtime | None, times: Times | None) -> Callable[..., Any]:
-    """`function`, whose first call is the forward and later ones its recomputation.
+    """Wrap `function`, whose first call is the forward and later calls are recomputations.
 
     Args:
-        runtime: of a device to wait for before and after each call.
-        times: told how long each takes.
+        runtime: runtime of a device to synchronize before and after each call; None: do not synchronize.
+        times: records the duration of each call; None: do not measure.
     """
     has_run = [False]
 
@@ -154,7 +154,7 @@ def watched(function: Callable[..., Any], runtime: Runtime | None, times: Times 
         begin = times.clock.mark() if times is not None else None
         try:
             return function(*args, **kwargs)
-        finally:  # torch ends a recomputation by an exception as soon as it has what it needs
+        finally:  # torch stops a recomputation with an exception once it has all tensors that it needs
             if times is not None and begin is not None:
                 times.add(begin, times.clock.mark(), again=again)
             if runtime is not None:
@@ -164,7 +164,7 @@ def watched(function: Callable[..., Any], runtime: Runtime | None, times: Times 
 
 
 def can_be_flat(tensor: Tensor) -> bool:
-    """Whether all its elements lie side by side, in whatever order."""
+    """Whether the tensor is dense: its elements are contiguous in memory in any order."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size != 1 and stride != expected:
@@ -178,10 +178,10 @@ class Place:
     """Where inputs are kept.
 
     Attributes:
-        runtime: of the device they are on.
-        buffers: of a position among the inputs of a call; None: they stay where they are.
-        on_host: the buffers are in host memory, and that is another one than the device's.
-        group: ranks that have the same inputs, and keep a part of each; of one: all of it.
+        runtime: runtime of their device.
+        buffers: returns the buffers for an input's position in a call; None: inputs stay where they are.
+        on_host: whether the buffers are in host memory, separate from the device's.
+        group: ranks that have the same inputs, of which each keeps a part; a group of one keeps all.
     """
 
     runtime: Runtime
@@ -191,14 +191,14 @@ class Place:
 
 
 class KeptInput:
-    """See above. Its memory is returned when there are no more references to it."""
+    """An input that is kept as described above. Its memory is returned when it is garbage collected."""
 
     def __init__(self, tensor: Tensor, place: Place, *, position: int, owner: Tensor) -> None:
         """
         Args:
-            tensor: all its elements lie side by side.
-            position: among the inputs of its call.
-            owner: the input itself, of which `tensor` is autograd's own view.
+            tensor: must be dense (see `can_be_flat`).
+            position: its position among the inputs of the call.
+            owner: the input itself; `tensor` is autograd's own view of it.
         """
         self._owner, self._owner_version = weakref.ref(owner), owner._version
         self._was_taken = False
@@ -214,11 +214,11 @@ class KeptInput:
         self._ahead: tuple[Tensor, Event] | None = None
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether this is what has been kept of that tensor, which has not been changed since."""
+        """Whether this is the kept value of `tensor`, which has not changed since."""
         return self._owner() is tensor and tensor._version == self._owner_version
 
     def send(self) -> None:
-        """Begin to move it to where it is kept."""
+        """Start moving the input to its buffer."""
         place, piece = self._place, self._piece
         if piece is None or place.buffers is None:
             return
@@ -233,21 +233,21 @@ class KeptInput:
         self._piece = None
 
     def fetch_ahead(self) -> None:
-        """Begin to bring it back, unless that has been done."""
+        """Start fetching the input, unless it was already taken."""
         if not self._was_taken:
             self._fetch()
 
     def _fetch(self) -> None:
         runtime = self._place.runtime
         if self._block is not None and self._place.on_host and self._ahead is None:
-            # The copy begins when what was asked of the device so far is done: what used the memory before, and, now
-            # that the device waits for it, the copy out.
+            # The copy starts after all work queued on the device, which may still use the memory, and after the copy
+            # to the host, for which the device waits here.
             runtime.wait(self._sent)
             buffer = torch.empty(self._numel, dtype=self._dtype, device=runtime.device)
             self._ahead = buffer, runtime.copy_in(self._home, buffer)
 
     def take(self) -> Tensor:
-        """As it was. Collective where ranks keep parts; can be repeated."""
+        """The original tensor. Collective if ranks keep parts; may be called repeatedly."""
         piece = self._here()
         self._was_taken = True
         if self._place.group.size > 1:
@@ -261,7 +261,7 @@ class KeptInput:
         if not self._place.on_host:
             return self._home.clone()  # the slot may be reused before the tensor is freed
         self._fetch()
-        assert self._ahead is not None, "has been asked for"
+        assert self._ahead is not None, "fetched above"
         buffer, arrives = self._ahead
         self._ahead = None
         self._place.runtime.wait(arrives)
@@ -269,25 +269,25 @@ class KeptInput:
 
     @property
     def _home(self) -> Tensor:
-        assert self._block is not None, "has been sent"
+        assert self._block is not None, "sent before"
         return self._block[: self._numel * self._dtype.itemsize].view(self._dtype)
 
     def _refuse_changes(self, piece: Tensor) -> None:
         if piece._version != self._version:
             raise RuntimeError(
-                "an input of a checkpointed call was modified in place afterwards, and is needed as it was to run the "
-                "call again: checkpoint a function that leaves its inputs alone, or pass it a clone"
+                "an input of a checkpointed call was modified in place afterwards, but its original value is needed "
+                "for recomputation: checkpoint a function that does not modify its inputs, or pass a clone"
             )
 
     def __del__(self) -> None:
         if self._block is not None and self._place.buffers is not None:
-            if self._ahead is not None:  # the block's next user must not write before it has been read
+            if self._ahead is not None:  # the block must not be overwritten before it was read
                 self._place.runtime.wait(self._ahead[1])
             self._place.buffers(self._position).give(self._block)
 
 
 def _own_part(flat: Tensor, group: Collectives) -> Tensor:
-    """A copy of this rank's part of what all ranks of the group have; parts are of one size."""
+    """A copy of this rank's part of a tensor that all ranks of the group have; parts have the same size."""
     size = -(-flat.numel() // group.size)
     part = flat[group.rank * size : (group.rank + 1) * size]
     if part.numel() == size:
@@ -298,33 +298,33 @@ def _own_part(flat: Tensor, group: Collectives) -> Tensor:
 
 
 def _joined(part: Tensor, group: Collectives) -> Tensor:
-    """All parts, padding at the end."""
+    """All parts concatenated, with padding at the end."""
     whole = part.new_empty(part.numel() * group.size)
     own_shard(whole, group.rank, group.size).copy_(part)
     group.all_gather(whole).wait()
     return whole
 
 
-# Checkpointed calls of one model: their inputs are kept where the policy says, whichever library checkpoints.
+# Checkpointed calls of one model: the policy determines where their inputs are kept, for any checkpoint function.
 #
-#     run(torch's checkpoint, layer, hidden)      every tensor that it saves of its arguments becomes a kept input
-#     backward                                    torch asks for it, and runs the layer again
+#     run(torch's checkpoint, layer, hidden)      every argument that autograd saves becomes a kept input
+#     backward                                    torch unpacks it, and recomputes the layer
 #
-# Works by the hooks that autograd has for saved tensors, so that it is the same for both kinds of checkpoints of torch
-# and inside of those of others (offloading of all activations): what is innermost decides about a tensor.
+# This uses autograd's saved tensor hooks, so that it works for both kinds of torch checkpoints, and within other hooks
+# (such as offloading of all activations): the innermost hooks apply to a tensor.
 
 
-# What is smaller stays where it is: a copy costs more than it frees.
+# Smaller inputs are not moved: a copy costs more than it frees.
 MIN_BYTES = 1024
 _Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class CheckpointedCalls:
-    """See above.
+    """Runs checkpointed calls as described above.
 
     Attributes:
-        num_calls: so far, with gradients.
-        group: ranks that have the same inputs; None: no other rank has. Used where the policy says so.
+        num_calls: number of calls so far with gradients enabled.
+        group: ranks that have the same inputs, used if the policy partitions activations; None: only this rank.
     """
 
     def __init__(
@@ -332,7 +332,7 @@ class CheckpointedCalls:
     ) -> None:
         """
         Args:
-            num_slots: calls of a forward, for one buffer; the policy's own number goes first.
+            num_slots: number of calls per forward, for the contiguous buffer; the policy's number takes precedence.
         """
         self.policy = policy
         self.num_calls = 0
@@ -341,12 +341,12 @@ class CheckpointedCalls:
         self._num_slots = policy.number_checkpoints or num_slots or 1
         self._buffers: dict[Any, Buffers] = {}
         self._places: dict[torch.device, Place] = {}
-        self._order: list[list[weakref.ref[KeptInput]]] = []  # of the calls whose inputs are kept
+        self._order: list[list[weakref.ref[KeptInput]]] = []  # kept inputs by call, in order
         self._known: weakref.WeakValueDictionary[_Key, KeptInput] = weakref.WeakValueDictionary()
         self._times: dict[torch.device, Times] = {}
 
     def run(self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """`checkpoint(function, *args, **options)`."""
+        """Return `checkpoint(function, *args, **options)`, and keep its inputs according to the policy."""
         device = next((arg.device for arg in args if isinstance(arg, Tensor)), None) or current_device()
         function = self._watched(function, device)
         if not torch.is_grad_enabled():
@@ -359,13 +359,13 @@ class CheckpointedCalls:
             return checkpoint(function, *args, **options)
 
     def close(self) -> None:
-        """Say what was measured last, and give unused memory back."""
+        """Log the last times, and free unused memory."""
         for times in self._times.values():
             times.tell()
         self.release()
 
     def release(self) -> None:
-        """Give memory that nothing is kept in back to the system."""
+        """Free memory that holds no kept inputs."""
         for buffers in self._buffers.values():
             buffers.release()
 
@@ -378,7 +378,7 @@ class CheckpointedCalls:
             times = self._times.setdefault(device, Times(clock_of(device)))
         return watched(function, runtime_of(device) if policy.synchronize_checkpoint_boundary else None, times)
 
-    # What is kept
+    # Kept inputs
 
     def _place(self, device: torch.device) -> Place:
         runtime = runtime_of(device)
@@ -396,7 +396,7 @@ class CheckpointedCalls:
         return place
 
     def _make(self, position: int, device: torch.device, on_host: bool) -> Buffers:
-        """The buffers of a position among a call's inputs: where it is one buffer, slots are of one size."""
+        """The buffers for a position among a call's inputs; contiguous buffers are separate, as slots have one size."""
         is_one = self.policy.contiguous_memory_optimization
         key = (position, device) if is_one else device
         if key not in self._buffers:
@@ -413,7 +413,7 @@ class CheckpointedCalls:
 
     @contextmanager
     def _kept(self, args: Sequence[Any], place: Place) -> Iterator[None]:
-        """Keep what autograd saves of `args` inside."""
+        """Context that keeps the tensors in `args` that autograd saves."""
         self._send_latest()
         candidates = {_key(arg): arg for arg in args if self._is_candidate(arg)}
         mine: list[weakref.ref[KeptInput]] = []
@@ -444,10 +444,10 @@ class CheckpointedCalls:
             with saved_tensors_hooks(pack, unpack):
                 yield
         finally:
-            candidates.clear()  # autograd holds `pack` for as long as what it has returned
+            candidates.clear()  # autograd keeps `pack` alive as long as its results
 
     def _is_candidate(self, arg: Any) -> bool:
-        """Activations, but not parameters, which stay in memory anyway."""
+        """Whether an argument is an activation; parameters stay in memory anyway."""
         return (
             type(arg) is Tensor
             and arg.is_floating_point()
@@ -459,13 +459,13 @@ class CheckpointedCalls:
         )
 
     def _send_latest(self) -> None:
-        """The inputs of the last call are no longer what backward needs first."""
+        """Send the inputs of the last call, which backward no longer needs first."""
         for ref in self._order[-1] if self._order else ():
             if (kept := ref()) is not None:
                 kept.send()
 
     def _fetch_ahead_of(self, kept: KeptInput) -> None:
-        """Bring back the other inputs of this call, and those of the call that backward comes to next."""
+        """Prefetch the other inputs of this call, and those of the next call in backward."""
         before: list[weakref.ref[KeptInput]] = []
         for refs in self._order:
             alive = [ref for ref in refs if ref() is not None]
@@ -483,11 +483,11 @@ def _key(tensor: Tensor) -> _Key:
 
 @dataclass
 class Configured:
-    """Settings of `deepspeed.checkpointing` by the program, for its whole process.
+    """State of `deepspeed.checkpointing`, as configured by the program for its process.
 
     Attributes:
         calls: None before `deepspeed.checkpointing.configure`.
-        tensor_rank: of this process in the tensor-parallel group of the mpu that it was given.
+        tensor_rank: this process's rank in the tensor-parallel group of the given mpu.
     """
 
     calls: CheckpointedCalls | None = None

@@ -1,1 +1,1 @@
-"""`python -m hf_zero explain`: a config, resolved and told."""
+"""`python -m hf_zero explain`: shows a resolved config, with the source and effect of each value."""

@@ -1,6 +1,6 @@
-"""The command `explain`: its arguments, and the order in which things happen.
+"""The command `explain`: its arguments, report and output.
 
-`mend` is `explain --fix`: the config with every problem fixed that its author need not decide.
+`mend` implements `explain --fix`: it fixes every problem of a config that needs no decision by the user.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from hf_zero.integration.huggingface.views import launch_view
 
 LATER = "filled when training starts"
 WIDTH_IN_FILES = 150
-_LEAST_EFFECT = 24  # characters; narrower is not read any more
+_LEAST_EFFECT = 24  # minimum readable width of this column in characters
 _BORDERS = 13
 _BY_TRAINER = ("train_", "gradient_accumulation_steps", "gradient_clipping", "fp16.enabled", "bf16.enabled")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key."""
+    """One key of the config."""
 
     key: str
     value: object
@@ -60,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A report of `explain`."""
+    """The report of `explain`."""
 
     name: str
     stage: int | None = None
@@ -79,7 +79,7 @@ def report_on(
     everything: bool = False,
     traffic: tuple[Sent, ...] = (),
 ) -> Report:
-    """The report of a config that was examined."""
+    """The report of an examined config."""
     zero = findings.config.zero_optimization
     stage = zero.stage if zero is not None else 0
     order = {path: place for place, path in enumerate(all_paths(type(findings.config)))}
@@ -120,7 +120,7 @@ def _who_fills(path: str) -> str:
 
 
 def _effect(findings: Findings, path: str, stage: int) -> tuple[str, bool]:
-    """In words, and whether there is one."""
+    """A description of a key's effect, and whether it has one."""
     *parents, name = path.split(".")
     for section, policy in (("optimizer", findings.optimizer), ("scheduler", findings.scheduler)):
         if parents == [section, "params"]:
@@ -128,7 +128,7 @@ def _effect(findings: Findings, path: str, stage: int) -> tuple[str, bool]:
     section_class = section_of(type(findings.config), parents)
     field = section_class.model_fields.get(name) if section_class else None
     if section_class is None and parents:
-        return _effect(findings, ".".join(parents), stage)  # inside a section that is refused, or taken as it is
+        return _effect(findings, ".".join(parents), stage)  # inside a section that is rejected or passed through
     if field is None:
         return "", True
     verdict = verdict_of(field)
@@ -147,7 +147,7 @@ def _verdict_words(verdict: Verdict, stage: int) -> str:
 
 
 def as_json(report: Report) -> str:
-    """For programs: settings, problems and notes."""
+    """The report as JSON: settings, problems and notes."""
     settings = [{"key": row.key, "value": row.value, "source": row.source, "effect": row.effect} for row in report.rows]
     content = {
         "config": report.name,
@@ -174,7 +174,7 @@ def _problem(problem: Problem) -> dict[str, Any]:
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """For people."""
+    """Print the report as text."""
     console = console or Console(highlight=False, width=_width())
     if report.rows:
         _show_rows(report, console)
@@ -192,12 +192,12 @@ def show(report: Report, console: Console | None = None) -> None:
 
 
 def _width() -> int | None:
-    """A file or a pipe has no edge to break words at: there the table is as wide as it reads well, unless told."""
+    """The width of the output: the terminal's, or $COLUMNS, or a readable default for files and pipes."""
     return None if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal() else WIDTH_IN_FILES
 
 
 def _show_rows(report: Report, console: Console) -> None:
-    """As a table where whole keys, values and sources leave room for the effect, else one below the other."""
+    """Print a table if keys, values and sources leave enough space for the effect, else one entry below the other."""
     title = f"{escape(report.name)} at ZeRO stage {report.stage}"
     columns = zip(*((row.key, _shown(row.value), row.source) for row in report.rows))
     taken = sum(max(map(len, column)) for column in columns) + _BORDERS
@@ -206,7 +206,7 @@ def _show_rows(report: Report, console: Console) -> None:
         return
     console.print(title)
     for row in report.rows:
-        # Never wrapped: a key that is broken cannot be searched for.
+        # Do not wrap, so that keys can be searched for.
         console.print(f"{escape(row.key)} = {escape(_shown(row.value))}", style=_style(row), soft_wrap=True)
         console.print(f"    from {escape(row.source)}", style=_style(row), soft_wrap=True)
         if row.effect:
@@ -253,15 +253,15 @@ def _value(value: object) -> str:
     return f"{value:,}".replace(",", "_") if isinstance(value, int) and not isinstance(value, bool) else short(value)
 
 
-_ROUNDS = 5  # a key that was renamed may be wrong under its right name, too
+_ROUNDS = 5  # a renamed key may have another problem under its correct name
 
 
 def mend(config: ConfigDict, views: Views, *, ranks_known: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """A mended copy of the config as plain dicts, and a line for every change.
+    """A fixed copy of the config as plain dicts, and a line for every change.
 
     Args:
-        ranks_known: False: the number of ranks has not been given, so that batch sizes which do not go
-            together here may be right there.
+        ranks_known: whether the number of ranks is known; otherwise, inconsistent batch sizes may be correct for the
+            actual number.
     """
     mended: dict[str, Any] = copy.deepcopy(dict(config))
     changes: list[str] = []
@@ -279,7 +279,7 @@ def mend(config: ConfigDict, views: Views, *, ranks_known: bool = True) -> tuple
 
 
 def _edits(findings: Findings) -> Iterator[Edit]:
-    """Once per place: a key that is wrong for two reasons is changed for the first. What changes nothing may stay."""
+    """The first edit of each key. A remark only removes a key that is ignored."""
     seen = set()
     in_order: list[Problem | Remark] = [*findings.problems, *findings.remarks]
     for finding in in_order:
@@ -292,7 +292,7 @@ def _edits(findings: Findings) -> Iterator[Edit]:
 
 
 def _apply(config: dict[str, Any], edit: Edit) -> bool:
-    """Carry out an edit; False where its place is not there or the new one is taken."""
+    """Apply an edit; returns False if its key does not exist or the new key is already set."""
     holder = _holder(config, edit.path)
     if holder is None or edit.path[-1] not in holder:
         return False
@@ -321,23 +321,23 @@ def _holder(config: dict[str, Any], path: tuple[str, ...], *, make: bool = False
 
 
 def write_mended(config: dict[str, Any], target: Path) -> None:
-    """The file; an existing one is never overwritten.
+    """Write the config to a new file; an existing file is never overwritten.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: if it cannot be written.
     """
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(json.dumps(config, indent=4) + "\n")
     except FileExistsError:
-        raise ConfigError(Problem("--fix", str(target), "there is such a file", "name another, or remove it")) from None
+        raise ConfigError(Problem("--fix", str(target), "it already exists", "name another, or remove it")) from None
     except OSError as error:
         rule = f"it cannot be written: {error.strerror}"
         raise ConfigError(Problem("--fix", str(target), rule, "name another")) from None
 
 
 def default_target(name: str) -> Path:
-    """ds.json -> ds.fixed.json beside it; a config that came as text goes to the working directory."""
+    """ds.json -> ds.fixed.json in the same folder; in the working directory if the config was given as text."""
     path = Path(name or "ds.json")
     return path.with_name(f"{path.stem}.fixed.json")
 
@@ -349,20 +349,20 @@ _OWN_FLAGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `explain` itself; everything else is taken for flags of TrainingArguments."""
+    """Add the arguments of `explain`; all other flags are treated as those of TrainingArguments."""
     parser.add_argument("config", help="ds.json: a path, JSON text, or base64 of it")
-    parser.add_argument("--model", help="folder, config.json or hub name of the model, for sizes that follow from it")
+    parser.add_argument("--model", help="folder, config.json or hub name of the model, for values that depend on it")
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default: 1)")
-    traffic = parser.add_argument_group("what is sent per update")
-    traffic.add_argument("--gpus-per-node", type=int, metavar="N", help="ranks of one host (default: all)")
-    traffic.add_argument("--parameters", metavar="COUNT", help="of the model, as 7b: bytes and seconds, not models")
+    traffic = parser.add_argument_group("traffic per update")
+    traffic.add_argument("--gpus-per-node", type=int, metavar="N", help="ranks per host (default: all)")
+    traffic.add_argument("--parameters", metavar="COUNT", help="parameters of the model, like 7b, to show bytes")
     traffic.add_argument("--link", metavar="SIZE", help="bytes per second between ranks of a host (370G)")
     traffic.add_argument("--network", metavar="SIZE", help="bytes per second to other hosts, for one rank (40G)")
     parser.add_argument("--json", action="store_true", help="JSON instead of a table")
-    parser.add_argument("--all", action="store_true", help="also keys that have no effect at this stage")
+    parser.add_argument("--all", action="store_true", help="also show keys without effect at this stage")
     parser.add_argument(
         "--fix", "--fix-to", nargs="?", const="", metavar="FILE",
-        help="write a mended copy into FILE (default: ds.fixed.json beside ds.json); none is overwritten",
+        help="write a fixed copy to FILE (default: ds.fixed.json next to ds.json); never overwrites a file",
     )  # fmt: skip
     parser.usage = (
         "%(prog)s ds.json [TrainingArguments flags...] [--model M] [--world-size N] [--json] [--all] [--fix [FILE]]"
@@ -370,7 +370,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Print the report; 1 if anything is wrong."""
+    """Print the report; returns 1 if there are problems."""
     report = _report(arguments, flags)
     if arguments.json:
         sys.stdout.write(as_json(report) + "\n")
@@ -394,12 +394,12 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
             mended, changes = mend(config, views, ranks_known=arguments.world_size is not None)
             target = Path(arguments.fix) if arguments.fix else default_target(config.name)
             write_mended(mended, target)
-            notes += [f"--fix: {change}" for change in changes or ["nothing to mend"]]
-            notes.append(f"the mended config is in {target}; comments are not carried over")
+            notes += [f"--fix: {change}" for change in changes or ["nothing to fix"]]
+            notes.append(f"the fixed config is in {target}; comments are not preserved")
             config, name = load_config(target), str(target)
         findings = examine(config, views, complete=False)
         if arguments.world_size is None and any(problem.path == "train_batch_size" for problem in findings.problems):
-            notes.append("train_batch_size was looked at for 1 rank: --world-size N says for how many it is meant")
+            notes.append("train_batch_size was checked for 1 rank: give the number of ranks with --world-size N")
         traffic = _traffic(findings, arguments)
         for explained in _by_extras(findings):
             words, wrong = explained(findings, arguments.model)
@@ -412,7 +412,7 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
 
 
 def _by_extras(findings: Findings) -> Iterator[Any]:
-    """Reports by the extras of a config without problems: functions of findings and --model."""
+    """Explain functions of the config's extras, which take findings and --model; none if there are problems."""
     for extra in findings.config.features if not findings.problems else ():
         if "explain" in extra.services and extra.name in findings.extras:
             yield loaded(extra.services["explain"])

@@ -1,4 +1,4 @@
-"""Views from flags of TrainingArguments and the name of a model, without building either."""
+"""Views of TrainingArguments' flags and of a model's config, without creating either."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _FIX = "give a folder with config.json, a config.json, or a model name of the hu
 
 
 def training_view_from_flags(flags: Sequence[str], also: Collection[str] = ()) -> tuple[TrainingView | None, list[str]]:
-    """The view, and the flags that are not of TrainingArguments. None without flags: then the trainer is unknown.
+    """The view (None without flags of TrainingArguments), and all flags that are not of TrainingArguments.
 
-    A real TrainingArguments would look for devices and start groups.
+    A real TrainingArguments would initialize devices and process groups.
 
     Args:
-        also: other flags that were possible: what resembles them is a mistake.
+        also: other valid flags, whose misspellings are errors.
 
     Raises:
-        ConfigError: a word that is no flag, a flag that resembles one, a value that a flag does not take.
+        ConfigError: for a word that is not a flag, a misspelled flag, or an invalid value.
     """
     if not flags:
         return None, []
     if not flags[0].startswith("-"):
         raise ConfigError(_unplaced(flags[0]))
-    # Seconds of imports, hence only here.
+    # Imported here because it takes seconds.
     from transformers import HfArgumentParser, TrainingArguments
 
     class Parser(HfArgumentParser):
@@ -50,7 +50,7 @@ def training_view_from_flags(flags: Sequence[str], also: Collection[str] = ()) -
 
     parser = Parser(TrainingArguments, allow_abbrev=False)  # type: ignore[arg-type]
     known, unknown = parser.parse_known_args(list(flags))
-    # What follows a flag of the script's own is its value.
+    # Words after unknown flags are their values.
     if unknown and not unknown[0].startswith("-"):
         raise ConfigError(_unplaced(unknown[0]))
     foreign = [word for word in unknown if word.startswith("--")]
@@ -63,7 +63,7 @@ def training_view_from_flags(flags: Sequence[str], also: Collection[str] = ()) -
     return training_view(known, words=list(flags)), foreign
 
 
-# What scripts and other trainers call an argument of TrainingArguments.
+# Names that scripts and other trainers use for an argument of TrainingArguments.
 _MEANT = {
     "--lr": "--learning-rate",
     "--batch-size": "--per-device-train-batch-size",
@@ -80,10 +80,10 @@ _MEANT = {
 
 
 def left_aside(flag: str) -> str:
-    """A note on a flag that is probably the script's own."""
+    """A note on an unknown flag, which is probably the script's own."""
     meant = _MEANT.get(flag.partition("=")[0].replace("_", "-"))
     hint = f"; TrainingArguments call it {meant.replace('-', '_').replace('__', '--', 1)}" if meant else ""
-    return f"{flag}: not a flag of TrainingArguments, left aside{hint}"
+    return f"{flag}: not a flag of TrainingArguments, ignored{hint}"
 
 
 def _unplaced(word: str) -> Problem:
@@ -100,7 +100,7 @@ def _misspelt(foreign: Sequence[str], flags: Sequence[str]) -> Iterator[Problem]
 
 
 def model_view_by_name(name: str | None) -> ModelView | None:
-    """The view of a model's configuration (a folder, a file, or a name on the hub), or None when no model was named."""
+    """The view of a model's config (a folder, a file, or a name on the hub); None without a name."""
     if name is None:
         return None
     path = config_file(name)
@@ -114,31 +114,31 @@ def model_view_by_name(name: str | None) -> ModelView | None:
 
 
 def config_file(name: str) -> Path:
-    """The config.json of a folder, a file, or a name on the hub."""
+    """The path of config.json for a folder, a file, or a name on the hub."""
     path = Path(name)
     if path.is_dir():
         return path / "config.json"
     if path.exists() or name.endswith(".json"):
         return path
-    # From the cache if it is there, else from the hub.
+    # From the cache if possible, else from the hub.
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(name, "config.json", local_files_only=True))
-    except Exception:  # not there, or not a name: the hub knows more
+    except Exception:  # not in the cache, or not a valid name: ask the hub
         pass
     if not _hub_answers():
         rule = "no such file, and the hub cannot be reached"
         raise ConfigError(Problem("--model", name, rule, f"{_FIX}{_as_number(name)}"))
     try:
         return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # its own errors, those of the network, and names it does not allow
+    except Exception as error:  # hub errors, network errors and invalid names
         rule = "no such file, and not found on the hub: " + str(error).split("\n")[0]
         raise ConfigError(Problem("--model", name, rule, f"{_FIX}{_as_number(name)}")) from None
 
 
 def _hub_answers() -> bool:
-    """Whether the hub can be reached: its own library tries for half a minute."""
+    """Whether the hub can be reached, because its library retries for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE or getproxies():
@@ -152,21 +152,21 @@ def _hub_answers() -> bool:
 
 
 def _as_number(name: str) -> str:
-    """How else to say it, where a name says how many parameters its model has."""
+    """A hint for names that contain the model's number of parameters."""
     match = _NUM_IN_NAME.search(name)
     return f"; `plan` also takes the number of parameters: {match[0].lower()}" if match else ""
 
 
-# What a config sends per update, within hosts and across, and what it would send with other keys of ZeRO++.
+# Traffic of a config per update, within and between hosts, and the traffic with other settings of ZeRO++.
 
 
 THIS = "this config"
-_UNIT_NUMEL = 1 << 30  # of a model whose size is not known: everything is in proportion
+_UNIT_NUMEL = 1 << 30  # for a model of unknown size: all results are proportional
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Bytes per second of one rank, in one direction: to ranks of its host, and to others."""
+    """Bytes per second of one rank in one direction: to ranks of the same host, and to other hosts."""
 
     within: float = 370e9
     across: float = 40e9
@@ -174,11 +174,11 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one rank sends per update.
+    """The traffic of one rank per update.
 
     Attributes:
-        within, across: bytes, or models where the number of parameters is not known.
-        seconds: on the given links, one byte after the other; None where there are no bytes.
+        within, across: bytes, or multiples of the model if the number of parameters is unknown.
+        seconds: time on the given links without overlap; None if bytes are unknown.
     """
 
     name: str
@@ -188,18 +188,18 @@ class Sent:
 
 
 def number_of(text: str, flag: str) -> float:
-    """7b, 350M, 40G, 1.5e9."""
+    """Parse a number such as 7b, 350M, 40G or 1.5e9."""
     number = count_of(text)
     if number is None:
-        raise ConfigError(Problem(flag, text, "must be a number, as 7b, 350M or 1.5e9", "correct it"))
+        raise ConfigError(Problem(flag, text, "must be a number, like 7b, 350M or 1.5e9", "correct it"))
     return number
 
 
 def traffic_rows(findings: Findings, per_host: int | None, parameters: float | None, links: Links) -> tuple[Sent, ...]:
-    """This config first, then what differs from it in nothing but groups and messages; empty for one rank.
+    """The traffic of this config, and of variants that only differ in groups and messages; empty for one rank.
 
     Raises:
-        ConfigError: when ranks do not fill hosts.
+        ConfigError: if the number of ranks is not a multiple of `per_host`.
     """
     ranks = findings.world_size
     if ranks == 1:
@@ -221,7 +221,7 @@ def _sizes(findings: Findings, parameters: float | None) -> Sizes:
     kept = min(num, zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance // 2) if parameters else 0
     communication = findings.config.communication_data_type
     sent = num_bytes if communication is None else 4 if communication == "fp32" else 2
-    num //= findings.tensor_size  # a rank's part of the matrices; the few parameters that are not cut are small
+    num //= findings.tensor_size  # a rank's part of the matrices; parameters that are not cut are small
     return Sizes(gathered=num, trained=num, kept=kept, weight_bytes=num_bytes, gradient_bytes=sent)
 
 

@@ -1,1 +1,1 @@
-"""Rarely used features; found by `hf_zero.config.extras`, and imported by no other module."""
+"""Optional features, loaded only by `hf_zero.config.extras`; no other module imports them."""

@@ -1,1 +1,1 @@
-"""One file per kernel: a plain-PyTorch reference, then the fast forms. Imports nothing else of ours."""
+"""Kernels, one file each: a plain PyTorch reference and fast implementations. They import no other part of hf_zero."""

@@ -1,4 +1,4 @@
-"""Sums of flat vectors that are accumulated in fp32 whatever the dtype of the parts; chunks of one in rows and back."""
+"""Sums of flat vectors accumulated in fp32 for any dtype of the parts, and copies between vectors and padded rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def sum_parts_reference(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Same as the reference, without an fp32 copy of the whole. `out` may be one of the parts."""
+    """Same as the reference, without a full fp32 copy. `out` may be one of the parts."""
     if len(parts) == 1:
         out.copy_(parts[0])
         return
     if len(parts) == 2 or out.dtype not in (torch.bfloat16, torch.float16):
-        # Two 16-bit addends round once in any case.
+        # The sum of two 16-bit values is rounded once in any case.
         if any(part.data_ptr() == out.data_ptr() for part in parts[2:]):
             _sum_into_a_part(parts, out)
             return
@@ -39,7 +39,7 @@ def sum_parts(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def _sum_into_a_part(parts: Sequence[Tensor], out: Tensor) -> None:
-    """In the order of `parts`, of which `out` overwrites one when it has been read."""
+    """Sum in the order of `parts` by chunks; `out` is one of the parts, and is only overwritten after it was read."""
     total = torch.empty(scratch_like(out.device, out.numel()).shape, dtype=out.dtype, device=out.device)
     for start, length in chunks(out.numel(), out.device):
         torch.add(parts[0].narrow(0, start, length), parts[1].narrow(0, start, length), out=total[:length])
@@ -49,10 +49,10 @@ def _sum_into_a_part(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def add_into(total: Tensor, part: Tensor) -> None:
-    """total += part for 1-D tensors whose dtypes may differ; `part` is rounded to total's first.
+    """total += part for 1-D tensors of any dtypes; `part` is first rounded to total's dtype.
 
-    On a CPU PyTorch's own mixed addition is ten times slower than a cast in the cache. On a device it is one pass over
-    memory, where a cast before it would be another.
+    On a CPU, PyTorch's mixed-dtype addition is ten times slower than a cast of chunks that stay in cache. On a device,
+    it is a single pass over memory, and a separate cast would be another one.
     """
     is_exact = torch.promote_types(total.dtype, part.dtype) == total.dtype
     if total.dtype == part.dtype or (is_exact and total.device.type != "cpu"):
@@ -64,7 +64,7 @@ def add_into(total: Tensor, part: Tensor) -> None:
 
 
 def write_rows(rows: Tensor, values: Tensor) -> None:
-    """Copy `values` into `rows`; padding becomes zero."""
+    """Copy `values` into `rows` (2-D), with the padding set to zero."""
     num_full, rest = divmod(values.numel(), rows.shape[1])
     if num_full:
         rows[:num_full].copy_(values[: num_full * rows.shape[1]].view(num_full, -1))
@@ -76,7 +76,7 @@ def write_rows(rows: Tensor, values: Tensor) -> None:
 
 
 def add_rows(rows: Tensor, values: Tensor) -> None:
-    """Add `values` to `rows`; padding is left alone."""
+    """Add `values` to `rows` (2-D); the padding is unchanged."""
     chunk = rows.shape[1]
     for row, start in enumerate(range(0, values.numel(), chunk)):
         part = values[start : start + chunk]

@@ -1,6 +1,6 @@
-"""Adam and AdamW on flat vectors: one pass that reads the gradient in its own dtype and writes the 16-bit weight.
+"""Adam and AdamW on flat vectors, in one pass that reads the gradient in its own dtype and writes the 16-bit weight.
 
-    g = scale * gradient                       (loss scale, world size and clipping in one factor)
+    g = scale * gradient                       (one factor for loss scale, world size and clipping)
     g = g + weight_decay * p                   (only without decoupling)
     m = beta1 * m + (1 - beta1) * g            v = beta2 * v + (1 - beta2) * g * g
     p = p - lr * (m / c1 / (sqrt(v / c2) + eps) + weight_decay * p (only with decoupling)),   c_i = 1 - beta_i ** step
@@ -25,7 +25,7 @@ _STEP_WITHOUT_BIAS = 1e9  # beta ** step is 0 for every beta < 1, so both correc
 
 @dataclass(frozen=True, slots=True)
 class AdamRule:
-    """Hyper-parameters of one update; `decoupled` is AdamW, otherwise the decay is added to the gradient."""
+    """Hyper-parameters of one update; `decoupled` means AdamW, otherwise weight decay is added to the gradient."""
 
     lr: float
     beta1: float
@@ -73,7 +73,7 @@ def adam(
 
         adam_on_gpu(vectors, rule, step, scale, skip, seed)
         return
-    # On chunks that stay in cache: whole-vector casts before and after would move 40 bytes per parameter instead of 28.
+    # By chunks that stay in cache: casts of whole vectors would move 40 bytes per parameter instead of 28.
     scale, divisor = divided_inside(vectors, scale)
     update, options = chunk_update(rule, step, vectors.weight.device, divisor)
     for part in fp32_chunks(vectors, scale, skip, seed):
@@ -84,12 +84,12 @@ def adam(
 def chunk_update(
     rule: AdamRule, step: int, device: torch.device, divisor: Tensor | None
 ) -> tuple[Callable[..., None], dict[str, Any]]:
-    """PyTorch's vectorised Adam and its options, for lists of vectors of one dtype, at least fp32: weights, gradients
-    (divided by `divisor` in place), moments, second moments."""
+    """PyTorch's vectorised Adam and its options. It takes lists of vectors of one dtype, at least fp32: weights,
+    gradients (which it divides by `divisor` in place), moments and second moments."""
     count = float(step) if rule.bias_correction else _STEP_WITHOUT_BIAS
     options = {
         "max_exp_avg_sqs": [],
-        "state_steps": [torch.full((), count, device=device)],  # filled there: a copy would wait for the device
+        "state_steps": [torch.full((), count, device=device)],  # created on the device: a copy would synchronize
         "lr": rule.lr,
         "beta1": rule.beta1,
         "beta2": rule.beta2,
@@ -103,10 +103,10 @@ def chunk_update(
 
 
 def divided_inside(vectors: Vectors, scale: Tensor | float) -> tuple[Tensor | float, Tensor | None]:
-    """(factor left for the chunks, what PyTorch's kernel divides the gradient by).
+    """(remaining factor for the chunks, divisor of the gradient in PyTorch's kernel).
 
-    Its kernel writes the divided gradient back, so this is only for gradients that are copied anyway; it saves a pass
-    over the chunk.
+    The kernel writes the divided gradient back, so this is only used for gradients that are copied anyway, where it
+    saves a pass over the chunk.
     """
     dtype = vectors.weight.dtype if vectors.rest is None else torch.float32
     is_copied = vectors.gradient.dtype != dtype and dtype != torch.float64

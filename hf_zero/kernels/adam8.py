@@ -1,6 +1,6 @@
-"""Adam and AdamW whose states are kept in 8 bits: dequantised, updated and quantised again in one pass over memory.
+"""Adam and AdamW with 8-bit states, which are dequantised, updated and quantised again in one pass over memory.
 
-The update is that of `hf_zero.kernels.adam`, the states are those of `hf_zero.kernels.dynamic8`: m signed, v unsigned.
+The update is that of `hf_zero.kernels.adam`; the format is that of `hf_zero.kernels.dynamic8`: m signed, v unsigned.
 Source: Dettmers et al. 2021 (arXiv 2110.02861).
 """
 
@@ -17,15 +17,15 @@ from hf_zero.kernels.dynamic8 import BLOCK, Coder, blocks_of, dequantize_referen
 from hf_zero.kernels.gpu.devices import runs_on_gpu
 from hf_zero.kernels.vectors import Vectors, chunk_numel, fp32_chunks
 
-_TIMES = 2  # a chunk takes some twenty calls, of a few microseconds each beside the vectorised work
+_TIMES = 2  # larger chunks, because each needs about twenty calls with a few microseconds of overhead
 
 
 @dataclass(frozen=True, slots=True)
 class BlockVectors(Vectors):
-    """Vectors with packed states, of which a part of the weights has no part of its own: scales belong to blocks.
+    """Vectors with packed states. Scales belong to blocks, so that parts of the weights keep the whole states.
 
     Attributes:
-        start: the element of the states that belongs to the first weight.
+        start: index of the state element that belongs to the first weight.
     """
 
     start: int = 0
@@ -42,7 +42,7 @@ class BlockVectors(Vectors):
 
 
 def adam8_reference(vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float = 1.0) -> None:
-    """Both states as fp32, Adam on the part that the weights are of, and back; states are (m, v), packed."""
+    """Dequantise both states, apply Adam to the part of the weights, and quantise them; states are packed (m, v)."""
     start, numel = vectors.start, vectors.weight.numel()
     held = blocks_of(vectors.states[0]).codes.numel()
     wide = [
@@ -71,7 +71,7 @@ def adam8(
         return
     numel = vectors.weight.numel()
     head = min(-vectors.start % BLOCK, numel)
-    if head:  # by itself, so that no chunk but the first and the last has a part of a block
+    if head:  # separate, so that only the first and last chunk contain partial blocks
         _in_chunks(vectors.part(0, head), rule, step, scale, skip, seed)
     if head < numel:
         _in_chunks(vectors.part(head, numel - head), rule, step, scale, skip, None if seed is None else seed + 1)
@@ -80,7 +80,7 @@ def adam8(
 def _in_chunks(
     vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
-    """The update of weights that begin with a block, or lie in one."""
+    """Update weights that start at a block boundary or are within one block."""
     weight = vectors.weight
     scale, divisor = divided_inside(vectors, scale)
     update, options = chunk_update(rule, step, weight.device, divisor)
@@ -95,7 +95,7 @@ def _in_chunks(
         if not coders or mine[0].codes.numel() != coders[0].values.numel():
             count = mine[0].scales.numel()
             coders = [Coder(count, weight.device, signed=index == 0) for index in range(2)]
-        # Where the flag cannot be read; `fp32_chunks` does the same for the weights.
+        # Keep the old states if the flag cannot be read, as `fp32_chunks` does for the weights.
         may_undo = skip is not None and not walking._is_at_hand(skip)
         kept = [(run.codes.clone(), run.scales.clone()) for run in mine] if may_undo else []
         for coder, run in zip(coders, mine, strict=True):

@@ -1,18 +1,18 @@
-"""The dynamic 8-bit code in blocks of 256 elements: how the 8-bit optimizers keep their states.
+"""Dynamic 8-bit quantisation in blocks of 256 elements: the state format of the 8-bit optimizers.
 
-A block is 256 codes of one byte and one fp32 scale, its element of largest magnitude; an element is value(code) times
-scale. The values are those of dynamic tree quantisation (Dettmers et al. 2021, arXiv 2110.02861): seven decades below
-1, the topmost with 64 evenly spaced values, each one below with half as many; unsigned ones have twice as many.
+A block consists of 256 one-byte codes and one fp32 scale, its element of largest magnitude; an element is value(code)
+times scale. The values are those of dynamic tree quantisation (Dettmers et al. 2021, arXiv 2110.02861): seven decades
+below 1, the highest with 64 evenly spaced values, each lower one with half as many; unsigned codes have twice as many.
 
-    signed      code  0 is 0,  1 .. 127 the positive values upwards,  128 is 1,  255 .. 129 the negative ones downwards
-    unsigned    code  0 is 0,  1 .. 254 the values upwards,  255 is 1
+    signed      code  0: 0,  1 .. 127: positive values, ascending,  128: 1,  255 .. 129: negative values, descending
+    unsigned    code  0: 0,  1 .. 254: values, ascending,  255: 1
 
-Three rules go beyond rounding to the nearest value:
+Three rules in addition to rounding to the nearest value:
 
-- The scale of a signed block has the sign of its largest element. The code has 1 and not -1, so that element is exact
-  either way, and what was dequantised quantises to the very same codes and scales.
-- A positive element of an unsigned block is not rounded to 0: Adam divides by its root.
-- A block whose largest element is below `TINY` may become zeros; one with an element that is not finite is NaN.
+- The scale of a signed block has the sign of its largest element. The code contains 1 but not -1, so that this element
+  is always exact, and dequantised values quantise to identical codes and scales.
+- A positive element of an unsigned block is never rounded to 0, because Adam divides by its root.
+- A block whose largest element is below `TINY` may become zeros; a block with a nonfinite element becomes NaN.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
     scales: Tensor
 
     def runs(self, first: int, last: int, count: int) -> list[Run]:
-        """Blocks [first, last), `count` at a time."""
+        """Split blocks [first, last) into runs of `count` blocks."""
         codes, scales = self.codes[first * BLOCK : last * BLOCK], self.scales[first:last].unsqueeze(1)
         pairs = codes.view(torch.uint16)
         parts = codes.split(count * BLOCK), pairs.split(count * BLOCK // 2), scales.split(count)
@@ -51,7 +51,7 @@ class Blocks(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Some blocks: codes, two and two of them as uint16, and scales (blocks, 1)."""
+    """Consecutive blocks: codes, the same as pairs in uint16, and scales (blocks, 1)."""
 
     codes: Tensor
     pairs: Tensor
@@ -59,24 +59,24 @@ class Run(NamedTuple):
 
 
 def num_blocks(numel: int) -> int:
-    """Blocks of a vector. The last one may have fewer elements; what it lacks is zeros."""
+    """Number of blocks of a vector. The last one is padded with zeros."""
     return -(-numel // BLOCK)
 
 
 def packed_bytes(numel: int) -> int:
-    """Length of the one uint8 tensor that holds the codes of `numel` elements and behind them the scales."""
+    """Length of the uint8 tensor that holds the codes of `numel` elements, followed by the scales."""
     return num_blocks(numel) * BLOCK_BYTES
 
 
 def blocks_of(packed: Tensor) -> Blocks:
-    """The blocks in a tensor of `packed_bytes` bytes, as views. All bytes 0 are all elements 0."""
+    """The blocks in a tensor of `packed_bytes` bytes, as views. Zero bytes represent zero elements."""
     count = packed.numel() // BLOCK_BYTES
     return Blocks(packed.narrow(0, 0, count * BLOCK), packed.narrow(0, count * BLOCK, count * 4).view(torch.float32))
 
 
 @functools.cache
 def code_values(signed: bool, device: torch.device = _CPU) -> Tensor:
-    """fp32 value by code (256)."""
+    """The fp32 value of each code: (256)."""
     positive: list[float] = []
     for decade in range(DECADES):
         count = 2**decade if signed else 2 ** (decade + 1)
@@ -88,7 +88,7 @@ def code_values(signed: bool, device: torch.device = _CPU) -> Tensor:
 
 @functools.cache
 def code_order(signed: bool) -> tuple[Tensor, Tensor]:
-    """(codes by ascending value, uint8 (256); limits between neighbours, fp64 (255)). Up to a limit is below it."""
+    """(codes by ascending value, uint8 (256); limits between them, fp64 (255)). A limit belongs to the lower value."""
     values, codes = code_values(signed).double().sort()
     limits = (values[1:] + values[:-1]) / 2
     if not signed:
@@ -97,7 +97,7 @@ def code_order(signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_reference(values: Tensor, packed: Tensor, *, signed: bool) -> None:
-    """The rules above, line by line, for a vector of any length and dtype."""
+    """Quantise a vector of any length and dtype by the rules above."""
     blocks = blocks_of(packed)
     rows = torch.zeros(blocks.codes.numel(), dtype=torch.float64)
     rows[: values.numel()] = values
@@ -112,27 +112,27 @@ def quantize_reference(values: Tensor, packed: Tensor, *, signed: bool) -> None:
 
 
 def dequantize_reference(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
-    """fp32 values, 1-D."""
+    """The dequantised values: fp32, 1-D."""
     blocks = blocks_of(packed)
     rows = code_values(signed)[blocks.codes.long()].view(-1, BLOCK)
     return (rows * blocks.scales.unsqueeze(1)).view(-1)[:numel]
 
 
-# In PyTorch's operations both ways are tables: no arithmetic would take as few passes.
+# With PyTorch operations, both directions use lookup tables, which need fewer passes than arithmetic.
 
-_DROPPED_BITS = 12  # of fp32: sign, exponent and 11 bits of the mantissa choose the code
+_DROPPED_BITS = 12  # of fp32: only sign, exponent and 11 mantissa bits determine the code
 
 
 @functools.cache
 def _pair_values(signed: bool, device: torch.device) -> Tensor:
-    """By two codes, read as one 16-bit number: their two fp32 values, in one 8-byte element (65,536)."""
+    """Table (65,536) from a pair of codes, as one 16-bit number, to their two fp32 values, as one 8-byte element."""
     pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
     return code_values(signed)[pairs.long()].view(torch.float64).to(device)
 
 
 @functools.cache
 def _nearest_codes(signed: bool, device: torch.device) -> Tensor:
-    """By the upper 20 bits of element / scale in fp32: the code of their middle; 0 for what is not finite."""
+    """Table from the upper 20 bits of element / scale in fp32 to the code of their midpoint; 0 if nonfinite."""
     bits = (torch.arange(1 << 20, dtype=torch.int64) << _DROPPED_BITS) + (1 << (_DROPPED_BITS - 1))
     ratios = bits.to(torch.uint32).view(torch.float32).double()
     ratios[0] = ratios[1 << 19] = 0.0
@@ -141,10 +141,10 @@ def _nearest_codes(signed: bool, device: torch.device) -> Tensor:
 
 
 class Coder:
-    """Dequantises runs of `count` blocks into `values` (fp32, 1-D), and quantises what is there.
+    """Dequantises runs of `count` blocks into `values` (fp32, 1-D), and quantises `values`.
 
-    Quantising looks at 12 bits of the mantissa: an element within 1/28 of a step of a limit may get either code. All
-    views are made once: beside runs that stay in cache each call would count.
+    Quantisation only uses 12 bits of the mantissa: an element within 1/28 of a step from a limit may get either code.
+    All views are created once, because for runs that stay in cache the overhead of each call matters.
     """
 
     def __init__(self, count: int, device: torch.device, *, signed: bool) -> None:
@@ -157,20 +157,20 @@ class Coder:
         self._pair_values, self._nearest_codes = _pair_values(signed, device), _nearest_codes(signed, device)
 
     def decode(self, run: Run) -> None:
-        """Write the values of `run`."""
+        """Dequantise `run` into `values`."""
         self._indices.copy_(run.pairs)
         _on_threads(_select, self._pair_values, self._indices, self._doubles)
         self._rows.mul_(run.scales)
 
     def encode(self, run: Run) -> None:
-        """Quantise the values, which are lost, into `run`."""
+        """Quantise `values` into `run`, and overwrite them."""
         if self._signed:
             largest, smallest = (reduce(self._rows, dim=1, keepdim=True) for reduce in (torch.amax, torch.amin))
             torch.where(largest + smallest >= 0, largest, smallest, out=run.scales)
         else:
             torch.amax(self._rows, dim=1, keepdim=True, out=run.scales)
-        # A scale well below TINY makes the factor infinite and every product infinite or NaN, whose code is 0. One that
-        # is not finite stands in the block and makes every element NaN, whatever the codes.
+        # A scale far below TINY makes the factor infinite and every product infinite or NaN, whose code is 0. A
+        # nonfinite scale is stored in the block and makes every element NaN, regardless of the codes.
         self._rows.mul_(torch.reciprocal(run.scales, out=self._factors))
         _on_threads(_select_by_top_bits, self._nearest_codes, self._bits, run.codes)
 
@@ -180,7 +180,7 @@ def _select(table: Tensor, indices: Tensor, out: Tensor) -> None:
 
 
 def _select_by_top_bits(table: Tensor, bits: Tensor, out: Tensor) -> None:
-    """The bits of fp32 values become indices in place: one array less to go through the cache."""
+    """Look up by the bits of fp32 values, which become indices in place, to save another array in the cache."""
     if bits.device.type == "cpu":
         unsigned = bits.numpy().view(np.uint32)  # PyTorch has no logical shift
         np.right_shift(unsigned, _DROPPED_BITS, out=unsigned)
@@ -190,7 +190,7 @@ def _select_by_top_bits(table: Tensor, bits: Tensor, out: Tensor) -> None:
 
 
 def _on_threads(work: Callable[[Tensor, Tensor, Tensor], None], table: Tensor, source: Tensor, out: Tensor) -> None:
-    """`work` on a part of source and out for each of PyTorch's threads: a gather of its own runs on one."""
+    """Run `work` on a part of source and out per PyTorch thread, because index_select uses only one thread."""
     threads = torch.get_num_threads() if out.device.type == "cpu" else 1
     if threads == 1 or out.numel() < _WORTH_A_THREAD * threads:
         work(table, source, out)
@@ -199,7 +199,7 @@ def _on_threads(work: Callable[[Tensor, Tensor, Tensor], None], table: Tensor, s
     parts = [(source[start : start + step], out[start : start + step]) for start in range(0, out.numel(), step)]
 
     def run(part: tuple[Tensor, Tensor]) -> None:
-        with torch.no_grad():  # which is a matter of each thread
+        with torch.no_grad():  # a thread-local setting
             work(table, *part)
 
     done = [_helpers(threads).submit(run, part) for part in parts[1:]]
@@ -213,11 +213,11 @@ def _helpers(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads - 1, thread_name_prefix="hf_zero_look_up")
 
 
-os.register_at_fork(after_in_child=_helpers.cache_clear)  # where its threads are gone
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not survive a fork
 
 
 def quantize(values: Tensor, *, signed: bool) -> Tensor:
-    """A vector of any length and dtype as one packed tensor."""
+    """Quantise a vector of any length and dtype into one packed tensor."""
     packed = torch.empty(packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     for coder, run, start in _runs(packed, signed=signed):
         part = values.narrow(0, start, min(coder.values.numel(), values.numel() - start))
@@ -228,7 +228,7 @@ def quantize(values: Tensor, *, signed: bool) -> Tensor:
 
 
 def dequantize(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
-    """The first `numel` values of a packed tensor, fp32, 1-D."""
+    """Dequantise the first `numel` values of a packed tensor: fp32, 1-D."""
     out = torch.empty(numel, device=packed.device)
     for coder, run, start in _runs(packed, signed=signed):
         coder.decode(run)
@@ -238,7 +238,7 @@ def dequantize(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
 
 
 def _runs(packed: Tensor, *, signed: bool) -> Iterator[tuple[Coder, Run, int]]:
-    """All of a packed tensor: a coder, a run of blocks for it, and where the run's first element is."""
+    """Iterate over a packed tensor: a coder, a run of blocks for it, and the index of the run's first element."""
     coders: dict[int, Coder] = {}
     blocks = blocks_of(packed)
     for number, run in enumerate(blocks.runs(0, blocks.scales.numel(), _BLOCKS_AT_ONCE)):

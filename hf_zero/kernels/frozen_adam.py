@@ -1,10 +1,10 @@
-"""Adam with a variance that no longer changes, on flat vectors: what 1-bit optimizers do after their warm-up.
+"""Adam with a fixed variance on flat vectors, as used by 1-bit optimizers after their warm-up.
 
-    u = m / (sqrt(v) + eps) + weight_decay * p          (m / ... is 0 where v is exactly 0)
+    u = m / (sqrt(v) + eps) + weight_decay * p          (m / ... is 0 if v is exactly 0)
     p = p - rate * u
 
-The momentum m is made elsewhere, from compressed messages. Where no gradient came during warm-up, v is 0 and a message
-of one bit, never 0, would move the weight by s / eps: such an element keeps still.
+The caller computes the momentum m from compressed messages. For elements without gradients during warm-up, v is 0, and
+the value of a 1-bit message, which is never 0, would move the weight by s / eps: these elements are not updated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hf_zero.kernels.vectors import Vectors, fp32_chunks
 
 
 def preconditioned(moment: Tensor, second_moment: Tensor, eps: float) -> Tensor:
-    """m / (sqrt(v) + eps), and 0 where v is 0, as a new tensor."""
+    """m / (sqrt(v) + eps), or 0 if v is 0, as a new tensor."""
     root = second_moment.sqrt()
     return (moment / (root + eps)).masked_fill_(root == 0, 0.0)
 

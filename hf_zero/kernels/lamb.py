@@ -1,4 +1,4 @@
-"""LAMB on flat vectors: Adam's direction, with a step length of its own for every tensor (You et al. 2020, 1904.00962).
+"""LAMB on flat vectors: Adam's direction with a separate step size for every tensor (You et al. 2020, 1904.00962).
 
     g = scale * gradient
     m = beta1 * m + (1 - beta1) * g            v = beta2 * v + (1 - beta2) * g * g
@@ -6,8 +6,8 @@
     r = clamp(|p| / |u|, min_coeff, max_coeff),  1 where a norm is 0;  norms of the whole tensor
     p = p - s * r * u,   s = lr * sqrt(c2) / c1,  c_i = 1 - beta_i ** step     (s = lr without bias correction)
 
-A shard holds parts of several tensors, so this comes in two passes: `lamb_moments` updates m and v and returns squared
-norms of every part; the caller adds them up over the ranks that hold the rest; `lamb_apply` takes the ratios.
+A shard holds parts of several tensors, so there are two passes: `lamb_moments` updates m and v, and returns the squared
+norms of every part; the caller sums them over ranks; `lamb_apply` takes the resulting ratios.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LambRule:
 def lamb_reference(
     vectors: Vectors, rule: LambRule, step: int, segments: Segments, scale: Tensor | float = 1.0
 ) -> None:
-    """The formulas above, tensor by tensor; states are (m, v). Only right where every tensor is whole."""
+    """The formulas above, tensor by tensor; states are (m, v). Only correct for whole tensors."""
     for start, length in segments:
         part = vectors.part(start, length)
         weight, (moment, second_moment) = part.weight, part.states

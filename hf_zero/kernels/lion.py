@@ -27,8 +27,8 @@ class LionRule:
 
 
 def sign(vector: Tensor) -> Tensor:
-    """Of a temporary, which may be overwritten. NaN stays NaN: PyTorch's sign of it is 0, with which training would go
-    on, beside a momentum that is lost for good."""
+    """The sign of a temporary, which may be overwritten. NaN stays NaN: PyTorch's sign of NaN is 0, and training would
+    continue with a momentum that is NaN."""
     if vector.device.type == "cpu" and math.isfinite(vector.sum()):  # one pass instead of three
         return vector.sign_()
     return vector.sign().where(vector == vector, vector)

@@ -1,16 +1,16 @@
-"""Layout of a quantised message. Integers only, without torch, as traffic formulas use it, too.
+"""Layout of a quantised message. This module only uses integers and no torch, because traffic formulas use it, too.
 
     | codes: 8 or 4 bits per element | scales: one bf16 per BLOCK elements |       both end at multiples of 16 bytes
 
-A scale is a bf16. Its rounding moves the largest code of a block by at most a quarter of a step (127 / 512), which
-leaves the error of every element within half a step; so it costs nothing, and blocks can be half as long as with fp32
-scales in the same bytes. And a code times a scale has at most 15 significant bits: exact in fp32, so that all forms of
-the kernels decode to the same bits, with fused multiply-adds or without.
+Scales are bf16. Rounding a scale moves the largest code of a block by at most a quarter of a step (127 / 512), which
+keeps the error of every element within half a step. So there is no loss of accuracy, and blocks can be half as long as
+with fp32 scales in the same bytes. The product of a code and a scale has at most 15 significant bits and is exact in
+fp32, so that all kernels decode to identical bits, with or without fused multiply-adds.
 """
 
 from __future__ import annotations
 
-BLOCK = 128  # elements that share a scale: 1.6% more than 8 bits, 3.1% more than 4
+BLOCK = 128  # elements that share a scale: overhead 1.6% of 8 bits, 3.1% of 4
 SCALE_BYTES = 2
 ALIGN_BYTES = 16
 LIMIT = {8: 127, 4: 7}  # the largest code by number of bits
@@ -21,9 +21,9 @@ def num_scales(numel: int) -> int:
 
 
 def code_bytes(numel: int, bits: int) -> int:
-    """Bytes before the scales."""
+    """Bytes of the codes, including alignment."""
     if bits not in LIMIT:
-        raise ValueError(f"quantisation to {bits} bits: only 8 and 4 exist")
+        raise ValueError(f"quantisation to {bits} bits: only 8 and 4 are supported")
     return _aligned(-(-numel * bits // 8))
 
 

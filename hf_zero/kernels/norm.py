@@ -15,7 +15,7 @@ def sum_of_squares_reference(flat: Tensor) -> Tensor:
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """Same as the reference, without an fp32 copy of the whole. Not finite when any element is not."""
+    """Same as the reference, without a full fp32 copy. Nonfinite if any element is."""
     if runs_on_gpu(flat):
         from hf_zero.kernels.gpu.norm import sum_of_squares_on_gpu
 

@@ -1,17 +1,17 @@
-"""Symmetric block quantisation to 8 or 4 bits, from rows of values to messages and back: what ZeRO++ sends.
+"""Symmetric block quantisation to 8 or 4 bits, between rows of values and the messages that ZeRO++ sends.
 
     scale = bf16(max |x| of a block of 128 / limit)      limit: 127 for 8 bits, 7 for 4
     code  = round(x / scale), to even                    8 bits: two's complement; 4: code + 8, the first one low
     x'    = code * scale, rounded once to the dtype of the target
 
-A block with a value that is not finite comes back as NaN, never as numbers; one whose scale is below the least normal
-number comes back as zeros. With error feedback (LoCo: Xie et al. 2024, arXiv 2407.04480) a message carries what earlier
-ones have left out, and the average of that is kept in 8 bits:
+A block with a nonfinite value decodes to NaN; a block whose scale is below the smallest normal number decodes to zeros.
+With error feedback (LoCo: Xie et al. 2024, arXiv 2407.04480) a message includes the errors of earlier ones, whose
+moving average is stored in 8 bits:
 
     h = x + e        sent: h' of h        e <- beta * e + (1 - beta) * (h - h')
 
-`message.py` says where codes and scales lie. `values` are (rows, numel), `messages` (rows, message_bytes) of uint8;
-a row of either is contiguous.
+`message.py` defines the layout of codes and scales. `values` are (rows, numel), `messages` are (rows, message_bytes) in
+uint8; rows of both are contiguous.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LEAST_SCALE = torch.finfo(torch.bfloat16).tiny
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Errors that earlier messages have left out.
+    """The moving average of errors of earlier messages.
 
     Attributes:
-        errors: (rows, message_bytes) of uint8, 8-bit messages themselves; all zeros: nothing. Changes in place.
-        beta: how much of the old average stays, from 0 to below 1.
+        errors: (rows, message_bytes) in uint8, as 8-bit messages; zeros for no errors. Changed in place.
+        beta: weight of the old average, in [0, 1).
     """
 
     errors: Tensor
@@ -54,7 +54,7 @@ def split_message(messages: Tensor, numel: int, bits: int) -> tuple[Tensor, Tens
 
 
 def quantize_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(codes as int8, scales as bf16) of a vector (1-D), one code per element."""
+    """Quantise a 1-D vector: (codes as int8, one per element; scales as bf16)."""
     blocks = _padded(values.float()).view(-1, BLOCK)
     largest = blocks.abs().amax(dim=1)
     scales = (largest / LIMIT[bits]).bfloat16()
@@ -66,7 +66,7 @@ def quantize_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_reference(codes: Tensor, scales: Tensor) -> Tensor:
-    """fp32 values of what `quantize_reference` returned."""
+    """Dequantise the result of `quantize_reference` to fp32."""
     return (_padded(codes.float()).view(-1, BLOCK) * scales.float().unsqueeze(1)).view(-1)[: codes.numel()]
 
 
@@ -89,13 +89,13 @@ def write_messages(values: Tensor, messages: Tensor, bits: int, feedback: Feedba
             old = _decode(errors[0][row], errors[1][row], piece, 8)
             sent = _encode(blocks + old, codes[row], scales[row], piece, bits)
             left = (blocks.add_(old)).sub_(sent).mul_(1 - feedback.beta).add_(old, alpha=feedback.beta)
-            # What is not finite has been sent as NaN, and is over with that.
+            # Nonfinite values have been sent as NaN; their error is dropped.
             left = torch.where(torch.isfinite(left.sum(dim=1, keepdim=True)), left, torch.zeros_like(left))
             _encode(left, errors[0][row], errors[1][row], piece, 8)
 
 
 def read_messages(messages: Tensor, values: Tensor, bits: int) -> None:
-    """Write what every message says into its row of `values`, rounded once to their dtype."""
+    """Dequantise every message into its row of `values`, rounded once to their dtype."""
     numel = _check(messages, values, bits)
     if runs_on_gpu(values):
         from hf_zero.kernels.gpu.quantize import read_messages_on_gpu
@@ -110,10 +110,10 @@ def read_messages(messages: Tensor, values: Tensor, bits: int) -> None:
 
 
 def sum_messages(parts: Sequence[Tensor] | Tensor, values: Tensor, bits: int) -> None:
-    """Add up messages about the same rows in the order of `parts`, in fp32, rounded once to the dtype of `values`.
+    """Sum messages of the same rows in the order of `parts`, in fp32, rounded once to the dtype of `values`.
 
     Args:
-        parts: each (rows, message_bytes); or all of them in one tensor, (parts, rows, message_bytes).
+        parts: tensors (rows, message_bytes), or one tensor (parts, rows, message_bytes).
     """
     numel = _check(parts[0], values, bits)
     if runs_on_gpu(values):
@@ -135,7 +135,7 @@ def sum_messages(parts: Sequence[Tensor] | Tensor, values: Tensor, bits: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements of a row that are worked on together: whole blocks, but for the last."""
+    """Elements of a row that are processed together: whole blocks, except at the end of the row."""
 
     start: int
     stop: int
@@ -153,7 +153,7 @@ class _Piece:
 
 
 def _rows(values: Tensor) -> range:
-    """On the meta device nothing is computed, for however many ranks."""
+    """The rows to process; none on the meta device, where nothing is computed."""
     return range(0 if values.is_meta else values.shape[0])
 
 
@@ -164,7 +164,7 @@ def _pieces(numel: int, device: torch.device) -> Iterator[_Piece]:
 
 
 def _encode(blocks: Tensor, codes: Tensor, scales: Tensor, piece: _Piece, bits: int) -> Tensor:
-    """Quantise `blocks` (fp32, which are overwritten) into a row's codes and scales; returns what they say."""
+    """Quantise `blocks` (fp32) into a row's codes and scales; overwrites it with decoded values, and returns it."""
     low, high = torch.aminmax(blocks, dim=1)
     largest = torch.maximum(high, low.neg_())
     scale = largest.div(LIMIT[bits]).bfloat16()
@@ -186,7 +186,7 @@ def _decode(codes: Tensor, scales: Tensor, piece: _Piece, bits: int) -> Tensor:
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Two 4-bit codes to a byte. Neighbours are shifted together as one 16-bit word: no stride, so it is vectorised."""
+    """Pack two 4-bit codes per byte. Pairs are shifted as one 16-bit word, which needs no strides and is vectorised."""
     words = codes.add_(8).view(torch.int16)
     return words.bitwise_or(words >> 4).to(torch.uint8)
 
@@ -197,18 +197,18 @@ def _unpack(packed: Tensor) -> Tensor:
 
 
 def _padded(values: Tensor) -> Tensor:
-    """1-D `values` with zeros up to whole blocks. (Of 4-bit codes the last may be padding already.)"""
+    """Pad 1-D `values` with zeros to whole blocks. (The last 4-bit code may already be padding.)"""
     missing = -values.numel() % BLOCK
     return torch.nn.functional.pad(values, (0, missing)) if missing else values
 
 
 def _check(messages: Tensor, values: Tensor, bits: int) -> int:
-    """Elements of a row."""
+    """Check the messages' dtype and shape, and return the number of elements per row."""
     rows, numel = values.shape
     expected = (rows, message_bytes(numel, bits))
     if messages.dtype != torch.uint8 or tuple(messages.shape) != expected:
         raise ValueError(
-            f"{rows} rows of {numel} elements in {bits} bits are messages of uint8 in the shape {expected}, not "
-            f"{messages.dtype} in {tuple(messages.shape)}"
+            f"messages for {rows} rows of {numel} elements in {bits} bits must be uint8 of shape {expected}, not "
+            f"{messages.dtype} of shape {tuple(messages.shape)}"
         )
     return numel

@@ -1,9 +1,9 @@
-"""One bit per element with error feedback: what 1-bit optimizers send (Tang et al. 2021, arXiv 2102.02888).
+"""1-bit compression with error feedback, as used by 1-bit optimizers (Tang et al. 2021, arXiv 2102.02888).
 
-y = x + error        s = |y| / sqrt(numel)        packed = bits of y >= 0, eight to a byte, first element lowest
-error = y - s * sign(y), sign(0) = +1             what the sender still owes
+y = x + error        s = |y| / sqrt(numel)        packed = bits of y >= 0, eight per byte, first element lowest
+error = y - s * sign(y), sign(0) = +1             the error of this message
 
-A vector may end in padding: `numel` says how many elements count. Padding is zero before and after.
+A vector may end with padding: only the first `numel` elements count. Padding is zero before and after.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pack_signs(value: Tensor, error: Tensor, packed: Tensor, numel: int | None =
 
 
 def pack_signs_with_error(error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
-    """`pack_signs` for a caller who has already added the value to `error`."""
+    """Like `pack_signs`, with the value already added to `error`."""
     _check_length(error, packed)
     numel = error.numel() if numel is None else numel
     scale = (sum_of_squares(error) / max(1, numel)).sqrt().to(error.dtype)

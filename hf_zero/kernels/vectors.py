@@ -1,8 +1,8 @@
-"""Inputs of every kernel: flat vectors of one length, processed in chunks of the precision they need, rounded once.
+"""Inputs of all kernels: flat vectors of one length, processed in chunks with at least fp32 precision and rounded once.
 
-Rounding to 16 bits is to nearest, or stochastic for training whose only weights are bf16: the upper neighbour is taken
-with a probability equal to how far the value lies towards it, so that updates smaller than half a step of bf16 are not
-lost on average (Gupta et al. 2015, arXiv 1502.02551).
+Rounding to 16 bits is to nearest, or stochastic for training with bf16 weights only: values are rounded up with a
+probability proportional to their distance from the lower neighbour, so that updates smaller than half a bf16 step are
+preserved on average (Gupta et al. 2015, arXiv 1502.02551).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-CPU_CHUNK_NUMEL = 1 << 17  # per thread: with 512 KiB of fp32 scratch the chunk stays in cache, call overhead below 1%
+CPU_CHUNK_NUMEL = 1 << 17  # per thread: 512 KiB of fp32 scratch stay in cache, with a call overhead below 1%
 DEVICE_CHUNK_NUMEL = 1 << 26
-_DROPPED_BITS = 16  # of fp32's 23 mantissa bits bf16 keeps 7
+_DROPPED_BITS = 16  # bf16 keeps 7 of fp32's 23 mantissa bits
 
 
 class Rest(Protocol):
-    """What 16-bit weights lack of fp32 masters: `split` rounds these and keeps what is lost, `join` gives them back."""
+    """The bits that bf16 weights lack of fp32 masters: `split` rounds and keeps these bits, `join` restores masters."""
 
     def part(self, start: int, length: int) -> Rest: ...
     def join(self, weights: Tensor, masters: Tensor) -> None: ...
@@ -32,11 +32,11 @@ class Vectors:
     """1-D tensors of one length.
 
     Attributes:
-        weight: changes in place. 16-bit weights are updated in fp32 and rounded once.
-        gradient: only read; any floating dtype.
-        states: what the optimizer remembers, changed in place; empty for one that remembers nothing.
-        lp_param: receives the rounded weight; None when `weight` is all there is.
-        rest: `weight`, in bf16, and this are the fp32 weight that changes; None: `weight` alone is.
+        weight: updated in place. 16-bit weights are updated in fp32 and rounded once.
+        gradient: read only, in any floating dtype.
+        states: optimizer states, updated in place; empty for an optimizer without states.
+        lp_param: receives the rounded weight; None if there is no separate low-precision weight.
+        rest: the bits that a bf16 `weight` lacks of its fp32 master; None if `weight` is the master itself.
     """
 
     weight: Tensor
@@ -56,11 +56,11 @@ class Vectors:
         )
 
 
-# Chunks: pieces that stay in cache on a CPU, long ones on an accelerator.
+# Chunks stay in cache on a CPU, and are long on an accelerator.
 
 
 def chunk_numel(device: torch.device, times: int = 1) -> int:
-    """Elements of a chunk; `times` as many on a CPU for a kernel of many calls, whose overhead counts more."""
+    """Number of elements per chunk; multiplied by `times` on a CPU, for kernels with the overhead of many calls."""
     return CPU_CHUNK_NUMEL * times * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK_NUMEL
 
 
@@ -82,17 +82,17 @@ def fp32_chunks(
     seed: int | None = None,
     times: int = 1,
 ) -> Iterator[Vectors]:
-    """Walk `vectors` so that casts stay in cache: the parts have one dtype, at least fp32, and a scaled gradient.
+    """Iterate over `vectors` in parts whose casts stay in cache, with one dtype, at least fp32, and scaled gradients.
 
-    The caller changes weight and states of each part in place, and leaves the gradient alone. What had to be widened is
-    written back, and `lp_param` is written, before the next part comes.
+    The caller updates weight and states of each part in place, but not the gradient. Before the next part, converted
+    vectors are written back, and `lp_param` is written.
 
     Args:
         scale: factor on every gradient.
-        skip: one element; when it is not zero nothing changes. On a CPU there are no parts then; elsewhere, where
-            reading it would wait for the device, what parts have changed is put back.
-        seed: round stochastically to 16 bits, with this seed; None: to nearest.
-        times: parts are so many times as long as usual on a CPU.
+        skip: one element; if it is not zero, nothing changes. On a CPU no parts are yielded then; on a device, where
+            reading it would synchronize, changes of parts are reverted.
+        seed: seed for stochastic rounding to 16 bits; None: round to nearest.
+        times: factor on the length of parts on a CPU.
     """
     if skip is not None and _is_at_hand(skip):
         if bool(skip):
@@ -137,7 +137,7 @@ def _is_at_hand(flag: Tensor) -> bool:
 
 
 class _Kept:
-    """A part before an update that the device alone may have to undo."""
+    """A copy of a part before an update, which the device reverts if the update is skipped."""
 
     def __init__(self, part: Vectors, skip: Tensor) -> None:
         self._changing = [part.weight, *part.states, *([] if part.lp_param is None else [part.lp_param])]
@@ -161,19 +161,19 @@ def _scratch(
 
 
 def stochastic_reference(value: Tensor, noise: Tensor) -> Tensor:
-    """bf16 of `value` (fp32): truncated after adding `noise` (integers below 2 ** 16) to the bits that are dropped."""
+    """Round `value` (fp32) to bf16: truncate after adding `noise` (integers below 2 ** 16) to the dropped bits."""
     truncated = (value.view(torch.int32) + noise) >> _DROPPED_BITS << _DROPPED_BITS
     rounded = truncated.view(torch.float32).to(torch.bfloat16)
     return torch.where(torch.isfinite(value), rounded, value.to(torch.bfloat16))
 
 
 def generator_for(device: torch.device, seed: int) -> torch.Generator:
-    """A generator of its own, so that rounding does not move the global random state."""
+    """A separate generator, so that rounding does not change the global random state."""
     return torch.Generator(device=device).manual_seed(seed)
 
 
 def store(target: Tensor, value: Tensor, generator: torch.Generator | None = None) -> None:
-    """target = value, to nearest; with a generator and a bf16 target, stochastically."""
+    """target = value, rounded to nearest, or stochastically with a generator and a bf16 target."""
     if generator is None or target.dtype != torch.bfloat16:
         target.copy_(value)
         return

@@ -6,10 +6,10 @@ _MAX_SHOWN = 80
 
 
 class LaunchError(ValueError):
-    """A job that cannot be started, and what to do about it."""
+    """A job cannot be started; the message says what to do about it."""
 
 
 def shown(text: object) -> str:
-    """A value as messages show it: quoted, escaped, and not longer than a line."""
-    words = str(text)
-    return repr(words if len(words) <= _MAX_SHOWN else words[:_MAX_SHOWN] + "...")
+    """`text` quoted, escaped and truncated to one line, for use in messages."""
+    full = str(text)
+    return repr(full if len(full) <= _MAX_SHOWN else full[:_MAX_SHOWN] + "...")

@@ -1,9 +1,9 @@
-"""The ways to start ranks; `BACKENDS` has them by the name that `--launcher` takes.
+"""Launcher backends; `BACKENDS` maps the names that `--launcher` accepts to them.
 
-pdsh runs one ssh per host, each of which starts that host's ranks. mpirun, of Open MPI, or of MPICH, Intel and MVAPICH
-(all Hydra), and srun start `launch.ranks` once per rank; they only start the ranks: what these say to each other does
-not go through MPI. Ranks on this host are all of a job, or this host's part of one that is started on each; we start
-them, or torchrun, with which it may be an elastic job, too.
+pdsh runs one ssh per host, each of which starts that host's ranks. srun and mpirun (of Open MPI, or of MPICH, Intel MPI
+and MVAPICH, which use Hydra) start `launch.ranks` once per rank. MPI only starts the ranks; they do not communicate
+through it. Local backends start the ranks of this host, which are the whole job or one host's part of it, directly or
+with torchrun, which also supports elastic jobs.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Pdsh(Backend):
             environment["PDSH_SSH_ARGS_APPEND"] = f"{appended} -p {request.ssh_port}".strip()
         hosts = ",".join(job.world.names)
         words = [programs[0], "-S", "-f", _FAN_OUT, *request.launcher_args, "-w", hosts, remote_command(job, request)]
-        # pdsh leaves its ssh processes alone when it ends, and with them the ranks.
+        # When pdsh exits, it leaves its ssh processes and their ranks running.
         return Command(words, environment, ends_children=True)
 
 
 def remote_command(job: Job, request: Request) -> str:
-    """What the shell of a remote host reads. All but Python's own variables travels inside the job."""
+    """The command line for a remote host's shell. The encoded job contains all variables except Python's own."""
     variables = [f"{name}={value}" for name, value in sorted(python_variables(job).items())]
     start = ["env", *variables] if variables else []
     words = [*start, sys.executable, "-u", "-m", "hf_zero.launch.ranks", job.encode(), "--host"]
     command = "exec " + shlex.join(words)
     if request.venv_script is not None:
         command = f". {shlex.quote(request.venv_script)} && {command}"
-    # pdsh reads % itself: %h becomes the host, as we have named it.
+    # pdsh interprets %: it replaces %h by the host name given with -w.
     return command.replace("%", "%%") + " %h"
 
 
@@ -70,7 +70,7 @@ class OpenMpi(Backend):
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
         hosts = ",".join(f"{node.name}:{len(node.slots)}" for node in job.world.nodes)
         words = [programs[0], "-n", str(job.world.num_ranks), "--host", hosts]
-        # Ranks in the order of hosts, and their threads on all cores: bound to one core each they would crawl.
+        # Assign ranks in host order, and do not bind them: with one core per rank, their threads would be very slow.
         words += ["--map-by", "slot", "--bind-to", "none"]
         if request.ssh_port is not None:
             words += ["--mca", "plm_rsh_args", f"-p {request.ssh_port}"]
@@ -84,7 +84,7 @@ class Mpich(Backend):
     name = "mpich"
     programs: tuple[tuple[str, ...], ...] = (("mpirun.mpich", "mpiexec.hydra", "mpirun"),)
     package = "mpich"
-    refuses = {"ssh_port": "Hydra passes no port to ssh: write it into ~/.ssh/config"}
+    refuses = {"ssh_port": "Hydra passes no port to ssh: set it in ~/.ssh/config"}
 
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
         words = [programs[0], *self.placement(job), *request.launcher_args]
@@ -93,12 +93,12 @@ class Mpich(Backend):
         return Command([*words, *task_words(job)], launcher_environment())
 
     def placement(self, job: Job) -> list[str]:
-        """Hosts, each with its number of ranks."""
+        """The arguments that name the hosts and the number of ranks on each."""
         hosts = ",".join(f"{node.name}:{len(node.slots)}" for node in job.world.nodes)
         return ["-n", str(job.world.num_ranks), "-hosts", hosts]
 
     def variables(self) -> dict[str, str]:
-        """What this MPI itself wants to be told."""
+        """Environment variables that configure this MPI."""
         return {}
 
 
@@ -111,7 +111,7 @@ class IntelMpi(Mpich):
         return even_placement(job, self.name)
 
     def variables(self) -> dict[str, str]:
-        return {"I_MPI_PIN": "0"}  # the cores of a rank are ours to choose
+        return {"I_MPI_PIN": "0"}  # the launcher binds ranks to cores itself
 
 
 class Mvapich(Mpich):
@@ -123,51 +123,51 @@ class Mvapich(Mpich):
         return even_placement(job, self.name)
 
     def variables(self) -> dict[str, str]:
-        """DeepSpeed's, without those that tune MPI's collectives, which are not used here."""
+        """DeepSpeed's variables, without those for MPI collectives, which ranks do not use."""
         return {"MV2_DEBUG_SHOW_BACKTRACE": "1", "MV2_ENABLE_AFFINITY": "0", "MV2_SUPPORT_DL": "1"}
 
 
 def even_placement(job: Job, name: str) -> list[str]:
-    """For those that take one number of ranks for all hosts."""
+    """Placement arguments for an MPI that accepts only one number of ranks for all hosts."""
     per_node = job.world.slots_per_node()
     if per_node is None:
         counts = ", ".join(f"{node.name}: {len(node.slots)}" for node in job.world.nodes[:8])
         raise LaunchError(
-            f"--launcher {name} needs as many slots on every host ({counts}): narrow them with --num_gpus"
+            f"--launcher {name} needs the same number of slots on every host ({counts}): limit them with --num_gpus"
         )
     return ["-n", str(job.world.num_ranks), "-ppn", str(per_node), "-hosts", ",".join(job.world.names)]
 
 
 class Slurm(Backend):
-    """srun, inside an allocation or making one: it chooses the hosts unless the job names them."""
+    """srun, within an allocation or creating one. Slurm chooses the hosts unless the job names them."""
 
     name = "slurm"
     programs = (("srun",),)
     package = "slurm-client"
-    refuses = {"ssh_port": "srun uses no ssh", "force_multi": "srun is used for one node as well"}
+    refuses = {"ssh_port": "srun uses no ssh", "force_multi": "srun is also used for a single node"}
 
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
         per_node = job.world.slots_per_node()
         if per_node is None:
-            raise LaunchError("--launcher slurm starts as many ranks on every node: narrow the slots with --num_gpus")
+            raise LaunchError("--launcher slurm needs the same number of slots on every node: limit it with --num_gpus")
         for node in job.world.nodes:
             if node.slots != tuple(str(slot) for slot in range(per_node)):
                 raise LaunchError(
-                    f"--launcher slurm chooses no devices ({node.name}:{','.join(node.slots)}): Slurm hands them out. "
-                    "Name whole hosts in --include and --exclude, and a number in --num_gpus"
+                    f"--launcher slurm cannot select devices ({node.name}:{','.join(node.slots)}): Slurm assigns them. "
+                    "Give whole hosts in --include and --exclude, and a number in --num_gpus"
                 )
         nodes = len(job.world.nodes)
         words = [programs[0], "--nodes", str(nodes), "--ntasks", str(job.world.num_ranks)]
         words += ["--ntasks-per-node", str(per_node), "--kill-on-bad-exit=1"]
         if request.has_hosts:
             words += ["--nodelist", ",".join(job.world.names)]
-        # srun hands its whole environment to the tasks, so that nothing has to be quoted.
+        # srun passes its whole environment to the tasks, so that no variable has to be quoted.
         environment = {**launcher_environment(), **python_variables(job)}
         return Command([*words, *request.launcher_args, *task_words(replace(job, gives_devices=False))], environment)
 
 
 class Torchrun(Backend):
-    """--launcher_args come last and win: `--nnodes 1:4 --max-restarts 3 --rdzv-endpoint host`."""
+    """torchrun. --launcher_args come last and take precedence: `--nnodes 1:4 --max-restarts 3 --rdzv-endpoint host`."""
 
     name = "torchrun"
     is_remote = False
@@ -198,13 +198,13 @@ class Torchrun(Backend):
 
 
 class Standard(Torchrun):
-    """Accelerate's name for it."""
+    """torchrun under Accelerate's name for it."""
 
     name = "standard"
 
 
 class NoSsh(Backend):
-    """`--no_ssh --node_rank R`: the same command on every host, with another R."""
+    """`--no_ssh --node_rank R`: the user runs the command on every host, each with its own R."""
 
     name = "nossh"
     is_remote = False
@@ -216,8 +216,8 @@ class NoSsh(Backend):
             token, names = os.environ.get(TOKEN, ""), job.world.names
             if not token:
                 raise LaunchError(
-                    f"--max_restarts on several hosts needs {TOKEN}, the same on all of them and known to nobody else: "
-                    "random words, such as those of `openssl rand -hex 16`"
+                    f"--max_restarts on several hosts needs {TOKEN}, a random secret that is the same on all of them: "
+                    "for example the output of `openssl rand -hex 16`"
                 )
             peers = None
             if len(names) > 1:
@@ -226,18 +226,18 @@ class NoSsh(Backend):
             if node_rank is None:
                 restarts.prepare(job.on_node(0)[0])
                 node_rank = None if peers is None else peers.await_place()
-            if node_rank is None:  # the job has ended without it
+            if node_rank is None:  # the job ended without needing this spare
                 restarts.close()
                 return 0
-        assert node_rank is not None, "a spare has restarts"
+        assert node_rank is not None, "a spare requires restarts"
         return run_node(job, node_rank, report=report_to_user, restarts=restarts)
 
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
-        raise NotImplementedError("ranks on this host are started without another program")
+        raise NotImplementedError("this backend starts ranks without another program")
 
 
 class Local(NoSsh):
-    """All ranks here."""
+    """All ranks on this machine."""
 
     name = "local"
 
@@ -245,7 +245,7 @@ class Local(NoSsh):
         if len(job.world.nodes) > 1:
             raise LaunchError(
                 f"--launcher local starts ranks on this machine only, and the job has {len(job.world.nodes)} hosts: "
-                "choose another launcher, or narrow it with --num_nodes 1"
+                "choose another launcher, or limit it with --num_nodes 1"
             )
         restarts = None
         if request.max_restarts:

@@ -1,4 +1,4 @@
-"""The processes that relay.py and ranks.py start: their output, the first failure, signals."""
+"""Child processes of relay.py and ranks.py: their output, the first failure, and signals."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TAIL_LINES = 60
 
 
 class Stream:
-    """One of our own outputs, shared by the processes whose words go there: line by line, none cut by another's.
+    """stdout or stderr of this process, to which several processes write whole lines without interleaving them.
 
-    The beginning of a line waits for its end until `flush`, so that a prompt without one is seen all the same.
+    An incomplete line is held back until it is complete or until `flush`, which makes a prompt visible.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -36,7 +36,7 @@ class Stream:
         self._is_within_line: object = None
 
     def write(self, speaker: object, chunk: bytes) -> None:
-        """Pass on the whole lines that `speaker` has said by now."""
+        """Write the complete lines that `speaker` has sent so far."""
         text = self._begun.pop(speaker, b"") + chunk
         cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         if cut < len(text):
@@ -44,7 +44,7 @@ class Stream:
         self._put(speaker, text[:cut])
 
     def flush(self) -> None:
-        """Pass on lines that have not ended."""
+        """Write all incomplete lines."""
         begun, self._begun = self._begun, {}
         for speaker, text in begun.items():
             self._put(speaker, text)
@@ -61,11 +61,11 @@ class Stream:
             except BlockingIOError:
                 continue
             except OSError:
-                return  # the reader is gone
+                return  # the reader has closed the pipe
 
 
 class Tail:
-    """The last lines that went by."""
+    """The last lines of a process's output."""
 
     def __init__(self) -> None:
         self._chunks: deque[bytes] = deque()
@@ -78,7 +78,7 @@ class Tail:
             self._size -= len(self._chunks.popleft())
 
     def text(self) -> str:
-        """As a terminal would show it: of a line that overwrites itself, the last state."""
+        """The lines as a terminal shows them: a line rewritten with carriage returns is reduced to its last state."""
         text = b"".join(self._chunks)[-_TAIL_BYTES:].decode(errors="replace")
         lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")]
         return "\n".join(lines[-_TAIL_LINES:])
@@ -92,8 +92,8 @@ class Failure:
     """A rank that ended with an error.
 
     Attributes:
-        code: its exit status, negative for a signal as `subprocess` has it.
-        tail: what it printed last.
+        code: its exit status; negative for a signal, as in `subprocess`.
+        tail: its last output.
     """
 
     rank: int
@@ -104,45 +104,45 @@ class Failure:
 
     @property
     def exit_status(self) -> int:
-        """The status that a shell would show."""
+        """The exit status as a shell reports it."""
         return self.code if self.code > 0 else 128 - self.code
 
     @classmethod
     def of_host(cls, host: str) -> Failure:
-        """A host that is lost, with all of its ranks."""
+        """The failure of a whole host with all its ranks."""
         return cls(-1, host, -signal.SIGKILL, "")
 
     def summary(self) -> str:
         if self.rank < 0:
-            return f"hf-zero launch: {self.host} is lost: its launcher has ended, or is not reached"
+            return f"hf-zero launch: {self.host} is lost: its launcher has exited or cannot be reached"
         what = f"exit status {self.code}" if self.code > 0 else f"killed by {_signal_name(-self.code)}"
         return f"hf-zero launch: rank {self.rank} on {self.host} failed first ({what})"
 
     def message(self) -> str:
-        """For the user, as the last thing that is printed."""
+        """The message for the user, which is printed last."""
         last = self.tail.strip("\n")
         lines = [self.summary()]
-        lines[0] += f"; its whole log is {self.log}" if self.log else ""
-        lines[0] += ". Its last output:" if last else ", without any output."
+        lines[0] += f"; its full log is {self.log}" if self.log else ""
+        lines[0] += ". Its last output:" if last else ", without output."
         return "\n".join([lines[0], *(f"  {line}" for line in last.split("\n") if last)]) + "\n"
 
     def mark(self, token: str) -> bytes:
-        """One line that a launcher finds among the output of a job with this token."""
+        """The failure encoded as a line that the launcher recognizes by the token in the job's output."""
         return b"%s %s %s\n" % (_SIGN, token.encode(), base64.b64encode(json.dumps(asdict(self)).encode()))
 
 
 def holds_mark(text: bytes, token: str) -> bool:
-    """Whether the end of this line may still make it one of ours."""
+    """Whether this incomplete line may become a failure mark."""
     return bool(token) and _SIGN in text and token.encode() in text
 
 
 def find_mark(line: bytes, token: str) -> Failure | None:
-    """The failure in a line of output, whatever a starter has put in front of it."""
-    _, found, word = line.partition(b"%s %s " % (_SIGN, token.encode()))
-    if not found or not token:
+    """The failure encoded in a line of output, which may have a prefix from pdsh, mpirun or srun; None without one."""
+    _, sign, encoded = line.partition(b"%s %s " % (_SIGN, token.encode()))
+    if not sign or not token:
         return None
     try:
-        return Failure(**json.loads(base64.b64decode(word.strip())))
+        return Failure(**json.loads(base64.b64decode(encoded.strip())))
     except (ValueError, TypeError):
         return None
 
@@ -158,7 +158,7 @@ HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalInbox:
-    """While it is open, SIGINT, SIGTERM and SIGHUP make `descriptor` readable instead of ending this process."""
+    """Context in which SIGINT, SIGTERM and SIGHUP make `descriptor` readable instead of ending this process."""
 
     def __init__(self) -> None:
         self.descriptor, self._sender = os.pipe()
@@ -168,7 +168,7 @@ class SignalInbox:
 
     def __enter__(self) -> SignalInbox:
         for number in HEEDED:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup asks for just this
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -182,7 +182,7 @@ class SignalInbox:
         os.write(self._sender, bytes([number]))
 
     def take(self) -> list[int]:
-        """The signals that have come since the last call."""
+        """The signals received since the last call."""
         try:
             return list(os.read(self.descriptor, 64))
         except BlockingIOError:
@@ -190,7 +190,7 @@ class SignalInbox:
 
 
 def signal_tree(pid: int, number: int) -> None:
-    """Send a signal to a process and all that it has started, whatever sessions they have put themselves into."""
+    """Send a signal to a process and all its descendants, regardless of their sessions."""
     try:
         process = psutil.Process(pid)
         family = [*process.children(recursive=True), process]
@@ -204,10 +204,10 @@ def signal_tree(pid: int, number: int) -> None:
 
 
 def start(command: RankCommand) -> subprocess.Popen[bytes]:
-    """A process that runs it.
+    """Start a process that runs the command.
 
     Raises:
-        LaunchError: it cannot be started.
+        LaunchError: if it cannot be started.
     """
     try:
         with _bound_to(command.cores):
@@ -217,14 +217,14 @@ def start(command: RankCommand) -> subprocess.Popen[bytes]:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # so that a signal comes once, from us, and reaches its children
+                start_new_session=True,  # so that signals come only from us and reach its children
             )
     except (OSError, ValueError) as error:
         raise LaunchError(f"{shown(command.command[0])} cannot be started: {error}") from None
 
 
 class _bound_to:
-    """Children started inside are bound to these cores: they inherit it from this thread."""
+    """Binds child processes started in this context to `cores`, by the affinity that they inherit from this thread."""
 
     def __init__(self, cores: Sequence[int]) -> None:
         self._cores = cores
@@ -240,22 +240,22 @@ class _bound_to:
 
 
 def watch(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends."""
+    """A file descriptor that becomes readable when the process ends; None if the platform has none."""
     try:
         return os.pidfd_open(pid)
-    except (AttributeError, OSError):  # not Linux, or an old one: asked for at every tick instead
+    except (AttributeError, OSError):  # not Linux, or an old kernel: the process is polled instead
         return None
 
 
 def is_deserted(descriptor: int) -> bool:
-    """Whether the reader of a pipe or socket of ours is gone, as after ssh has been cut off."""
+    """Whether the other end of a pipe or socket is closed, for example after an ssh connection was lost."""
     poller = select.poll()
     poller.register(descriptor, 0)
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poller.poll(0))
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped a process (SIGSTOP, or a debugger)."""
+    """Whether a process is stopped (by SIGSTOP or a debugger)."""
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     except psutil.NoSuchProcess:
@@ -263,7 +263,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Send a signal to a process group that may be gone already."""
+    """Send a signal to a process group that may no longer exist."""
     try:
         os.killpg(pid, number)
     except (ProcessLookupError, PermissionError):

@@ -21,26 +21,26 @@ from hf_zero.launch.world import Node, World, exclude, include, read_hostfile
 
 DLTS_HOSTFILE = DEFAULT_HOSTFILE
 EXPORT_ENVS = PREFIXES
-"""Prefixes of environment variables that travel to other machines; programs append to it."""
+"""Prefixes of environment variables that are passed to other machines; programs append to it."""
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The launcher's command line, with the script in `user_script`."""
+    """Parse the launcher's command line, with the script in `user_script`."""
     return parse(sys.argv[1:] if args is None else args)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Start the ranks and leave with their exit status, unless that is 0."""
+    """Start the ranks; exit with their exit status unless it is 0."""
     status = launch(sys.argv[1:] if args is None else list(args))
     if status:
         sys.exit(status)
 
 
 def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, int] | None:
-    """Host -> slots in the order of the file; None where there is no such file.
+    """A mapping of host to number of slots in file order; None if the file does not exist.
 
     Raises:
-        LaunchError: a ValueError, with file, line and rule.
+        LaunchError: a ValueError that names file, line and rule.
     """
     if not Path(hostfile_path).is_file():
         return None
@@ -51,7 +51,7 @@ def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, in
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> OrderedDict[str, list[int]]:
-    """Host -> slots that take part, by the words of --include and --exclude."""
+    """A mapping of host to the slots that --include and --exclude select."""
     return parse_resource_filter(
         {host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion
     )
@@ -60,10 +60,10 @@ def parse_inclusion_exclusion(
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> OrderedDict[str, list[int]]:
-    """The same for slots that are listed one by one.
+    """Like `parse_inclusion_exclusion`, for hosts with lists of slots.
 
     Raises:
-        ValueError: when both are given, or one names what is not there.
+        ValueError: if both filters are given, or a filter names an unknown host or slot.
     """
     if include_str and exclude_str:
         raise ValueError("include_str and exclude_str are mutually exclusive: give the shorter one")
@@ -76,17 +76,17 @@ def parse_resource_filter(
 
 
 def encode_world_info(world_info: Mapping[str, Any]) -> str:
-    """Urlsafe base64 of the JSON text, as launchers hand it on."""
+    """The JSON text as URL-safe base64, the form in which launchers pass it on."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
 
 
 def deepspeed() -> None:
-    """Start ranks: by a real DeepSpeed's launcher where one answers to the name; ours has the same options."""
+    """Start ranks with DeepSpeed's launcher if DeepSpeed is installed, else with ours, which has the same options."""
     home = __name__ if FINDER.answers() else "deepspeed.launcher.runner"
     import_module(home).main()
 
 
 def ds_report() -> None:
-    """Say what an issue needs: versions, devices, limits. Like `deepspeed`, the real one's where there is one."""
+    """Print versions, devices and limits for a bug report, with DeepSpeed's command if DeepSpeed is installed."""
     home = "hf_zero.report.command" if FINDER.answers() else "deepspeed.env_report"
     import_module(home).cli_main()

@@ -1,6 +1,6 @@
-"""A job: what is run, on which nodes and cores, with which variables. It travels to hosts as one unquoted word.
+"""A job: the program, its nodes and cores, and its variables. It is sent to hosts as one word that needs no quoting.
 
-Variables go with it: those with known beginnings, and the lines of `.deepspeed_env`.
+The variables are those with known prefixes and those in `.deepspeed_env`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_CORE = 1 << 16
 
 
 def parse_cores(words: str) -> tuple[int, ...]:
-    """`0,2-4,6` -> (0, 2, 3, 4, 6); each number or range above the one before it.
+    """Parse a core list: `0,2-4,6` -> (0, 2, 3, 4, 6). Numbers and ranges must be ascending.
 
     Raises:
         LaunchError: for anything else.
@@ -37,15 +37,15 @@ def parse_cores(words: str) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or last > _MAX_CORE or (cores and first <= cores[-1]):
             raise LaunchError(
-                f"--bind_core_list {shown(words)}: {shown(part)} must be ascending, above what comes before it, and "
-                f"stay below {_MAX_CORE}"
+                f"--bind_core_list {shown(words)}: {shown(part)} must be ascending, greater than the part before it, "
+                f"and at most {_MAX_CORE}"
             )
         cores += range(first, last + 1)
     return tuple(cores)
 
 
 def share_cores(cores: Sequence[int], num_ranks: int, local_rank: int) -> tuple[int, ...]:
-    """The cores of one rank: equal runs, what is left over stays free."""
+    """The cores of one rank: equal contiguous parts, with remaining cores unused."""
     each = len(cores) // num_ranks
     if each == 0:
         raise LaunchError(f"--bind_cores_to_rank: {num_ranks} ranks cannot share {len(cores)} cores: run fewer")
@@ -66,13 +66,13 @@ def _siblings(core: int) -> set[int]:
         return {core}
 
 
-# Linux takes no longer argument than 128 KiB.
+# Linux limits one argument to 128 KiB.
 _MAX_WORD = 120 << 10
 
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs."""
+    """The program that every rank runs."""
 
     script: str
     arguments: tuple[str, ...]
@@ -83,8 +83,8 @@ class Program:
     def command(self, local_rank: int, python: str = sys.executable) -> list[str]:
         """The argument vector of one rank."""
         start = [] if self.without_python else [python, "-u"] + ["-m"] * self.is_module
-        told = [f"--local_rank={local_rank}"] if self.takes_local_rank else []
-        return [*start, self.script, *told, *self.arguments]
+        given = [f"--local_rank={local_rank}"] if self.takes_local_rank else []
+        return [*start, self.script, *given, *self.arguments]
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class RankCommand:
     """One process to start.
 
     Attributes:
-        environment: variables that are set in addition to those of the process that starts it.
-        cores: those that it is bound to; empty for all.
+        environment: variables in addition to those of the process that starts it.
+        cores: the cores that it is bound to; empty for all.
     """
 
     rank: int
@@ -104,13 +104,13 @@ class RankCommand:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything that a node must know to start its ranks.
+    """Everything that a node needs to start its ranks.
 
     Attributes:
-        token: random; marks what the nodes say to the launcher among what the ranks print.
-        variables: set on every rank, below those that make it a rank.
-        log_folder: gets a file per rank if named.
-        gives_devices: whether ranks are told which devices are theirs; Slurm does so itself.
+        token: random; marks messages from nodes to the launcher within the output of the ranks.
+        variables: set on every rank; variables such as RANK take precedence.
+        log_folder: folder for one log file per rank; None for no logs.
+        gives_devices: whether to set each rank's visible devices; Slurm sets them itself.
         core_list: the user's `--bind_core_list`; None for all cores of a host.
     """
 
@@ -127,22 +127,22 @@ class Job:
     core_list: str | None = None
 
     def encode(self) -> str:
-        """One word of letters, digits, `-`, `_` and `=`.
+        """Encode the job as one word of letters, digits, `-`, `_` and `=`.
 
         Raises:
-            LaunchError: when it is longer than a command line may be.
+            LaunchError: if it is too long for a command line.
         """
         word = base64.urlsafe_b64encode(zlib.compress(json.dumps(asdict(self)).encode())).decode()
         if len(word) > _MAX_WORD:
             raise LaunchError(
-                f"arguments and variables of this job take {len(word)} bytes, and a command line ends at {_MAX_WORD}: "
-                "remove from .deepspeed_env what the ranks do not need"
+                f"the arguments and variables of this job take {len(word)} bytes, more than the {_MAX_WORD} that fit "
+                "into a command line: remove variables that ranks do not need from .deepspeed_env"
             )
         return word
 
     @staticmethod
     def decode(word: str) -> Job:
-        """The job in a word of `encode`."""
+        """Decode a job from the result of `encode`."""
         try:
             fields = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
             nodes = tuple(Node(node["name"], tuple(node["slots"])) for node in fields.pop("world")["nodes"])
@@ -153,11 +153,11 @@ class Job:
             raise LaunchError(f"this is not a job of `hf-zero launch`: {error}") from None
 
     def on_node(self, node_rank: int) -> list[RankCommand]:
-        """The ranks of one node."""
+        """The commands of one node's ranks."""
         return [self._rank(place) for place in self.world.places() if place.node_rank == node_rank]
 
     def of_rank(self, rank: int, first_host: str | None = None) -> RankCommand:
-        """One rank; `first_host` is the host of rank 0, if it was not known before."""
+        """The command of one rank; `first_host` is rank 0's host, if the job does not have its address."""
         return self._rank(list(self.world.places())[rank], first_host)
 
     def _rank(self, place: Place, first_host: str | None = None) -> RankCommand:
@@ -180,7 +180,7 @@ class Job:
         if cores:
             environment["OMP_NUM_THREADS"] = str(len(cores))
         elif "OMP_NUM_THREADS" not in os.environ:
-            # Otherwise every rank takes all cores, and on a CPU they spend their time waiting for each other.
+            # Otherwise every rank uses all cores, and ranks on a CPU mostly wait for each other.
             environment.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cores()) // len(node.slots))))
         return RankCommand(place.rank, tuple(self.program.command(place.local_rank)), environment, cores)
 
@@ -196,46 +196,46 @@ class Job:
 FILE_VARIABLE = "DS_ENV_FILE"
 FILE_NAME = ".deepspeed_env"
 MAX_BYTES = 4 << 20
-# DeepSpeed's first five, then what hf_zero, gloo, PyTorch's NCCL and OpenMP read in every rank. A list, because
-# programs append to it under the name deepspeed.launcher.runner.EXPORT_ENVS.
+# DeepSpeed's five prefixes, then those of hf_zero, Gloo, PyTorch's NCCL and OpenMP. This is a list because programs
+# append to it as deepspeed.launcher.runner.EXPORT_ENVS.
 PREFIXES = ["NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "HF_ZERO", "GLOO", "TORCH_NCCL", "OMP_NUM_THREADS"]
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# bash exports its functions under such names; they mean nothing to a rank.
+# bash exports its functions under such names; ranks do not need them.
 _SHELL_FUNCTION = re.compile(r"BASH_FUNC_.*")
 
 
 def inherited(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a remote rank gets from the environment of the launcher."""
+    """The variables of the launcher's environment that remote ranks get."""
     return {
         name: value for name, value in environment.items() if name.startswith(tuple(PREFIXES)) and _NAME.fullmatch(name)
     }
 
 
 def read_env_files(environment: Mapping[str, str], folders: Iterable[Path]) -> dict[str, str]:
-    """KEY=VALUE lines of the files called `.deepspeed_env` (or DS_ENV_FILE) in the folders; later ones win."""
-    found: dict[str, str] = {}
+    """KEY=VALUE lines of the files named `.deepspeed_env` (DS_ENV_FILE) in `folders`; later files take precedence."""
+    variables: dict[str, str] = {}
     name = environment.get(FILE_VARIABLE) or FILE_NAME
     for path in dict.fromkeys(Path(os.path.abspath(folder / name)) for folder in folders):
         try:
             if not path.is_file():
                 continue
             if path.stat().st_size > MAX_BYTES:
-                raise LaunchError(f"{shown(path)} is larger than {MAX_BYTES} bytes: remove what is not needed from it")
-            found |= parse_env_file(path.read_bytes(), shown(path))
+                raise LaunchError(f"{shown(path)} is larger than {MAX_BYTES} bytes: remove unneeded variables")
+            variables |= parse_env_file(path.read_bytes(), shown(path))
         except LaunchError:
             raise
         except (OSError, ValueError) as error:
             raise LaunchError(f"{shown(path)} cannot be read: {error}") from None
-    return found
+    return variables
 
 
 def parse_env_file(content: bytes, source: str) -> dict[str, str]:
-    """KEY=VALUE lines. Values are taken as they are, without the quotes around them; nothing in them is expanded.
+    """Parse KEY=VALUE lines. Quotes around a value are removed; nothing in it is expanded.
 
     Raises:
-        LaunchError: with file and line.
+        LaunchError: for an invalid line; names file and line.
     """
-    found = {}
+    variables = {}
     for number, raw in enumerate(content.split(b"\n"), 1):
         line = os.fsdecode(raw).strip()
         if not line or line.startswith("#"):
@@ -247,8 +247,8 @@ def parse_env_file(content: bytes, source: str) -> dict[str, str]:
         if not equals or not _NAME.fullmatch(name):
             raise LaunchError(f"{source}, line {number}: {shown(line)} should read NAME=VALUE")
         if "\0" in value:
-            raise LaunchError(f"{source}, line {number}: the value of {name} has a zero byte in it")
+            raise LaunchError(f"{source}, line {number}: the value of {name} contains a null byte")
         if len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'":
             value = value[1:-1]
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables

@@ -1,10 +1,10 @@
 """Starts ranks on this host, for the launcher itself, and as a program on the hosts of a job.
 
-python -m hf_zero.launch.ranks JOB --host NAME     all ranks of this host: what pdsh runs, once per host
-python -m hf_zero.launch.ranks JOB                 one rank, found in the variables of mpirun or srun
+python -m hf_zero.launch.ranks JOB --host NAME     all ranks of this host; pdsh runs it once per host
+python -m hf_zero.launch.ranks JOB                 one rank, given by the variables that mpirun or srun sets
 
-`Supervisor` runs the ranks of one node: it passes on what they print and the signals that come, and ends all when one
-fails, or starts all again.
+`Supervisor` runs the ranks of one node: it forwards their output and incoming signals, and when a rank fails, ends or
+restarts all of them.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from hf_zero.launch.restarts import ForkedRank, Restarts
 from hf_zero.network import name_gloo_interface
 from hf_zero.rank_environment import RankEnvironment, find_rank_environment
 
-GRACE_S = 15.0  # between asking a rank to end and making it
+GRACE_S = 15.0  # between asking a rank to end and killing it
 _TICK_S = 0.2
-_TICK_OF_RESTARTS_S = 0.05  # a rank that is stopped is found by asking
-_LAST_WORDS_S = 1.0  # for output of a rank that has ended; what a child of it may say later is not waited for
+_TICK_OF_RESTARTS_S = 0.05  # stopped ranks are found by polling
+_LAST_WORDS_S = 1.0  # limit for reading the output of an ended rank, whose children may keep the pipe open
 
 
 @dataclass
 class _Rank:
-    """A process and what belongs to it."""
+    """A rank's process with its log, output and state."""
 
     command: RankCommand
     process: subprocess.Popen[bytes] | ForkedRank
@@ -56,11 +56,11 @@ class _Rank:
     watch: int | None  # a descriptor that becomes readable when the process ends
     tail: Tail = field(default_factory=Tail)
     open_pipes: int = 2
-    stopped_at: float | None = None  # since when it is seen stopped
+    stopped_at: float | None = None  # when it was first seen stopped
 
 
 class Supervisor:
-    """The ranks of one node, from start to end."""
+    """Runs the ranks of one node from start to end."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Supervisor:
         is_attached: bool = False,
         restarts: Restarts | None = None,
     ) -> None:
-        """`is_attached`: the reader of our output started us; when it closes the pipe, the ranks are ended too."""
+        """`is_attached`: the process that reads our output started us, and the ranks end when it closes the pipe."""
         self._restarts = restarts
         self._peers = None if restarts is None else restarts.peers
-        self._is_again, self._is_over = False, False  # ranks have run; all hosts are at the end
+        self._is_again, self._is_over = False, False  # ranks have run before; all hosts have finished
         self._host = host
         self._log_path = log_path
         self._is_attached = is_attached
@@ -86,7 +86,7 @@ class Supervisor:
         self._kill_at: float | None = None
 
     def run(self, commands: Sequence[RankCommand], report: Callable[[Failure], None]) -> int:
-        """Start all, wait for all; the exit status for a shell. `report` hears of the first failure at the end."""
+        """Run all ranks and return the exit status for a shell. `report` gets the first failure at the end."""
         with SignalInbox() as inbox:
             self._selector.register(inbox.descriptor, selectors.EVENT_READ, lambda: self._heed(inbox))
             if (peers := self._peers) is not None:
@@ -100,7 +100,7 @@ class Supervisor:
                         if self._peers is not None:
                             self._peers.say("stop", self._first)
                         break
-                    sys.stderr.write(f"{self._first.summary()}: all ranks start again{self._restarts.described()}\n")
+                    sys.stderr.write(f"{self._first.summary()}: restarting all ranks{self._restarts.described()}\n")
                     self._kill_all()
                     self._ranks, self._first, self._kill_at, self._is_again = [], None, None, True
                     self._run_once(commands)
@@ -127,12 +127,12 @@ class Supervisor:
         if self._peers is not None:
             self._tell(self._peers)
         if self._restarts is not None and self._first is not None:
-            for rank in self._ranks:  # children of theirs would hold the pipes
+            for rank in self._ranks:  # their children would keep the pipes open
                 signal_group(rank.process.pid, signal.SIGKILL)
         self._drain()
 
     def _tell(self, peers: Any) -> None:
-        """How the ranks of this host have ended; when well, those of the others must do so, too."""
+        """Tell the other hosts how this host's ranks ended; after success, wait until all hosts have finished."""
         if self._first is not None and self._first.host == self._host:
             peers.say("end", self._first)
         elif self._first is None and self._signal is None:
@@ -141,7 +141,7 @@ class Supervisor:
                 self._heed_peers(peers)
 
     def _wait(self) -> bool:
-        """A moment without ranks; False: a signal has come."""
+        """Handle events for one tick while no ranks run. Returns False after a signal."""
         for key, _ in self._selector.select(_TICK_S):
             if key.fd != getattr(self._peers, "descriptor", None):
                 key.data()
@@ -156,7 +156,7 @@ class Supervisor:
             self._is_over |= message["say"] in ("over", "stop")
 
     def _fail(self, failure: Failure) -> None:
-        """Others have failed, so no rank of ours has anything to finish."""
+        """Kill the ranks of this host because another host has failed."""
         if self._first is None:
             self._first = failure
             self._end(signal.SIGKILL)
@@ -195,7 +195,7 @@ class Supervisor:
             self._end(signal.SIGTERM)
 
     def _look_at(self, index: int) -> None:
-        """Has it ended? The first one that did so badly ends the others."""
+        """Check whether a rank has ended; the first one that failed ends the others."""
         rank = self._ranks[index]
         code = rank.process.poll()
         if code is None or index not in self._alive:
@@ -206,15 +206,15 @@ class Supervisor:
             os.close(rank.watch)
         if code == 0 or self._kill_at is not None:
             return
-        if self._restarts is None or code > 0:  # of what is killed nobody waits for the last output
+        if self._restarts is None or code > 0:  # do not wait for the last output of a killed rank
             self._drain(rank)
         log = self._log_path(rank.command.rank)
         self._first = Failure(rank.command.rank, self._host, code, rank.tail.text(), log)
-        # Whoever goes on from what others have as well has nothing to finish.
+        # With restarts, ranks continue from states kept in memory, so that they need no time to shut down.
         self._end(signal.SIGTERM if self._restarts is None else signal.SIGKILL)
 
     def _end_stopped(self, after_s: float) -> None:
-        """A rank that is stopped (SIGSTOP) for so long counts as dead: others wait for it."""
+        """Kill ranks that have been stopped (SIGSTOP) for longer than `after_s`, because the others wait for them."""
         for rank in (self._ranks[index] for index in self._alive):
             if not is_stopped(rank.process.pid):
                 rank.stopped_at = None
@@ -227,7 +227,7 @@ class Supervisor:
     def _heed(self, inbox: SignalInbox) -> None:
         for number in inbox.take():
             if self._signal is not None:
-                self._send(signal.SIGKILL)  # asked twice
+                self._send(signal.SIGKILL)  # the second signal forces the end
                 continue
             self._signal = number
             self._end(number)
@@ -241,7 +241,7 @@ class Supervisor:
             signal_group(self._ranks[index].process.pid, number)
 
     def _kill_all(self) -> None:
-        """Nothing of a rank stays behind, its own children included."""
+        """Kill all ranks with their child processes, and close their logs."""
         for rank in self._ranks:
             signal_group(rank.process.pid, signal.SIGKILL)
             rank.process.wait()
@@ -249,7 +249,7 @@ class Supervisor:
                 rank.log.close()
 
     def _drain(self, only: _Rank | None = None) -> None:
-        """Take what is left in the pipes."""
+        """Read the remaining output in the pipes."""
         deadline = time.monotonic() + _LAST_WORDS_S
         ranks = self._ranks if only is None else [only]
         while any(rank.open_pipes for rank in ranks) and time.monotonic() < deadline:
@@ -263,9 +263,9 @@ class Supervisor:
             stream.flush()
 
     def heard(self, rank: _Rank, pipe: IO[bytes], stream: Stream) -> None:
-        """A rank has said something, or closed the pipe."""
+        """Read from a pipe in which a rank has written output, or which it has closed."""
         if pipe.closed:
-            return  # drained meanwhile
+            return  # already drained
         try:
             chunk = os.read(pipe.fileno(), CHUNK_BYTES)
         except BlockingIOError:
@@ -284,7 +284,7 @@ class Supervisor:
 
 @dataclass(frozen=True)
 class _Pump:
-    """One pipe of one rank, in the selector."""
+    """Selector callback for one pipe of one rank."""
 
     supervisor: Supervisor
     rank: _Rank
@@ -297,7 +297,7 @@ class _Pump:
 
 def _open_log(path: str) -> BinaryIO:
     try:
-        return open(path, "ab", buffering=0)  # ranks may start again
+        return open(path, "ab", buffering=0)  # append, because ranks may restart
     except OSError as error:
         raise LaunchError(f"the log {shown(path)} cannot be written: {error}") from None
 
@@ -310,7 +310,7 @@ def run_node(
     is_attached: bool = False,
     restarts: Restarts | None = None,
 ) -> int:
-    """Run all ranks of one node; the exit status."""
+    """Run all ranks of one node; returns the exit status."""
     host = job.world.names[node_rank]
     commands = job.on_node(node_rank)
     return run_commands(job, host, commands, report=report, is_attached=is_attached, restarts=restarts)
@@ -325,7 +325,7 @@ def run_commands(
     is_attached: bool = False,
     restarts: Restarts | None = None,
 ) -> int:
-    """Run these ranks; the exit status."""
+    """Run these ranks; returns the exit status."""
     for command in commands:
         name_gloo_interface(command.environment, [name for name in job.world.names if name != host])
     paths = _log_paths(job.log_folder)
@@ -333,7 +333,7 @@ def run_commands(
 
 
 def report_to_launcher(token: str) -> Callable[[Failure], None]:
-    """Tell the launcher on another host, which reads what this process prints."""
+    """Report failures to the launcher on another host, which reads the output of this process."""
 
     def report(failure: Failure) -> None:
         sys.stderr.buffer.write(b"\n" + failure.mark(token))
@@ -348,7 +348,7 @@ def report_to_user(failure: Failure) -> None:
 
 
 def _log_paths(folder: str | None) -> Callable[[int], str | None]:
-    """Where each rank's log goes: a name of its own for every launch, as DeepSpeed's launcher has it."""
+    """Log path of each rank; like in DeepSpeed's launcher, each launch has its own file names."""
     if folder is None:
         return lambda rank: None
     try:
@@ -362,9 +362,9 @@ def _log_paths(folder: str | None) -> Callable[[int], str | None]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hf_zero.launch.ranks", description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--host", help="this host, as the hostfile names it; without it, mpirun or srun starts each rank"
+        "--host", help="name of this host in the hostfile; leave out if mpirun or srun starts each rank"
     )
-    parser.add_argument("job", help="the word that hf-zero launch made")
+    parser.add_argument("job", help="the job as encoded by hf-zero launch")
     options = parser.parse_args(words)
     host = options.host or socket.gethostname()
     try:
@@ -384,20 +384,20 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def rank_command(job: Job, given: RankEnvironment | None) -> RankCommand:
-    """The process for the rank environment that MPI or Slurm has given.
+    """The command for the rank that MPI's or Slurm's variables describe.
 
     Raises:
-        LaunchError: when it has placed its processes otherwise than asked, so that ranks would share devices.
+        LaunchError: if processes are not placed as requested, because ranks would then share devices.
     """
     if given is None:
-        raise LaunchError("neither mpirun nor srun has said which rank this is: no OMPI_*, PMI_* or SLURM_* variables")
+        raise LaunchError("mpirun or srun must set the rank, but no OMPI_*, PMI_* or SLURM_* variables are set")
     if given.world_size != job.world.num_ranks:
         raise LaunchError(f"{given.source} has started {given.world_size} processes instead of {job.world.num_ranks}")
     place = list(job.world.places())[given.rank]
     if given.local_rank != place.local_rank:
         raise LaunchError(
-            f"{given.source} has put rank {given.rank} in place {given.local_rank} of its host, where place "
-            f"{place.local_rank} of {job.world.names[place.node_rank]} was asked for: leave placement to hf-zero launch"
+            f"{given.source} has given rank {given.rank} local rank {given.local_rank} instead of {place.local_rank} "
+            f"on {job.world.names[place.node_rank]}: leave placement to hf-zero launch"
         )
     return job.of_rank(given.rank, given.first_host)
 

@@ -1,6 +1,6 @@
-"""What all ways to start ranks have in common.
+"""The base of all launcher backends.
 
-`Relay` runs pdsh, mpirun, srun or torchrun: it passes on output and signals, and keeps the first failure for the end.
+`Relay` runs pdsh, mpirun, srun or torchrun: it forwards output and signals, and reports the first failure at the end.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from hf_zero.launch.children import CHUNK_BYTES, Failure, SignalInbox, Stream, f
 from hf_zero.launch.job import Job
 
 _TICK_S = 0.2
-_SETTLE_S = 10.0  # after a failure: the other nodes' ranks notice it themselves, or are ended
+_SETTLE_S = 10.0  # time for other nodes' ranks to notice a failure before they are ended
 _GRACE_S = 30.0
 
 
 class Relay:
-    """One starter of other hosts' ranks, from start to end."""
+    """Runs one program that starts the ranks, from start to end."""
 
     def __init__(self, token: str, *, ends_children: bool) -> None:
-        """`ends_children`: the starter's children are to be asked to end as well; otherwise it sees to that itself."""
+        """`ends_children`: whether to signal the program's children too, because it does not end them itself."""
         self._token = token
         self._ends_children = ends_children
         self._streams = {1: Stream(1), 2: Stream(2)}
@@ -42,7 +42,7 @@ class Relay:
         self._was_ended = False
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """The exit status for a shell: that of the first rank that failed, where it is known."""
+        """Run the program and return the exit status for a shell: that of the first failed rank if it is known."""
         with SignalInbox() as inbox:
             process = subprocess.Popen(
                 command,
@@ -50,7 +50,7 @@ class Relay:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # so that what the terminal sends comes once, from us
+                start_new_session=True,  # so that signals of the terminal come only from us
             )
             self._selector.register(inbox.descriptor, selectors.EVENT_READ)
             pipes = {process.stdout: 1, process.stderr: 2}
@@ -76,7 +76,7 @@ class Relay:
             if not events:
                 self._flush()
             if is_over_at is None and process.poll() is not None:
-                is_over_at = time.monotonic() + 1.0  # for what is still in the pipes
+                is_over_at = time.monotonic() + 1.0  # to read the rest of the pipes
             self._end_in_time(process.pid)
         self._flush(is_end=True)
         return process.wait()
@@ -90,7 +90,7 @@ class Relay:
         return True
 
     def _pass_on(self, number: int, chunk: bytes) -> None:
-        """Whole lines, so that a mark is seen; the beginning of one waits for its end, or for silence."""
+        """Forward complete lines, to detect failure marks; an incomplete line waits until no more output comes."""
         text = self._rests[number] + chunk
         cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         self._rests[number] = text[cut:]
@@ -122,7 +122,7 @@ class Relay:
             self._end(pid)
 
     def _end(self, pid: int) -> None:
-        """Ask the starter to end; the second time, end it. SIGINT would make pdsh and srun ask back."""
+        """Ask the program to end; kill it on the second call. On SIGINT, pdsh and srun would ask for confirmation."""
         if self._was_ended:
             signal_tree(pid, signal.SIGKILL)
         elif self._ends_children:
@@ -143,15 +143,15 @@ class Relay:
 
 @dataclass(frozen=True)
 class Request:
-    """What a backend gets besides the job.
+    """Options of a backend in addition to the job.
 
     Attributes:
-        has_hosts: a hostfile was given, so `world` names other machines.
-        launcher_args: the words of `--launcher_args`.
-        max_restarts: how often all ranks are started again when one fails.
-        stopped_s: how long a rank may be stopped then.
-        is_spare: it stands by for a host that is lost.
-        stands_by: with max_restarts: a second set of ranks waits where training begins.
+        has_hosts: whether a hostfile or Slurm allocation names the hosts.
+        launcher_args: the arguments in `--launcher_args`.
+        max_restarts: how many times all ranks are restarted when one fails.
+        stopped_s: with max_restarts: seconds after which a stopped rank counts as dead.
+        is_spare: whether this host is a spare that replaces a lost host.
+        stands_by: with max_restarts: keep a second set of ranks ready at the start of training.
     """
 
     has_hosts: bool = False
@@ -170,8 +170,8 @@ class Command:
     """A program that starts the ranks.
 
     Attributes:
-        words: its argument vector; no shell reads it here.
-        environment: all of its variables.
+        words: its argument vector, which is not run through a shell.
+        environment: its complete environment.
         ends_children: see `Relay`.
     """
 
@@ -184,62 +184,62 @@ class Backend(ABC):
     """A way to start the ranks of a job."""
 
     name: str
-    programs: tuple[tuple[str, ...], ...] = ()  # of each, the first that is installed is used
+    programs: tuple[tuple[str, ...], ...] = ()  # alternatives for each program; the first installed one is used
     package: str = ""
     is_remote = True  # starts ranks on other hosts itself
-    refuses: Mapping[str, str] = {}  # options that it does not support, and why
+    refuses: Mapping[str, str] = {}  # unsupported options, with reasons
 
     def find_programs(self) -> list[str]:
-        """Paths of what it runs.
+        """Paths of the programs that the backend needs.
 
         Raises:
-            LaunchError: when something is not installed.
+            LaunchError: if one is not installed.
         """
         found = [next(filter(None, map(shutil.which, names)), None) for names in self.programs]
         for path, names in zip(found, self.programs):
             if path is None:
                 raise LaunchError(
-                    f"--launcher {self.name} needs {' or '.join(names)}, which is not installed here (try the package "
-                    f"{self.package}), or another launcher"
+                    f"--launcher {self.name} needs {' or '.join(names)}, which is not installed: install the package "
+                    f"{self.package}, or choose another launcher"
                 )
         return [str(path) for path in found]
 
     @abstractmethod
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
-        """The program that starts the ranks. Pure: looks nothing up."""
+        """The program that starts the ranks. This only builds the command and does not inspect the system."""
 
     def run(self, job: Job, request: Request) -> int:
-        """Start the ranks and wait for them; the exit status for a shell."""
+        """Start the ranks and wait for them; returns the exit status for a shell."""
         command = self.command(job, request, self.find_programs())
         return Relay(job.token, ends_children=command.ends_children).run(command.words, command.environment)
 
 
 def own_node_rank(job: Job, request: Request, options: str) -> int:
-    """Which host of the job this one is, for backends that start the ranks of one host; `options` names the backend.
+    """The index of this host, for backends that start the ranks of one host; `options` names the backend in errors.
 
     Raises:
-        LaunchError: it has not been given.
+        LaunchError: if `--node_rank` was not given or is out of range.
     """
     last = len(job.world.nodes) - 1
     if not 0 <= request.node_rank <= last:
         raise LaunchError(
-            f"{options} starts the ranks of one host: --node_rank {request.node_rank} must say which, from 0 to {last} "
-            "in the order of the hostfile"
+            f"{options} starts the ranks of one host: --node_rank {request.node_rank} must be its index in the "
+            f"hostfile, from 0 to {last}"
         )
     return request.node_rank
 
 
 def task_words(job: Job) -> list[str]:
-    """What mpirun and srun start once for every rank."""
+    """The command that mpirun and srun run once per rank."""
     return [sys.executable, "-u", "-m", "hf_zero.launch.ranks", job.encode()]
 
 
 def python_variables(job: Job) -> dict[str, str]:
-    """What Python must know before it can read the job."""
+    """The variables that Python needs before it decodes the job."""
     names = ("PYTHON", "HF_ZERO")
     return {name: value for name, value in (job.variables or {}).items() if name.startswith(names)}
 
 
 def launcher_environment() -> dict[str, str]:
-    """Our own variables, for a program that passes on only what it is asked to."""
+    """This process's variables, for a program that passes on only the requested ones."""
     return dict(os.environ)

@@ -1,8 +1,8 @@
-"""Starting ranks again: how often, and from a process that has imported what their script imports and forks them.
+"""Restarts of ranks: how often, and from a process that has already imported the script's modules and forks ranks.
 
-A fresh Python takes seconds to import torch and transformers, which is most of what a restart takes. The process is
+A new Python process takes seconds to import torch and transformers, which is most of the time of a restart. Run as
 
-    python -m hf_zero.launch.restarts SOCKET script.py ...     the words as Python takes them, also `-m module ...`
+    python -m hf_zero.launch.restarts SOCKET script.py ...     with Python's arguments, or `-m module ...`
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from typing import Any, BinaryIO
 from hf_zero.launch.children import Failure, signal_group
 from hf_zero.launch.job import RankCommand
 
-# What every training imports, whatever its script says.
+# Imported by every training run, regardless of its script.
 _ALWAYS = ("torch", "torch._dynamo", "hf_zero.api.entry", "hf_zero.extras.resilience.trainer", "transformers.trainer")
 TOKEN = "HF_ZERO_TOKEN"
-"""The variable with the token of a run on several hosts, the same on all."""
+"""Variable: the shared secret of a run on several hosts."""
 SUPERVISOR = "HF_ZERO_SUPERVISOR"
-"""The variable with the number of the process that starts this host's ranks again when one fails."""
+"""Variable: the pid of the process that restarts this host's ranks when one fails."""
 COPIES = "HF_ZERO_COPIES"
-"""The variable that is set where that process copies what is kept to the next host."""
+"""Variable: set if that process copies kept states to the next host."""
 RESTARTS = "HF_ZERO_RESTARTS"
-"""The variable that says how often the ranks of several hosts have been started again."""
-_TURN = "HF_ZERO_TURN"  # of ranks that stand by: the file that is there once they take the place of others
+"""Variable: how often the ranks of several hosts have been restarted."""
+_TURN = "HF_ZERO_TURN"  # for standby ranks: path of the file whose creation tells them to start training
 WANTED, COPIED, DAMAGED = "copies-wanted", "copied", "damaged"
-"""Files: of a training whose slots are to be copied, of a slot that has been, and of one whose copy is to come back."""
+"""Marker files: a training's slots shall be copied; a slot was copied; a slot's copy shall be fetched back."""
 MODULES = "modules"
-"""A file of a training: names of modules that a rank has imported by its second update."""
+"""File of a training: names of the modules that a rank has imported by its second update."""
 HISTORY = "log_history.jsonl"
-"""A file of a training: its logs, one for both slots."""
+"""File of a training: its logs, shared by both slots."""
 _MESSAGE_BYTES = 1 << 20
-_LOOK_S = 0.5  # for that file
+_LOOK_S = 0.5  # interval of checks for the file MODULES
 _TURN_S = 0.02
-_EARLY_S = 600.0  # an error that comes sooner, twice, with the same last line, is one of the script
+_EARLY_S = 600.0  # an error that occurs twice within this time, with the same last line, is a bug of the script
 _INSTALLED = ("site-packages", "dist-packages")
-# Waits for a process to end, and removes a folder. In a session of its own, since ranks are killed with theirs.
+# Waits for a process to end and removes a folder. Runs in its own session, because ranks are killed with theirs.
 _REMOVE = """
 import os, select, shutil, sys
 try:
@@ -66,15 +66,15 @@ shutil.rmtree(sys.argv[2], ignore_errors=True)
 
 
 def folder_in_memory(supervisor: int) -> Path:
-    """Where ranks keep what those that are started after them go on from."""
+    """The folder where ranks keep the states from which restarted ranks continue."""
     return Path(f"/dev/shm/hf_zero-{os.getuid()}-{supervisor}")
 
 
 def own_folder(supervisor: int) -> Path:
-    """The folder that ends with this process.
+    """Create the folder of `folder_in_memory`; it is removed when the process `supervisor` ends.
 
     Raises:
-        OSError: there is no tmpfs.
+        OSError: if there is no tmpfs.
     """
     folder = folder_in_memory(supervisor)
     with suppress(FileExistsError):
@@ -92,14 +92,14 @@ def own_folder(supervisor: int) -> Path:
 
 
 def replace_text(path: Path, content: str) -> None:
-    """In one step, so that a kill leaves all or nothing."""
+    """Write a file atomically, so that a kill leaves the old or the new content."""
     partial = path.with_suffix(".partial")
     partial.write_text(content)
     partial.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """None: it is not there, or is just being removed."""
+    """The content of a JSON file; None if it does not exist or is just being removed."""
     try:
         return dict(json.loads(path.read_text()))
     except (OSError, ValueError):
@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 class Restarts:
-    """Starts the ranks of this host, as often as they may be started."""
+    """Starts the ranks of this host and decides whether they may restart."""
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class Restarts:
     ) -> None:
         """
         Args:
-            most: restarts in all.
-            stopped_s: how long a rank may be stopped before it counts as dead.
-            start: runs a command in a fresh process.
-            peers: the other hosts, whose ranks start again with these.
-            stands_by: others wait, ready to train, to take the place of those that do.
+            most: maximum number of restarts.
+            stopped_s: seconds after which a stopped rank counts as dead.
+            start: runs a command in a new process.
+            peers: the other hosts, whose ranks restart together with these.
+            stands_by: keep standby ranks that are ready to train and replace failed ones.
         """
         self.peers = peers
         self.stopped_s = stopped_s
@@ -132,8 +132,8 @@ class Restarts:
         self._start = start
         self._nursery: Nursery | None = None
         self._stands_by, self._standby = stands_by, dict[int, ForkedRank]()
-        self._turn = Path()  # the file that these wait for
-        self._failed: tuple[int | None, str] | None = None  # after which update, with which last line
+        self._turn = Path()  # the file that standby ranks wait for
+        self._failed: tuple[int | None, str] | None = None  # update and last output line of the last failure
         self._begun, self._begun_after = 0.0, -1
 
     def start(self, command: RankCommand) -> subprocess.Popen[bytes] | ForkedRank:
@@ -145,7 +145,7 @@ class Restarts:
             rank = self._standby.pop(command.rank, None) or self._nursery.ask(command)
             rank.await_start()
             return rank
-        except OSError:  # it has been killed, too; the next one makes another
+        except OSError:  # the forking process was killed too; the next call creates a new one
             self.close()
             return self._start(command)
 
@@ -153,24 +153,24 @@ class Restarts:
         return replace(command, environment={**command.environment, SUPERVISOR: str(os.getpid()), **more})
 
     def stand_by(self, commands: Sequence[RankCommand]) -> None:
-        """Once these ranks have kept an update, start others that run the script up to training, and wait there to
-        take their place. Does not wait."""
+        """After these ranks have kept an update, start standby ranks, which run the script up to training and wait
+        there. Does not block."""
         if not self._stands_by or self._standby or self._nursery is None:
             return
         folder = folder_in_memory(os.getpid())
-        has_imported = any(folder.glob(f"training-*/{MODULES}"))  # so that these need not
+        has_imported = any(folder.glob(f"training-*/{MODULES}"))  # so that standby ranks have these modules
         if not has_imported or (newest_update(folder) or -1) <= self._begun_after:
             return
         self._turn = folder / f"turn-{self._left}"
         more = {"MASTER_PORT": _free_port(), _TURN: str(self._turn)}
-        with suppress(OSError):  # it has been killed; the next start makes another
+        with suppress(OSError):  # the forking process was killed; the next start creates a new one
             self._standby = {each.rank: self._nursery.ask(self._own(each, **more)) for each in commands}
             for pipe in (pipe for rank in self._standby.values() for pipe in (rank.stdout, rank.stderr)):
-                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _MESSAGE_BYTES)  # nobody reads what they say until then
+                fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _MESSAGE_BYTES)  # their output is not read until then
 
     @property
     def _is_ready(self) -> bool:
-        """Whether some stand by, and none has ended."""
+        """Whether standby ranks exist and none has ended."""
         return bool(self._standby) and all(rank.poll() is None for rank in self._standby.values())
 
     def _end_standby(self) -> None:
@@ -184,40 +184,40 @@ class Restarts:
         self._standby = {}
 
     def prepare(self, command: RankCommand) -> None:
-        """Import what this will, before it is started."""
+        """Import the modules of `command` before it is started."""
         self._nursery = Nursery(command) if Nursery.can_run(command) else None
 
     def refusal(self, failure: Failure) -> str:
-        """Why they are not started again after this failure; empty: they are."""
+        """Why ranks do not restart after this failure; empty if they do."""
         if not self._left:
-            return f"ranks have been started again as often as --max_restarts {self._most} allows"
+            return f"ranks have been restarted as often as --max_restarts {self._most} allows"
         step, line = newest_update(folder_in_memory(os.getpid())), failure.tail.strip().rpartition("\n")[2]
         is_early = step is None and line and time.monotonic() - self._begun < _EARLY_S
         if failure.code > 0 and (step is not None or is_early):
             failed, self._failed = self._failed, (step, "" if step is not None else line)
             if failed == self._failed:
-                when = "before anything was kept" if step is None else f"after update {step}"
-                return f"a rank has failed by itself twice {when}: what goes wrong there will do so again"
+                when = "before a state was kept" if step is None else f"after update {step}"
+                return f"a rank has failed with an error twice {when}: another restart would fail again"
         self._left -= 1
         return ""
 
     def described(self) -> str:
         step = newest_update(folder_in_memory(os.getpid()))
         where = "" if step is None else f", from host memory after update {step}"
-        who = ", in processes that stood by" if self._is_ready else ""
+        who = ", in standby processes" if self._is_ready else ""
         return f"{where}{who} (restart {self._most - self._left} of {self._most})"
 
     def renewed(self, commands: Sequence[RankCommand], turn: Callable[[], bool], *, again: bool) -> list[RankCommand]:
-        """The commands with a port that nobody of the ranks before still holds; none: they are not to start.
+        """The commands with a port that previous ranks do not hold; empty if ranks must not start.
 
         Args:
             turn: see `Peers.await_start`.
-            again: whether they have been started before.
+            again: whether the ranks have been started before.
         """
         self._begun = time.monotonic()
         if self.peers is not None:
-            found = self.peers.await_start(turn)
-            return [replace(each, environment={**each.environment, **found}) for each in commands] if found else []
+            added = self.peers.await_start(turn)
+            return [replace(each, environment={**each.environment, **added}) for each in commands] if added else []
         if not again:
             return [*commands]
         self._begun_after = newest_update(folder_in_memory(os.getpid())) or -1
@@ -229,7 +229,7 @@ class Restarts:
         return [replace(each, environment={**each.environment, "MASTER_PORT": port}) for each in commands]
 
     def close(self) -> None:
-        """End the process that forks, and those that stand by."""
+        """End the forking process and the standby ranks."""
         self._end_standby()
         if self._nursery is not None:
             self._nursery.close()
@@ -243,35 +243,35 @@ def _free_port() -> str:
 
 
 def await_turn() -> None:
-    """Where a rank that stands by waits until it takes the place of another."""
+    """Block a standby rank until it replaces a failed one; returns at once in other ranks."""
     path, parent = os.environ.pop(_TURN, None), os.getppid()
     while path is not None and not os.path.exists(path):
-        if os.getppid() != parent:  # the launcher has been killed, and what it started
+        if os.getppid() != parent:  # the launcher and the forking process were killed
             os._exit(1)
         time.sleep(_TURN_S)
 
 
 def newest_update(folder: Path) -> int | None:
-    """The newest update that some rank has kept there."""
-    found = []
+    """The newest update that any rank has kept in `folder`; None without one."""
+    kept = []
     for path in folder.glob("training-*/*/rank-*.json"):
         if (mark := read_json(path)) is not None:
-            found.append((int(path.parts[-3].removeprefix("training-")), int(mark["step"])))
-    return max(found)[1] if found else None
+            kept.append((int(path.parts[-3].removeprefix("training-")), int(mark["step"])))
+    return max(kept)[1] if kept else None
 
 
 class Nursery:
-    """The process, as the launcher sees it."""
+    """The launcher's handle of the process that forks ranks."""
 
     def __init__(self, command: RankCommand) -> None:
-        """Start it; it imports what `command` will, beside the ranks."""
+        """Start the process, which imports the modules of `command` while the ranks run."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._socket, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
         with theirs:
             self._process = subprocess.Popen(
                 [command.command[0], "-u", "-m", __name__, str(theirs.fileno()), *_words(command)],
-                # Asked in the usual way, CUDA could not be used after a fork.
+                # Checked in the default way, CUDA would be initialized, and could not be used after a fork.
                 env={**os.environ, **command.environment, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -284,14 +284,14 @@ class Nursery:
 
     @staticmethod
     def can_run(command: RankCommand) -> bool:
-        """Whether it is Python that runs it."""
+        """Whether the command runs Python."""
         return command.command[:2] == (sys.executable, "-u")
 
     def ask(self, command: RankCommand) -> ForkedRank:
-        """A process that runs it, or will, when what it needs is imported.
+        """Request a rank that runs the command; it starts as soon as the modules are imported.
 
         Raises:
-            OSError: there is no such process any more.
+            OSError: if the forking process has ended.
         """
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
         environment = {**os.environ, **command.environment}
@@ -306,33 +306,33 @@ class Nursery:
         return rank
 
     def code(self, rank: ForkedRank, *, waits: bool) -> int | None:
-        """The exit status of a rank, as subprocess has it; None: it has not ended."""
+        """The exit status of a rank, as in `subprocess`; None if it has not ended."""
         while rank.pid not in self._codes:
             self._socket.setblocking(waits)
             try:
                 self.receive()
             except BlockingIOError:
                 return None
-            except OSError:  # its parent is gone, so nobody knows
+            except OSError:  # its parent has ended, so its status is unknown
                 return -signal.SIGKILL
             finally:
                 self._socket.setblocking(True)
         return self._codes[rank.pid]
 
     def receive(self) -> None:
-        """Hear of one start or end."""
+        """Receive one message: the start or the end of a rank."""
         answer = self._socket.recv(_MESSAGE_BYTES)
         if not answer:
             raise OSError("the process that forks ranks has ended")
         pid, code = json.loads(answer)
         if code is None:
             self._asked.popleft().pid = pid
-            self._codes.pop(pid, None)  # of one before it with the same number
+            self._codes.pop(pid, None)  # of an earlier rank with the same pid
         else:
             self._codes[pid] = code
 
     def close(self) -> None:
-        """End the process; its ranks have ended."""
+        """End the process, after its ranks have ended."""
         self._socket.close()
         with suppress(ProcessLookupError):
             self._process.kill()
@@ -340,10 +340,10 @@ class Nursery:
 
 
 class ForkedRank:
-    """What the launcher needs of `subprocess.Popen`.
+    """A rank from `Nursery.ask`, with the part of `subprocess.Popen` that the launcher needs.
 
     Attributes:
-        pid: 0 until it is started.
+        pid: 0 until the rank has started.
     """
 
     def __init__(self, nursery: Nursery, stdout: BinaryIO, stderr: BinaryIO) -> None:
@@ -353,7 +353,7 @@ class ForkedRank:
     def await_start(self) -> None:
         """
         Raises:
-            OSError: the process that was asked has ended.
+            OSError: if the forking process has ended.
         """
         while not self.pid:
             self._nursery.receive()
@@ -370,7 +370,7 @@ def _words(command: RankCommand) -> list[str]:
 
 
 def imports_of(source: str) -> Iterator[tuple[str, str]]:
-    """(module, name in it or "") that a script imports from installed packages when it begins."""
+    """(module, imported name or "") for each top-level import of an installed package in a script."""
     for statement in ast.parse(source).body:
         if isinstance(statement, ast.Import):
             yield from ((name.name, "") for name in statement.names if _is_installed(name.name))
@@ -387,7 +387,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _import_for(words: Sequence[str]) -> None:
-    """Whatever fails here fails in the rank, where somebody reads it."""
+    """Import a script's modules. Errors are ignored: they occur again in the rank, whose output is shown."""
     wanted = [(module, "") for module in _ALWAYS]
     with suppress(Exception):
         spec = importlib.util.find_spec(words[1]) if words[0] == "-m" else None
@@ -398,8 +398,8 @@ def _import_for(words: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Import, fork ranks as they are asked for, say how each ended, until the launcher closes the socket. A rank
-    returns from `_serve` and runs its script."""
+    """Import the script's modules, then fork ranks on request and report how each ended, until the launcher closes the
+    socket. A rank returns from `_serve` and runs its script."""
     link, words = socket.socket(fileno=int(sys.argv[1])), sys.argv[2:]
     _import_for(words)
     _freeze()
@@ -412,14 +412,14 @@ def _freeze() -> None:
 
 
 def _import_as_ranks() -> bool:
-    """What ranks have imported as they went along, of packages that are in use here; False: none has said so yet."""
-    found = [*folder_in_memory(os.getppid()).glob(f"training-*/{MODULES}")]
-    for name in found[0].read_text().split() if found else ():
+    """Import modules that ranks imported during training, from packages already imported here. False if not known."""
+    lists = [*folder_in_memory(os.getppid()).glob(f"training-*/{MODULES}")]
+    for name in lists[0].read_text().split() if lists else ():
         if name not in sys.modules and name.partition(".")[0] in sys.modules:
             with suppress(Exception):
                 importlib.import_module(name)
     _freeze()
-    return bool(found)
+    return bool(lists)
 
 
 def _serve(link: socket.socket) -> list[str]:
@@ -437,7 +437,7 @@ def _serve(link: socket.socket) -> list[str]:
                     link.send(json.dumps([key.data, os.waitstatus_to_exitcode(status)]).encode())
                     continue
                 message, outputs, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, 2)
-                if not message:  # the launcher has ended; if it was killed, its ranks are still there
+                if not message:  # the launcher has ended; if it was killed, its ranks still run
                     for rank in selector.get_map().values():
                         if rank.fileobj is not link:
                             signal_group(rank.data, signal.SIGKILL)
@@ -445,7 +445,7 @@ def _serve(link: socket.socket) -> list[str]:
                 pid = os.fork()
                 if pid == 0:
                     link.close()
-                    atexit.register(gc.unfreeze)  # otherwise libraries report what they could not free
+                    atexit.register(gc.unfreeze)  # otherwise libraries report leaks at exit
                     request = json.loads(message)
                     _become(request["environment"], request["cores"], outputs)
                     return list(request["words"])
@@ -467,7 +467,7 @@ def _become(environment: Mapping[str, str], cores: Sequence[int], outputs: Seque
 
 
 def _run(words: Sequence[str]) -> None:
-    """As `python` runs these words."""
+    """Run a script or module with these arguments, as `python` does."""
     if words[0] == "-m":
         sys.argv = [*words[1:]]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

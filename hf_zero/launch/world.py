@@ -1,4 +1,4 @@
-"""Who runs where: hostfiles (`name slots=N`), filters (`--include`, `--num_gpus`, ...), and the ranks that follow."""
+"""Placement of ranks: hostfiles (`name slots=N`), filters (`--include`, `--num_gpus`, ...), and the resulting ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from hf_zero.launch import LaunchError, shown
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""The variable that says which of a host's devices a process sees."""
+"""The variable that limits which of a host's devices a process sees."""
 MAX_BYTES = 16 << 20
 MAX_SLOTS = 4096
-# Strict on purpose: `@`, `:` and `,` have a meaning in filters, and `-x`, `^x` or `a[1-9]` have one for ssh and pdsh.
+# Deliberately strict: `@`, `:` and `,` are special in filters, and `-x`, `^x` and `a[1-9]` are for ssh and pdsh.
 _HOST_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?")
 _LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)((?:\s+max[-_]slots\s*=\s*\d+)?)")
 _MAX_FILTER_LENGTH = 1 << 20
@@ -21,7 +21,7 @@ _MAX_FILTER_LENGTH = 1 << 20
 
 @dataclass(frozen=True)
 class Node:
-    """A host and the devices it lends: indices or UUIDs on a GPU machine, mere numbers on a CPU machine."""
+    """A host and its slots: device indices or UUIDs on a GPU machine, plain numbers on a CPU machine."""
 
     name: str
     slots: tuple[str, ...]
@@ -29,7 +29,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank runs."""
+    """The node and local rank of one rank."""
 
     rank: int
     node_rank: int
@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True)
 class World:
-    """Nodes in the order in which they get their ranks: all of the first, then all of the second."""
+    """The nodes in rank order: all ranks of the first node, then all of the second, and so on."""
 
     nodes: tuple[Node, ...]
 
@@ -51,7 +51,7 @@ class World:
         return tuple(node.name for node in self.nodes)
 
     def places(self) -> Iterator[Place]:
-        """One per rank, in order."""
+        """The place of every rank, in rank order."""
         rank = 0
         for node_rank, node in enumerate(self.nodes):
             for local_rank in range(len(node.slots)):
@@ -59,23 +59,23 @@ class World:
                 rank += 1
 
     def slots_per_node(self) -> int | None:
-        """The number of slots, if it is the same on all nodes."""
+        """The number of slots per node if it is the same on all nodes, else None."""
         counts = {len(node.slots) for node in self.nodes}
         return counts.pop() if len(counts) == 1 else None
 
 
 def read_hostfile(path: Path) -> World:
-    """The nodes that a file lists.
+    """Read the nodes of a hostfile.
 
     Raises:
-        LaunchError: with file, line and rule.
+        LaunchError: for an invalid file; names file, line and rule.
     """
     try:
         size = path.stat().st_size
         if not path.is_file():
             raise LaunchError(f"the hostfile {shown(path)} is not a file")
         if size > MAX_BYTES:
-            raise LaunchError(f"the hostfile {shown(path)} has {size} bytes: no list of hosts is that long")
+            raise LaunchError(f"the hostfile {shown(path)} has {size} bytes: the limit is {MAX_BYTES}")
         return parse_hostfile(path.read_bytes(), shown(path))
     except (OSError, ValueError) as error:
         if isinstance(error, LaunchError):
@@ -84,7 +84,7 @@ def read_hostfile(path: Path) -> World:
 
 
 def parse_hostfile(content: bytes, source: str = "the hostfile") -> World:
-    """The nodes in a hostfile's content; `source` names it in messages."""
+    """Parse a hostfile's content; `source` names the file in messages."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -97,7 +97,7 @@ def parse_hostfile(content: bytes, source: str = "the hostfile") -> World:
         where = f"{source}, line {number}"
         node = _parse_line(words, where)
         if node.name in nodes:
-            raise LaunchError(f"{where}: {node.name} is there twice: give a host one line with all of its slots")
+            raise LaunchError(f"{where}: {node.name} is listed twice: give each host one line with all its slots")
         nodes[node.name] = node
     if not nodes:
         raise LaunchError(f"{source} lists no host: write lines like `worker-1 slots=8`")
@@ -112,7 +112,7 @@ def _parse_line(words: str, where: str) -> Node:
     check_host(name, where)
     slots = int(digits) if len(digits) <= 9 else MAX_SLOTS + 1
     if not 1 <= slots <= MAX_SLOTS:
-        raise LaunchError(f"{where}: slots={digits[:20]} must lie between 1 and {MAX_SLOTS}")
+        raise LaunchError(f"{where}: slots={digits[:20]} must be between 1 and {MAX_SLOTS}")
     return Node(name, tuple(str(slot) for slot in range(slots)))
 
 
@@ -120,23 +120,23 @@ def check_host(name: str, where: str) -> None:
     """Raises LaunchError unless `name` is a plain host name or IPv4 address."""
     if not _HOST_NAME.fullmatch(name):
         raise LaunchError(
-            f"{where}: {shown(name)} is not a plain host name (letters, digits, `.`, `_`, `-` within): users, ports "
-            "and IPv6 addresses belong into ~/.ssh/config or /etc/hosts, under a name of their own"
+            f"{where}: {shown(name)} is not a plain host name (letters, digits, inner `.`, `_`, `-`): define a name "
+            "for users, ports and IPv6 addresses in ~/.ssh/config or /etc/hosts"
         )
 
 
 def include(world: World, words: str) -> World:
-    """Only the nodes and slots named, in the order of the world."""
+    """Keep only the named nodes and slots, in the order of the world."""
     chosen = _parse_filter(words, world, "--include")
     kept = (Node(node.name, chosen[node.name] or node.slots) for node in world.nodes if node.name in chosen)
     return World(tuple(kept))
 
 
 def exclude(world: World, words: str) -> World:
-    """Everything but the nodes and slots named.
+    """Remove the named nodes and slots.
 
     Raises:
-        LaunchError: also when nothing is left.
+        LaunchError: for an invalid filter, or if no slot remains.
     """
     chosen = _parse_filter(words, world, "--exclude")
     nodes = []
@@ -151,13 +151,13 @@ def exclude(world: World, words: str) -> World:
 
 
 def limit(world: World, num_nodes: int, num_gpus: int) -> World:
-    """The first `num_nodes` nodes with slots 0 to `num_gpus` - 1 each; -1 leaves things as they are.
+    """The first `num_nodes` nodes with slots 0 to `num_gpus` - 1 each; -1 means no limit.
 
-    The number of slots is not held against the hostfile, so that one file serves runs of different sizes.
+    `num_gpus` may exceed the slots in the hostfile, so that one file serves runs of different sizes.
     """
     for flag, number, most in (("--num_nodes", num_nodes, 1 << 20), ("--num_gpus", num_gpus, MAX_SLOTS)):
         if number != -1 and not 1 <= number <= most:
-            raise LaunchError(f"{flag} {number} must lie between 1 and {most}; leave it out to use all")
+            raise LaunchError(f"{flag} {number} must be between 1 and {most}; leave it out to use all")
     if num_nodes > len(world.nodes):
         raise LaunchError(f"--num_nodes {num_nodes}: the hostfile lists {len(world.nodes)}")
     nodes = world.nodes if num_nodes == -1 else world.nodes[:num_nodes]
@@ -168,21 +168,21 @@ def limit(world: World, num_nodes: int, num_gpus: int) -> World:
 
 
 def _parse_filter(words: str, world: World, flag: str) -> dict[str, tuple[str, ...]]:
-    """Slots by node, sorted; empty for a whole node. Nodes that are named again add to what was said before."""
+    """Sorted slots by node; empty for a whole node. Slots of a node that is named several times are merged."""
     if len(words) > _MAX_FILTER_LENGTH:
         raise LaunchError(f"{flag} has {len(words)} characters: list the hosts in a hostfile instead")
     known = {node.name: set(node.slots) for node in world.nodes}
-    found: dict[str, set[int]] = {}
+    chosen: dict[str, set[int]] = {}
     for part in words.split("@"):
         name, colon, slots = part.partition(":")
         if name not in known:
             hosts = ", ".join(list(known)[:8]) + (", ..." if len(known) > 8 else "")
             raise LaunchError(f"{flag} {shown(words)}: there is no host {shown(name)} among {hosts}")
-        found.setdefault(name, set()).update(_numbers(slots, flag, words) if colon else ())
-        unknown = sorted(slot for slot in found[name] if str(slot) not in known[name])
+        chosen.setdefault(name, set()).update(_numbers(slots, flag, words) if colon else ())
+        unknown = sorted(slot for slot in chosen[name] if str(slot) not in known[name])
         if unknown:
             raise LaunchError(f"{flag} {shown(words)}: {name} has no slot {unknown[0]}, only {_span(known[name])}")
-    return {name: tuple(str(slot) for slot in sorted(slots)) for name, slots in found.items()}
+    return {name: tuple(str(slot) for slot in sorted(slots)) for name, slots in chosen.items()}
 
 
 def _numbers(words: str, flag: str, whole: str) -> list[int]:

@@ -1,1 +1,1 @@
-"""Profiling: times, collectives, operations, memory, monitors, a trace (docs/profiling.md)."""
+"""Profiling: wall-clock times, collectives, FLOPs, memory, monitors and traces (docs/profiling.md)."""

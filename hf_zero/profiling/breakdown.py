@@ -1,7 +1,7 @@
-"""`wall_clock_breakdown`: where the time of an update went, of this rank and among all ranks.
+"""`wall_clock_breakdown`: the time of an update by parts, for this rank and over all ranks.
 
-The parts add up to the update, whatever overlaps: communication counts where this rank has waited for it, or worked on
-it. Ranks tell each other their times by an asynchronous all-gather, once per table.
+The parts add up to the total even if work overlaps: communication counts only while this rank waits for it or works on
+it. Ranks exchange their times by one asynchronous all-gather per table.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hf_zero.log import log_dist
 from hf_zero.profiling.recorder import OUTSIDE, Parts, Update
 
 PARTS = ("forward", "backward", "reduce", "update", "gather", "data", "other")
-# A rank whose own work takes so much longer than the median is a straggler.
+# A rank whose own work takes longer than the median by this factor is a straggler.
 STRAGGLES = 1.1
 _WORK = ("forward", "backward", "update", "data")
-EVERY = 10  # updates per table where steps_per_print is not set
+EVERY = 10  # updates per table if steps_per_print is not set
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Breakdown:
 
     Attributes:
         parts: by name, as in PARTS; they add up to `total`.
-        timers: by DeepSpeed's names; what is inside counts too.
+        timers: by DeepSpeed's names; they include nested spans.
     """
 
     total: float
@@ -53,10 +53,10 @@ class Breakdown:
 
 
 class WallClock:
-    """The listener: a line for every update, and a table over all ranks every so many.
+    """Listener that logs a line for every update, and a table over all ranks every `every` updates.
 
     Attributes:
-        last: of the last update that has been read; None before.
+        last: breakdown of the last completed update; None before the first.
     """
 
     wants_intervals = False
@@ -64,7 +64,7 @@ class WallClock:
     def __init__(self, collectives: Collectives, *, every: int | None, prints: bool = True) -> None:
         """
         Args:
-            collectives: for this table alone.
+            collectives: used only for these tables.
             every: updates per table.
         """
         self.last: Breakdown | None = None
@@ -73,7 +73,7 @@ class WallClock:
         self._prints = prints
         self._summed = [0.0] * len(PARTS)
         self._num_summed = 0
-        self._told: list[tuple[int, int, Tensor, Pending]] = []  # last update, how many, times, under way
+        self._told: list[tuple[int, int, Tensor, Pending]] = []  # last update, number of updates, times, all-gather
 
     def on_update(self, update: Update) -> None:
         breakdown = self.last = Breakdown.of(update)
@@ -89,12 +89,12 @@ class WallClock:
         self.show_tables()
 
     def _tell(self, number: int) -> None:
-        """Means since the last table, to all ranks."""
+        """Start the all-gather of the mean times since the last table."""
         world = self._collectives.size
         times = torch.zeros(world * len(PARTS), dtype=torch.float64)
         means = torch.tensor([took / self._num_summed for took in self._summed], dtype=torch.float64)
         own_shard(times, self._collectives.rank, world).copy_(means)
-        pending = self._collectives._all_gather(times)  # not the engine's: neither counted nor timed
+        pending = self._collectives._all_gather(times)  # not part of the training: neither counted nor timed
         self._told.append((number, self._num_summed, times, pending))
         self._summed, self._num_summed = [0.0] * len(PARTS), 0
 
@@ -108,7 +108,7 @@ class WallClock:
 
 
 def table(rows: Sequence[Sequence[float]], title: str) -> str:
-    """Mean milliseconds per update, by rank and part: min, median and max over ranks, and the slow ranks."""
+    """Format a table of mean milliseconds per update (`rows`: by rank and part), with the stragglers."""
     total = median(sum(row) for row in rows) or 1.0
     lines = [
         f"time per update, {title}, {len(rows)} rank(s), in ms",
@@ -128,7 +128,7 @@ def table(rows: Sequence[Sequence[float]], title: str) -> str:
 
 
 def _stragglers(rows: Sequence[Sequence[float]]) -> list[str]:
-    """Stragglers: ranks whose own work takes longer, so that others wait for them in reduce and gather."""
+    """A line that names the stragglers: ranks whose own work takes longer, so that others wait in reduce and gather."""
     if len(rows) < 2:
         return []
     work = [sum(row[PARTS.index(name)] for name in _WORK) for row in rows]
@@ -149,7 +149,7 @@ def _part(phase: str, kind: str) -> str:
 
 
 def _timers(parts: Parts) -> dict[str, float]:
-    """DeepSpeed's: what is inside of forward, backward and step is part of them."""
+    """DeepSpeed's timers, where forward, backward and step include everything nested in them."""
 
     def took(phase: str, *kinds: str) -> float:
         return sum(ns for (at, kind), ns in parts.items() if at == phase and (not kinds or kind in kinds)) / 1e6

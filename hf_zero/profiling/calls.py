@@ -1,8 +1,8 @@
-"""Collectives with their times: each has an interval of its own, whatever runs beside it.
+"""Timed collectives. Each has its own interval, regardless of concurrent work.
 
-Where the host carries a collective through (CPUs), its time is what this rank spends on it: starting it, and waiting
-for the others' part. Where a device does, it is from when the call could begin (it was asked for, and the one before it
-was over) until it was over, by an event on a stream that does nothing but wait for it.
+If the host performs a collective (on CPUs), its time is what this rank spends on it: the start, and the wait for other
+ranks. On a device it is the time from when the call could begin (after its launch and the end of the previous one) to
+its end, measured by an event on a separate stream that only waits for it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from hf_zero.device.runtime import Event
 if TYPE_CHECKING:
     from hf_zero.profiling.recorder import Recorder
 
-# Which part of an update a collective belongs to.
+# The part of an update that a collective's time is assigned to.
 _KINDS = {"all_gather": "gather", "broadcast": "gather"}
-_TOO_OLD = 3  # updates that a call may be under way
+_TOO_OLD = 3  # number of updates after which a call is no longer expected to be waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class FinishedCall:
     """One collective of one tensor.
 
     Attributes:
-        num_bytes: of the whole buffer, as the ledger counts.
-        intervals: (begin, end) of the host's clock, nanoseconds: when it was worked on.
-        caller: the function that asked for it.
+        num_bytes: size of the whole buffer, as in the ledger.
+        intervals: (begin, end) of the work on it, in nanoseconds of the host's clock.
+        caller: name of the calling function.
     """
 
     phase: str
@@ -48,12 +48,12 @@ class FinishedCall:
 
 
 class TimedCall(Call):
-    """A collective that is observed. Several tensors may be sent as one."""
+    """Observes one collective, which may combine several tensors."""
 
     __slots__ = ("age", "_recorder", "_phase", "_operation", "_sizes", "_num_ranks", "_busy", "_done", "_open", "_by")
 
     def __init__(self, recorder: Recorder, phase: str, operation: str, sizes: Sequence[int], num_ranks: int) -> None:
-        self.age = 0  # updates it has been under way for
+        self.age = 0  # number of updates since its start
         self._recorder = recorder
         self._phase = phase
         self._operation = operation
@@ -84,7 +84,7 @@ class TimedCall(Call):
     def started(self, pending: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
         self._open = True
         clock = self._recorder.clock
-        # Of what the host carries through, only its own wait tells.
+        # For collectives that the host performs, only the host's own wait can be measured.
         if pending and all(tensor.device.type == self._recorder.device.type for tensor in tensors):
             self._done = clock.mark_after(partial(_wait_for, pending))
 
@@ -100,20 +100,20 @@ class TimedCall(Call):
 
     @property
     def is_old(self) -> bool:
-        """Whether nothing seems to wait for it."""
+        """Whether the call is so old that it will probably never be waited for."""
         return self.age >= _TOO_OLD
 
     @property
     def is_on_device(self) -> bool:
-        """Carried through by a device, and done."""
+        """Whether a device performed the collective and has completed it."""
         return self._done is not None and self._recorder.clock.has_passed(self._done)
 
     def finished(self, ns: Callable[[Event], int], not_before_ns: int = 0) -> Iterator[FinishedCall]:
-        """One for each tensor; the time is divided by their bytes.
+        """One finished call per tensor; the time is divided among them in proportion to their bytes.
 
         Args:
-            ns: when a mark was.
-            not_before_ns: when the device was done with the call before it.
+            ns: returns the time of a mark.
+            not_before_ns: time at which the device completed the previous call.
         """
         intervals = tuple((ns(begin), ns(end)) for begin, end in self._busy)
         if self._done is not None and self.is_on_device:
@@ -173,7 +173,7 @@ def _wait_for(pending: Sequence[Pending]) -> None:
 
 
 def _caller() -> str:
-    """The function outside comm/ that has asked."""
+    """Name of the innermost calling function outside of comm/."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None and "/hf_zero/comm/" in frame.f_code.co_filename:
         frame = frame.f_back

@@ -1,8 +1,8 @@
-"""`comms_logger`: how often, how large and how fast collectives were, by operation and size.
+"""`comms_logger`: count, latency and bandwidth of collectives, by operation and size.
 
-With d the time of a call, n the ranks of its group and s its bytes (of the whole buffer, as the ledger has them):
-all-reduce moves 2s/d by the algorithm and 2(n-1)/n s/d over each link; all-gather, reduce-scatter and all-to-all s/d
-and (n-1)/n s/d; broadcast s/d both. In Gbit/s.
+For a call of duration d in a group of n ranks, with a whole buffer of s bytes (as in the ledger), the algorithm and bus
+bandwidths are: all-reduce 2s/d and 2(n-1)/n s/d; all-gather, reduce-scatter and all-to-all s/d and (n-1)/n s/d;
+broadcast s/d for both. In Gbit/s.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Record:
 
 
 def bandwidth_gbps(operation: str, num_bytes: int, num_ranks: int, latency_ms: float) -> tuple[float, float]:
-    """(by the algorithm, over each link); 0 where no time was measured."""
+    """(algorithm bandwidth, bus bandwidth) in Gbit/s; 0 if no time was measured."""
     if latency_ms <= 0:
         return 0.0, 0.0
     algorithm = num_bytes * 8 / (latency_ms * 1e6)
@@ -46,10 +46,10 @@ def bandwidth_gbps(operation: str, num_bytes: int, num_ranks: int, latency_ms: f
 
 
 class CommsLog:
-    """The listener. Names of its methods are DeepSpeed's, of its CommsLogger.
+    """Listener that records collectives. Its methods have the names of DeepSpeed's CommsLogger.
 
     Attributes:
-        records: by operation, then by bytes.
+        records: records by operation, then by bytes.
     """
 
     wants_intervals = False
@@ -63,13 +63,13 @@ class CommsLog:
         self.take(update.calls)
 
     def take(self, calls: Sequence[FinishedCall]) -> None:
-        """Note finished calls."""
+        """Record finished calls."""
         for call in calls if self.is_on else ():
             if self._is_wanted(call.operation):
                 self._note(call)
 
     def _is_wanted(self, operation: str) -> bool:
-        # DeepSpeed's names go on: all_gather_into_tensor, reduce_scatter_tensor.
+        # DeepSpeed's names are longer: all_gather_into_tensor, reduce_scatter_tensor.
         return self.policy.prof_all or any(name.startswith(operation) for name in self.policy.prof_ops)
 
     def _note(self, call: FinishedCall) -> None:
@@ -88,7 +88,7 @@ class CommsLog:
     # DeepSpeed's names
 
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """{operation: {bytes: [count, latencies in ms, Gbit/s by the algorithm, Gbit/s over each link]}}."""
+        """{operation: {bytes: [count, latencies in ms, algorithm Gbit/s, bus Gbit/s]}}."""
         return {
             name: {
                 size: [r.count, list(r.latencies_ms), list(r.algorithm_gbps), list(r.bus_gbps)]
@@ -110,7 +110,7 @@ class CommsLog:
         return sum(record.count for sizes in self.records.values() for record in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]]:
-        """By bytes: count, total_latency_ms, avg_latency_ms, tput_avg_gbps, busbw_avg_gbps, msg_size_bytes, ..."""
+        """By size in bytes: count, total_latency_ms, avg_latency_ms, tput_avg_gbps, busbw_avg_gbps, ..."""
         return {size: _summary(size, record) for size, record in self.records.get(operation_name, {}).items()}
 
     def start_profiling_comms(self) -> None:
@@ -136,7 +136,7 @@ def summary(log: CommsLog) -> dict[str, dict[int, dict[str, Any]]]:
     return {name: log.get_operation_summary(name) for name in log.get_operation_names()}
 
 
-# Title of a column -> key of its numbers.
+# Column title -> key in a summary.
 _TIMES = {
     "Total Latency(ms)": "total_latency_ms",
     "Avg Latency(ms)": "avg_latency_ms",
@@ -152,7 +152,7 @@ WAITS = {
 
 
 def table(totals: dict[str, dict[int, dict[str, Any]]], columns: Mapping[str, str] = _TIMES) -> str:
-    """DeepSpeed's table, 20 characters to the column."""
+    """Format DeepSpeed's table, with columns of 20 characters."""
     rows: list[Sequence[str]] = [("Comm. Op", "Message Size", "Count", *columns)]
     for name, sizes in totals.items():
         rows.append([name])
@@ -163,9 +163,9 @@ def table(totals: dict[str, dict[int, dict[str, Any]]], columns: Mapping[str, st
 
 
 def stragglers(everyone: Sequence[dict[str, dict[int, dict[str, Any]]]], rank: int) -> dict[str, dict[int, Any]]:
-    """A rank's waits for others: its own latencies minus the smallest of any rank, call by call.
+    """A rank's waits for others, by operation and size: its own total latency minus the smallest of all ranks.
 
-    Sizes that other ranks have not called, or not equally often, are left out: they say nothing about waiting.
+    Sizes that not all ranks have called equally often are omitted, because they say nothing about waiting.
     """
     waits: dict[str, dict[int, Any]] = {}
     for name, sizes in everyone[rank].items():

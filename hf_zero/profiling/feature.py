@@ -1,17 +1,17 @@
-"""The profiling that a config asks for, as one training feature that changes nothing.
+"""All profiling that a config enables, as one training feature. It only observes training.
 
     wall_clock_breakdown    WallClock       listens to the recorder
     comms_logger            CommsLog        listens to the recorder
     hf_zero.trace           TraceFile       listens to the recorder
     flops_profiler          FlopsProfiler   around the forward of one update
-    memory_breakdown        MemoryLog       looks at the engine's phases
-    tensorboard, ...        Monitors        get the numbers of every update
+    memory_breakdown        MemoryLog       observes the engine's phases
+    tensorboard, ...        Monitors        receive the metrics of every update
     dump_state              once, when the engine is complete
 
-`see_memory_usage` has memory of the device, the process and the machine in DeepSpeed's words. `RunEvents` are the
-numbers of every update for monitors, under DeepSpeed's names; `ThroughputLog` is a line with samples per second. A loss
-on an accelerator is written when its copy has arrived, one or two updates later, without synchronising. x of monitors
-is the number of samples seen by then.
+`see_memory_usage` logs memory of the device, the process and the machine with DeepSpeed's labels. `RunEvents` sends the
+metrics of every update to monitors under DeepSpeed's names; `ThroughputLog` logs samples per second. A loss on an
+accelerator is written when its copy to the host has completed, one or two updates later, without synchronization.
+The x axis of monitors is the number of samples seen so far.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from hf_zero.profiling.recorder import Recorder, TraceFile, Update
 _ROOT = "Train/Samples"
 _TIMES = {"fwd": "forward", "bwd": "backward", "bwd_inner": "backward_inner", "bwd_allreduce": "backward_allreduce"}
 _TIMES["step"] = "step"
-WARM_UP = 2  # updates left out
+WARM_UP = 2  # number of updates excluded from the average
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Waiting:
 
 
 class RunEvents:
-    """Collects the numbers of an update, and writes them in order. Also listens to the recorder, for times."""
+    """Collects the metrics of updates and writes them in order. Also listens to the recorder for times."""
 
     wants_intervals = False
 
@@ -64,16 +64,16 @@ class RunEvents:
         self._with_times = with_times
         self._loss: torch.Tensor | None = None
         self._waiting: deque[_Waiting] = deque()
-        self._samples: dict[int, int] = {}  # by number of the update
+        self._samples: dict[int, int] = {}  # by update number
 
     def add_loss(self, loss: Any) -> None:
-        """Add a micro-batch's loss, divided by their number."""
+        """Add a micro-batch's loss, which is already divided by the number of micro-batches."""
         if isinstance(loss, torch.Tensor):
             part = loss.detach().float()
             self._loss = part if self._loss is None else self._loss + part
 
     def note_update(self, engine: Any, number: int) -> None:
-        """An update has been made; what was counted has moved on."""
+        """Collect the metrics after an update; the engine's counters already include it."""
         samples = engine.global_samples
         rates = engine.rates_of_last_update
         events: list[Event] = []
@@ -96,7 +96,7 @@ class RunEvents:
             )
 
     def flush(self) -> None:
-        """Write what is left; waits for it."""
+        """Write all remaining metrics; waits for losses still being copied."""
         self._write(wait=True)
 
     def _write(self, *, wait: bool) -> None:
@@ -109,7 +109,7 @@ class RunEvents:
 
 
 class ThroughputLog:
-    """Counts updates. The first two are warm-up, as in DeepSpeed's timer."""
+    """Logs samples per second. The first two updates are warm-up, as in DeepSpeed's timer."""
 
     def __init__(self, clock: Clock, device: torch.device, every: int) -> None:
         self._clock = clock
@@ -117,11 +117,11 @@ class ThroughputLog:
         self._every = every
         self._num_updates = 0
         self._first: Mark | None = None
-        self._last: tuple[int, Mark] | None = None  # number of updates then
+        self._last: tuple[int, Mark] | None = None  # (number of updates, mark) of the last line
         self._due: deque[tuple[int, int, int, Mark]] = deque()
 
     def count(self, global_step: int, samples: int) -> None:
-        """An update of so many samples has been made."""
+        """Count an update of `samples` samples."""
         self._num_updates += 1
         is_due = global_step % self._every == 0
         if self._num_updates == WARM_UP:
@@ -146,7 +146,7 @@ class ThroughputLog:
 
 
 def memory_line() -> str:
-    """MA is what tensors take of the device, CA what PyTorch has taken of it, Max_ the most of it since last time."""
+    """Memory in use, with DeepSpeed's labels: MA allocated, CA reserved by PyTorch, Max_ peaks since the last call."""
     device = current_device()
     (now, peak), (held, held_peak) = runtime_of(device).allocated(), reserved(device)
     machine, process = psutil.virtual_memory(), psutil.Process().memory_info().rss
@@ -158,7 +158,7 @@ def memory_line() -> str:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log `memory_line` on rank 0, if forced (scripts leave these calls in); peaks are counted anew from here."""
+    """Log `memory_line` on rank 0 and reset the peaks, but only if `force` is set: scripts leave these calls in."""
     if not force:
         return
     log_dist(f"{message} | {memory_line()}")
@@ -166,7 +166,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 class MemoryLog:
-    """An observer of the engine's phases: `memory_breakdown`."""
+    """`memory_breakdown`: logs memory before and after each phase of the engine."""
 
     def phase_begins(self, name: str) -> None:
         see_memory_usage(f"before {name}", force=True)
@@ -176,11 +176,11 @@ class MemoryLog:
 
 
 class Profiling(TrainingFeature):
-    """See above.
+    """The profiling feature, as described above.
 
     Attributes:
-        recorder: None where nothing needs times.
-        comms: the log of collectives, where there is one.
+        recorder: None if no listener needs times.
+        comms: the log of collectives, or None.
     """
 
     name = "profiling"
@@ -189,7 +189,7 @@ class Profiling(TrainingFeature):
     def __init__(self, model: nn.Module, policy: sections.Observation, trace: sections.Trace) -> None:
         """
         Raises:
-            ConfigError: a monitor's library is not installed.
+            ConfigError: if a monitor's library is not installed.
         """
         self.policy = policy
         self._flops_policy = policy.section(sections.FlopsProfiler)
@@ -204,7 +204,7 @@ class Profiling(TrainingFeature):
         self._flops: FlopsProfiler | None = None
         self._engine: Any = None
         self._rank = 0
-        self._monitors = Monitors(policy.monitors)  # before anything is built: a missing library is reported first
+        self._monitors = Monitors(policy.monitors)  # created first, to report a missing library early
 
     def begin(self, tools: EngineTools) -> None:
         policy, self._engine = self.policy, tools.engine
@@ -239,7 +239,7 @@ class Profiling(TrainingFeature):
         if policy.dump_state:
             dump_state(self._engine)
 
-    # An update
+    # Hooks of an update
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         policy = self._flops_policy
@@ -269,7 +269,7 @@ class Profiling(TrainingFeature):
         self._drop_idle()
 
     def _drop_idle(self) -> None:
-        """Drop listeners that are complete, so that they cost nothing."""
+        """Remove listeners that are complete, to avoid their overhead."""
         if self.recorder is None:
             return
         if self._trace is not None and self._trace.is_written:
@@ -311,7 +311,7 @@ class Profiling(TrainingFeature):
         )
 
     def last_breakdown(self) -> Breakdown | None:
-        """Breakdown of the last update; waits for the device. None without wall_clock_breakdown or an update."""
+        """The breakdown of the last update, or None without one or without wall_clock_breakdown. Synchronizes."""
         if self.recorder is None or self.wall_clock is None:
             return None
         self.recorder.finish()
@@ -331,7 +331,7 @@ class Profiling(TrainingFeature):
 
 
 def profiling_of(model: nn.Module, resolved: Resolved) -> Profiling:
-    """The feature, where the config or the program asks for any of it."""
+    """The profiling feature with the policies of a config."""
     return Profiling(model, resolved.section(sections.Observation), resolved.section(sections.Trace))
 
 

@@ -1,7 +1,7 @@
-"""Operations, latency and parameters of every module in a forward, counted by torch's own counter.
+"""FLOPs, latency and parameters of every module in a forward pass, counted by torch's own counter.
 
-What is counted: matrix products, convolutions and attention, as `torch.utils.flop_counter` has them, two operations to
-a multiply-accumulate (MAC). Elementwise work, norms and biases are not in it: a few in a thousand of a transformer's.
+Matrix products, convolutions and attention are counted, as in `torch.utils.flop_counter`, with two operations per
+multiply-accumulate (MAC). Elementwise operations, norms and biases, a few per mille of a transformer's FLOPs, are not.
 Names and arguments are those of DeepSpeed's profiler.
 """
 
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.device.registry import clock_of
 from hf_zero.device.runtime import HOST, Event
 
-# Numbers as people read them, and means that leave out what is far off.
+# Formatting of numbers, and means without outliers.
 
 
 GIB = 1024**3
@@ -31,7 +31,7 @@ _SIZES = {"T": 1e12, "G": 1e9, "B": 1e9, "M": 1e6, "K": 1e3, "m": 1e-3, "u": 1e-
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """The mean without the smallest and the largest part of the values; 0.0 of nothing."""
+    """The mean without the smallest and largest `trim_percent` (a fraction) of the values each; 0.0 without values."""
     assert 0.0 <= trim_percent <= 1.0
     cut = int(trim_percent * len(data))
     kept = sorted(data)[cut : len(data) - cut] or list(data)
@@ -39,7 +39,7 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
 
 
 def amount(num_bytes: float) -> str:
-    """Bytes in the largest unit of which there is at least one: 1.5 MB is 1024 * 1024 * 1.5 bytes, as in DeepSpeed."""
+    """Format bytes with the largest fitting unit; units are powers of 1024, as in DeepSpeed: 1 MB is 1024 * 1024."""
     for unit in ("B", "KB", "MB", "GB", "TB"):
         if abs(num_bytes) < 1024 or unit == "TB":
             return f"{num_bytes:.2f} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
@@ -48,7 +48,7 @@ def amount(num_bytes: float) -> str:
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """In the largest of T, G, M, K, 1, m, u that leaves at least one, or in the one given."""
+    """Format a number with the unit T, G, M, K, none, m or u: the given one, or the largest that fits."""
     if units is None:
         return scaled(num, "", precision=precision)
     return f"{round(num / _SIZES.get(units, 1.0), precision):g} {units}".rstrip()
@@ -69,7 +69,7 @@ def params_to_string(params_num: float, units: str | None = None, precision: int
 
 
 def scaled(number: float, unit: str, *, precision: int = 2, billions: str = "G") -> str:
-    """3014656, "MACs" -> 3.01 MMACs; with `billions` the letter for 1e9."""
+    """Format a number with a unit: 3014656, "MACs" -> 3.01 MMACs. `billions` is the prefix for 1e9."""
     if not number:
         return f"0 {unit}".rstrip()
     for size, letter in ((1e12, "T"), (1e9, billions), (1e6, "M"), (1e3, "K"), (1.0, ""), (1e-3, "m"), (1e-6, "u")):
@@ -81,7 +81,7 @@ def scaled(number: float, unit: str, *, precision: int = 2, billions: str = "G")
 def _attention_on_cpu(
     query: Sequence[int], key: Sequence[int], value: Sequence[int], *_args: Any, **_options: Any
 ) -> int:
-    """FLOPs of a kernel that torch's counter does not know: Q K^T and the product with V, by query heads."""
+    """FLOPs of an attention kernel that torch's counter lacks: Q K^T and the product with V, for all query heads."""
     batch, heads, length, dim = query
     return 2 * batch * heads * length * key[-2] * (dim + value[-1])
 
@@ -90,31 +90,31 @@ CUSTOM_MAPPING: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_atten
 
 
 def flop_counter() -> FlopCounterMode:
-    """torch's counter, with attention on CPUs."""
+    """torch's FLOP counter, extended by attention on CPUs."""
     return FlopCounterMode(display=False, custom_mapping=CUSTOM_MAPPING)
 
 
 @dataclass(slots=True)
 class _Latency:
-    """Marks of one module's calls."""
+    """Begin and end marks of one module's calls."""
 
     begins: list[Event] = field(default_factory=list)
     ends: list[Event] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether it was called."""
+        """Whether the module was called."""
         return bool(self.begins)
 
 
 class FlopsProfiler:
-    """Counts between `start_profile` and `stop_profile`. Modules are timed by marks, without synchronising.
+    """Counts FLOPs between `start_profile` and `stop_profile`. Modules are timed by events, without synchronization.
 
     Attributes:
-        flops, macs, params: of what was printed last.
+        flops, macs, params: totals of the last printed profile.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
-        """`recompute_fwd_factor`: forwards that backward runs again."""
+        """`recompute_fwd_factor`: number of forwards that backward recomputes."""
         self.model = model
         self.ds_engine = ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
@@ -130,10 +130,10 @@ class FlopsProfiler:
         self._counting: AbstractContextManager[Any] | None = None
 
     def start_profile(self, ignore_list: Iterable[type] | None = None) -> None:
-        """Count from now on, from zero.
+        """Start counting from zero.
 
         Args:
-            ignore_list: classes of modules that are left out of the report, with what they compute.
+            ignore_list: module classes to exclude, with their FLOPs, from the report.
         """
         self._end_counting()
         self.started = True
@@ -146,7 +146,7 @@ class FlopsProfiler:
         self._counting.__enter__()
 
     def stop_profile(self) -> None:
-        """Keep what was counted; the model runs as before."""
+        """Stop counting and keep the counts; removes all hooks."""
         if self._counting is not None:
             counter = self._counting
             self._end_counting()
@@ -154,7 +154,7 @@ class FlopsProfiler:
             self._counts = counter.get_flop_counts()
 
     def reset_profile(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self._counts = {}
         self._latencies = {module: _Latency() for module in self._names}
 
@@ -177,10 +177,10 @@ class FlopsProfiler:
     def _after(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._latencies[module].ends.append(self._clock.mark())
 
-    # What was counted
+    # Results
 
     def modules(self) -> list[ModuleProfile]:
-        """Every module, in the model's order; waits for the device. Without those in the ignore list."""
+        """Profiles of all modules except ignored ones, in the model's order. Waits for the device."""
         self._clock.synchronize()
         left_out = [name for module, name in self._names.items() if self._ignored and isinstance(module, self._ignored)]
         return [
@@ -204,7 +204,7 @@ class FlopsProfiler:
         )
 
     def _flops(self, module: nn.Module, name: str) -> int:
-        if not self._latencies.get(module):  # a ModuleList, for one: its owner calls the modules in it
+        if not self._latencies.get(module):  # such as a ModuleList, whose owner calls the modules in it
             return sum(self._flops(child, f"{name}.{key}" if name else key) for key, child in module.named_children())
         root = type(self.model).__name__
         return sum(self._counts.get(f"{root}.{name}" if name else root, {}).values())
@@ -224,7 +224,7 @@ class FlopsProfiler:
         return scaled(total, "MACs") if as_string else total
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Seconds of the forwards."""
+        """Duration of the forwards in seconds."""
         total = self.modules()[0].latency_s
         return scaled(total, "s") if as_string else total
 
@@ -243,10 +243,10 @@ class FlopsProfiler:
         output_file: str | None = None,
         times: EngineTimes | None = None,
     ) -> None:
-        """Write the report to a file, or to standard output; nothing before a start.
+        """Write the report to a file or to standard output, if profiling was started.
 
         Args:
-            times: of the update around it, where there is an engine.
+            times: times of the profiled update, if an engine ran it.
         """
         if not self.started:
             return
@@ -264,13 +264,13 @@ class FlopsProfiler:
         _write(text, output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Only the table of the top modules."""
+        """Print only the table of the top modules."""
         if self.started:
             _write("\n".join(aggregated(self.modules(), module_depth, top_modules)), None)
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Elements of whole parameters, also where this rank has only shards."""
+    """The number of elements of a module's full parameters, even if this rank only has shards."""
     return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in module.parameters())
 
 
@@ -289,18 +289,18 @@ def get_model_profile(
     ignore_modules: Iterable[type] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """(flops, macs, params) of one forward of `model`, which is in eval mode afterwards.
+    """(flops, macs, params) of one forward of `model`, which is left in eval mode.
 
     Args:
-        input_shape: of one tensor that the model gets, instead of `args`.
-        warm_up: forwards before it.
+        input_shape: shape of a single input tensor, instead of `args`.
+        warm_up: number of forwards before the profiled one.
         mode: "forward", or "generate" for model.generate.
 
     Raises:
         AssertionError: without input_shape, args and kwargs, or for another mode.
     """
     assert mode in ("forward", "generate"), f"mode must be forward or generate, not {mode!r}"
-    assert input_shape is not None or args or kwargs, "give input_shape, args or kwargs: what the model runs on"
+    assert input_shape is not None or args or kwargs, "give the model's input: input_shape, args or kwargs"
     if input_shape is not None:
         example = next(model.parameters())
         args = [torch.ones(tuple(input_shape), dtype=example.dtype, device=example.device)]
@@ -349,30 +349,30 @@ _LABEL, _VALUE = 70, 8
 _NOTATION = """Notation:
 params: number of parameters
 macs: multiply-accumulates; flops: floating-point operations, 2 per MAC (matrix products, convolutions, attention)
-fwd, bwd: forward, backward; latency: seconds from begin to end of a module's forward
+fwd, bwd: forward, backward; latency: duration of a module's forward in seconds
 FLOPS: flops per second"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleProfile:
-    """One module with everything in it."""
+    """The profile of one module, including its submodules."""
 
-    name: str  # in the model; "" for the model itself
+    name: str  # qualified name; "" for the model itself
     class_name: str
     depth: int
     params: int
     flops: int
     macs: int
     latency_s: float
-    describes: str = ""  # its own arguments, where nothing is in it
+    describes: str = ""  # its extra_repr, if it has no submodules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimes:
-    """Times of the update whose forward was profiled, all its micro-batches together.
+    """Times of the update whose forward was profiled, summed over its micro-batches.
 
     Attributes:
-        samples: of the update, over all ranks.
+        samples: number of samples of the update over all ranks.
     """
 
     world: int
@@ -395,7 +395,7 @@ def report(
     top: int,
     detailed: bool,
 ) -> str:
-    """All of it, as text. `modules`: the model first, then each module before what is in it."""
+    """Format the full report. `modules`: in pre-order, with the model first."""
     title = f"{'-' * 25} hf_zero Flops Profiler {'-' * 25}"
     lines = [title, f"Profile Summary at step {step}:", _NOTATION, ""]
     summary = _summary(modules[0], times, recomputed)
@@ -437,7 +437,7 @@ def _rate(flops: float, seconds: float) -> str:
 
 
 def aggregated(modules: Sequence[ModuleProfile], depth: int, top: int) -> list[str]:
-    """Per depth, down to `depth` (-1: all), the classes with most params, MACs and latency."""
+    """Format the `top` classes in params, MACs and latency for each depth down to `depth` (-1: all)."""
     deepest = max(module.depth for module in modules)
     last = deepest if depth < 0 else min(depth, deepest)
     quantities: dict[str, tuple[Callable[[ModuleProfile], float], Callable[[float], str]]] = {
@@ -459,7 +459,7 @@ def aggregated(modules: Sequence[ModuleProfile], depth: int, top: int) -> list[s
 
 
 def _tree(modules: Sequence[ModuleProfile]) -> list[str]:
-    """Every module with its numbers and their share of the model's."""
+    """Format the tree of all modules, each with its numbers and their shares of the model's."""
     whole = modules[0]
     lines = [f"{'-' * 22} Detailed Profile per GPU {'-' * 22}"]
     for module in modules:

@@ -1,4 +1,4 @@
-"""Monitors: back-ends for the numbers of a run, each through its own library. Rank 0 writes.
+"""Monitors: backends for the metrics of a run, each by its own library. Only rank 0 writes.
 
 Names and arguments are DeepSpeed's: `MonitorMaster(config).write_events([(name, value, samples), ...])`.
 """
@@ -25,17 +25,17 @@ LIBRARIES = {
 
 
 class Monitor(ABC):
-    """One back-end for events."""
+    """One backend for events."""
 
     @abstractmethod
     def write_events(self, event_list: Sequence[Event]) -> None: ...
 
     def close(self) -> None:  # noqa: B027
-        """Close: no events follow."""
+        """Close the monitor after the last event."""
 
 
 class TensorBoardMonitor(Monitor):
-    """Scalars over samples in output_path/job_name."""
+    """Writes scalars over samples to output_path/job_name."""
 
     def __init__(self, policy: sections.TensorBoard) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -52,9 +52,9 @@ class TensorBoardMonitor(Monitor):
 
 
 class CsvMonitor(Monitor):
-    """One file per name in output_path/job_name, with a header: step, and the last part of the name.
+    """Writes one file per name to output_path/job_name, with a header: step, and the last part of the name.
 
-    An earlier run's file is gone on with; one that has these samples already (from behind a checkpoint) is cut there.
+    Files of an earlier run are continued; rows from after the checkpoint that the run resumed from are removed.
     """
 
     def __init__(self, policy: sections.CsvMonitor) -> None:
@@ -73,7 +73,7 @@ class CsvMonitor(Monitor):
 
 
 def _cut(path: Path, samples: int, title: str) -> None:
-    """Leave what comes before `samples`, under the header."""
+    """Keep only the header and the rows before `samples`."""
     rows: list[list[str]] = []
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
@@ -83,7 +83,7 @@ def _cut(path: Path, samples: int, title: str) -> None:
 
 
 class WandbMonitor(Monitor):
-    """One log call for the events of an update, at its samples."""
+    """Logs all events with the same number of samples in one call."""
 
     def __init__(self, policy: sections.WandB) -> None:
         import wandb
@@ -95,7 +95,7 @@ class WandbMonitor(Monitor):
         for name, value, samples in event_list:
             by_samples.setdefault(samples, {})[name] = value
         for samples, values in by_samples.items():
-            # `step` is wandb's own count where others log into the same run, so samples are a value beside.
+            # wandb counts `step` itself, because others may log into the same run; samples are logged as a value.
             self._run.log({**values, "Train/Samples": samples})
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class WandbMonitor(Monitor):
 
 
 class CometMonitor(Monitor):
-    """Each name at most once per `samples_log_interval`."""
+    """Logs each name at most once per `samples_log_interval` samples."""
 
     def __init__(self, policy: sections.Comet) -> None:
         import comet_ml
@@ -138,7 +138,7 @@ class Monitors(Monitor):
     def __init__(self, policies: Mapping[str, sections.Monitor]) -> None:
         """
         Args:
-            policies: sections by their names.
+            policies: config sections by name.
 
         Raises:
             ConfigError: for every monitor whose library is not installed.
@@ -151,7 +151,7 @@ class Monitors(Monitor):
         self._all: list[Monitor] = []
 
     def open(self) -> None:
-        """On the rank that writes; elsewhere events go nowhere."""
+        """Open all monitors, on the rank that writes; other ranks discard their events."""
         self._all += [MONITORS[name](policy) for name, policy in self._policies.items()]
 
     def write_events(self, event_list: Sequence[Event]) -> None:
@@ -167,4 +167,4 @@ class Monitors(Monitor):
 def _missing(section: str) -> Problem:
     package = LIBRARIES[section][1]
     fix = f"pip install {package}, or set enabled to false (csv_monitor needs no package)"
-    return Problem(f"{section}.enabled", True, f"needs the package {package}, which is not there", fix)
+    return Problem(f"{section}.enabled", True, f"needs the package {package}, which is not installed", fix)

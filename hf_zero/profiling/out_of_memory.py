@@ -1,5 +1,5 @@
-"""An out-of-memory error of forward, backward or step ends with what held the memory, and the change that would have
-made it fit."""
+"""Extends an out-of-memory error of forward, backward or step by what held the memory, and by the config change that
+would have made it fit."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Kinds = dict[str, int]  # bytes
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ON_CPU = ("can't allocate memory", "not enough memory")
-# A recomputed block keeps its input; what one block computes is there while it is recomputed.
+# A checkpointed block keeps its input; the activations of one block exist while it is recomputed.
 _BLOCKS_WITHOUT_A_NUMBER = 8
-_TILE_TOKENS = 1024  # that tiled MLPs and losses run over at a time, at least
-_MLP_TENSORS = 4  # of the inner width, in the model's dtype: gate, up, activation, product
+_TILE_TOKENS = 1024  # minimum number of tokens per tile of tiled MLPs and losses
+_MLP_TENSORS = 4  # tensors of the intermediate size, in the model's dtype: gate, up, activation, product
 
 
 def memory_by_kind(engine: Any) -> Kinds:
-    """Bytes on the engine's device, each storage once; what no tensor of the engine explains is the rest.
+    """Bytes in use on the engine's device by kind, with each storage counted once. `REST` is what remains.
 
-    On a CPU the rest is what the process has beside them: the interpreter, libraries, data.
+    On a CPU the rest also includes the interpreter, libraries and data of the process.
     """
     device, seen = engine.device, set[int]()
     sizes = {kind: _size(tensors(), device, seen) for kind, tensors in _kinds(engine)}
@@ -43,12 +43,12 @@ def memory_by_kind(engine: Any) -> Kinds:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes still available, PyTorch's cache included."""
+    """Bytes still available, including PyTorch's cache."""
     return runtime_of(device).available() if runtime_of(device).has_own_memory else host_available()
 
 
 def cached_bytes(device: torch.device) -> int:
-    """Bytes that PyTorch has reserved and no tensor uses."""
+    """Bytes that PyTorch has reserved but no tensor uses."""
     return max(0, reserved(device)[0] - runtime_of(device).allocated()[0])
 
 
@@ -58,7 +58,7 @@ def _kinds(engine: Any) -> Iterator[tuple[str, Callable[[], Iterable[Tensor]]]]:
     buckets = assembly.reducer.buckets if assembly is not None else ()
 
     def shards() -> Iterator[Tensor]:
-        # Where the weight is not its own master, what the update writes; else the master is the shard.
+        # The weights that the update writes, if they are separate from the masters; else the masters are the shards.
         sharded = assembly is not None and assembly.optimizer.sharding.shards_parameters
         for sub_group in sub_groups if sharded else ():
             yield sub_group.master if sub_group.lp_param is None else sub_group.lp_param
@@ -101,14 +101,14 @@ def _in_use(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something to change in ds.json or in the arguments, and the bytes it would free on the device."""
+    """A change of ds.json or of the arguments, and the bytes that it would free on the device."""
 
     what: str
     frees: int
 
 
 def explain(engine: Any, phase: str, error: Exception) -> None:
-    """Add to an error of `phase` what held the memory, if memory is what it is about."""
+    """Add the explanation to an error of `phase`, if it is an out-of-memory error."""
     if not is_out_of_memory(error) or getattr(error, "is_explained", False):
         return
     kinds = memory_by_kind(engine)
@@ -125,33 +125,33 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(message: str) -> int:
-    """Bytes that could not be allocated; 0 if the message does not say."""
+    """Bytes that could not be allocated; 0 if the message does not contain them."""
     match = _ASKED.search(message)
     return round(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
 def explanation(phase: str, kinds: Kinds, lacks: int, changes: list[Change], cached: int = 0) -> str:
-    """The message: what held the memory, and the change.
+    """Format the message: what held the memory, and which change would help.
 
     Args:
-        lacks: bytes more than there were; not positive: memory was there, in pieces.
-        changes: in the order in which they are to be preferred.
-        cached: bytes that PyTorch keeps and no tensor uses.
+        lacks: missing bytes; if not positive, enough memory was free, but fragmented.
+        changes: in order of preference.
+        cached: bytes that PyTorch has reserved but no tensor uses.
     """
     total = sum(kinds.values()) or 1
-    lines = [f"hf_zero: in {phase}, this rank's memory on the device was taken by"]
+    lines = [f"hf_zero: in {phase}, this rank's memory on the device was used by"]
     for kind, num_bytes in sorted(kinds.items(), key=lambda entry: -entry[1]):
         lines.append(f"  {kind:<26}{amount(num_bytes):>12}{num_bytes / total:>8.1%}")
     if lacks <= 0 and cached:
         fix = "set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment"
-        lines.append(f"{amount(cached)} were free, in pieces that are too small: {fix}")
+        lines.append(f"{amount(cached)} were free, but fragmented: {fix}")
         return "\n".join(lines)
     lines.append(_advice(max(1, lacks), changes))
     return "\n".join(lines)
 
 
 def _advice(lacks: int, changes: list[Change]) -> str:
-    """The first change that is enough, or the fewest that are enough together."""
+    """The first change that is enough, or else the shortest list of changes that are enough together."""
     short = f"{amount(lacks)} more were needed"
     enough = next((change for change in changes if change.frees >= lacks), None)
     if enough is not None:
@@ -163,24 +163,24 @@ def _advice(lacks: int, changes: list[Change]) -> str:
             listed = "; ".join(f"{each.what} (about {amount(each.frees)})" for each in taken)
             return f"{short}. No single change is enough; these together are: {listed}"
     listed = "".join(f"\n  {each.what}: about {amount(each.frees)}" for each in taken)
-    there_are = f". What there is to switch on:{listed}" if listed else ""
-    return f"{short}, and no change of the config frees as much: use more ranks, or a smaller model{there_are}"
+    available = f". Available changes:{listed}" if listed else ""
+    return f"{short}, and no change of the config frees as much: use more ranks, or a smaller model{available}"
 
 
 def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
-    """Changes that this engine could still make, the cheapest first."""
+    """Changes that are still possible for this engine, cheapest first."""
     zero, world = engine.settings.resolved.zero, engine.groups.shard.size
     _, micro_batch, steps = engine.settings.get_batch_info()
     left = 1 - 1 / world
     if micro_batch > 1:
         what = (
             f"train_micro_batch_size_per_gpu (per_device_train_batch_size) {micro_batch // 2 or 1} and "
-            f"gradient_accumulation_steps {steps * 2}, which computes the same"
+            f"gradient_accumulation_steps {steps * 2}, which computes the same update"
         )
         yield Change(what, kinds.get(REST, 0) // 2)
     yield from _activation_changes(engine, kinds.get(REST, 0))
     states = kinds.get(MASTERS, 0) + kinds.get(STATES, 0)
-    # What every rank still has whole.
+    # The states and gradients that every rank still has in full.
     whole = (states if zero.stage == 0 else 0) + (kinds.get(GRADIENTS, 0) if zero.stage < 2 else 0)
     if zero.stage < 2 and world > 1:
         yield Change("zero_optimization.stage 2", int(whole * left))
@@ -194,7 +194,7 @@ def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
 
 
 def _activation_changes(engine: Any, rest: int) -> Iterator[Change]:
-    """Gradient checkpointing; then, of what it leaves, tiles, and inputs of layers on the host."""
+    """Changes that free activations: gradient checkpointing, tiling, and layer inputs in host memory."""
     config, shape = text_config(getattr(engine.module, "config", None)), tuple(engine.input_shape or ())
     blocks = int(getattr(config, "num_hidden_layers", None) or _BLOCKS_WITHOUT_A_NUMBER)
     resolved, tokens = engine.settings.resolved, math.prod(shape)
@@ -203,7 +203,7 @@ def _activation_changes(engine: Any, rest: int) -> Iterator[Change]:
     if is_off:
         yield Change("gradient checkpointing (--gradient_checkpointing)", int(rest * (1 - 2 / (blocks + 1))))
     size = next((parameter.element_size() for parameter in engine.module.parameters()), 4)
-    cut = max(0, tokens - _TILE_TOKENS)  # tokens whose share is gone when a tile at a time is there
+    cut = max(0, tokens - _TILE_TOKENS)  # tokens whose memory is saved when only one tile exists at a time
     logits = cut * int(getattr(config, "vocab_size", None) or 0) * (size + LOSS_BYTES)
     if logits and not tiling.tiled_loss:
         yield Change('hf_zero {"tiled_loss": true}', min(rest, logits))
@@ -226,13 +226,13 @@ def _shared_sequences(engine: Any, rest: int) -> Iterator[Change]:
 
 
 def runtime_is_separate(engine: Any) -> bool:
-    """Whether host memory is another place than the device's."""
+    """Whether the device has memory of its own, apart from host memory."""
     return bool(engine.device.type != "cpu")
 
 
 def _can_checkpoint(module: Any) -> bool:
     if not getattr(module, "supports_gradient_checkpointing", False):
         return False
-    # transformers 5 has another name for it, and warns of the older one.
+    # transformers 5 renamed the attribute, and warns if the old name is used.
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     return not next((getattr(module, name) for name in names if hasattr(type(module), name)), True)

@@ -1,21 +1,21 @@
-"""Records what a run does by marks, without synchronising, and tells listeners about every update that has completed.
+"""Records the work of a run by marks, without synchronization, and reports every completed update to listeners.
 
     spans, collectives      begin ... end    begin ... end         marks: events of the device, or the host's clock
     transfers
-    end of an update        the marks so far are put aside
-    a later update          those that have passed are read:       Update -> every listener
+    end of an update        its marks are queued
+    a later update          marks that have passed are read:       Update -> every listener
 
-On a CPU a mark has passed at once. On an accelerator the host runs ahead: an update is reported when the device has
-done it, one or two updates later.
+On a CPU a mark passes immediately. On an accelerator the host runs ahead: an update is reported when the device has
+completed it, one or two updates later.
 
-The time of a span, from begins and ends: every moment belongs to the innermost span that contains it.
+Time is assigned to spans so that every moment belongs to the innermost span that contains it:
 
-    forward  |------------------------|          (forward, forward)   the rest of it
-    gather        |----|    |--|                 (forward, gather)    these two
+    forward  |------------------------|          (forward, forward)   the rest of the span
+    gather        |----|    |--|                 (forward, gather)    these two intervals
              ^                        ^
-             before it: data, where a forward follows, else other
+             before it: data if a forward follows, else other
 
-So parts add up to the whole, whatever nests in what.
+So the parts add up to the total, regardless of nesting.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from hf_zero.spans import SPANS
 from hf_zero.staging import staging_file
 
 Parts = dict[tuple[str, str], int]
-OUTSIDE = ""  # phase of what lies between the engine's phases: ("", "data") and ("", "other")
+OUTSIDE = ""  # phase of time between the engine's phases: ("", "data") and ("", "other")
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A span begins, or, without a kind, the one that began last ends."""
+    """The begin of a span or, without a kind, the end of the innermost open one."""
 
     mark: Event
     kind: str = ""
@@ -53,7 +53,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A span as it was."""
+    """A completed span."""
 
     kind: str
     name: str
@@ -64,10 +64,10 @@ class Interval:
 def divide(
     edges: Iterable[Edge], start: Event, elapsed_ns: Callable[[Event, Event], int], start_ns: int, *, wants: bool
 ) -> tuple[Parts, list[Interval], int]:
-    """Nanoseconds by (phase, kind); the spans, if wanted; all nanoseconds from `start` to the last edge.
+    """Nanoseconds by (phase, kind); the spans, if `wants`; total nanoseconds from `start` to the last edge.
 
     Args:
-        start_ns: what the host's clock says at `start`.
+        start_ns: the host's clock at `start`.
     """
     parts: Parts = {}
     intervals: list[Interval] = []
@@ -92,7 +92,7 @@ def divide(
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A copy between host memory and the device's (in, out), or of a drive (read, write)."""
+    """A transfer between host memory and the device (in, out) or a drive (read, write)."""
 
     lane: str
     num_bytes: int
@@ -102,12 +102,12 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One update, from the end of the one before it to its own end. Times are of the host's clock.
+    """One update, from the end of the previous one to its own end. Times are those of the host's clock.
 
     Attributes:
-        number: updates so far, this one included.
-        parts: nanoseconds by (phase, kind): of each phase without what is inside it, and of what is inside it.
-        intervals: the spans, where a listener wants them.
+        number: number of updates so far, including this one.
+        parts: nanoseconds by (phase, kind): each phase without its nested spans, and its nested spans.
+        intervals: the spans, if a listener wants them.
     """
 
     number: int
@@ -120,7 +120,7 @@ class Update:
 
 
 class Listener(Protocol):
-    """Gets every update, in order.
+    """Receives every update, in order.
 
     Attributes:
         wants_intervals: whether it reads `Update.intervals`.
@@ -133,7 +133,7 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class _Waiting:
-    """An update whose marks have perhaps not passed."""
+    """An update whose marks may not have passed."""
 
     number: int
     edges: list[Edge]
@@ -143,13 +143,13 @@ class _Waiting:
 
 
 class Recorder:
-    """The watcher of spans and of collectives, while there is a listener."""
+    """Watches spans and collectives while it has listeners."""
 
     def __init__(self, clock: Clock, device: torch.device = HOST) -> None:
         self.listeners: list[Listener] = []
         self.clock = clock
-        self.device = device  # that `clock` is of
-        clock.synchronize()  # once, so that the host's clock and the device's can be laid side by side
+        self.device = device  # the device of `clock`
+        clock.synchronize()  # once, to align the host's clock with the device's
         self._cursor = clock.mark()
         clock.synchronize()
         self._cursor_ns = time.perf_counter_ns()
@@ -173,7 +173,7 @@ class Recorder:
         if SPANS.watcher is self:
             SPANS.watcher = ledger.watcher = None
 
-    # What spans, devices and collectives tell
+    # Called by spans, devices and collectives
 
     def begin(self, kind: str, name: str) -> Event:
         mark = self.clock.mark()
@@ -199,19 +199,19 @@ class Recorder:
     # Updates
 
     def end_update(self, number: int) -> None:
-        """Record that update `number` has been made."""
+        """Record the end of update `number`."""
         done, self._now = self._now, _Waiting(0, [], [], [])
         done.number = number
         self._waiting.append(done)
         self._read_passed()
 
     def finish(self) -> None:
-        """Tell of everything that has happened; waits for the device."""
+        """Report all recorded updates; waits for the device."""
         self.clock.synchronize()
         self._read_passed()
 
     def take_calls(self) -> list[FinishedCall]:
-        """Finished calls since the last update; listeners do not get them again. Waits for the device."""
+        """Remove and return the calls finished since the last update; listeners do not get them. Synchronizes."""
         self.clock.synchronize()
         over = [call for call in self._now.calls if call.is_over]
         self._now.calls = [call for call in self._now.calls if not call.is_over]
@@ -251,7 +251,7 @@ class Recorder:
                     self._device_free_ns = finished.intervals[-1][1]
 
     def _over(self, waiting: _Waiting) -> list[TimedCall]:
-        """Those that are complete, or that nothing waits for; the others are reported with the next update."""
+        """Calls that are complete or too old; the others are reported with the next update."""
         over = [call for call in waiting.calls if call.is_over or call.is_old]
         for call in waiting.calls:
             if not (call.is_over or call.is_old):
@@ -292,8 +292,8 @@ class Recorder:
 #     device to host                        |--|
 #     drive reads, drive writes
 #
-# One process per rank; what overlaps in a row gets a row below it. Times are microseconds of the wall clock, so that
-# files of ranks on one host lie side by side when opened together.
+# One process per rank; spans that overlap within a row are moved to an additional row. Times are microseconds of the
+# wall clock, so that the files of ranks on one host are aligned when opened together.
 
 
 _UPDATES, _COMPUTE, _COMMUNICATION = 0, 10, 20
@@ -303,19 +303,19 @@ _ROWS = {_UPDATES: "updates", _COMPUTE: "compute", _COMMUNICATION: "communicatio
 
 
 class TraceFile:
-    """The listener: keeps some updates, then writes them, once."""
+    """Listener that collects a range of updates and writes them once."""
 
     wants_intervals = True
 
     def __init__(self, path: Path, rank: int, *, start: int, num_updates: int) -> None:
-        """`start`: updates before the first that is in it."""
+        """`start`: number of updates before the first one in the trace."""
         self.path = path
         self._rank = rank
         self._start = start
         self._num_updates = num_updates
         self._events: list[dict[str, Any]] = []
         self._rows: dict[int, str] = {}
-        # What turns times of the host's clock into those of the wall clock.
+        # Offset from the host's clock to the wall clock.
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self.is_written = False
 
@@ -327,7 +327,7 @@ class TraceFile:
             self.write()
 
     def write(self) -> None:
-        """Write the trace, once; no file if nothing was recorded."""
+        """Write the trace once; writes no file if nothing was recorded."""
         if self.is_written or not self._events:
             return
         self.is_written = True
@@ -386,8 +386,8 @@ def _name(kind: str, name: str) -> str:
 def _in_rows(
     spans: Iterable[tuple[int, int, str, dict[str, Any]]],
 ) -> Iterator[tuple[int, tuple[int, int, str, dict[str, Any]]]]:
-    """Each span with a row in which it only follows others, or nests in them."""
-    rows: list[list[int]] = []  # ends of the spans that are open
+    """Assign each span to a row whose other spans either do not overlap it or contain it."""
+    rows: list[list[int]] = []  # end times of open spans
     for span in sorted(spans, key=lambda span: (span[0], -span[1])):
         begin, end = span[:2]
         for open_until in rows:

@@ -1,4 +1,4 @@
-"""Timers that programs make for themselves, under DeepSpeed's names. Times are milliseconds, rates are per second."""
+"""Timers for use by programs, under DeepSpeed's names. Times are in milliseconds, rates per second."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TIME_EPSILON = 1e-6
 
 
 class SynchronizedWallClockTimer:
-    """Timers by name; the device has finished its work at every start and stop."""
+    """Timers by name, which synchronize the device at every start and stop."""
 
     class Timer:
-        """One clock that is started and stopped any number of times."""
+        """A timer that can be started and stopped any number of times."""
 
         def __init__(self, name: str) -> None:
             self.name_ = name
@@ -34,16 +34,16 @@ class SynchronizedWallClockTimer:
         def start(self) -> None:
             """
             Raises:
-                AssertionError: when it is running.
+                AssertionError: if the timer is running.
             """
             assert not self.started_, f"{self.name_} timer has already been started"
             self.started_, self._start = True, _now()
 
         def stop(self, reset: bool = False, record: bool = False) -> None:
-            """Add the time since the start; `reset` forgets what came before.
+            """Add the time since the start; with `reset`, previous times are dropped.
 
             Raises:
-                AssertionError: when it is not running.
+                AssertionError: if the timer is not running.
             """
             assert self.started_, "timer is not started"
             if reset:
@@ -56,7 +56,7 @@ class SynchronizedWallClockTimer:
             self._records.clear()
 
         def elapsed(self, reset: bool = True) -> float:
-            """The accumulated time, with a running start stopped and restarted."""
+            """The accumulated time; a running timer is stopped and restarted."""
             runs = self.started_
             if runs:
                 self.stop()
@@ -68,7 +68,7 @@ class SynchronizedWallClockTimer:
             return total
 
         def mean(self) -> float:
-            """Mean over start-stop pairs, without the slowest and fastest tenth."""
+            """The mean over start-stop pairs, without the slowest and the fastest 10%."""
             return trim_mean(self._records, 0.1)
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """One line with the times of these timers, divided by `normalizer`."""
+        """Log one line with the times of these timers, divided by `normalizer`."""
         _check(normalizer)
         parts = [
             f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
@@ -103,7 +103,7 @@ class SynchronizedWallClockTimer:
         log_dist("time (ms) | " + " | ".join(parts), ranks=[0] if ranks is None else ranks)
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Mean times by name."""
+        """Mean times by name, divided by `normalizer`."""
         _check(normalizer)
         means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         for name in means if reset else ():
@@ -112,7 +112,7 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """The same calls without any effect."""
+    """A timer with the same interface that does nothing."""
 
     class Timer:
         def start(self) -> None: ...
@@ -139,7 +139,7 @@ class NoopTimer:
 
 
 class ThroughputTimer:
-    """Samples per second between start() and stop(global_step=True), from `start_step` on."""
+    """Measures samples per second between start() and stop(global_step=True), from `start_step` on."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class ThroughputTimer:
         monitor_memory: bool = False,
         logging_fn: Callable[[str], None] | None = None,
     ) -> None:
-        """`config`: has `enabled` (and `synchronized`, which is always so here); `batch_size`: samples per step."""
+        """`config`: has `enabled` (`synchronized` is ignored: it always is); `batch_size`: samples per step."""
         self.config = config
         self.batch_size = max(1, batch_size or 1)
         self.start_step = start_step
@@ -172,7 +172,7 @@ class ThroughputTimer:
             self._start = _now() if self.global_step_count >= self.start_step else 0.0
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """`global_step`: an update has just been made."""
+        """`global_step`: whether an update has just been completed."""
         if not self.started:
             return
         self.started = False
@@ -189,7 +189,7 @@ class ThroughputTimer:
             self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Since `start_step`; -inf before anything was measured."""
+        """The rate since `start_step`; -inf if nothing was measured yet."""
         counted = self.global_step_count - self.start_step
         if counted <= 0 or not self.total_elapsed_time:
             return float("-inf")
@@ -204,7 +204,7 @@ class ThroughputTimer:
 
 
 def _now() -> float:
-    """Seconds, when the device has done what it was given."""
+    """The time in seconds after the device has completed all queued work."""
     runtime_of(current_device()).synchronize()
     return time.perf_counter()
 

@@ -1,1 +1,1 @@
-"""A report on the machine for issues: `python -m hf_zero report`, also `ds_report`."""
+"""A report on the machine for bug reports: `python -m hf_zero report`, also `ds_report`."""

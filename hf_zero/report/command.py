@@ -1,4 +1,4 @@
-"""The command `python -m hf_zero report`, also `ds_report`: plain text to be pasted into an issue, or JSON."""
+"""The command `python -m hf_zero report`, also `ds_report`: prints plain text for an issue, or JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--probe", metavar="FOLDER", action="append", default=[], help="also how fast this drive is")
+    parser.add_argument("--probe", metavar="FOLDER", action="append", default=[], help="also measure this drive")
     usual = Aio()
     parser.add_argument("--block-size", type=int, default=usual.block_size, help="for --probe: bytes per request")
     parser.add_argument("--queue-depth", type=int, default=usual.queue_depth, help="for --probe: requests at once")
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report; 1 if a drive could not be probed."""
+    """Write the report; returns 1 if a drive could not be probed."""
     from hf_zero.report.environment import (
         between_devices,
         features,  # these load torch, which arguments do not need
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """The report on standard output. The arguments are DeepSpeed's: there are no operators to hide."""
+    """Print the report. The arguments are DeepSpeed's and have no effect: there are no operators to hide."""
     run(_parser("ds_report").parse_args([]))
 
 
@@ -59,7 +59,7 @@ def cli_main(words: Sequence[str] | None = None) -> None:
 
 
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description="Versions, devices, links, limits and features here.")
+    parser = argparse.ArgumentParser(prog=program, description="Print versions, devices, links, limits and features.")
     add_arguments(parser)
     return parser
 
@@ -74,7 +74,7 @@ def _sections() -> dict[str, list[Row]]:
 
 
 def _drives(folders: Iterable[str], policy: Aio) -> tuple[list[Row], bool]:
-    """Rows, and whether one could not be probed."""
+    """Rows of all drives, and whether one could not be probed."""
     from hf_zero.offload.vector import StorageError
     from hf_zero.report.environment import probe
 

@@ -1,6 +1,6 @@
-"""Versions, devices, limits, variables and links of this machine, as rows of (name, value); without privileges.
+"""Versions, devices, limits, variables and links of this machine, as rows of (name, value), without privileges.
 
-Also which features can be used here, or why not, and how fast a drive is as offload uses it.
+Also the features that are available here, or why not, and the speed of a drive as used by offload.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hf_zero.surface import VERSION
 
 Row = tuple[str, str]
 _LIBRARIES = ("transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "triton", "pydantic", "numpy")
-# Variables that change what a run does. Nothing else of the environment is shown: it holds keys and names.
+# Variables that affect a run. Others are not shown, because they may contain keys and names.
 _VARIABLES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "HF_ZERO", "HSA_", "ROCR_", "UCX_")
 _ONE_BY_ONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "HF_HUB_OFFLINE", "LD_PRELOAD")
 GIB = 1024**3
@@ -86,7 +86,7 @@ def variables() -> Iterator[Row]:
 
 
 def built_for() -> list[str]:
-    """Kinds of accelerators that this torch can use, with the version of their libraries."""
+    """Accelerator types that this torch build supports, with the versions of their libraries."""
     known = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
     return [f"{name} {number}" for name, number in known.items() if number]
 
@@ -119,7 +119,7 @@ def _version(name: str) -> str:
 
 
 def networks(infiniband: Path = _INFINIBAND) -> Iterator[Row]:
-    """Interfaces that are up, with their speed; InfiniBand and RoCE ports. No addresses: the report is for others."""
+    """Active network interfaces with speeds, and InfiniBand and RoCE ports; no addresses, as reports may be public."""
     for name, stats in sorted(psutil.net_if_stats().items()):
         if stats.isup and name != "lo":
             yield f"network {name}", f"{stats.speed / 1000:g} Gbit/s" if stats.speed else "up, speed unknown"
@@ -129,7 +129,7 @@ def networks(infiniband: Path = _INFINIBAND) -> Iterator[Row]:
 
 
 def between_devices() -> str:
-    """The matrix of nvidia-smi or rocm-smi; empty where there is neither."""
+    """The topology matrix of nvidia-smi or rocm-smi; empty without either."""
     for command in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo"]):
         if shutil.which(command[0]) is None:
             continue
@@ -151,10 +151,10 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A feature of this machine.
+    """A feature, and whether it is available on this machine.
 
     Attributes:
-        note: why not, and what to do; or how it works here.
+        note: the reason and fix if it is not available, or how it works here.
     """
 
     name: str
@@ -182,7 +182,7 @@ def _accelerator(kind: str | None) -> Feature:
     if kind is not None:
         return Feature("accelerator", True, f"{torch.accelerator.device_count()} x {kind}, {BACKENDS[kind]}")
     on_cpus = "this torch is built for CPUs: training runs on gloo"
-    why = "torch sees no device: see its driver" if built_for() else on_cpus
+    why = "torch finds no device: check its driver" if built_for() else on_cpus
     return Feature("accelerator", False, why)
 
 
@@ -201,22 +201,22 @@ def _has_bf16(kind: str) -> bool:
 def _shared_between(kind: str | None) -> Feature:
     name = "collectives through shared memory"
     if kind is not None:
-        return Feature(name, False, f"for ranks on CPUs of one host; here {BACKENDS[kind]} carries them")
+        return Feature(name, False, f"for ranks on CPUs of one host; here {BACKENDS[kind]} is used")
     if not Path("/dev/shm").is_dir():
-        return Feature(name, False, "/dev/shm is missing: ranks talk through gloo's sockets")
+        return Feature(name, False, "/dev/shm is missing: ranks communicate through gloo's sockets")
     return Feature(name, True)
 
 
 def _nvme() -> Feature:
     if platform.system() != "Linux":
         return Feature("offload to NVMe", False, "needs Linux")
-    return Feature("offload to NVMe", True, "report --probe FOLDER says how fast a drive is")
+    return Feature("offload to NVMe", True, "report --probe FOLDER measures the speed of a drive")
 
 
 def _launchers() -> Iterator[Feature]:
     for program, launcher in (("pdsh", "pdsh"), ("mpirun", "openmpi, mpich, impi, mvapich"), ("srun", "slurm")):
         path = shutil.which(program)
-        why = "" if path else f"{program} is not in PATH; torchrun and --no_ssh need nothing"
+        why = "" if path else f"{program} is not in PATH; torchrun and --no_ssh do not need it"
         yield Feature(f"several hosts through {launcher}", path is not None, why)
 
 
@@ -239,7 +239,7 @@ _ROUNDS = 2  # the first is warm-up
 
 @dataclass(frozen=True, slots=True)
 class DriveSpeed:
-    """Bytes per second."""
+    """Read and write speed of a drive in bytes per second."""
 
     folder: str
     policy: Aio
@@ -255,7 +255,7 @@ def probe(folder: str, policy: Aio | None = None, num_bytes: int = PROBE_BYTES) 
     """Write and read `num_bytes` in `folder`, and remove them again.
 
     Raises:
-        StorageError: the folder cannot be used, or has no room.
+        StorageError: if the folder cannot be used, or does not have enough space.
     """
     policy = policy or Aio()
     try:
@@ -278,7 +278,7 @@ def probe(folder: str, policy: Aio | None = None, num_bytes: int = PROBE_BYTES) 
 
 
 def _write_s(vector: Vector) -> float:
-    """Seconds."""
+    """Seconds to write a vector."""
     vector.fetch(reads=False)
     vector.take().fill_(1.0)
     started = time.perf_counter()
@@ -288,7 +288,7 @@ def _write_s(vector: Vector) -> float:
 
 
 def _read_s(vector: Vector) -> float:
-    """Seconds."""
+    """Seconds to read a vector."""
     started = time.perf_counter()
     vector.fetch()
     vector.take()

@@ -1,1 +1,1 @@
-"""Ulysses sequence parallelism: ranks that share sequences exchange heads for positions around every attention."""
+"""Ulysses sequence parallelism: ranks hold parts of sequences, and exchange heads for positions around attention."""

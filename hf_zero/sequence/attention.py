@@ -1,8 +1,8 @@
-"""Ulysses attention for models of transformers: heads travel, so that each rank attends over whole sequences.
+"""Ulysses attention for transformers models: ranks exchange heads, so that each attends over whole sequences.
 
     q, k, v [b, H, l, d]    --exchange-->    [b, H / n, n * l, d]    --attention-->    --exchange-->    [b, l, H, d]
 
-It wraps transformers' attention functions; models that are not attached pass through.
+This module wraps transformers' attention functions; models that are not attached are not affected.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _EAGER = "eager_attention_forward"
 
 
 def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> None:
-    """Let `model` see parts of sequences, and attend over whole ones.
+    """Enable sequence parallelism in `model`, whose inputs are then parts of sequences.
 
     Args:
-        group: the ranks that have the other parts.
-        skips_evaluation: in eval mode it sees whole sequences.
+        group: the ranks that share sequences.
+        skips_evaluation: whether inputs in eval mode are whole sequences.
 
     Raises:
-        ValueError: its attention cannot be reached, or its heads cannot be dealt out to so many ranks.
+        ValueError: if its attention cannot be wrapped, or its heads cannot be divided among the ranks.
     """
     base = unwrapped(model)
     check_model(base, group.size)
@@ -57,7 +57,7 @@ def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> N
 
 
 def detach(model: nn.Module) -> None:
-    """Let each rank see whole sequences again."""
+    """Disable sequence parallelism in `model`."""
     for handle in vars(model).pop(_HANDLES, ()):
         handle.remove()
     for module in model.modules():
@@ -71,28 +71,28 @@ def is_attached(model: nn.Module) -> bool:
 def check_model(model: Any, size: int) -> None:
     """
     Raises:
-        ValueError: the model cannot share sequences among `size` ranks.
+        ValueError: if the model does not support sequence parallelism with `size` ranks.
     """
     takes = getattr(model, "_can_set_attn_implementation", None)
     if takes is None or not takes():
         raise ValueError(
-            f"{type(model).__name__} does not call its attention by name (transformers' attention interface), so heads "
-            "cannot be exchanged around it: use a model that does, or deepspeed.sequence.layer.DistributedAttention"
+            f"{type(model).__name__} does not use transformers' attention interface, so that heads cannot be exchanged "
+            "around attention: use a model that does, or deepspeed.sequence.layer.DistributedAttention"
         )
     check_config(text_config(getattr(model, "config", None)), size)
 
 
 def check_config(config: Any, size: int) -> None:
-    """The same of a configuration alone."""
+    """Like `check_model`, for a model config."""
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError("encoder-decoder models cannot share sequences: their two sequences have lengths of their own")
+        raise ValueError("encoder-decoder models cannot share sequences: their two sequences have different lengths")
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):
         check_heads(heads, size)
 
 
 def _of_text(model: nn.Module, config: Any) -> Iterable[nn.Module]:
-    """The modules of a model without those of parts with another configuration (images, sound)."""
+    """The modules of a model, except for submodels with another config (for images or audio)."""
     modules, waiting = [], [model]
     while waiting:
         module = waiting.pop()
@@ -106,11 +106,11 @@ def _of_text(model: nn.Module, config: Any) -> Iterable[nn.Module]:
 
 
 def install(name: str, modules: Iterable[nn.Module]) -> None:
-    """Make the attention function `name` check whether a module shares sequences; for the rest of this process."""
+    """Wrap the attention function `name`, for the rest of this process, to check whether a module shares sequences."""
     from transformers import AttentionInterface
 
     install_masks(name)
-    if name == "eager":  # every modeling file has its own
+    if name == "eager":  # every modeling file defines its own function
         for file in {sys.modules[type(module).__module__] for module in modules}:
             original = getattr(file, _EAGER, None)
             if original is not None and not hasattr(original, MARK):
@@ -156,7 +156,7 @@ def _attend(
     more = _for_whole(group, more, heads)
     with with_groups_of_heads(module, query.shape[HEADS] // key.shape[HEADS]):
         output, weights = core(module, query, key, value, attention_mask, *args, **more)
-    # Attention gives [b, positions, heads, d].
+    # The output of attention is [b, positions, heads, d].
     (output,) = exchange(group, [output], split=1, join=2)
     return output, weights
 
@@ -164,17 +164,17 @@ def _attend(
 def _check_mask(mask: Any, key: Tensor) -> None:
     if isinstance(mask, Tensor) and mask.shape[-1] != key.shape[POSITIONS]:
         raise NotImplementedError(
-            f"the model made an attention mask {tuple(mask.shape)} of this rank's positions by itself; whole sequences "
+            f"the model created an attention mask {tuple(mask.shape)} for this rank's positions, but whole sequences "
             f"have {key.shape[POSITIONS]}: it cannot share sequences"
         )
 
 
 def _for_whole(group: Collectives, more: dict[str, Any], heads: int) -> dict[str, Any]:
-    """Arguments of an attention function that speak of positions or heads."""
+    """Convert arguments of an attention function that depend on positions or heads."""
     if more.get("position_bias") is not None:
-        raise NotImplementedError("attention with a bias of positions (position_bias) cannot share sequences")
+        raise NotImplementedError("attention with position_bias cannot share sequences")
     arguments, positions, sinks = dict(more), more.get("position_ids"), more.get("s_aux")
-    if isinstance(positions, Tensor) and positions.dim() == 2:  # flash attention finds documents in them
+    if isinstance(positions, Tensor) and positions.dim() == 2:  # flash attention derives documents from them
         arguments["position_ids"] = gather(group, positions.contiguous(), dim=1)
     if isinstance(sinks, Tensor) and sinks.numel() == heads:
         per_rank = heads // group.size

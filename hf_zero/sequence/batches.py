@@ -1,4 +1,4 @@
-"""Batches of whole sequences, dealt out to the ranks that share them."""
+"""Divides batches of whole sequences among the ranks that share them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PADDED_WITH = {"labels": IGNORED, "shift_labels": IGNORED}
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Each rank's batches become batches of all ranks of its group, one after the other, a part of every sequence each.
+    """Distributes each rank's batches to all ranks of its group, one after the other, as parts of every sequence.
 
         rank 0 loads A, rank 1 loads B       both train on A, then on B: rank 0 on the left halves, rank 1 on the right
 
-    Labels become `shift_labels` (moved left by one, so that a position and its label stay together); position ids are
-    made where there are none, and sequences are padded on the right to a multiple of the ranks. What the adapter does
-    not have itself is the loader's (`dataset`, `sampler`, `set_epoch`, ...). The arguments are DeepSpeed's.
+    Labels become `shift_labels` (shifted left by one, so that a position and its label stay together); missing position
+    ids are added, and sequences are padded on the right to a multiple of the ranks. Other attributes are those of the
+    loader (`dataset`, `sampler`, `set_epoch`, ...). The arguments are DeepSpeed's.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
@@ -39,20 +39,20 @@ class UlyssesSPDataLoaderAdapter:
         return len(self.dl) * self.sp_world_size - self._num_skipped
 
     def around(self, dl: Any, skipped: int = 0) -> UlyssesSPDataLoaderAdapter:
-        """The same around another loader, leaving out its first `skipped` batches (of all ranks)."""
+        """The same adapter for another loader, without its first `skipped` batches (counted over all ranks)."""
         adapter = type(self)(dl, self.sp_rank, self.sp_group, self.sp_world_size, self.device)
         adapter._num_skipped = skipped
         return adapter
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dl":  # not there yet: a copy is being made
+        if name == "dl":  # not set yet while the adapter is copied
             raise AttributeError(name)
         return getattr(self.dl, name)
 
     def __iter__(self) -> Iterator[Any]:
         """
         Raises:
-            RuntimeError: on all ranks of the group, when the loader of one has failed.
+            RuntimeError: on all ranks of the group, if the loader of one rank failed.
         """
         batches, to_skip = iter(self.dl), self._num_skipped
         while True:
@@ -78,7 +78,7 @@ class UlyssesSPDataLoaderAdapter:
 
 
 class _Told:
-    """A rank's report of its next batch."""
+    """A rank's report of its next batch or error."""
 
     def __init__(self, batch: Any, error: str | None) -> None:
         self.batch = batch
@@ -86,11 +86,11 @@ class _Told:
 
 
 def _next(batches: Iterator[Any]) -> tuple[Any, str | None]:
-    """(batch on the host or None at the end, error)."""
+    """(next batch in host memory, or None at the end; error)."""
     try:
         batch = next(batches, None)
         return (None if batch is None else _on(batch, torch.device("cpu"))), None
-    except Exception as error:  # told to the others, who would wait for this rank
+    except Exception as error:  # reported to the other ranks, which would wait for this one
         return None, f"{type(error).__name__}: {error}"
 
 
@@ -102,9 +102,9 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int, device: Any = None) 
     """The `rank`-th of `size` equal parts of every sequence in `batch`.
 
     Args:
-        batch: `input_ids` or `inputs_embeds`, [samples, positions, ...]; tensors with the same first two extents are
-            cut with them, everything else stays whole.
-        device: where to; None: where they are.
+        batch: contains `input_ids` or `inputs_embeds`, [samples, positions, ...]; tensors with the same first two
+            dimensions are cut as well, all other values stay whole.
+        device: target device; None: do not move tensors.
     """
     batch = dict(batch)
     whole = _sequences(batch)
@@ -133,12 +133,12 @@ def _sequences(batch: Mapping[str, Any]) -> Tensor:
 
 
 def is_part(sequences: Tensor) -> bool:
-    """Whether the adapter has dealt this out as a part of sequences."""
+    """Whether the adapter created this tensor as a part of sequences."""
     return vars(sequences).get(_IS_PART, False) is True
 
 
 def _close_documents(batch: dict[str, Any], num: int) -> None:
-    """Give flash attention the bounds of documents; `num` more positions form one of their own."""
+    """Extend flash attention's document bounds: the `num` positions of padding form a separate document."""
     for name in ("q", "k"):
         bounds, longest = batch.get(f"cu_seq_lens_{name}"), batch.get(f"max_length_{name}")
         if num and isinstance(bounds, Tensor) and bounds.dim() == 1:
@@ -148,10 +148,10 @@ def _close_documents(batch: dict[str, Any], num: int) -> None:
 
 
 def _padded(name: str, values: Tensor, num: int) -> Tensor:
-    """`num` more positions on the right, which attention and loss ignore."""
+    """Pad `num` positions on the right, which attention and loss ignore."""
     if not num:
         return values
-    if name == "position_ids":  # they continue, so as not to look like another document
+    if name == "position_ids":  # they continue, so that padding does not look like another document
         more = values[:, -1:] + torch.arange(1, num + 1, device=values.device)
         return torch.cat([values, more], dim=1)
     return pad(values, (0, 0) * (values.dim() - 2) + (0, num), value=_PADDED_WITH.get(name, 0))

@@ -1,10 +1,10 @@
-"""Hooks around the forward of a model that shares sequences, for what a part alone cannot know.
+"""Hooks around the forward of a model that shares sequences, for inputs that depend on other ranks' parts.
 
-every rank has      input_ids [b, l], maybe position_ids, attention_mask, labels     of its own positions
-forward gets        position_ids that go on where the rank before ends, if there were none
+every rank has      input_ids [b, l], optionally position_ids, attention_mask, labels     of its own positions
+forward gets        position_ids that continue those of the previous rank, if there were none
                     shift_labels with the first label of the next rank, if labels were not shifted yet
-masks are made of   the position ids and attention masks of all ranks (`RUNNING.sight`), for whole sequences, where
-                    transformers would make those of the parts
+masks use           the position ids and attention masks of all ranks (`RUNNING.sight`), for whole sequences instead of
+                    the parts that transformers knows
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MARK = "_hf_zero_shared_sequences"
 
 
 def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """A forward pre-hook, with keywords. Collective."""
+    """Forward pre-hook, with keywords. Collective."""
     shared, seen = MODULES.get(model), first_tensor(args, keywords)
     RUNNING.sights.append(None)
     if shared is None or seen is None:
         return None
-    # A script that never calls train() trains what from_pretrained has left in eval mode: gradients tell the two apart.
+    # from_pretrained returns models in eval mode, and scripts may train them so; gradients distinguish these cases.
     if not shared.is_on(model) and not (is_part(seen) and torch.is_grad_enabled()):
         _check_whole(shared, seen)
         return None
-    # Of the class: programs put forwards of their own into models, which take anything.
+    # The class's signature, because programs replace forward in instances by functions with arbitrary arguments.
     _, *parameters = inspect.signature(type(unwrapped(model)).forward).parameters
     keywords = {**dict(zip(parameters, args, strict=False)), **keywords}
     _check_parts(shared, seen)
@@ -49,7 +49,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, 
 
 
 def after_forward(model: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook that is always called."""
+    """Forward hook, which must always be called."""
     if RUNNING.sights:
         RUNNING.sights.pop()
 
@@ -57,36 +57,36 @@ def after_forward(model: nn.Module, args: Any, output: Any) -> None:
 def _check_whole(shared: Shared, seen: Tensor) -> None:
     """
     Raises:
-        RuntimeError: on all ranks that share sequences, when they evaluate the parts that a loader has dealt out.
+        RuntimeError: on all ranks that share sequences, if they evaluate parts of sequences.
     """
     if is_part(seen):
         raise RuntimeError(
-            "the model is in eval mode, in which each rank sees whole sequences (disable_in_eval), and this batch is a "
-            f"part of sequences that ranks {', '.join(map(str, shared.group.ranks))} share: it would be taken for the "
-            "whole. Prepare the loader for evaluation in a call of its own, without the model "
-            "(accelerator.prepare(loader)); each rank then gets whole batches of its own"
+            "the model is in eval mode, in which each rank processes whole sequences (disable_in_eval), but this batch "
+            f"has parts of sequences that ranks {', '.join(map(str, shared.group.ranks))} share, which would be taken "
+            "for whole ones. Prepare the loader for evaluation in a separate call, without the model "
+            "(accelerator.prepare(loader)); each rank then gets its own whole batches"
         )
 
 
 def _check_parts(shared: Shared, seen: Tensor) -> None:
     """
     Raises:
-        ValueError: on all ranks, when their parts are not of one shape.
+        ValueError: on all ranks, if their parts have different shapes.
     """
     all_shapes = told_by_all(shared.group, seen.shape[:2], seen.device)
     if any(shape != all_shapes[0] for shape in all_shapes):
         shown = ", ".join(f"{batch} x {length}" for batch, length in all_shapes)
         raise ValueError(
-            f"ranks {', '.join(map(str, shared.group.ranks))} share sequences, and their parts are of different shapes "
-            f"(samples x positions): {shown}. All parts of a sequence have the same length: sequence length = "
+            f"ranks {', '.join(map(str, shared.group.ranks))} share sequences, but their parts have different shapes "
+            f"(samples x positions): {shown}. All parts of a sequence must have the same length: sequence length = "
             f"{shared.group.size} x n. Pad sequences to a multiple of {shared.group.size}, as "
             "UlyssesSPDataLoaderAdapter does"
         )
 
 
 def _shift_labels(shared: Shared, model: nn.Module, keywords: dict[str, Any], seen: Tensor) -> None:
-    """A causal loss compares a position with the label of the next one, which the next rank may have. Labels that have
-    been shifted are given as both: models of transformers 5 compute no loss without `labels`."""
+    """Shift labels for a causal loss, which needs the label of the next position, possibly from the next rank. Shifted
+    labels are passed as both arguments, because models of transformers 5 compute no loss without `labels`."""
     if getattr(getattr(unwrapped(model), "loss_function", None), "__name__", "") != "ForCausalLMLoss":
         return
     labels, shifted = keywords.get("labels"), keywords.get("shift_labels")
@@ -115,7 +115,7 @@ def _sight(shared: Shared, keywords: dict[str, Any], length: int) -> Sight:
 
 
 def install_masks(name: str) -> None:
-    """Make an implementation's mask function answer for whole sequences; other models see no change."""
+    """Wrap an implementation's mask function to return masks of whole sequences; other models are not affected."""
     from transformers.masking_utils import AttentionMaskInterface
 
     original: Any = AttentionMaskInterface._global_mapping.get(name)
@@ -125,7 +125,7 @@ def install_masks(name: str) -> None:
 
 def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **keywords: Any) -> Any:
-        """The original; called with the extents of a part, it answers for the whole sequences."""
+        """The original function; for the lengths of a part it returns the mask of whole sequences."""
         sight = RUNNING.sight
         if sight is None or args or not _is_of(sight, keywords):
             return original(*args, **keywords)
@@ -136,7 +136,7 @@ def _whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_of(sight: Sight, keywords: dict[str, Any]) -> bool:
-    """Not of another part of the model, such as one for images."""
+    """Whether the call is for the text model, not for another submodel such as one for images."""
     config = keywords.get("config")
     return keywords.get("q_length") == sight.length and (config is None or type(config) is type(sight.config))
 
@@ -144,8 +144,8 @@ def _is_of(sight: Sight, keywords: dict[str, Any]) -> bool:
 def _of_all(sight: Sight, keywords: dict[str, Any]) -> dict[str, Any]:
     if keywords.get("use_vmap") or keywords["kv_length"] != sight.length:
         raise NotImplementedError(
-            "the model makes an attention mask of its own (a mask function with tensors in it, or a cache of another "
-            "length), which is known for this rank's positions only: it cannot share sequences"
+            "the model creates its own attention mask (a mask function with tensors, or a cache of another length), "
+            "which only covers this rank's positions: it cannot share sequences"
         )
     arguments = {**keywords, "q_length": sight.whole_length, "kv_length": sight.whole_length}
     if keywords.get("attention_mask") is not None:
@@ -161,13 +161,13 @@ def _of_all(sight: Sight, keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def _documents(sight: Sight, batch_size: int) -> Any:
-    """The number of every token's document, [batch, whole_length], where a row has several and transformers asks."""
+    """The document index of every token, [batch, whole_length]; None if not requested, or rows have one document."""
     from transformers import masking_utils
 
     asked, sight.asks_for_documents = sight.asks_for_documents, False
     if not asked or sight.positions is None:
         return None
-    RUNNING.sights.append(None)  # the look below is our own
+    RUNNING.sights.append(None)  # do not intercept the following call
     try:
         return masking_utils.find_packed_sequence_indices(sight.positions.expand(batch_size, -1))
     finally:
@@ -175,7 +175,7 @@ def _documents(sight: Sight, batch_size: int) -> Any:
 
 
 def asked_for_documents() -> bool:
-    """Whether transformers asks for packed documents in a part of a sequence; they will be found in the whole."""
+    """Whether transformers looks for packed documents in a part of a sequence; whole sequences are used instead."""
     if RUNNING.sight is None:
         return False
     RUNNING.sight.asks_for_documents = True

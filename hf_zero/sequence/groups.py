@@ -1,4 +1,4 @@
-"""Which ranks share sequences: as programs say it (`mpu=`, `mesh_param=`), and as they ask for it."""
+"""Groups of ranks that share sequences, as programs define (`mpu=`, `mesh_param=`) and query them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class SequenceGroups(ProgramGroups):
             data-parallel group of rank 2        0   2       other sequences
             sequence-data-parallel group         0 1 2 3     shards of the states
 
-    Names are DeepSpeed's. Groups are torch's own, for programs that call torch.distributed themselves.
+    Names are DeepSpeed's. Groups are torch process groups, for programs that call torch.distributed themselves.
 
     Attributes:
-        skips_evaluation: in eval mode each rank has whole sequences.
+        skips_evaluation: whether inputs in eval mode are whole sequences.
     """
 
     name = "sequence"
@@ -47,7 +47,7 @@ class SequenceGroups(ProgramGroups):
     group_name = "sequence"
     size_name = "sequence_parallel_size"
     resolved_size = "sequence_size"
-    made: ClassVar[SequenceGroups | None] = None  # by a registration whose engine is not there yet
+    made: ClassVar[SequenceGroups | None] = None  # by a registration without an engine yet
 
     def __init__(self, partition: Partition) -> None:
         """Collective."""
@@ -62,14 +62,14 @@ class SequenceGroups(ProgramGroups):
 
     @classmethod
     def current(cls) -> SequenceGroups | None:
-        """Those that were registered last, or those of the latest engine that shares sequences; None: there are
-        none."""
+        """The groups registered last, or else those of the latest engine with sequence parallelism; None without
+        any."""
         return cls.made or super().current()
 
     @classmethod
     def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: SequenceGroups | None) -> None:
-        """Let `model` share sequences, or stop. Models outside transformers are left to their own attention
-        (`DistributedAttention`)."""
+        """Enable or disable sequence parallelism in `model`. Models outside transformers must use
+        `DistributedAttention` themselves."""
         if asked is None and not shares_sequences(model):
             return
         from hf_zero.sequence.attention import attach, detach, is_attached
@@ -81,7 +81,7 @@ class SequenceGroups(ProgramGroups):
             attach(model, groups.along(cls.name), skips_evaluation=asked.skips_evaluation)
 
     def own_part(self, batch: Any, group: Collectives) -> Any:
-        """Equal parts of sequences, of a batch with names."""
+        """This rank's part of the sequences in a batch, which must be a mapping."""
         from hf_zero.sequence.batches import part_of
 
         return part_of(batch, group.rank, group.size) if isinstance(batch, Mapping) else batch
@@ -93,7 +93,7 @@ class SequenceGroups(ProgramGroups):
         self._alike_group = torch_group(mesh.same_weights) if len(mesh.same_weights) > 1 else None
 
     def initialize_sequence_parallel(self, sequence_parallel_size: int) -> None:
-        """A no-op: the groups exist; another size is an error."""
+        """Do nothing, because the groups exist; another size is an error."""
         if sequence_parallel_size != len(self._ranks):
             raise WrongArgument(f"these are groups of {len(self._ranks)} ranks, not of {sequence_parallel_size}")
 
@@ -118,29 +118,29 @@ class SequenceGroups(ProgramGroups):
 
 
 def make_groups(size: int) -> SequenceGroups:
-    """For ranks that share sequences from now on, also where torch alone has made the process group. Collective."""
+    """Create groups of `size` ranks that share sequences; torch may have initialized the process group. Collective."""
     init_distributed()
     SequenceGroups.made = SequenceGroups.of_size(size)
     return SequenceGroups.made
 
 
 def process_group_of(groups: ParallelGroups) -> Any:
-    """torch's group of the ranks that share this one's sequences; None where it has whole ones. Collective once."""
+    """The torch group of ranks that share sequences with this one; None without any. Collective at first use."""
     dimension = next((each for each in groups.mesh.dimensions if each.name == SequenceGroups.name), None)
     return None if dimension is None else torch_group(dimension.groups)
 
 
 def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | None:
-    """Groups from the arguments of `initialize`; None: nothing about sequences. Collective.
+    """Groups from the arguments of `initialize`; None if these do not define any. Collective.
 
     Args:
         mpu: an object or module with DeepSpeed's `get_sequence_parallel_group`.
-        mesh_param: (data ranks, ranks per sequence), or torch's DeviceMesh with a dimension named sp or
-            sequence_parallel, whose groups are then used.
+        mesh_param: (data ranks, ranks per sequence), or a torch DeviceMesh with a dimension named sp or
+            sequence_parallel, whose groups are used.
 
     Raises:
-        NotImplementedError: they speak of another kind of parallelism.
-        ConfigError: sizes that do not multiply to the number of ranks.
+        NotImplementedError: if the mpu defines another kind of parallelism.
+        ConfigError: if the product of the sizes is not the number of ranks.
     """
     if mesh_param is not None:
         return _of_mesh(mesh_param)
@@ -149,10 +149,10 @@ def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | No
     if hasattr(mpu, "get_sequence_parallel_group"):
         size = int(mpu.get_sequence_parallel_world_size())
         return _adopted(mpu.get_sequence_parallel_group()) if size > 1 else None
-    if not any(hasattr(mpu, name) for name in _OTHER_SIZES):  # one that has them says that ranks hold whole matrices
+    if not any(hasattr(mpu, name) for name in _OTHER_SIZES):  # these methods mean tensor parallelism or none
         raise NotImplementedError(
             f"initialize(mpu=...): {type(mpu).__name__} has neither get_sequence_parallel_group nor {_OTHER_SIZES[0]}; "
-            "it has to say who shares sequences or holds parts of matrices (docs/features.md)"
+            "it must define which ranks share sequences or hold parts of matrices (docs/features.md)"
         )
     return None
 

@@ -1,4 +1,4 @@
-"""Ulysses around a custom attention: DeepSpeed's `DistributedAttention`, for models outside transformers."""
+"""Ulysses for custom attention: DeepSpeed's `DistributedAttention`, for models outside transformers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor, nn
 from hf_zero.comm import Collectives, LoneCollectives, NativeCollectives, uncompiled
 from hf_zero.sequence.shared import check_heads, copies_of_key_heads
 
-# Ranks of a sequence exchange one extent of tensors for another, differentiably: heads for positions and back.
+# Ranks that share sequences exchange one dimension of tensors for another, differentiably: heads for positions.
 
 
-# [batch, heads, positions, head extent]
+# [batch, heads, positions, head_dim]
 HEADS, POSITIONS = 1, 2
 
 
 def exchange(group: Collectives, tensors: Sequence[Tensor], split: int, join: int) -> list[Tensor]:
-    """Give rank r the r-th of `group.size` equal parts along `split`, and put what arrives together along `join`.
+    """Send rank r the r-th of `group.size` equal parts along `split`, and concatenate the received parts along `join`.
 
         exchange(group, [q], split=HEADS, join=POSITIONS)       q: [b, H, l, d] of this rank's positions
                                                              -> [b, H / n, n * l, d]: all positions, some heads
 
-    All tensors travel in one message. Gradients go the other way by the same rule. Collective.
+    All tensors are sent in one message. Backward exchanges gradients in the reverse direction. Collective.
 
     Args:
-        tensors: 4-D or any other rank, one dtype; the extent along `split` is a multiple of `group.size`. The same
-            shapes on all ranks.
+        tensors: of any shapes, which must be the same on all ranks, and one dtype; the size along `split` must be a
+            multiple of `group.size`.
     """
     return list(cast("tuple[Tensor, ...]", _Exchange.apply(group, split, join, *tensors)))
 
@@ -64,14 +64,14 @@ def _swapped_evenly(group: Collectives, tensors: Sequence[Tensor], split: int, j
 
 
 def _joined_shape(part: Tensor, join: int) -> list[int]:
-    """Shape of what `part.shape[0]` ranks send, joined along `join`."""
+    """Shape of the parts from `part.shape[0]` ranks, concatenated along `join`."""
     shape = list(part.shape[1:])
     shape[join] *= part.shape[0]
     return shape
 
 
 def gather(group: Collectives, tensor: Tensor, dim: int) -> Tensor:
-    """All ranks' `tensor`, the same shape everywhere, together along `dim`. Not differentiable. Collective."""
+    """Concatenate all ranks' `tensor`, of the same shape, along `dim`. Not differentiable. Collective."""
     flat = torch.empty(group.size, tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     flat[group.rank] = tensor.reshape(-1)
     group.all_gather(flat.view(-1)).wait()
@@ -79,7 +79,7 @@ def gather(group: Collectives, tensor: Tensor, dim: int) -> Tensor:
 
 
 def told_by_all(group: Collectives, values: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Every rank's `values`, which the hosts know. Collective; waits for no device."""
+    """Exchange integers in host memory among all ranks. Collective, without synchronizing the device."""
     facts = [0.0] * (group.size * len(values))
     start = group.rank * len(values)
     facts[start : start + len(values)] = [float(value) for value in values]
@@ -88,10 +88,10 @@ def told_by_all(group: Collectives, values: Sequence[int], device: torch.device)
 
 
 class DistributedAttention(nn.Module):
-    """Attention over whole sequences of which each rank has a part.
+    """Attention over whole sequences, of which each rank has a part.
 
-    `local_attention(query, key, value, *args, **kwargs)` sees all positions and some of the heads; what it returns has
-    the layout of `query`.
+    `local_attention(query, key, value, *args, **kwargs)` gets all positions and some of the heads, and returns an
+    output with the layout of `query`.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class DistributedAttention(nn.Module):
         """
         Args:
             local_attention: a module or function.
-            sequence_process_group: torch's group of the ranks that share sequences; None: this rank alone.
-            scatter_idx: where the heads are.
-            gather_idx: accepted and not needed: `batch_dim_idx` of the forward says where the positions are.
-            sp_stream: not needed.
-            num_kv_heads: the number of key heads, where it cannot be read from `key`.
+            sequence_process_group: torch group of the ranks that share sequences; None: only this rank.
+            scatter_idx: dimension of the heads.
+            gather_idx: accepted for compatibility: forward's `batch_dim_idx` determines the dimension of positions.
+            sp_stream: accepted for compatibility.
+            num_kv_heads: number of key heads.
         """
         super().__init__()
         self.local_attn = local_attention
@@ -135,10 +135,10 @@ class DistributedAttention(nn.Module):
 
         Args:
             query, key, value: [positions, batch, heads, d] with `batch_dim_idx` 1, [batch, positions, heads, d] with
-                0; positions of this rank, as many as the others have. `key` and `value` may have fewer heads.
+                0; all ranks must have the same number of positions. `key` and `value` may have fewer heads.
 
         Raises:
-            ValueError: heads that cannot be dealt out: their number is no multiple of the ranks, and there are fewer
+            ValueError: if heads cannot be divided: their number is not a multiple of the ranks, and there are fewer
                 key heads than ranks.
         """
         if rotary_pos_emb is not None:
@@ -157,7 +157,7 @@ class DistributedAttention(nn.Module):
         return own
 
     def _uneven(self, query: Tensor, key: Tensor, value: Tensor, positions: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Every rank gets whole key heads with their query heads; the first ranks get one more."""
+        """Give every rank whole key heads with their query heads; the first ranks may get one more."""
         group, heads, num_key_heads = self._group, self.scatter_idx, key.shape[self.scatter_idx]
         shares = [num_key_heads // group.size + (rank < num_key_heads % group.size) for rank in range(group.size)]
         per_key = query.shape[heads] // num_key_heads
@@ -172,7 +172,7 @@ class DistributedAttention(nn.Module):
 
 
 class _Uneven(torch.autograd.Function):
-    """Heads for positions by `forth`, or the way back, where ranks get different numbers of heads."""
+    """Exchanges with different numbers of heads per rank: `forth` in forward, and `back` in backward."""
 
     @staticmethod
     def forward(ctx: Any, forth: Callable[..., Tensor], back: Callable[..., Tensor], *arguments: Any) -> Tensor:

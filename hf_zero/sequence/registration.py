@@ -1,4 +1,4 @@
-"""Sets up a model to share sequences under DeepSpeed's name."""
+"""Registers a model for sequence parallelism under DeepSpeed's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_zero.sequence.groups import SequenceGroups, make_groups
 
 
 class UlyssesSPAttentionHF:
-    """DeepSpeed's name for sequence parallelism in models of transformers."""
+    """DeepSpeed's name for sequence parallelism in transformers models."""
 
     @classmethod
     def register_with_transformers(
@@ -26,21 +26,21 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceGroups | None:
-        """`sequence_parallel_size` consecutive ranks share sequences. Collective; may be called again.
+        """Let groups of `sequence_parallel_size` consecutive ranks share sequences. Collective; may be called again.
 
         Args:
-            model_name_or_path: a model of transformers, also in PEFT's; or its name, and then the model that is given
-                to `deepspeed.initialize` is meant.
+            model_name_or_path: a transformers model, which PEFT may wrap; or its name, in which case the model passed
+                to `deepspeed.initialize` is used.
             core_attn_implementation: must be the model's own, if given.
-            micro_batch_size, seq_length: not needed: batches and lengths may change from forward to forward.
-            disable_in_eval: in eval mode each rank has whole sequences.
+            micro_batch_size, seq_length: not needed, because batches and lengths may differ between forwards.
+            disable_in_eval: whether inputs in eval mode are whole sequences.
             max_length: older name of `seq_length`.
 
         Returns:
-            What `deepspeed.initialize(mpu=...)` takes; None for a size of 1.
+            The mpu for `deepspeed.initialize(mpu=...)`; None for a size of 1.
 
         Raises:
-            ValueError: sizes that do not divide, or a model that cannot share sequences.
+            ValueError: if sizes are not divisible, or the model does not support sequence parallelism.
         """
         if sequence_parallel_size == 1:
             return None
@@ -80,7 +80,7 @@ def _check_own(model: Any, attention: str | None, size: int) -> None:
     _check_known(attention)
     if attention is not None and attention != own:
         raise WrongArgument(
-            f"the model attends by {own!r}, and core_attn_implementation is {attention!r}: load the model with "
+            f"the model uses {own!r}, but core_attn_implementation is {attention!r}: load the model with "
             f"attn_implementation={attention!r}, or leave the argument None"
         )
 

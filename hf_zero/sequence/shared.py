@@ -1,4 +1,4 @@
-"""Which modules see only parts of sequences: attached models, and the inputs of their forward."""
+"""State of sequence parallelism: attached models, and the inputs of their current forward."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hf_zero.comm import Collectives
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """How a model shares sequences.
+    """Settings of a model that shares sequences.
 
     Attributes:
-        group: the ranks that see parts of the same sequences, in the order of positions.
-        config: of the model's text part.
-        skips_evaluation: in eval mode each rank is on its own, with whole sequences.
+        group: the ranks that hold parts of the same sequences, in the order of positions.
+        config: config of the model's text part.
+        skips_evaluation: whether inputs in eval mode are whole sequences.
     """
 
     group: Collectives
@@ -38,11 +38,11 @@ class Sight:
     """The inputs of one forward over all ranks.
 
     Attributes:
-        length, whole_length: positions on this rank and on all.
-        padding: attention mask of the whole sequences, bool [batch, whole_length], False where padded; None: nowhere,
-            or only behind the last token of causal attention, which nothing attends to.
-        positions: position ids of the whole sequences, [batch or 1, whole_length]; None where they are not 2-D.
-        asks_for_documents: transformers has looked for packed documents since it last made a mask.
+        length, whole_length: number of positions on this rank and on all ranks.
+        padding: attention mask of whole sequences, bool [batch, whole_length], False for padding; None without padding,
+            or if it is only at the end under causal attention, where no token attends to it.
+        positions: position ids of whole sequences, [batch or 1, whole_length]; None if they are not 2-D.
+        asks_for_documents: whether transformers has looked for packed documents since it last created a mask.
     """
 
     config: Any
@@ -62,7 +62,7 @@ def shares_sequences(model: nn.Module) -> bool:
 
 
 class _Running:
-    """The forwards under way in this process, outermost first."""
+    """The running forwards of this process, outermost first."""
 
     def __init__(self) -> None:
         self.sights: list[Sight | None] = []
@@ -77,7 +77,7 @@ RUNNING = _Running()
 
 @contextmanager
 def with_groups_of_heads(module: nn.Module, num_groups: int) -> Iterator[None]:
-    """Set how many query heads share a key head in `module`."""
+    """Context that sets the number of query heads per key head in `module`."""
     before = getattr(module, "num_key_value_groups", None)
     if before is None or before == num_groups:
         yield
@@ -90,7 +90,7 @@ def with_groups_of_heads(module: nn.Module, num_groups: int) -> Iterator[None]:
 
 
 def copies_of_key_heads(num_key_heads: int, size: int) -> int:
-    """How often every key head is sent, so that `size` ranks get the same number of them.
+    """The number of copies of every key head for which `size` ranks get the same number of heads.
 
     With H query heads, a multiple of `size`, H / copies is still a multiple of the number of key heads.
     """
@@ -100,12 +100,12 @@ def copies_of_key_heads(num_key_heads: int, size: int) -> int:
 def check_heads(num_heads: int, size: int) -> None:
     """
     Raises:
-        ValueError: heads cannot be dealt out evenly.
+        ValueError: if heads cannot be divided evenly.
     """
     if num_heads % size:
         divisors = [divisor for divisor in range(2, num_heads + 1) if num_heads % divisor == 0]
         raise ValueError(
-            f"attention heads = ranks per sequence x heads per rank does not hold: {num_heads} != {size} x n; take a "
+            f"attention heads = ranks per sequence x heads per rank does not hold: {num_heads} != {size} x n; use a "
             f"sequence_parallel_size (sp_size) that divides {num_heads}: {', '.join(map(str, divisors)) or 'only 1'}"
         )
 

@@ -1,1 +1,1 @@
-"""Tensor parallelism: ranks hold parts of the same matrices, and see the same batches."""
+"""Tensor parallelism: ranks hold parts of the same matrices, and process the same batches."""

@@ -1,13 +1,13 @@
-"""Adapters of PEFT around layers that are cut: what of them is cut with their layer.
+"""PEFT adapters around layers that are cut: which of their weights are cut with the layer.
 
-LoRA adds B(A(x)) to what its layer gives. What stands around the forward of a cut layer stands around both.
+LoRA adds B(A(x)) to the output of its layer. Hooks on the forward of a cut layer apply to both.
 
               layer cut in columns                       layer cut in rows
     layer     part of the outputs                        part of the inputs, outputs are summed
     A         whole, its gradient is summed over ranks   part of the inputs, outputs are summed
     B         part of the outputs                        whole
 
-DoRA's magnitudes go with the outputs. PEFT is never imported here: what is not imported stands around no layer.
+DoRA's magnitudes are cut like the outputs. PEFT is not imported here: without it, there are no adapters.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from hf_zero.layout import Interval
 from hf_zero.tensor import layers
 from hf_zero.tensor.layers import summed
 
-# Who gets what along a dimension: integers only.
+# Intervals of ranks along a dimension, as pure integers.
 
 
 Intervals = tuple[tuple[Interval, ...], ...]
 
 
 def even(extent: int, ranks: int, *, unit: int = 1, packed: int = 1) -> Intervals:
-    """Parts in rank order, of whole units, the first ranks one more where they do not come out even.
+    """Parts in rank order, in whole units; the first ranks get one more if the number is not divisible.
 
     Args:
-        unit: elements that stay together: those of a head.
-        packed: matrices that lie one behind the other, each of which is dealt out by itself.
+        unit: number of elements that stay together, such as those of a head.
+        packed: number of concatenated matrices, each of which is divided separately.
     """
     inner = extent // packed
     sizes = counts(inner // unit, ranks)
@@ -53,24 +53,24 @@ def even(extent: int, ranks: int, *, unit: int = 1, packed: int = 1) -> Interval
 
 
 def sizes_of(intervals: Intervals) -> list[int]:
-    """How much every rank has."""
+    """The number of elements of every rank."""
     return [sum(piece.numel for piece in pieces) for pieces in intervals]
 
 
 def counts(number: int, ranks: int) -> list[int]:
-    """So many things among ranks."""
+    """Divide `number` items among ranks."""
     return [number // ranks + (rank < number % ranks) for rank in range(ranks)]
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of an attention, dealt out.
+    """The heads of an attention, divided among ranks.
 
     Attributes:
         query: number of query heads of every rank.
-        key: for every rank, which key heads it needs in the order in which its query heads want them; None: they are
-            dealt out as the query heads are.
-        groups: for every rank, how many query heads share one of its key heads.
+        key: indices of the key heads that every rank needs, in the order of its query heads; None if they are divided
+            like the query heads.
+        groups: number of query heads per key head on every rank.
     """
 
     query: tuple[int, ...]
@@ -79,10 +79,10 @@ class Heads:
 
 
 def heads(num_query: int, num_key: int, ranks: int) -> Heads:
-    """Query head h uses key head h // (num_query / num_key).
+    """Divide heads among ranks; query head h uses key head h // (num_query / num_key).
 
     Raises:
-        ValueError: there are fewer query heads than ranks.
+        ValueError: if there are fewer query heads than ranks.
     """
     if num_query < ranks:
         raise ValueError(f"attention heads >= ranks per tensor group does not hold: {num_query} < {ranks}")
@@ -103,9 +103,9 @@ def heads(num_query: int, num_key: int, ranks: int) -> Heads:
 
 
 Keep = Callable[[nn.Parameter, int, Intervals], None]
-"""Keeps this rank's intervals along a dimension of a parameter."""
+"""Function that keeps only this rank's intervals along a dimension of a parameter."""
 
-_TYPES = ("LORA", "TRAINABLE_TOKENS", "PROMPT_TUNING", "P_TUNING")  # the latter two stand before the whole model
+_TYPES = ("LORA", "TRAINABLE_TOKENS", "PROMPT_TUNING", "P_TUNING")  # the last two are in front of the whole model
 _AROUND_PARAMETERS = ("moe_tp_experts", "all_reduce", "local_params", "replicate")
 _OTHERWISE = "or remove tensor_parallel.autotp_size (stage 3 shards the same matrices)"
 _INNER = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.|$)")
@@ -113,7 +113,7 @@ _HANDLED = "_hf_zero_is_cut_with_its_layer"
 
 
 def layer_in(module: nn.Module) -> nn.Module:
-    """The layer that adapters stand around, or `module`."""
+    """The layer that adapters wrap, or `module` itself."""
     while isinstance(module, _peft("tuners.tuners_utils", "BaseTunerLayer")) and "base_layer" in module._modules:
         module = module.get_submodule("base_layer")
     return module
@@ -127,19 +127,19 @@ def copies_of(module: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of a layer, with its adapters."""
+    """The parameters of a layer, including its adapters."""
     return module.parameters(recurse=layer_in(module) is not module)
 
 
 def stays_whole(module: Any) -> bool:
-    """Whether adapters work on the values of the layer themselves: those for single tokens, DoRA of embeddings."""
+    """Whether adapters need the layer's full weight: those for single tokens, and DoRA of embeddings."""
     if isinstance(module, (_peft("utils.other", "TrainableTokensWrapper"), _tokens())):
         return True
     return _is_exactly(module, "Embedding") and bool(module.lora_variant)
 
 
 def modules_in(base: nn.Module) -> dict[str, nn.Module]:
-    """By name, as they would be without adapters around them; where there are some, the outermost."""
+    """Modules by the names they would have without adapters; of a wrapped layer, the outermost wrapper."""
     modules: dict[str, nn.Module] = {}
     is_adapted = any(map(_is_adapter, base.modules()))
     for name, module in base.named_modules():
@@ -148,7 +148,7 @@ def modules_in(base: nn.Module) -> dict[str, nn.Module]:
 
 
 def names_in(base: nn.Module) -> list[str]:
-    """Names of its modules and parameters, as they would be without adapters."""
+    """The names that modules and parameters would have without adapters."""
     names = [name for name, _ in base.named_modules()] + [name for name, _ in base.named_parameters()]
     return [_INNER.sub("", name) for name in names] if any(map(_is_adapter, base.modules())) else names
 
@@ -156,18 +156,18 @@ def names_in(base: nn.Module) -> list[str]:
 def check_adapters(model: nn.Module, plan: dict[str, str]) -> None:
     """
     Args:
-        model: PEFT's, or the one inside.
-        plan: style by name, of those of `names_in`.
+        model: PEFT's model, or the model that it wraps.
+        plan: style by name; names are those of `names_in`.
 
     Raises:
-        ValueError: adapters that cannot be cut, by name.
+        ValueError: if an adapter cannot be cut; names it.
     """
     for adapter, config in dict(getattr(model, "peft_config", {})).items():
         kind = getattr(getattr(config, "peft_type", None), "value", None)
         if kind not in _TYPES:
             raise ValueError(
-                f"tensor parallelism goes together with adapters of PEFT's types {', '.join(_TYPES)}, and adapter "
-                f"{adapter!r} is of type {kind}; train LoRA, {_OTHERWISE}"
+                f"tensor parallelism supports adapters of PEFT's types {', '.join(_TYPES)}, but adapter "
+                f"{adapter!r} has type {kind}; train LoRA, {_OTHERWISE}"
             )
     modules = modules_in(unwrapped(model))
     for name, style in plan.items():
@@ -175,13 +175,13 @@ def check_adapters(model: nn.Module, plan: dict[str, str]) -> None:
         if name not in modules and (owner not in modules or own not in layer_in(modules[owner])._parameters):
             around = next(part for part in _owners(name) if part in modules and _is_adapter(modules[part]))
             raise ValueError(
-                f"{around}: PEFT's {type(modules[around]).__name__} stands around matrices of which ranks are to hold "
-                f"parts ({name}); leave it out of modules_to_save, {_OTHERWISE}"
+                f"{around}: PEFT's {type(modules[around]).__name__} wraps matrices of which ranks must hold parts "
+                f"({name}); leave it out of modules_to_save, {_OTHERWISE}"
             )
         for module in copies_of(modules[name]) if name in modules else ():
             why = None if stays_whole(module) else _refused(module, style)
             if why is not None:
-                raise ValueError(f"{name}: {why}; leave it out of what the adapter targets, {_OTHERWISE}")
+                raise ValueError(f"{name}: {why}; leave it out of the adapter's targets, {_OTHERWISE}")
 
 
 def _owners(name: str) -> Iterator[str]:
@@ -193,19 +193,19 @@ def _owners(name: str) -> Iterator[str]:
 def check_still_cut(base: nn.Module) -> None:
     """
     Raises:
-        ValueError: adapters have been put around parts of matrices.
+        ValueError: if adapters were added to parts of matrices.
     """
     for name, module in base.named_modules():
         around = layer_in(module)
         if around is not module and _HANDLED not in vars(module) and any(map(held_part, around.parameters())):
             raise ValueError(
-                f"{name}: an adapter has been put around parts of a matrix, each rank's around its own; make adapters "
-                "before the first deepspeed.initialize of the model"
+                f"{name}: an adapter was added to a matrix of which each rank only holds a part; add adapters before "
+                "the first deepspeed.initialize of the model"
             )
 
 
 def cut_outputs(module: Any, group: Collectives, intervals: Intervals, keep: Keep) -> None:
-    """What `module` has besides its layer, of which rank r gives outputs `intervals[r]`."""
+    """Cut the adapters of a layer of which rank r computes outputs `intervals[r]`."""
     for lora in _loras(module):
         keep(lora.b.weight, 0, intervals)
         if lora.b.bias is not None:
@@ -218,7 +218,7 @@ def cut_outputs(module: Any, group: Collectives, intervals: Intervals, keep: Kee
 
 
 def cut_inputs(module: Any, group: Collectives, intervals: Intervals, keep: Keep) -> None:
-    """What `module` has besides its layer, of which rank r takes inputs `intervals[r]`."""
+    """Cut the adapters of a layer of which rank r takes inputs `intervals[r]`."""
     sizes = sizes_of(intervals)
     for lora in _loras(module):
         keep(lora.a.weight, 1, intervals)
@@ -235,8 +235,8 @@ def cut_inputs(module: Any, group: Collectives, intervals: Intervals, keep: Keep
 
 
 def cut_parameter(module: nn.Module, own: str, group: Collectives, dim: int, intervals: Intervals, keep: Keep) -> None:
-    """The adapters of a parameter, such as the matrices of all experts in one, that is cut along `dim`; of one matrix,
-    B @ A, outputs come first, of several (experts, inputs, outputs) or (experts, outputs, inputs)."""
+    """Cut the adapters of a parameter that is cut along `dim`, such as packed experts. The dimensions of one matrix,
+    B @ A, are (outputs, inputs), those of packed ones (experts, inputs, outputs) or (experts, outputs, inputs)."""
     for wrapper in _around_parameter(module, own):
         number = wrapper.get_param().dim()
         outputs = number - (2 if number == 2 or wrapper._did_swap_in_out_features else 1)
@@ -250,14 +250,14 @@ def cut_parameter(module: nn.Module, own: str, group: Collectives, dim: int, int
 
 
 def adapters_of(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The adapters for parameters in `module`."""
+    """The weights of all adapters of single parameters in `module`."""
     for wrapper in module.modules():
         if _is_exactly(wrapper, "ParamWrapper"):
             yield from (p for name, p in wrapper.named_parameters() if not name.startswith("base_layer."))
 
 
 def adapters_around(module: nn.Module, own: str) -> Iterator[nn.Parameter]:
-    """The adapters of the parameter `own` of the layer in `module`."""
+    """The weights of the adapters of the parameter `own` of the layer in `module`."""
     for wrapper in _around_parameter(module, own):
         for lora in _loras(wrapper):
             yield from (lora.a.weight, lora.b.weight)
@@ -271,10 +271,10 @@ def _around_parameter(module: Any, own: str) -> Iterator[Any]:
 
 
 def note_handled(module: Any) -> None:
-    """Its layer is cut, or what stands around its forward would be lost without its adapters."""
+    """Mark adapters as cut with their layer, and forbid to unload them, which would lose hooks on their forward."""
     layer = layer_in(module)
     if _is_exactly(module, "Embedding"):
-        module.merge = _refuse_unloading  # its A is whole, and its layer a part
+        module.merge = _refuse_unloading  # A is whole, but the layer holds a part
     while module is not layer:
         setattr(module, _HANDLED, True)
         module.unload_and_optionally_merge_module = _refuse_unloading
@@ -301,31 +301,31 @@ def _loras(module: Any) -> list[_Lora]:
 
 def _refuse_unloading(*_: Any, **__: Any) -> Any:
     raise ValueError(
-        "an adapter around parts of a matrix cannot be merged and taken off: what stands around the forwards of parts "
-        "would be lost, and every rank would save its own; save the adapter (Trainer.save_model), and merge it in a "
+        "an adapter of a matrix that is divided among ranks cannot be merged and unloaded: hooks on its forward would "
+        "be lost, and every rank would save its part; save the adapter (Trainer.save_model), and merge it in a "
         "process that loads the whole model"
     )
 
 
 def _refused(module: Any, style: str) -> str | None:
-    """Why ranks cannot hold parts of its layer."""
+    """The reason why a layer's adapters prevent cutting it, or None."""
     if not _is_adapter(module) or (_is_exactly(module, "ParamWrapper") and style in _AROUND_PARAMETERS):
         return None
     if not _is_exactly(module, "Linear") and not _is_exactly(module, "Embedding"):
-        return f"tensor parallelism cuts layers with LoRA around them, and this is PEFT's {type(module).__name__}"
+        return f"tensor parallelism only supports LoRA around layers, and this is PEFT's {type(module).__name__}"
     if _is_adapter(module.base_layer):
-        return "tensor parallelism cuts layers with adapters of one kind, and here one stands around another"
+        return "tensor parallelism does not support adapters that wrap another adapter"
     for adapter, variant in module.lora_variant.items():
         if type(variant).__name__ != "DoraLinearVariant":
             return (
-                f"tensor parallelism cuts layers with LoRA and DoRA, and adapter {adapter!r} is another variant "
+                f"tensor parallelism only supports LoRA and DoRA, and adapter {adapter!r} is another variant "
                 f"({type(variant).__name__})"
             )
     return None
 
 
 def _is_exactly(module: nn.Module, name: str) -> bool:
-    """Whether it is LoRA's layer of that name; its subclasses are other adapters."""
+    """Whether `module` is exactly LoRA's layer of that name; subclasses are other adapters."""
     return type(module) is _peft("tuners.lora.layer", name)
 
 
@@ -348,8 +348,8 @@ def _peft(module: str, name: str) -> type:
 
 
 class _DropoutOfPart:
-    """Before nn.Dropout: ranks draw for the whole input, of which they have parts. So they drop what one process would,
-    and stay in step where parts differ in size."""
+    """Mixin for nn.Dropout: ranks draw for the whole input, of which they have parts. So they drop the same elements as
+    one process, and their random states stay equal even if parts differ in size."""
 
     row_size: int
     whole_size: int
@@ -366,7 +366,7 @@ class _DropoutOfPart:
 
 
 class _DoraOfPart:
-    """Before PEFT's layer for DoRA: the norm of an output's weights is over all inputs, of which ranks have parts."""
+    """Mixin for PEFT's DoRA layer: the norm of an output's weights is over all inputs, of which ranks have parts."""
 
     tensor_group: Collectives
 
@@ -381,7 +381,7 @@ class _DoraOfPart:
         return summed(self.tensor_group, both.detach().float().square().sum(dim=1)).sqrt().to(weight.dtype)
 
     def forward(self, x: Tensor, *, base_layer: nn.Module, base_result: Tensor | None = None, **more: Any) -> Tensor:
-        if base_result is None:  # what was dropped differs from what the layer saw
+        if base_result is None:  # the dropped input differs from the layer's
             base_result = base_layer(x)
         result: Tensor = super().forward(x, base_layer=base_layer, base_result=base_result, **more)  # type: ignore[misc]
         return result

@@ -1,4 +1,4 @@
-"""Which ranks hold parts of the same matrices, as programs define and query it; these ranks see the same batches."""
+"""Groups of ranks that hold parts of the same matrices and use the same batches, as programs define and query them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class TensorGroups(ProgramGroups):
 
     @classmethod
     def given(cls, model: nn.Module, mpu: Any = None, mesh_param: Any = None) -> TensorGroups | None:
-        """Groups from `tp_model_init` or an mpu; None: neither. Collective.
+        """Groups from `tp_model_init` or an mpu; None without either. Collective.
 
         Raises:
-            ConfigError: they contradict each other.
+            ConfigError: if they contradict each other.
         """
         inner = unwrapped(model)
         size, group = vars(model).get(_WANTED) or vars(inner).get(_WANTED) or (1, None)
@@ -50,7 +50,7 @@ class TensorGroups(ProgramGroups):
 
     @classmethod
     def _of_mpu(cls, mpu: Any) -> TensorGroups | None:
-        # Of an mpu that shares sequences, model parallel may mean just that.
+        # If an mpu defines sequence parallelism, its "model parallel" group may be the sequence group.
         number = 1 if hasattr(mpu, "get_sequence_parallel_group") else 2
         if max((int(getattr(mpu, name)()) for name in _SIZES[:number] if hasattr(mpu, name)), default=1) < 2:
             return None
@@ -58,7 +58,7 @@ class TensorGroups(ProgramGroups):
 
     @classmethod
     def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: TensorGroups | None) -> None:
-        """Cut `model`. Collective."""
+        """Cut `model` for its tensor group. Collective."""
         if asked is not None:
             from hf_zero.tensor.layers import check_first_batch
             from hf_zero.tensor.shard import shard_model
@@ -73,23 +73,23 @@ class TensorGroups(ProgramGroups):
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any, config: Any = None, **kwargs: Any) -> nn.Module:
-    """Note that `initialize` is to cut `model` for groups of `tp_size` ranks; returns the same model, still whole.
+    """Mark `model` to be cut by `initialize` for groups of `tp_size` ranks; returns the same model, still whole.
 
     Args:
-        dtype: not needed: the config says in which dtype the model trains.
-        config: not needed.
-        tp_group: torch's group of the ranks that hold parts; default: consecutive ranks.
+        dtype: accepted for compatibility: the config determines the model's dtype.
+        config: accepted for compatibility.
+        tp_group: torch group of the ranks that hold parts; default: consecutive ranks.
 
     Raises:
-        WrongArgument: the model has been noted for another size, or `tp_group` has another size.
+        WrongArgument: if the model is marked for another size, or `tp_group` has another size.
     """
     group = kwargs.pop("tp_group", None)
     if kwargs:
         raise WrongArgument(f"tp_model_init: unknown arguments {', '.join(sorted(kwargs))}")
     before = vars(model).get(_WANTED)
     if before is not None and before[0] != tp_size:
-        raise WrongArgument(f"tp_model_init: this model is already to be cut for {before[0]} ranks, not {tp_size}")
+        raise WrongArgument(f"tp_model_init: this model is already marked for {before[0]} ranks, not {tp_size}")
     if group is not None and group.size() != tp_size:
-        raise WrongArgument(f"tp_model_init: tp_group has {group.size()} ranks, and tp_size is {tp_size}")
+        raise WrongArgument(f"tp_model_init: tp_group has {group.size()} ranks, but tp_size is {tp_size}")
     vars(model)[_WANTED] = (tp_size, group)
     return model

@@ -1,4 +1,4 @@
-"""Wrappers around the forward of layers that hold parts, on every rank of a tensor group."""
+"""Communication around the forward of layers that hold parts, on every rank of a tensor group."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Collectives, uncompiled
 
-# Results of parts of a matrix become those of the whole one, differentiably.
+# Differentiable communication that combines results of parts of a matrix.
 #
 #                     forward                     backward
-# enter               the same                    sum over ranks        before columns: each rank has part of dX
-# leave               sum over ranks              the same              after rows: each rank has part of Y
-# gather              parts side by side          own part              after columns whose whole output is needed
-# split               own part                    parts side by side    before rows whose whole input is there
+# enter               identity                    sum over ranks        before columns: each rank has a part of dX
+# leave               sum over ranks              identity              after rows: each rank has a part of Y
+# gather              concatenate parts           own part              after columns whose full output is needed
+# split               own part                    concatenate parts     before rows whose input is not split
 #
-# Layers that take the same tensor (q, k and v; gate and up) enter it together: their gradients are added before ranks
-# sum them, which is one message where there would be three. The first batch is compared: all must see the same.
+# Layers with the same input (q, k and v; gate and up) share one `enter`: their gradients are added before the sum over
+# ranks, which takes one message instead of three. The first batch is compared, because all ranks need the same one.
 
 
 @dataclass(frozen=True, slots=True)
 class _Entered:
-    """A tensor that has entered, for the next layer that takes it."""
+    """The result of `enter` for a tensor, for other layers that take the same tensor."""
 
     source: weakref.ref[Tensor]
-    version: int  # of its values: models write into what they have
+    version: int  # of its values, which models may change in place
     result: Tensor
 
 
-# Results are held, as the graph of a checkpointed layer does not, until what the layers gave is summed or gathered. A
-# layer that is computed again may stop before that: then until backward comes by, lest its activations outlive it.
+# Results are kept until the outputs of the layers are summed or gathered, because the graph of a checkpointed layer
+# does not keep them. Recomputation may stop before that: then they are dropped in backward, to free its activations.
 _ENTERED: dict[Collectives, list[_Entered]] = {}
 
 
 @uncompiled
 def enter(group: Collectives, tensor: Tensor) -> Tensor:
-    """`tensor`, whose gradient is summed over ranks: once for all who enter it before the next `leave` or `gather`.
-    Collective in backward."""
+    """Return `tensor` with its gradient summed over ranks, once for all layers that enter it before the next `leave` or
+    `gather`. Collective in backward."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
     entered = _ENTERED.setdefault(group, [])
@@ -57,26 +57,26 @@ def enter(group: Collectives, tensor: Tensor) -> Tensor:
 
 @uncompiled
 def leave(group: Collectives, tensor: Tensor) -> Tensor:
-    """The sum of all ranks' `tensor`. Collective."""
+    """The sum of `tensor` over ranks. Collective."""
     _ENTERED.pop(group, None)
     return cast("Tensor", _Leave.apply(group, tensor))
 
 
 @uncompiled
 def gather(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-    """All ranks' `tensor` side by side in the last dimension, where rank r has `sizes[r]`. Collective."""
+    """Concatenate all ranks' `tensor` along the last dimension, where rank r has `sizes[r]`. Collective."""
     _ENTERED.pop(group, None)
     return cast("Tensor", _Gather.apply(group, tensor, tuple(sizes)))
 
 
 def split(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
-    """This rank's part in the last dimension. Collective in backward."""
+    """This rank's part along the last dimension. Collective in backward."""
     return cast("Tensor", _Split.apply(group, tensor, tuple(sizes)))
 
 
 @uncompiled
 def summed(group: Collectives, tensor: Tensor) -> Tensor:
-    """A new tensor: the sum over ranks. Collective."""
+    """The sum over ranks as a new tensor. Collective."""
     numel = tensor.numel()
     total: Tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
     if numel % group.size == 0:
@@ -86,7 +86,7 @@ def summed(group: Collectives, tensor: Tensor) -> Tensor:
     flat[:numel] = total.view(-1)
     group.all_reduce(flat).wait()
     total.view(-1).copy_(flat[:numel])
-    return total  # never a view: models write into what their layers return
+    return total  # never a view, because models may change outputs of layers in place
 
 
 @uncompiled
@@ -149,8 +149,8 @@ class _Split(torch.autograd.Function):
 
 
 def check_first_batch(model: nn.Module, group: Collectives) -> None:
-    """The first forward of `model` compares what the ranks of `group` give it, and with dropout their random seeds.
-    Collective then."""
+    """Compare the inputs of the first forward of `model` on the ranks of `group`, and with dropout their random seeds.
+    That forward is collective."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         handle.remove()
@@ -159,15 +159,15 @@ def check_first_batch(model: nn.Module, group: Collectives) -> None:
         if len(set(seeds)) > 1:
             shown = ", ".join(f"rank {rank}: {seed}" for rank, seed in zip(group.ranks, seeds, strict=True))
             raise ValueError(
-                "ranks that hold parts of the same matrices must drop the same activations, and their random numbers "
-                f"start from different seeds ({shown}): call transformers.set_seed(n) with the same n on all of them"
+                "ranks that hold parts of the same matrices must drop the same activations, but they use different "
+                f"random seeds ({shown}): call transformers.set_seed(n) with the same n on all of them"
             )
         digests = group.gather_objects(digest((args, keywords)))
         if any(theirs != digests[0] for theirs in digests):
             shown = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in zip(group.ranks, digests, strict=True))
             raise ValueError(
-                "ranks that hold parts of the same matrices must see the same batches, and theirs differ (shapes, and "
-                f"a digest of the values): {shown}. Let a sampler deal out batches by data ranks: "
+                "ranks that hold parts of the same matrices must get the same batches, but theirs differ (shapes, and "
+                f"a digest of the values): {shown}. Use a sampler that distributes batches by data ranks: "
                 f"num_replicas=world size / {group.size}, rank=rank // {group.size}; "
                 "initialize(training_data=...), Trainer and Accelerate do so"
             )
@@ -176,7 +176,7 @@ def check_first_batch(model: nn.Module, group: Collectives) -> None:
 
 
 def digest(inputs: Any) -> str:
-    """Digest of all tensors among a forward's inputs."""
+    """Digest of all tensors in a forward's inputs."""
     shapes, values = [], hashlib.sha256()
     for tensor in _tensors(inputs):
         shapes.append("x".join(map(str, tensor.shape)))
@@ -193,9 +193,9 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class RowParallel:
-    """Before nn.Linear or transformers' Conv1D: their weight holds rows for a part of the input, the output is summed,
-    and the bias is added once, after that. An input that is whole is split before: plans have some, such as linear
-    attentions between others."""
+    """Mixin for nn.Linear or transformers' Conv1D with the rows for a part of the input: sums the output over ranks,
+    and then adds the bias once. A full input, as some plans have it (for example in linear attention), is split first.
+    """
 
     tensor_group: Collectives
     row_sizes: Sequence[int]
@@ -211,7 +211,7 @@ class RowParallel:
 
 
 class PartialVocabulary:
-    """Before nn.Embedding: its weight holds the rows of some tokens, the others come from other ranks."""
+    """Mixin for nn.Embedding with the rows of some tokens; other rows come from other ranks."""
 
     tensor_group: Collectives
     first_token: int
@@ -228,9 +228,9 @@ class PartialVocabulary:
 
 
 def stand_in_front(mixin: type, module: nn.Module, base: type, **attributes: Any) -> None:
-    """`module`, still of its class, runs the forward of `mixin` in the place of that of `base`, one of its classes.
+    """Insert `mixin` before `base` in the class hierarchy of `module`, so that its forward replaces that of `base`.
 
-    What a subclass does around `super().forward()`, such as to scale an embedding, still happens.
+    Code of subclasses around `super().forward()`, for example to scale an embedding, still runs.
     """
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -240,19 +240,19 @@ def stand_in_front(mixin: type, module: nn.Module, base: type, **attributes: Any
 
 
 def row_parallel(module: nn.Module, group: Collectives, sizes: Sequence[int]) -> None:
-    """`module`, an nn.Linear or transformers' Conv1D, of which rank r has rows for `sizes[r]` inputs."""
+    """Make `module`, an nn.Linear or transformers' Conv1D, row-parallel; rank r has rows for `sizes[r]` inputs."""
     base = nn.Linear if isinstance(module, nn.Linear) else type(module)
     stand_in_front(RowParallel, module, base, tensor_group=group, row_sizes=sizes)
 
 
 def partial_vocabulary(module: nn.Module, group: Collectives, first_token: int) -> None:
-    """`module`, an nn.Embedding."""
+    """Make `module`, an nn.Embedding, vocabulary-parallel."""
     stand_in_front(PartialVocabulary, module, nn.Embedding, tensor_group=group, first_token=first_token)
 
 
 def has_halves(module: nn.Module) -> bool:
-    """Whether experts take the first half of what their `gate_up` matrices give for the gate, the second for the rest
-    (or else every second feature)."""
+    """Whether the output of the experts' `gate_up` matrices is the gate in the first half and up in the second (instead
+    of interleaved)."""
     is_concatenated = getattr(module, "is_concatenated", None)
     if is_concatenated is not None:
         return bool(is_concatenated)
@@ -274,7 +274,7 @@ def calls_forward_of(module: nn.Module, base: type[nn.Module]) -> bool:
 
 
 def enter_inputs(module: nn.Module, group: Collectives, number: int = 1) -> None:
-    """The gradients of its first inputs, `number` floating ones, are summed over ranks."""
+    """Sum the gradients of the first `number` floating-point inputs of `module` over ranks."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         left = number
@@ -292,8 +292,8 @@ def enter_inputs(module: nn.Module, group: Collectives, number: int = 1) -> None
 
 
 def gather_output(module: nn.Module, group: Collectives, sizes: Sequence[int]) -> None:
-    """`module.whole_output` does it too, for who runs the module piece by piece (see `change_output`), and
-    `module.whole_width` is what comes out."""
+    """Gather the output of `module`. `module.whole_output` does the same for code that runs the module piece by piece
+    (see `change_output`), and `module.whole_width` is the resulting width."""
 
     def whole(output: Tensor) -> Tensor:
         return gather(group, output, sizes)
@@ -307,7 +307,7 @@ def leave_output(module: nn.Module, group: Collectives) -> None:
 
 
 def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Not of what has been changed piece by piece already, or will be: what such a module takes or gives says so."""
+    """Apply `change` to the output of `module`, unless its input or output is marked as changed piece by piece."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if any(getattr(value, "changes_in_pieces", False) for value in (*args, output)):
@@ -320,8 +320,8 @@ def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], group: Collectives) -> None:
-    """They are whole on every rank, which uses them for its own part of what follows. Also of those that are frozen
-    now: another adapter may be chosen before training."""
+    """Sum gradients of parameters that are whole on every rank but only used for its part. Frozen ones are included,
+    because another adapter may be activated before training."""
     for parameter in parameters:
         is_trained = parameter.requires_grad
         parameter.requires_grad_(True)

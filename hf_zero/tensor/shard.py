@@ -1,4 +1,4 @@
-"""A transformers model in parts: every rank of a tensor group keeps its part of each matrix that the plan names."""
+"""Cuts a transformers model: every rank of a tensor group keeps its part of each matrix in the plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from hf_zero.tensor.adapters import (
 )
 from hf_zero.tensor.layers import enter, split
 
-# Which modules and parameters of a model are cut, and how: by the plan transformers has for it, or by its layers.
+# The plan of a model: which modules and parameters are cut, and how. It is transformers' tp_plan, or based on names.
 
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
@@ -54,22 +54,22 @@ STYLES = (
     "mla_kv_a_proj",
     "all_reduce",
     "moe_identity_expert",
-    "rowwise_own_outputs",  # this and the next are not of transformers: of what is whole, a rank takes its part
+    "rowwise_own_outputs",  # this and the next are our own: each rank takes its part of a full output
     "replicate_own_outputs",
     "local_params",
     "replicate",
 )
-# Layers of models without a plan, by the ends of their names. Fused query, key and value are three matrices in one.
+# Layers of models without a plan, by name suffix. Fused query, key and value are three matrices in one.
 _BY_NAME = {
     "gpt2": {"attn.c_attn": "fused_attention", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"}
 }
-# What lies between matrices cut in columns and those cut in rows sees a rank's part of the features. Plans that leave
-# out its parameters give them, upstream, a part of their gradient.
+# Modules between column-cut and row-cut matrices only process a rank's part of the features. Plans that omit them leave
+# their parameters with only a part of the gradient in transformers.
 _BETWEEN = ("q_norm", "k_norm", "act_fn")
-# What plans leave out, or have wrong, that is cut by heads: by the ends of names.
+# Modules cut by heads that plans omit or get wrong, by name suffix.
 _BY_HEADS = {
     "doge": {"self_attn.A": "colwise", "self_attn.dt_proj": "rowwise_own_outputs"},
-    "esmc": {  # its norms are over all heads
+    "esmc": {  # norms are over all heads
         "self_attn.q_proj": "colwise_gather_output",
         "self_attn.k_proj": "colwise_gather_output",
         "self_attn.q_norm": "replicate_own_outputs",
@@ -83,10 +83,10 @@ _BY_HEADS = {
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """Style by full name of a module or parameter; adapters have no place in these names.
+    """The style by full name of each module or parameter; names are those without adapters.
 
     Raises:
-        ValueError: the model has no plan and is of no known shape, or its plan has an unknown style.
+        ValueError: if the model has neither a plan nor known names, or its plan has an unknown style.
     """
     names = names_in(model)
     styles = dict(_by_plan(names, getattr(model, "tp_plan", None) or {}))
@@ -95,7 +95,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
     styles |= _left_out(model, names, styles)
     unknown = sorted({style for style in styles.values() if style not in (*STYLES, "fused_attention")})
     if unknown:
-        raise ValueError(f"the plan of {type(model).__name__} has styles that are not known: {', '.join(unknown)}")
+        raise ValueError(f"the plan of {type(model).__name__} has unknown styles: {', '.join(unknown)}")
     return styles
 
 
@@ -125,30 +125,29 @@ def _by_name(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     if rules is None:
         raise ValueError(
             f"{type(model).__name__} ({kind or 'not of transformers'}) has no tensor-parallel plan (tp_plan) that cuts "
-            f"layers, and they are of no shape that is known without one ({', '.join(_BY_NAME)}); set tp_plan on the "
+            f"layers, and is not a known architecture without one ({', '.join(_BY_NAME)}); set tp_plan on the "
             "model, or remove tensor_parallel.autotp_size"
         )
     return {name: style for name in names for end, style in rules.items() if name.endswith(f".{end}")}
 
 
 _SHARDED = "_hf_zero_tensor_size"
-_GROUPED = 8  # grouped products of experts want rows of whole 16 bytes
-_OUTPUTS = ("o_proj", "dense", "out_proj")  # names of what follows the heads of an attention
+_GROUPED = 8  # grouped matrix products of experts need rows of multiples of 16 bytes
+_OUTPUTS = ("o_proj", "dense", "out_proj")  # names of output projections of attention
 
 
 def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> None:
-    """Cut `model`, which is whole on every rank; all get the values of the group's first rank. Once. Collective.
-
-    Parameters and modules stay the same objects.
+    """Cut `model`, which is whole on every rank, with the values of the group's first rank. Does nothing if it is
+    already cut. Collective. Parameters and modules stay the same objects.
 
     Raises:
-        ValueError: it cannot be cut for so many ranks.
+        ValueError: if it cannot be cut for this number of ranks.
     """
     base = unwrapped(model)
     before = vars(base).get(_SHARDED)
     if before is not None:
         if before != group.ranks:
-            raise ValueError(f"the model has already been cut for ranks {before}, and now is to be for {group.ranks}")
+            raise ValueError(f"the model is already cut for ranks {before}, and cannot be cut for {group.ranks}")
         check_still_cut(base)
         return
     plan = _plan_for(model)
@@ -159,10 +158,10 @@ def shard_model(model: nn.Module, group: Collectives, device: torch.device) -> N
 
 
 def cut_model(model: nn.Module, group: Collectives) -> None:
-    """The same without sending anything: of a model on the meta device, for those who want to know its parts.
+    """Cut a model on the meta device without communication, to find out its parts.
 
     Raises:
-        ValueError: it cannot be cut for so many ranks.
+        ValueError: if it cannot be cut for this number of ranks.
     """
     _cut(model, _plan_for(model), group)
 
@@ -178,8 +177,8 @@ def _cut(model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
     _Sharder(base, plan, group).run()
     if all(held_part(parameter) is None for parameter in model.parameters()):
         raise ValueError(
-            f"the tensor-parallel plan of {type(base).__name__} cuts nothing: it names {', '.join(sorted(plan))}, and "
-            "weights that are tied stay whole; remove tensor_parallel.autotp_size"
+            f"the tensor-parallel plan of {type(base).__name__} cuts nothing: it names {', '.join(sorted(plan))}, but "
+            "tied weights stay whole; remove tensor_parallel.autotp_size"
         )
     vars(base)[_SHARDED] = group.ranks
 
@@ -189,7 +188,7 @@ def _send_values(model: nn.Module, group: Collectives, device: torch.device) -> 
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             raise ValueError(
-                f"tensor parallelism cuts weights of floating numbers, and {name} is of {parameter.dtype}: load the "
+                f"tensor parallelism needs floating-point weights, but {name} has dtype {parameter.dtype}: load the "
                 "model without quantization_config, or remove tensor_parallel.autotp_size"
             )
         if parameter.is_meta or hasattr(parameter, "ds_id"):
@@ -203,7 +202,7 @@ def _send_values(model: nn.Module, group: Collectives, device: torch.device) -> 
 
 
 class _Sharder:
-    """Walks through a plan once."""
+    """Applies a plan to a model once."""
 
     def __init__(self, model: nn.Module, plan: dict[str, str], group: Collectives) -> None:
         self._model = model
@@ -217,7 +216,7 @@ class _Sharder:
         self._heads: dict[str, Heads] = {}
 
     def _is_cut(self, module: nn.Module) -> bool:
-        """Tied weights (a head that is the embedding) stay whole on every rank, which computes with all of them."""
+        """Whether a module is cut. Tied weights (an LM head that is the embedding) stay whole on every rank."""
         return not stays_whole(module) and all(id(parameter) not in self._tied for parameter in parameters_of(module))
 
     def run(self) -> None:
@@ -233,13 +232,13 @@ class _Sharder:
         self._check_experts()
 
     def _check_experts(self) -> None:
-        """What every rank adds to its part of the output would be added as often as there are ranks."""
+        """Check that experts are cut completely, because whole parameters would be added once per rank."""
         for name in (name for name, style in self._plan.items() if style == "moe_tp_experts"):
             handled = {id(parameter) for parameter in adapters_of(self._modules[name])}
             named = self._modules[name].named_parameters()
             whole = [own for own, p in named if held_part(p) is None and id(p) not in handled]
             if whole:
-                raise ValueError(f"the plan sums the outputs of {name} over ranks, and cuts everything but {whole}")
+                raise ValueError(f"the plan sums the outputs of {name} over ranks, but does not cut {whole}")
 
     def _text_config(self) -> Any:
         return text_config(getattr(self._model, "config", None))
@@ -248,7 +247,7 @@ class _Sharder:
         number = getattr(self._text_config(), "num_attention_heads", None)
         if isinstance(number, int) and number < self._group.size:
             raise ValueError(
-                f"attention heads >= ranks per tensor group does not hold: {number} < {self._group.size}; take a "
+                f"attention heads >= ranks per tensor group does not hold: {number} < {self._group.size}; use a "
                 f"tensor_parallel.autotp_size of at most {number}"
             )
 
@@ -270,13 +269,13 @@ class _Sharder:
         elif style == "packed_rowwise":
             self._cut(module, even(_inputs(module), group.size, packed=2), of_outputs=False)
         elif style == "moe_tp_experts":
-            layers.enter_inputs(module, group, number=2)  # tokens, and the weights with which experts count
+            layers.enter_inputs(module, group, number=2)  # tokens and routing weights
             layers.leave_output(module, group)
         elif style == "moe_identity_expert":
             module.register_forward_pre_hook(lambda _, args: (args[0] / group.size, *args[1:]))
         elif style == "all_reduce":
             if any(f"{name}.{own}" in self._plan for own in layer_in(module)._parameters):
-                layers.enter_inputs(module, group, number=2)  # layers inside would do it by themselves
+                layers.enter_inputs(module, group, number=2)  # otherwise layers inside do this themselves
             layers.leave_output(module, group)
         elif style == "replicated_with_grad_allreduce":
             layers.sum_gradients(parameters_of(module), group)
@@ -301,7 +300,7 @@ class _Sharder:
         if gathers:
             layers.gather_output(module, group, sizes_of(intervals))
             layer: Any = layer_in(module)
-            layer.out_features = extent  # of what callers see
+            layer.out_features = extent  # the width that callers get
 
     def _rows(self, name: str, module: nn.Module, *, splits: bool) -> None:
         owner = self._modules[name.rpartition(".")[0]]
@@ -318,18 +317,18 @@ class _Sharder:
             if number % group.size:
                 raise ValueError(
                     f"{key} = ranks per tensor group x heads per rank does not hold: {number} != {group.size} x n; "
-                    f"{type(self._model).__name__} can be cut by whole shares of its heads only"
+                    f"{type(self._model).__name__} can only be cut into equal shares of its heads"
                 )
         layers.change_output(module, lambda output: split(group, output, counts(output.shape[-1], group.size)))
 
     def _check_halves(self, name: str, extent: int, *, gathers: bool) -> None:
-        """Parts of MLPs need not be equal. Those of attentions whose heads are not known must be."""
+        """Check that parts of attention are equal if its heads are not known; parts of MLPs may differ."""
         owner: Any = self._modules[name.rpartition(".")[0]]
         per_head = getattr(owner, "head_dim", 1)
         if name.endswith(("k_proj", "v_proj")) and not gathers and extent // per_head % self._group.size:
             raise ValueError(
                 f"{name}: key heads = ranks per tensor group x heads per rank does not hold: {extent // per_head} != "
-                f"{self._group.size} x n, and its attention is of no known shape; take a tensor_parallel.autotp_size "
+                f"{self._group.size} x n, and its attention is not of a known form; use a tensor_parallel.autotp_size "
                 f"that divides {extent // per_head}"
             )
         owners = name.split(".")[-3:-1]  # self_attn.q_proj.linear, self_attn.0.q_b_proj
@@ -337,12 +336,12 @@ class _Sharder:
         if is_attention and not gathers and extent % self._group.size:
             raise ValueError(
                 f"{name}: features = ranks per tensor group x features per rank does not hold: {extent} != "
-                f"{self._group.size} x n, and its heads are not known; take a tensor_parallel.autotp_size that divides "
+                f"{self._group.size} x n, and its heads are not known; use a tensor_parallel.autotp_size that divides "
                 f"{extent}"
             )
 
     def _heads_of(self, name: str) -> Heads | None:
-        """Heads of the attention that a projection belongs to, where it has q_proj, k_proj and a head_dim."""
+        """The heads of a projection's attention, if it has q_proj, k_proj and head_dim."""
         owner, _, own = name.rpartition(".")
         if own not in ("q_proj", "k_proj", "v_proj", *_OUTPUTS):
             return None
@@ -362,7 +361,7 @@ class _Sharder:
         return int(attention.head_dim)
 
     def _whole_key_heads(self, name: str, module: nn.Module, head_split: Heads) -> None:
-        """They cannot be split: every rank has all, and uses those that its query heads need."""
+        """Keep all key heads on every rank, which selects those that its query heads need: they cannot be divided."""
         assert head_split.key is not None
         wanted, extent = head_split.key[self._group.rank], self._head_extent(name)
         layers.enter_inputs(module, self._group)
@@ -394,7 +393,7 @@ class _Sharder:
 
     def _embedding(self, module: nn.Module, *, by_tokens: bool) -> None:
         if by_tokens and not layers.calls_forward_of(module, nn.Embedding):
-            return  # its use of its rows is unknown: whole on every rank
+            return  # it may use its rows in other ways, and stays whole on every rank
         weight: Any = module.weight
         intervals = even(weight.shape[0 if by_tokens else 1], self._group.size)
         self._keep(weight, 0 if by_tokens else 1, intervals)
@@ -405,7 +404,7 @@ class _Sharder:
             layers.gather_output(module, self._group, sizes_of(intervals))
 
     def _cut_bare(self, module: nn.Module, own: str, style: str) -> None:
-        """A parameter without a layer of its own, such as the matrices of all experts in one."""
+        """Cut a parameter that is not a layer's weight, such as packed experts."""
         owner = layer_in(module)
         parameter = owner._parameters[own]
         if parameter is None or style in ("replicate", "local_params"):
@@ -421,7 +420,7 @@ class _Sharder:
                 return
             dim = parameter.dim() - 1
         else:
-            raise ValueError(f"the plan has style {style} for a parameter ({own}), which is known for layers only")
+            raise ValueError(f"the plan has style {style} for a parameter ({own}), which is only supported for layers")
         extent = parameter.shape[dim] // packed
         in_groups = parameter.dim() > 2 and extent % _GROUPED == 0 and extent >= _GROUPED * self._group.size
         unit = _GROUPED if in_groups else 1
@@ -452,16 +451,16 @@ class _Sharder:
 
 
 def _numbers_of_heads(attention: Any) -> tuple[int, int] | None:
-    """Query heads and key heads of an attention; None: it has no known shape."""
+    """The numbers of query heads and key heads of an attention; None if its form is not known."""
     extent, query, key = (getattr(attention, name, None) for name in ("head_dim", "q_proj", "k_proj"))
-    value = getattr(attention, "v_proj", None) or key  # some take keys for values
+    value = getattr(attention, "v_proj", None) or key  # some use keys as values
     output = next((getattr(attention, name) for name in _OUTPUTS if hasattr(attention, name)), None)
     if not isinstance(extent, int) or not all(_is_linear(each) for each in (query, key, value, output)):
         return None
     features = _inputs(output)
     if features % extent or _outputs(key) % extent or _outputs(value) != _outputs(key):
         return None
-    if _outputs(query) % features:  # a multiple: what gates a head lies beside its query
+    if _outputs(query) % features:  # may be a multiple, if gates of heads are packed with queries
         return None
     return features // extent, _outputs(key) // extent
 

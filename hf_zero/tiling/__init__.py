@@ -1,1 +1,1 @@
-"""Tiled compute: what looks at each token alone runs over a few tokens at a time, so that memory does not grow."""
+"""Tiled compute: per-token functions run over a few tokens at a time, to limit the memory of activations."""

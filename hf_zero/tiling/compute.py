@@ -1,17 +1,17 @@
-"""A function over tokens, run tile by tile, with one gradient for each of its inputs when the last tile is done.
+"""Runs a function over tokens tile by tile, and returns one gradient for each input after the last tile.
 
-    forward     every tile without a graph; what is kept is the input alone
-    backward    every tile again, with its own graph; gradients of parameters are added up and returned together
+    forward     every tile without a graph; only the input is kept
+    backward    every tile again, with its own graph; gradients of parameters are summed and returned together
 
-    `eager`     forward makes the gradients as well (the outputs are added up, so one factor is all that comes later);
+    `eager`     forward also computes the gradients (outputs are summed, so that the output's gradient is one factor);
                 backward multiplies them by that factor
 
-Parameters are inputs of the autograd function. So autograd accumulates into each of them once per backward, and hooks
-that wait for a gradient (of ZeRO, of DistributedDataParallel) fire once, however many tiles there are. What the
-function reads besides is found in the graph of a tile, and gets its gradient, too.
+Parameters are inputs of the autograd function, so that autograd accumulates each of their gradients once per backward,
+and gradient hooks (of ZeRO or DistributedDataParallel) run once, regardless of the number of tiles. Other tensors that
+the function reads are found in the graph of a tile, and get their gradients, too.
 
-The input is kept by an operation of its own, ahead of the tiles: where a checkpoint is around (that of
-`torch.utils.checkpoint`, not reentrant), its recomputation ends there and does not run the tiles a third time.
+A separate operation keeps the input before the tiles run: within a non-reentrant checkpoint of
+`torch.utils.checkpoint`, recomputation ends there and does not run the tiles a third time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-# What is around a forward, kept for when it runs again: autocast and random numbers.
+# The context of a forward, saved for its recomputation: autocast and random states.
 
 
 _SHAPES = "meta"
@@ -33,7 +33,7 @@ _SHAPES = "meta"
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Autocast and random numbers as they were when forward began."""
+    """Autocast and random states at the start of forward."""
 
     device_type: str
     autocasts: bool
@@ -44,7 +44,7 @@ class Surroundings:
 
     @classmethod
     def now(cls, tensors: Sequence[Tensor], *, draws: bool) -> Surroundings:
-        """`draws`: the tiles will be run again and must draw the same (dropout)."""
+        """`draws`: whether the tiles run again and must draw the same random numbers (dropout)."""
         kind = tensors[0].device.type
         devices, states = get_device_states(*tensors) if draws else ([], [])
         return cls(
@@ -57,7 +57,7 @@ class Surroundings:
         )
 
     def autocast(self) -> Any:
-        # Without its cache: a weight that is cast without a graph would be used again where a graph is needed.
+        # Without the cache, which would reuse weights cast without a graph where a graph is needed.
         if self.device_type == _SHAPES:
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.autocasts, cache_enabled=False)
@@ -67,8 +67,8 @@ class Surroundings:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Draw the same numbers once more; afterwards go on as if nothing had been drawn."""
-        assert self.state is not None, "was kept"
+        """Context that draws the same random numbers again, and restores the random states afterwards."""
+        assert self.state is not None, "saved before"
         kind = self.device_type if self.devices else "cpu"
         more = {} if kind == "cpu" else {"device_type": kind}
         with torch.random.fork_rng(devices=self.devices, **more):
@@ -79,7 +79,7 @@ class Surroundings:
 
 
 def autocasts(device_type: str) -> bool:
-    """Whether matrix products are cast on such a device; torch has no answer for tensors of shapes alone."""
+    """Whether autocast is enabled for a device type; torch does not support this query for the meta device."""
     return device_type != _SHAPES and torch.is_autocast_enabled(device_type)
 
 
@@ -90,19 +90,19 @@ def uncached(device_type: str) -> Any:
 
 
 Call = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""(what is sliced, of one tile; what is passed whole) -> the output of the tile."""
+"""(sliced inputs of one tile, inputs passed whole) -> output of the tile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """One function and how its inputs are cut.
+    """A function, and how its inputs are cut.
 
     Attributes:
         call: the function.
-        dim: of the sliced inputs, along which they are cut.
-        rows: of every tile along it, in order; their sum is the length of the inputs.
-        join: dimension along which outputs are put together; None: they are added up.
-        eager: gradients are made in forward; only where outputs are added up.
+        dim: dimension along which sliced inputs are cut.
+        rows: size of every tile along it, in order; their sum is the length of the inputs.
+        join: dimension along which outputs are concatenated; None: they are summed.
+        eager: whether forward computes the gradients; requires summed outputs.
     """
 
     call: Call
@@ -113,7 +113,7 @@ class Tiling:
 
 
 def chunk_rows(length: int, num_tiles: int) -> tuple[int, ...]:
-    """Sizes of at most `num_tiles` tiles, as `torch.chunk` has them; the last may be shorter. Never empty."""
+    """Sizes of at most `num_tiles` tiles, as in `torch.chunk`; the last may be smaller. Never empty."""
     size = max(1, -(-length // max(1, num_tiles)))
     full, rest = divmod(length, size)
     return (size,) * full + ((rest,) if rest or not full else ())
@@ -131,21 +131,21 @@ def tiled(
 
     Args:
         sliced: inputs that are cut into tiles.
-        passed: inputs that every tile gets whole; a gradient for them is the sum over tiles.
-        parameters: leaves that the function reads. Those not listed get their gradients all the same, but maybe apart
-            from what they get elsewhere in the same backward.
-        may_read_others: it may read others that require a gradient even where nothing that is listed does.
+        passed: inputs that every tile gets whole; their gradients are sums over tiles.
+        parameters: leaves that the function reads. Unlisted ones also get gradients, but possibly in a separate
+            accumulation from other gradients of the same backward.
+        may_read_others: whether it may read unlisted tensors that require gradients, even if no listed one does.
     """
     wanted = list({id(parameter): parameter for parameter in parameters if parameter.requires_grad}.values())
     has_work = may_read_others or wanted or any(tensor.requires_grad for tensor in (*sliced, *passed))
     if not (torch.is_grad_enabled() and has_work):
         return _run(tiling, sliced, passed)
     if any(parameter._backward_hooks for parameter in wanted):
-        # Somebody changes these gradients on their way (Tensor.register_hook), which must happen to the sum alone.
+        # Hooks that change these gradients (Tensor.register_hook) must only be applied to the sum.
         return _plain(tiling, sliced, passed)
     needs = tuple(tensor.requires_grad for tensor in (*sliced, *passed, *wanted))
     work = _Pass(tiling, needs, len(sliced), len(passed))
-    anchor = torch.empty((), device=sliced[0].device, requires_grad=True)  # also where nothing listed requires one
+    anchor = torch.empty((), device=sliced[0].device, requires_grad=True)  # in case no listed input requires a gradient
     tensors = (*sliced, *passed)
     if not tiling.eager:
         tensors = _Keep.apply(work.kept, anchor, *tensors)
@@ -155,10 +155,10 @@ def tiled(
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """State that forward leaves to backward."""
+    """State that forward passes to backward."""
 
     tiling: Tiling
-    needs: tuple[bool, ...]  # of sliced, passed and parameters: whether a gradient is wanted
+    needs: tuple[bool, ...]  # whether each of sliced, passed and parameters needs a gradient
     num_sliced: int
     num_passed: int
     kept: list[Any] = field(default_factory=list)
@@ -168,7 +168,7 @@ class _Pass:
 
 
 class _Keep(torch.autograd.Function):
-    """Keeps tensors for the tiles' backward, and passes them on."""
+    """Saves tensors for the tiles' backward, and returns them."""
 
     @staticmethod
     def forward(ctx: Any, kept: list[Any], anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -183,7 +183,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """The tiles, both ways."""
+    """Forward and backward of all tiles."""
 
     @staticmethod
     def forward(ctx: Any, work: _Pass, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -214,11 +214,11 @@ class _Tiles(torch.autograd.Function):
         return None, None, *gradients.listed
 
 
-# --- one way -----------------------------------------------------------------------------------------------------
+# --- forward -----------------------------------------------------------------------------------------------------
 
 
 def _run(tiling: Tiling, sliced: Sequence[Tensor], passed: Sequence[Tensor]) -> Tensor:
-    """Every tile, without a graph."""
+    """Run all tiles without a graph."""
     joined = _Joined(tiling)
     with torch.no_grad(), uncached(sliced[0].device.type):
         for place in _places(tiling):
@@ -227,7 +227,7 @@ def _run(tiling: Tiling, sliced: Sequence[Tensor], passed: Sequence[Tensor]) -> 
 
 
 def _plain(tiling: Tiling, sliced: Sequence[Tensor], passed: Sequence[Tensor]) -> Tensor:
-    """Every tile with autograd's own graph, which keeps all there is to keep."""
+    """Run all tiles with autograd's graph, which keeps all activations."""
     outputs = [tiling.call([_tile(tensor, tiling, place) for tensor in sliced], passed) for place in _places(tiling)]
     if tiling.join is None:
         return torch.stack(outputs).sum(0)
@@ -248,13 +248,13 @@ def _places(tiling: Tiling) -> Iterator[_Place]:
 
 
 def _tile(tensor: Tensor, tiling: Tiling, place: _Place) -> Tensor:
-    """A contiguous tile of a contiguous input: functions reshape their inputs by `view`."""
+    """A tile of an input, contiguous if the input is, because functions may call `view`."""
     tile = tensor.narrow(tiling.dim, place.offset, place.rows)
     return tile.contiguous() if tensor.is_contiguous() else tile
 
 
 class _Joined:
-    """Outputs of tiles, put together as they come: one tensor is filled, so that there are never two of them."""
+    """Collects outputs of tiles in one preallocated tensor, so that there is never a second copy."""
 
     def __init__(self, tiling: Tiling) -> None:
         self._tiling = tiling
@@ -278,27 +278,27 @@ class _Joined:
 
     def output(self) -> Tensor:
         if self._apart:
-            assert self._whole is None, "outputs of a tiled function are all as long as their tiles, or none is"
+            assert self._whole is None, "all outputs of a tiled function, or none, have the length of their tiles"
             dim = self._tiling.join
             scalars = self._apart[0].dim() == 0
             return torch.stack(self._apart) if scalars else torch.cat(self._apart, dim=dim or 0)
-        assert self._whole is not None, "there is a tile"
+        assert self._whole is not None, "at least one tile"
         return self._whole
 
 
-# --- the other way -----------------------------------------------------------------------------------------------
+# --- backward ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Gradients:
-    """Gradients of the listed inputs, in order, and of leaves found in the graph of a tile."""
+    """Gradients of the listed inputs, in order, and of unlisted leaves in the graph of a tile."""
 
     listed: list[Tensor | None]
     dtypes: list[torch.dtype]
     unlisted: list[tuple[Tensor, Tensor]]
 
     def times(self, factor: Tensor | None) -> _Gradients:
-        """Multiplied by a scalar (None: as they are), each in the dtype of what it belongs to."""
+        """The gradients times a scalar (None: unchanged), each in the dtype of its tensor."""
         listed = [
             None if gradient is None else _scaled(gradient, factor, dtype)
             for gradient, dtype in zip(self.listed, self.dtypes, strict=True)
@@ -307,7 +307,7 @@ class _Gradients:
         return _Gradients(listed, self.dtypes, unlisted)
 
     def deliver_unlisted(self) -> None:
-        """Accumulate into leaves that are no inputs of the function."""
+        """Accumulate gradients of leaves that are not inputs of the autograd function."""
         if self.unlisted:
             leaves, gradients = zip(*self.unlisted, strict=True)
             torch.autograd.backward(leaves, gradients)
@@ -320,7 +320,7 @@ def _scaled(gradient: Tensor, factor: Tensor | None, dtype: torch.dtype) -> Tens
 
 
 class _Sums:
-    """Gradients of whole tensors, added up over tiles, at least in fp32: a 16-bit sum would lose a bit per doubling."""
+    """Sums gradients of whole tensors over tiles in at least fp32, because 16-bit sums would lose precision."""
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
@@ -334,7 +334,7 @@ class _Sums:
             self._sums[key] = gradient if wide else gradient.float()
         elif key in self._own:
             self._sums[key].add_(gradient)
-        else:  # what autograd returned first may be shared
+        else:  # the first gradient may share memory with others
             self._sums[key] = self._sums[key] + gradient
             self._own.add(key)
 
@@ -345,10 +345,10 @@ class _Sums:
 def _differentiate(
     work: _Pass, sliced: Sequence[Tensor], passed: Sequence[Tensor], gradient: Tensor | None
 ) -> tuple[Tensor, _Gradients]:
-    """Run every tile with a graph and walk back through it.
+    """Run forward and backward of every tile.
 
     Args:
-        gradient: of the output; None: 1 for outputs that are added up, which are returned then.
+        gradient: gradient of the output; None: 1, for summed outputs, whose sum is then returned.
     """
     tiling, needs, sums, unlisted, joined = work.tiling, work.needs, _Sums(), _Unlisted(), _Joined(work.tiling)
     buffers = [torch.zeros_like(t) if need else None for t, need in zip(sliced, needs, strict=False)]
@@ -387,12 +387,12 @@ def _leaf(tensor: Tensor, needs_gradient: bool) -> Tensor:
 
 
 def _of_tile(gradient: Tensor | None, output: Tensor, tiling: Tiling, place: _Place, number: int) -> Tensor:
-    """The part of the output's gradient that belongs to a tile."""
+    """A tile's part of the output's gradient."""
     if gradient is None:
         return torch.ones_like(output)
     if tiling.join is None:
         return gradient.to(output.dtype).expand_as(output)
-    if output.dim() == 0:  # they were stacked
+    if output.dim() == 0:  # outputs were stacked
         return gradient[number]
     if output.shape[tiling.join] == place.rows and gradient.shape[tiling.join] == sum(tiling.rows):
         return gradient.narrow(tiling.join, place.offset, place.rows)
@@ -401,13 +401,13 @@ def _of_tile(gradient: Tensor | None, output: Tensor, tiling: Tiling, place: _Pl
 
 
 class _Unlisted:
-    """Leaves that a tile reads and that were not listed: parameters in a closure."""
+    """Leaves that a tile reads but that were not listed, such as parameters in a closure."""
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
 
     def look(self, output: Tensor, listed: Sequence[Tensor]) -> list[Tensor]:
-        """Those in the graph of `output`; an object stays in `leaves`, so that its id is its own."""
+        """Find leaves in the graph of `output`; they are kept in `leaves`, so that their ids stay unique."""
         known = {id(tensor) for tensor in listed}
         reached: list[Tensor] = []
         seen, todo = set(), [output.grad_fn]

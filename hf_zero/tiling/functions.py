@@ -1,7 +1,7 @@
-"""DeepSpeed's names for tiled compute: `TiledMLP.apply(...)` and the like, with its arguments (ulysses_sp, 0.19.8).
+"""Tiled compute under DeepSpeed's names, such as `TiledMLP.apply(...)`, with its arguments (ulysses_sp, 0.19.8).
 
-Other than DeepSpeed's: `compute_params` may be None; a tile's function may read parameters that are not listed;
-gradients of the head are right whatever becomes of the loss afterwards; every tensor that requires a gradient gets it.
+Unlike in DeepSpeed, `compute_params` may be None, a tile's function may read unlisted parameters, gradients of the head
+are correct for any later operation on the loss, and every tensor that requires a gradient gets one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 class TiledMLP:
-    """An MLP over a few tokens at a time; backward runs every tile's forward again."""
+    """Runs an MLP over a few tokens at a time; backward recomputes every tile."""
 
     @staticmethod
     def apply(
@@ -37,14 +37,14 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[Tensor] | None = None,
     ) -> Tensor:
-        """`fn(self, tile)` over tiles of `x`, put together.
+        """Concatenated results of `fn(self, tile)` for tiles of `x`.
 
         Args:
-            fn: looks at each token alone; [..., tile, hidden] -> [..., tile, any width].
-            self: its first argument, as a rule the module whose forward it is.
+            fn: a per-token function; [..., tile, hidden] -> [..., tile, any width].
+            self: first argument of `fn`, usually the module whose forward it is.
             x: [batch, sequence, hidden] or [tokens, hidden].
-            shards: tiles, at most.
-            compute_params: parameters that `fn` reads; None: those of `self`, where that is a module.
+            shards: maximum number of tiles.
+            compute_params: parameters that `fn` reads; None: those of `self` if it is a module.
         """
         rows = chunk_rows(x.shape[-2], shards)
         tiling = Tiling(call=lambda tiles, _: fn(self, tiles[0]), dim=x.dim() - 2, rows=rows, join=-2)
@@ -52,7 +52,7 @@ class TiledMLP:
 
 
 class TiledFusedLogitsLoss:
-    """A loss over logits that never exist as a whole: each tile makes its own, its loss, and its gradients."""
+    """A loss without full logits: each tile computes its own logits, loss and gradients."""
 
     @staticmethod
     def apply(
@@ -67,21 +67,21 @@ class TiledFusedLogitsLoss:
     ) -> Tensor:
         """Sum or mean over tiles of `fn(self, tile of x, tile of y[, tile of mask])`; scalar.
 
-        The mean is that of the tiles' results: where they hold different numbers of valid tokens, let `fn` add up and
+        The mean is over the tiles' results: if tiles have different numbers of valid tokens, let `fn` return sums, and
         divide afterwards.
 
         Args:
-            x: [batch, sequence, ...], as a rule hidden states; tiles are [tokens, ...] of all rows together.
-            y: [batch, sequence, ...], as a rule labels.
-            mask: [batch, sequence], or None: `fn` gets none.
-            compute_params: parameters that `fn` reads; None: those of `self`, where that is a module.
+            x: [batch, sequence, ...], usually hidden states; tiles are [tokens, ...] of the flattened rows.
+            y: [batch, sequence, ...], usually labels.
+            mask: [batch, sequence]; None: `fn` gets no mask.
+            compute_params: parameters that `fn` reads; None: those of `self` if it is a module.
 
         Raises:
-            ValueError: shapes that do not go together, or another reduction.
+            ValueError: if shapes do not match, or for another reduction.
         """
         _check_loss(x, y, mask, output_reduction)
         flat = [x.flatten(0, 1), y.flatten(0, 1), *([] if mask is None else [mask.flatten()])]
-        # In fp16 gradients of an unscaled loss would be lost: backward knows the scale.
+        # In fp16, gradients of an unscaled loss would underflow; only backward knows the scale.
         eager = x.dtype != torch.float16 and not _autocasts_to(x, torch.float16)
         rows = chunk_rows(flat[0].shape[0], shards)
         tiling = Tiling(call=lambda tiles, _: fn(self, *tiles), dim=0, rows=rows, join=None, eager=eager)
@@ -90,7 +90,7 @@ class TiledFusedLogitsLoss:
 
 
 class SequenceTiledCompute:
-    """Any function with keywords over tiles of a sequence; see `sequence_tiled_compute`."""
+    """Runs any function with keyword arguments over tiles of a sequence; see `sequence_tiled_compute`."""
 
     @staticmethod
     def apply(
@@ -105,7 +105,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> Tensor:
-        """As `sequence_tiled_compute`, with the values of both dictionaries in order at the end."""
+        """Like `sequence_tiled_compute`, with the values of both dictionaries as the last arguments."""
         cut, whole = args[: len(keys_to_shard)], args[len(keys_to_shard) :]
         return sequence_tiled_compute(
             fn,
@@ -131,22 +131,22 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> Tensor:
-    """`fn(**tiles, **kwargs_to_pass)` over tiles of a sequence, put together; backward runs every tile again.
+    """Combined results of `fn(**tiles, **kwargs_to_pass)` for tiles of a sequence; backward recomputes every tile.
 
     Args:
-        seqlen: length of dimension 1 of what is sharded.
-        shards: tiles, at most.
-        kwargs_to_shard: [batch, sequence, ...] each.
-        kwargs_to_pass: whatever else `fn` takes, whole.
-        grad_requiring_tensor_key: must name one of them; all of them get gradients where they require them.
-        output_unshard_dimension: along which outputs are put together; 0: scalars, one for each tile.
-        output_reduction: of that: None, "mean" or "sum".
+        seqlen: size of dimension 1 of the sharded tensors.
+        shards: maximum number of tiles.
+        kwargs_to_shard: tensors [batch, sequence, ...].
+        kwargs_to_pass: other arguments of `fn`, which are passed whole.
+        grad_requiring_tensor_key: must name an argument; all tensors that require gradients get them.
+        output_unshard_dimension: dimension along which outputs are concatenated; 0: scalars, one per tile.
+        output_reduction: reduction of the result: None, "mean" or "sum".
 
     Raises:
-        ValueError: another reduction, or a key that is not there.
+        ValueError: for another reduction, or an unknown key.
     """
     if output_reduction not in _REDUCTIONS:
-        raise ValueError(f'output_reduction is {output_reduction!r}: it may be None, "mean" or "sum"')
+        raise ValueError(f'output_reduction is {output_reduction!r}: it must be None, "mean" or "sum"')
     if grad_requiring_tensor_key not in {**kwargs_to_shard, **kwargs_to_pass}:
         raise ValueError(f"grad_requiring_tensor_key: there is no argument {grad_requiring_tensor_key!r}")
     cut = [name for name, value in kwargs_to_shard.items() if isinstance(value, Tensor)]
@@ -181,27 +181,27 @@ def _autocasts_to(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 def _check_loss(x: Tensor, y: Tensor, mask: Tensor | None, reduction: str) -> None:
     if reduction not in ("mean", "sum"):
-        raise ValueError(f'output_reduction is {reduction!r}: it may be "mean" or "sum"')
+        raise ValueError(f'output_reduction is {reduction!r}: it must be "mean" or "sum"')
     for name, tensor in (("x", x), ("y", y)):
         if tensor.dim() < 2:
-            raise ValueError(f"{name} must be [batch, sequence, ...], and is {list(tensor.shape)}")
+            raise ValueError(f"{name} must be [batch, sequence, ...], but is {list(tensor.shape)}")
     if x.shape[:2] != y.shape[:2]:
-        raise ValueError(f"x and y must have one batch and sequence: {list(x.shape)} and {list(y.shape)}")
+        raise ValueError(f"x and y must have the same batch and sequence: {list(x.shape)} and {list(y.shape)}")
     if mask is not None and mask.shape != x.shape[:2]:
-        raise ValueError(f"mask must be [batch, sequence] as x is: {list(mask.shape)} and {list(x.shape)}")
+        raise ValueError(f"mask must be [batch, sequence] like x: {list(mask.shape)} and {list(x.shape)}")
 
 
-# What sees each token of a model alone, its dense MLPs and its norms, over a few tokens at a time.
+# Tiling of a model's per-token modules: its dense MLPs and norms.
 
 
-# Tokens of a tile: the hidden width, so that its activations are about as large as a weight, but at least these.
+# Minimum tokens per tile; otherwise the hidden width, for which activations are about as large as a weight.
 TILE_TOKENS = 1024
 _NAMES = frozenset(("mlp", "feed_forward", "feedforward", "ffn", "ff"))
 _PER_TOKEN = ("LayerNorm", "RMSNorm")
 
 
 def dense_mlps(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules that by name and content are MLPs which look at each token alone, by their names in the model."""
+    """(name, module) of all modules that are per-token MLPs, judged by their names and contents."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -210,9 +210,9 @@ def dense_mlps(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def is_dense_mlp(module: nn.Module) -> bool:
-    """All parameters are those of linear layers, two or more, or of norms over the last dimension.
+    """Whether all parameters belong to two or more linear layers, or to norms over the last dimension.
 
-    What routes tokens (experts), mixes them (convolutions) or has parameters of its own is none.
+    Modules that route tokens (experts), mix them (convolutions) or have their own parameters do not count.
     """
     linear = 0
     for inner in module.modules():
@@ -232,10 +232,10 @@ def is_dense_mlp(module: nn.Module) -> bool:
 
 
 def norms_of_tokens(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
-    """(name, norm, width) of norms over the last dimension, but for those inside of dense MLPs.
+    """(name, norm, width) of norms over the last dimension, except those inside dense MLPs.
 
-    Transformers computes them in fp32, which autograd keeps: without tiles, their backward is where a checkpointed
-    layer needs most.
+    transformers computes them in fp32, which autograd saves: without tiles, their backward is the memory peak of a
+    checkpointed layer.
     """
     inside = tuple(f"{name}." for name, _ in dense_mlps(model))
     norms = []
@@ -249,7 +249,7 @@ def norms_of_tokens(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
 
 
 class TiledMLPs(TrainingFeature):
-    """The forwards of all dense MLPs and of the norms between them are tiled, until the engine is destroyed."""
+    """Tiles the forwards of all dense MLPs and of the norms between them until the engine is destroyed."""
 
     name = "tiled_mlp"
     waits_for_outcome = False
@@ -257,14 +257,14 @@ class TiledMLPs(TrainingFeature):
     def __init__(self, model: nn.Module) -> None:
         """
         Raises:
-            ValueError: there is no dense MLP.
+            ValueError: if there is no dense MLP.
         """
         mlps = dense_mlps(model)
         if not mlps:
             known = ", ".join(sorted(_NAMES))
             raise ValueError(
-                f"{type(model).__name__} has no dense MLP (a module named {known} that is made of linear layers; "
-                "experts are none)"
+                f"{type(model).__name__} has no dense MLP (a module named {known} that consists of linear layers; "
+                "experts do not count)"
             )
         self.names = [name for name, _ in mlps]
         self._modules = [module for _, module in mlps]
@@ -280,7 +280,7 @@ class TiledMLPs(TrainingFeature):
 
 
 def _tiled_forward(module: nn.Module, width: int | None = None) -> Any:
-    """`width`: what is not [samples, tokens, width] is left alone (heads, patches)."""
+    """`width`: inputs that are not [samples, tokens, width] (heads, patches) are not tiled."""
     own = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -295,7 +295,7 @@ def _tiled_forward(module: nn.Module, width: int | None = None) -> Any:
 
 
 def _rows(x: Any, width: int | None) -> tuple[int, ...]:
-    """The tiles along the last dimension but one; one tile where there are few tokens."""
+    """Tile sizes along the second to last dimension; one tile for few tokens."""
     if not isinstance(x, Tensor) or x.dim() < 2:
         return ()
     if width is not None and (x.dim() != 3 or x.shape[-1] != width):
@@ -306,10 +306,10 @@ def _rows(x: Any, width: int | None) -> tuple[int, ...]:
 
 
 def tiled_mlp_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, where the config asks for it.
+    """The feature, if the config enables it.
 
     Raises:
-        ConfigError: the model has no dense MLP.
+        ConfigError: if the model has no dense MLP.
     """
     if not resolved.section(long_sequences.Tiling).tiled_mlp:
         return None

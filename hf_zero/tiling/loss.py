@@ -1,17 +1,17 @@
-"""A causal language model's loss without its logits: the head runs inside the loss, tile by tile.
+"""The loss of a causal language model without full logits: the head runs inside the loss, tile by tile.
 
     model.forward       hidden -> head -> deferred logits -> model.loss_function
     loss_function       head(a job) -> one pass through the head's hooks, with all tiles in it -> the sum of losses
 
-The head is called once for all tiles, so stage 3 gathers its weights once. What divides the sum (valid tokens, or
-Trainer's num_items_in_batch) comes after, as in transformers' ForCausalLMLoss.
+The head is called once for all tiles, so that stage 3 gathers its weights once. The sum is divided afterwards (by valid
+tokens, or Trainer's num_items_in_batch), as in transformers' ForCausalLMLoss.
 
-`DeferredLogits` have not been computed: a tensor with their shape that remembers what is done to them.
+`DeferredLogits` is a tensor subclass with the shape of the logits that records operations instead of computing them:
 
 logits = head(hidden)          DeferredLogits, nothing computed
-logits = logits / 8; tanh      remembered: the same is done to every tile later
-loss_function(logits, ...)     tile by tile, in hf_zero.tiling.loss
-anything else                  all of them are computed, once, and the operation gets them
+logits = logits / 8; tanh      recorded, and later applied to every tile
+loss_function(logits, ...)     computed tile by tile, in this module
+anything else                  all logits are computed once, and passed to the operation
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FACTS: frozenset[Any] = frozenset(
         torch.numel,
     ]
 )
-# Of one element each, so that a tile of the result is the result of a tile.
+# Elementwise operations, for which a tile of the result is the result of a tile.
 _NEW = frozenset(
     getattr(owner, name)
     for owner in (Tensor, torch)
@@ -66,14 +66,14 @@ _IN_PLACE = frozenset(
 
 
 class DeferredLogits(Tensor):
-    """What a head returns instead of [..., vocabulary] logits.
+    """The output of the head in place of logits [..., vocabulary].
 
     Attributes:
-        hidden: what the head was given, [..., hidden].
-        steps: what was done to the logits since, each a function of (some of) them.
+        hidden: the head's input, [..., hidden].
+        steps: recorded operations on the logits, as functions that also apply to tiles.
     """
 
-    changes_in_pieces = True  # read by what stands around a head that is cut
+    changes_in_pieces = True  # read by the output hooks of a tensor-parallel head
     hidden: Tensor
     steps: list[Step]
     _make: Callable[[Tensor], Tensor]
@@ -86,9 +86,9 @@ class DeferredLogits(Tensor):
     ) -> DeferredLogits:
         """
         Args:
-            width: of the vocabulary.
-            make: the logits of hidden states, at once.
-            on_use: told the operation for which they are all computed after all.
+            width: size of the vocabulary.
+            make: computes the logits of hidden states at once.
+            on_use: called with the name of an operation that needs all logits.
         """
         deferred: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, (*hidden.shape[:-1], width), dtype=dtype, device=hidden.device
@@ -103,14 +103,14 @@ class DeferredLogits(Tensor):
         return deferred
 
     def after(self, step: Step) -> DeferredLogits:
-        """The same with one more step."""
+        """A copy with one more step."""
         probe = step(torch.zeros((1, self.shape[-1]), dtype=self.dtype, device=self.device))
         deferred = DeferredLogits.of(self.hidden, self.shape[-1], probe.dtype, self._make, self._on_use)
         deferred.steps = [*self.steps, step]
         return deferred
 
     def computed(self, operation: str) -> Tensor:
-        """All of them, for an operation."""
+        """Compute all logits, for an operation."""
         if self._made is None:
             self._on_use(operation)
             logits = self._make(self.hidden)
@@ -151,7 +151,7 @@ def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
 
 
 def _is_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """No other tensor has part in it, except single numbers."""
+    """Whether no other tensors are arguments, except scalars."""
     return all(not isinstance(arg, Tensor) or arg.dim() == 0 for arg in (*args, *kwargs.values()))
 
 
@@ -163,22 +163,22 @@ def _plain(value: Any, operation: str) -> Any:
     return value
 
 
-# A tile has no more logits than these bytes of fp32, and no more tokens than the hidden width, or these.
+# Limits of a tile: bytes of its logits in fp32, and tokens, unless the hidden width is larger.
 TILE_BYTES = 1 << 30
 TILE_TOKENS = 1024
 _LOSS = "ForCausalLMLoss"
 
 
 def loss_tile_tokens(width: int, hidden: int) -> int:
-    """Tokens of a tile, from the sizes of vocabulary and hidden states."""
+    """Number of tokens per tile for the sizes of the vocabulary and hidden states."""
     return max(1, min(TILE_BYTES // (4 * width), max(TILE_TOKENS, hidden)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """The head's task in one call: the sum of the losses of all tokens."""
+    """Input of the head to compute the sum of the losses of all tokens in one call."""
 
-    changes_in_pieces: ClassVar[bool] = True  # read by what stands around a head that is cut
+    changes_in_pieces: ClassVar[bool] = True  # read by the output hooks of a tensor-parallel head
     hidden: Tensor  # [tokens, hidden]
     labels: Tensor  # [tokens]
     width: int
@@ -187,7 +187,7 @@ class _Job:
     eager: bool
 
     def run(self, head: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        """Scalar fp32."""
+        """The sum of losses: scalar, fp32."""
 
         def call(tiles: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
             hidden, labels = tiles
@@ -205,7 +205,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _AllLogits:
-    """The head's task where the logits are wanted after all; its hooks have seen the hidden states before."""
+    """Input of the head to compute all logits after all; its hooks have already been called with the hidden states."""
 
     changes_in_pieces: ClassVar[bool] = True
     hidden: Tensor
@@ -215,7 +215,7 @@ class _AllLogits:
 
 
 class TiledLoss(TrainingFeature):
-    """Head and loss of a model, tile by tile, in forwards of training that get labels."""
+    """Computes head and loss of a model tile by tile in training forwards with labels."""
 
     name = "tiled_loss"
     waits_for_outcome = False
@@ -223,10 +223,10 @@ class TiledLoss(TrainingFeature):
     def __init__(self, model: Any) -> None:
         """
         Args:
-            model: one of transformers', not PEFT's around it.
+            model: a transformers model, without PEFT's wrapper.
 
         Raises:
-            ValueError: head or loss are of another kind.
+            ValueError: if its head or loss is not supported.
         """
         self._model = model
         self._head, self._width = _head_of(model)
@@ -244,7 +244,7 @@ class TiledLoss(TrainingFeature):
         self._defers = progress.training and any(given is not None for given in labels)
         self._was_deferred = False
         if progress.training and not self._defers:
-            self._say("the model gets no labels, so that its logits are what is wanted (a loss of the trainer's own?)")
+            self._say("the model gets no labels, so that all logits are needed (a custom loss of the trainer?)")
         return keywords
 
     def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
@@ -266,7 +266,7 @@ class TiledLoss(TrainingFeature):
             logger.warning("hf_zero.tiled_loss saves no memory here: %s", why)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward of the head, inside its hooks."""
+        """The head's forward, which runs inside its hooks."""
         if args and isinstance(args[0], (_Job, _AllLogits)):
             return args[0].run(self._whole, list(self._head.parameters()))
         if self._defers and len(args) == 1 and not kwargs and torch.is_grad_enabled():
@@ -275,7 +275,7 @@ class TiledLoss(TrainingFeature):
         return self._own(*args, **kwargs)
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """Logits of the whole vocabulary: of a head that is cut over ranks this is a gather more."""
+        """Logits of the whole vocabulary, which a tensor-parallel head gathers."""
         logits: Tensor = self._own(hidden)
         whole = vars(self._head).get("whole_output")
         return logits if whole is None else whole(logits)
@@ -297,7 +297,7 @@ class TiledLoss(TrainingFeature):
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """transformers' ForCausalLMLoss, of deferred logits or others."""
+        """transformers' ForCausalLMLoss for deferred or other logits."""
         fits = isinstance(logits, DeferredLogits) and vocab_size == logits.shape[-1]
         if not fits or labels is None and shift_labels is None:
             return self._loss(
@@ -309,22 +309,22 @@ class TiledLoss(TrainingFeature):
                 shift_labels=shift_labels,
                 **kwargs,
             )
-        assert isinstance(logits, DeferredLogits), "it fits"
+        assert isinstance(logits, DeferredLogits), "checked above"
         if shift_labels is None:
-            assert labels is not None, "there is one of both"
+            assert labels is not None, "one of both is given"
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
         targets = shift_labels.reshape(-1).to(hidden.device)
         if len(targets) != len(hidden):
             raise ValueError(f"labels and hidden states have {len(targets)} and {len(hidden)} tokens")
-        # In fp16 gradients of an unscaled loss would be lost: backward knows the scale.
+        # In fp16, gradients of an unscaled loss would underflow; only backward knows the scale.
         eager = _dtype_of(hidden) != torch.float16
         total = self._head(_Job(hidden, targets, self._width, ignore_index, tuple(logits.steps), eager))
         return _divided(total, (targets != ignore_index).sum(), num_items_in_batch)
 
 
 def has_tiled_loss(model: Any) -> bool:
-    """Whether `TiledLoss` takes this model."""
+    """Whether `TiledLoss` supports this model."""
     try:
         _head_of(model)
         _loss_of(model)
@@ -334,25 +334,25 @@ def has_tiled_loss(model: Any) -> bool:
 
 
 def _divided(total: Tensor, num_valid: Tensor, num_items: Any) -> Tensor:
-    """The mean; without a valid token NaN, as transformers has it, and gradients of zero."""
+    """The mean; without valid tokens NaN, as in transformers, with zero gradients."""
     if num_items is not None:
         return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
-    nothing = torch.where(num_valid > 0, 0.0, float("nan")).to(total.dtype)
-    return total / num_valid.clamp(min=1) + nothing
+    nan_if_empty = torch.where(num_valid > 0, 0.0, float("nan")).to(total.dtype)
+    return total / num_valid.clamp(min=1) + nan_if_empty
 
 
 def _dtype_of(hidden: Tensor) -> torch.dtype:
-    """Output dtype of a linear layer for hidden states, here."""
+    """Output dtype of a linear layer for these hidden states, considering autocast."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if autocasts(kind) else hidden.dtype
 
 
 def _head_of(model: Any) -> tuple[nn.Module, int]:
-    """The head and the size of its vocabulary, all of it."""
+    """The head, and the full size of its vocabulary."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     width = getattr(head, "whole_width", getattr(head, "out_features", None))
     if not isinstance(head, nn.Module) or not isinstance(width, int):
-        raise ValueError(f"{type(model).__name__} has no linear layer as head (get_output_embeddings())")
+        raise ValueError(f"{type(model).__name__} has no linear layer as its head (get_output_embeddings())")
     return head, width
 
 
@@ -361,21 +361,21 @@ def _loss_of(model: Any) -> Any:
     if getattr(loss, "__name__", None) != _LOSS:
         name = getattr(loss, "__name__", None) or type(loss).__name__
         raise ValueError(
-            f"{type(model).__name__} computes its loss by {name}; only transformers' {_LOSS} is cut into tiles"
+            f"{type(model).__name__} computes its loss with {name}; only transformers' {_LOSS} can be tiled"
         )
     return loss
 
 
 def tiled_loss_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, where the config asks for it.
+    """The feature, if the config enables it.
 
     Raises:
-        ConfigError: head or loss of the model are of another kind.
+        ConfigError: if the model's head or loss is not supported.
     """
     if not resolved.section(long_sequences.Tiling).tiled_loss:
         return None
     try:
         return TiledLoss(unwrapped(model))
     except ValueError as error:
-        fix = "set it to false; deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss takes any loss"
+        fix = "set it to false; deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss supports any loss"
         raise ConfigError([Problem("hf_zero.tiled_loss", True, str(error), fix)]) from error

@@ -214,7 +214,7 @@ def test_times_are_said_when_the_next_forward_begins(caplog: pytest.LogCaptureFi
         train(net(), lambda *args: calls.run(checkpoint, *args, use_reentrant=False))
         calls.close()
     texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == 2 and all("5 checkpointed calls" in text and "5 run again" in text for text in texts)
+    assert len(texts) == 2 and all("5 checkpointed calls" in text and "5 recomputed" in text for text in texts)
 
 
 def test_the_device_is_waited_for_at_each_boundary() -> None:

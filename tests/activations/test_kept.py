@@ -147,4 +147,4 @@ def test_a_run_that_ends_early_has_its_time(caplog: pytest.LogCaptureFixture) ->
         times.tell()
     texts = [record.getMessage() for record in caplog.records]
     assert ["1 checkpointed calls" in text for text in texts] == [True, True]
-    assert "2 run again" in texts[0] and "0 run again" in texts[1]
+    assert "2 recomputed" in texts[0] and "0 recomputed" in texts[1]

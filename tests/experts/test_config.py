@@ -32,7 +32,7 @@ def _resolved(section: dict[str, Any], world: int = 4, **more: Any) -> Any:
     ],
 )
 def test_what_does_not_go_together_is_refused(more: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"experts over ranks do not go with .*{named}"):
+    with pytest.raises(ConfigError, match=f"expert parallelism is not supported with .*{named}"):
         _resolved({"enabled": True, "autoep_size": 2}, **more)
     assert _resolved({"enabled": False, "autoep_size": 2}, **more).section(ExpertParallel).size == 1
 
@@ -119,7 +119,7 @@ def _refused(rank: int) -> list[str]:
 
 def test_what_the_model_tells_is_refused() -> None:
     plain, uneven, lamb, groups = run_ranks(_refused, 2)[0]
-    assert "has no packed experts" in plain and "modules of single experts are not spread" in plain
+    assert "has no packed experts" in plain and "modules of single experts are not supported" in plain
     assert "world size = data ranks x expert_parallel.autoep_size does not hold" in uneven
     assert "Lamb" in lamb and "ranks hold shards of different parameters" in lamb
     assert groups == "(2, 1) False"

@@ -65,7 +65,7 @@ def test_every_key_with_value_source_and_effect(
     assert table["zero_optimization.sub_group_size"][2].startswith("Size of the sub-groups of an offloaded update")
     assert table["gradient_allreduce_op"][:2] == ("mean", "default")
     assert "zero_optimization.stage3_prefetch_bucket_size" not in table
-    assert content["notes"][-1] == "--my_own_flag: not a flag of TrainingArguments, left aside"
+    assert content["notes"][-1] == "--my_own_flag: not a flag of TrainingArguments, ignored"
 
 
 def test_without_flags_and_model_the_rest_is_still_open(ds_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +210,7 @@ def test_fix_writes_the_mended_file(ds_json: Path, capsys: pytest.CaptureFixture
         "zero_optimization.offload_param is removed",
     }
     code, content = explained(capsys, ds_json, "--fix")
-    assert code == 1 and content["problems"][0]["rule"] == "there is such a file" and target.exists()
+    assert code == 1 and content["problems"][0]["rule"] == "it already exists" and target.exists()
 
 
 def test_fix_opens_what_contradicts_the_flags(ds_json: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,7 +47,7 @@ def test_stages_below_three_and_small_worlds() -> None:
     assert rows({"stage": 3}, world=1, per_host=None) == {}
     with pytest.raises(ConfigError, match="16 ranks do not fill hosts of 5"):
         rows({"stage": 3}, per_host=5)
-    with pytest.raises(ConfigError, match="must be a number, as 7b"):
+    with pytest.raises(ConfigError, match="must be a number, like 7b"):
         number_of("seven", "--parameters")
     assert number_of("1.5e9", "") == number_of("1.5B", "") == 1.5e9
 

@@ -95,7 +95,7 @@ def test_an_outer_switch_that_says_false_switches_off_and_tells() -> None:
     ("sections", "words"),
     [
         ({"curriculum_learning": {"curriculum_type": "seqlen"}}, "curriculum_learning.enabled"),
-        ({"curriculum_learning": {**LEGACY, "curriculum_type": "voc"}}, "only difficulty that this section acts on"),
+        ({"curriculum_learning": {**LEGACY, "curriculum_type": "voc"}}, "only metric that this section supports"),
         ({"curriculum_learning": {**LEGACY, "schedule_config": {}}}, "schedule_config.total_curriculum_step"),
         ({"curriculum_learning": {**LEGACY, "min_difficulty": 99}}, "more than max_difficulty = 64"),
         ({"curriculum_learning": {**LEGACY, "schedule_type": "cubic"}}, "schedule_type"),
@@ -120,7 +120,7 @@ def test_an_outer_switch_that_says_false_switches_off_and_tells() -> None:
         (routing(random_ltd_layer_id=[1, 4]), "numbered from 0 to 3"),
         (routing(model_type=None), "random_ltd.model_type"),
         (routing(random_ltd_schedule=None), "random_ltd_schedule.min_value"),
-        ({**routing(), "progressive_layer_drop": {"enabled": True}}, "switch one off"),
+        ({**routing(), "progressive_layer_drop": {"enabled": True}}, "disable one of them"),
         ({"progressive_layer_drop": {"enabled": True, "theta": 2}}, "progressive_layer_drop.theta"),
         ({"data_efficiency": {"data_sampling": {"dynamic_batching": {"enabled": True}}}}, "max_tokens"),
         ({"eigenvalue": {"enabled": True}}, "periods of MoQ"),
@@ -129,7 +129,7 @@ def test_an_outer_switch_that_says_false_switches_off_and_tells() -> None:
         ({"sparse_attention": {"mode": "round"}}, "sparse_attention.mode"),
         ({"sparse_attention": {"mode": "bigbird", "attention": "unidirectional", "num_random_blocks": 2}}, "one block"),
         ({"sparse_attention": {"mode": "variable", "global_block_end_indices": [1, 2]}}, "one entry for each of the 1"),
-        ({"sparse_attention": {"mode": "variable", "global_block_end_indices": [0]}}, "ends are not included"),
+        ({"sparse_attention": {"mode": "variable", "global_block_end_indices": [0]}}, "ends are exclusive"),
         ({"sparse_attention": {"attention": "unidirectional", "horizontal_global_attention": True}}, "later ones"),
     ],
 )

@@ -47,7 +47,7 @@ def test_the_launcher_is_ours_where_no_real_one_is(full: Site) -> None:
     done = full.run(run("deepspeed", "--help"))
     assert done.returncode == 0 and "--hostfile" in done.stdout and "--num_gpus" in done.stdout, done.stderr
     wrong = full.run(run("deepspeed", "--include", "a", "--exclude", "b", "train.py"))
-    assert wrong.returncode == 2 and "exclude one another" in wrong.stderr
+    assert wrong.returncode == 2 and "mutually exclusive" in wrong.stderr
 
 
 def test_the_report_is_ours_where_no_real_one_is(full: Site) -> None:

@@ -159,10 +159,10 @@ def test_tiny_and_large_values_in_messages() -> None:
 def test_message_sizes_and_what_does_not_fit() -> None:
     assert message_bytes(1024, 8) == 1024 + 16 and message_bytes(1024, 4) == 512 + 16
     assert message_bytes(130, 8) == 144 + 16 and message_bytes(0, 8) == 0
-    with pytest.raises(ValueError, match="only 8 and 4 exist"):
+    with pytest.raises(ValueError, match="only 8 and 4 are supported"):
         message_bytes(8, 2)
     with pytest.raises(
-        ValueError, match=r"2 rows of 10 elements in 8 bits are messages of uint8 in the shape \(2, 32\)"
+        ValueError, match=r"messages for 2 rows of 10 elements in 8 bits must be uint8 of shape \(2, 32\)"
     ):
         read_messages(torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 10), 8)
 

@@ -52,7 +52,7 @@ def test_what_is_no_job() -> None:
 
 def test_a_job_that_no_command_line_holds() -> None:
     huge = Job(Program("x", ()), EVEN, "a", 1, variables={f"V{n}": str(hash(str(n)) ** 5) for n in range(6000)})
-    with pytest.raises(LaunchError, match="remove from .deepspeed_env"):
+    with pytest.raises(LaunchError, match="remove variables that ranks do not need from .deepspeed_env"):
         huge.encode()
 
 
@@ -141,7 +141,7 @@ def test_those_that_want_as_many_ranks_everywhere(name: str) -> None:
 
 
 def test_slurm_hands_out_devices_itself() -> None:
-    with pytest.raises(LaunchError, match="chooses no devices"):
+    with pytest.raises(LaunchError, match="cannot select devices"):
         command("slurm", job(World((Node("a", ("1",)),))))
     sent = Job.decode(command("slurm", job()).words[-1])
     assert "CUDA_VISIBLE_DEVICES" not in sent.of_rank(0).environment
@@ -156,9 +156,9 @@ def test_slurm_says_where_rank_0_is() -> None:
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (None, "neither mpirun nor srun"),
+        (None, "mpirun or srun must set the rank"),
         (RankEnvironment(0, 2, 0, 2, "Open MPI"), "Open MPI has started 2 processes instead of 4"),
-        (RankEnvironment(1, 4, 0, 2, "Open MPI"), "rank 1 in place 0 of its host, where place 1 of a"),
+        (RankEnvironment(1, 4, 0, 2, "Open MPI"), "given rank 1 local rank 0 instead of 1 on a"),
     ],
 )
 def test_ranks_that_were_placed_otherwise(environment: RankEnvironment | None, message: str) -> None:
@@ -173,5 +173,5 @@ def test_torchrun_runs_one_nodes_part() -> None:
         "--nnodes=2", "--nproc-per-node=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500",
     ]  # fmt: skip
     assert words[8:] == ["--max-restarts=2", "train.py", "--note", WICKED]
-    with pytest.raises(LaunchError, match="must say which, from 0 to 1"):
+    with pytest.raises(LaunchError, match="must be its index in the hostfile, from 0 to 1"):
         command("standard", job())

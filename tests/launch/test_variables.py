@@ -40,7 +40,7 @@ def test_lines_that_are_no_variables(line: bytes) -> None:
 
 
 def test_a_zero_byte_is_refused() -> None:
-    with pytest.raises(LaunchError, match="zero byte"):
+    with pytest.raises(LaunchError, match="null byte"):
         parse_env_file(b"A=x\0y", "f")
 
 

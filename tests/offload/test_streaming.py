@@ -273,7 +273,7 @@ def other_rate(engine: Any) -> None:
 
 @pytest.mark.parametrize(
     ("act", "message"),
-    [(drop, "half updated"), (twice, "second backward"), (other_rate, "have changed between backward")],
+    [(drop, "would stay incomplete"), (twice, "second backward"), (other_rate, "have changed between backward")],
     ids=["zero_grad", "two backward passes", "another lr"],
 )
 def test_what_comes_too_late(act: Callable[[Any], None], message: str) -> None:
@@ -286,7 +286,7 @@ def test_what_comes_too_late(act: Callable[[Any], None], message: str) -> None:
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (run_of({}, optimizer=(torch.optim.RMSprop, {"lr": 0.01})), "one element at a time, and RMSprop does not"),
+        (run_of({}, optimizer=(torch.optim.RMSprop, {"lr": 0.01})), "one element at a time, but RMSprop does not"),
         (run_of({"states": "bf16"}, optimizer=(torch.optim.RMSprop, {"lr": 0.01})), "masters and states"),
         (run_of({}, zero={}), 'set it to "cpu"'),
         (run_of({}, stage=2), "only stage 3 has"),
@@ -294,10 +294,10 @@ def test_what_comes_too_late(act: Callable[[Any], None], message: str) -> None:
             run_of(
                 bf16=False, zero=HOST, sections={"fp16": {"enabled": True}, "hf_zero": {"streaming": {"enabled": True}}}
             ),
-            "other exponents",
+            "different exponent",
         ),
         (run_of({}, zero={**HOST, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}), "all masters and states"),
-        (run_of({}, zero={**HOST, "zero_hpz_partition_size": 2}), "agree on every unit"),
+        (run_of({}, zero={**HOST, "zero_hpz_partition_size": 2}), "synchronize every unit"),
     ],
     ids=["optimizer", "its states", "no offload_param", "stage", "fp16", "ratio", "hpZ"],
 )

@@ -103,7 +103,7 @@ def test_tokens_cost_less_than_experts(tmp_path: Path) -> None:
     per_token = bytes_per_token(hidden=HIDDEN, itemsize=2, top_k=TOP_K) * LAYERS * 3 // 4
     said = [int(word.replace(",", "")) for word in note.split() if word.replace(",", "").isdigit()]
     assert per_token <= said[1] <= per_token + LAYERS * EXPERTS * 8 and said[1] <= 0.5 * said[2]
-    assert any(why.startswith("stage 0: experts over ranks do not go with stage 0") for why in spread.refused)
+    assert any(why.startswith("stage 0: expert parallelism is not supported with stage 0") for why in spread.refused)
     assert "experts over 4 ranks" in title(spread) and as_dict(spread)["training"]["expert_parallel"] == 4
 
 
@@ -129,7 +129,7 @@ def test_a_ds_json_says_how_many(tmp_path: Path) -> None:
     [
         ("--expert-parallel 3", "world size = data ranks x expert_parallel.autoep_size does not hold: 8 != n x 3"),
         ("--expert-parallel 8 --gpus-per-node 16 --sequence-parallel 2", "a plan counts those of one"),
-        ("--expert-parallel 2 --tensor-parallel 2", "do not go with tensor_parallel.autotp_size"),
+        ("--expert-parallel 2 --tensor-parallel 2", "is not supported with tensor_parallel.autotp_size"),
         ("--expert-parallel 16 --gpus-per-node 16", "experts = ranks x experts per rank does not hold: 8 != 16 x n"),
     ],
 )

@@ -55,7 +55,7 @@ def test_what_the_host_cannot_give_is_explained() -> None:
         engine(torch.ones(ROWS, 64, dtype=torch.bfloat16))
     text = str(caught.value)
     assert text.startswith("[enforce fail") or "allocate" in text.splitlines()[0]
-    assert "in forward, this rank's memory on the device was taken by" in text
+    assert "in forward, this rank's memory on the device was used by" in text
     assert "optimizer states" in text and "master weights" in text
     assert "more were needed, and no change of the config frees as much" in text
     engine.destroy()

@@ -42,7 +42,7 @@ def test_alone_nothing_travels() -> None:
 
 def test_key_heads_are_copied_as_little_as_possible() -> None:
     assert [shared.copies_of_key_heads(heads, 4) for heads in (8, 4, 2, 1, 6)] == [1, 1, 2, 4, 2]
-    with pytest.raises(ValueError, match=r"does not hold: 12 != 8 x n; take .* divides 12: 2, 3, 4, 6, 12"):
+    with pytest.raises(ValueError, match=r"does not hold: 12 != 8 x n; use .* divides 12: 2, 3, 4, 6, 12"):
         shared.check_heads(12, 8)
 
 
@@ -53,7 +53,7 @@ def test_models_that_cannot_share_say_why() -> None:
     assert register(model_of("llama"), size=1) is None
     with pytest.raises(ValueError, match="does not hold: 4 != 3 x n"):
         register(model_of("llama"), size=3)
-    with pytest.raises(ValueError, match="attends by 'sdpa', and core_attn_implementation is 'eager'"):
+    with pytest.raises(ValueError, match="uses 'sdpa', but core_attn_implementation is 'eager'"):
         register(model_of("llama"), "eager")
     with pytest.raises(ValueError, match="'swift' is not known to transformers: eager, "):
         register(model_of("llama"), "swift")
@@ -61,7 +61,7 @@ def test_models_that_cannot_share_say_why() -> None:
         register(model_of("llama"), seq_length_is_variable=False)
     with pytest.raises(ValueError, match="sequence length = .* does not hold: 9 != 2 x n"):
         register(model_of("llama"), seq_length=9, seq_length_is_variable=False)
-    with pytest.raises(ValueError, match="Linear does not call its attention by name"):
+    with pytest.raises(ValueError, match="Linear does not use transformers' attention interface"):
         register(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="world size = data ranks x sequence_parallel_size does not hold: 1 != n x 2"):
         register(model_of("llama"))
@@ -156,7 +156,7 @@ def _check_forwards(rank: int, group: Collectives) -> None:
     with torch.no_grad():
         found = model(input_ids=batch["input_ids"][:, half], labels=batch["labels"][:, half])
         torch.testing.assert_close(found.logits, expected[:, half])
-        with pytest.raises(ValueError, match=r"parts are of different shapes .*: 2 x 5, 2 x 6"):
+        with pytest.raises(ValueError, match=r"parts have different shapes .*: 2 x 5, 2 x 6"):
             model(input_ids=batch["input_ids"][:, : 5 + rank])
         counted = 2 * (6 if rank == 0 else 5)
         logits = model(input_ids=batch["input_ids"][:, half]).logits.flatten(0, 1)

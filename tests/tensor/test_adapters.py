@@ -181,7 +181,7 @@ def test_merging_into_parts(why: str) -> None:
             weights = {name: whole_value(p, p).clone() for name, p in mine.named_parameters()}
             mine.unmerge_adapter()
             again = mine(**batch).logits
-        with pytest.raises(ValueError, match="merged and taken off"):
+        with pytest.raises(ValueError, match="merged and unloaded"):
             mine.merge_and_unload()
         shard_model(mine, group, CPU)  # has been done
         worst = max((weights[name] - value).abs().max().item() for name, value in expected.items())
@@ -265,8 +265,8 @@ def _refused(model: nn.Module, words: str) -> None:
 
 def test_what_cannot_be_cut_is_refused_by_name() -> None:
     common: dict[str, Any] = {"task_type": "CAUSAL_LM"}
-    _refused(adapted("llama", IA3Config(**common)), "adapter 'default' is of type IA3; train LoRA, or remove")
-    _refused(adapted("llama", PrefixTuningConfig(num_virtual_tokens=2, **common)), "'default' is of type PREFIX_TUNING")
+    _refused(adapted("llama", IA3Config(**common)), "adapter 'default' has type IA3; train LoRA, or remove")
+    _refused(adapted("llama", PrefixTuningConfig(num_virtual_tokens=2, **common)), "'default' has type PREFIX_TUNING")
     injected = inject_adapter_in_model(IA3Config(target_modules=["k_proj"], feedforward_modules=[]), model_of("llama"))
     del injected.peft_config
     _refused(injected, r"layers.0.self_attn.k_proj: .* this is PEFT's Linear; leave it out")
@@ -274,12 +274,12 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     _refused(variant, "q_proj: .* adapter 'default' is another variant .MiCALinearVariant.")
     _refused(
         adapted("llama", target_modules=["q_proj"], modules_to_save=["mlp"]),
-        r"layers.0.mlp: PEFT's ModulesToSaveWrapper stands around matrices .*mlp.gate_proj.; leave it out",
+        r"layers.0.mlp: PEFT's ModulesToSaveWrapper wraps matrices .*mlp.gate_proj.; leave it out",
     )
     quantised = model_of("llama")
     query: Any = quantised.get_submodule("model.layers.0.self_attn.q_proj")
     query.weight = nn.Parameter(query.weight.detach().to(torch.int8), requires_grad=False)
-    _refused(quantised, "q_proj.weight is of torch.int8: load the model without quantization_config")
+    _refused(quantised, "q_proj.weight has dtype torch.int8: load the model without quantization_config")
     parameter = adapted("llama", target_modules=[], target_parameters=["self_attn.q_proj.weight"])
     _refused(parameter, "q_proj: .* this is PEFT's ParamWrapper")
 
@@ -287,7 +287,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 def test_adapters_put_around_parts_are_refused() -> None:
     model = model_of("llama")
     shard_model(model, LoneCollectives(), CPU)
-    _refused(get_peft_model(model, LoraConfig(target_modules=ATTENTION)), "put around parts of a matrix")  # type: ignore[arg-type]
+    _refused(get_peft_model(model, LoraConfig(target_modules=ATTENTION)), "each rank only holds a part")  # type: ignore[arg-type]
 
 
 def test_a_model_noted_before_peft_stood_around_it() -> None:

@@ -91,7 +91,7 @@ def test_a_plan_is_of_this_model() -> None:
     llama, gpt2 = plan_of(model_of("llama")), plan_of(model_of("gpt2"))
     assert llama["model.layers.1.self_attn.q_proj"] == "colwise" and llama["lm_head"].startswith("colwise")
     assert gpt2["transformer.h.0.attn.c_attn"] == "fused_attention"
-    with pytest.raises(ValueError, match="styles that are not known: sideways"):
+    with pytest.raises(ValueError, match="unknown styles: sideways"):
         model: Any = model_of("llama")
         model._tp_plan = {"model.layers.*.self_attn.q_proj": "colwise", "lm_head": "sideways"}
         plan_of(model)
@@ -109,7 +109,7 @@ def test_one_part_is_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_programs_say() -> None:
     model = nn.Linear(2, 2)
     assert TensorGroups.given(model) is None and tp_model_init(model, 1, None) is model
-    with pytest.raises(WrongArgument, match="already to be cut for 1 ranks, not 2"):
+    with pytest.raises(WrongArgument, match="already marked for 1 ranks, not 2"):
         tp_model_init(model, 2, None)
     with pytest.raises(WrongArgument, match="1 != n x 2"):
         TensorGroups.of_size(2)

@@ -164,7 +164,7 @@ def _refusals(rank: int) -> None:
     with pytest.raises(ConfigError, match=r"x 2 \(world size\)"):
         _engine("llama", config_with(1, 2, train_batch_size=3))
     engine = _engine("llama", config_with(1, 2))
-    with pytest.raises(ValueError, match="must see the same batches, and theirs differ"):
+    with pytest.raises(ValueError, match="must get the same batches, but theirs differ"):
         engine(**batches(2)[rank])
 
 

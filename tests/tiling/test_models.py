@@ -303,7 +303,7 @@ def test_models_that_do_not_fit_are_refused() -> None:
         initialize(model=build("llama"), config=settings(hf_zero=teacher))
     model = build("llama")
     model.loss_function = nn.functional.cross_entropy
-    with pytest.raises(ConfigError, match="(?s)tiled_loss.*computes its loss by cross_entropy"):
+    with pytest.raises(ConfigError, match="(?s)tiled_loss.*computes its loss with cross_entropy"):
         initialize(model=model, config=settings(hf_zero=BOTH))
 
 

@@ -1,4 +1,4 @@
-"""`plan --measure N`: the N most promising candidates, a few steps each, through the real launcher."""
+"""`plan --measure N`: runs the N best candidates for a few updates each, with the real launcher."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from hf_zero.extras.autotuning.tuning import Experiment, Result, run_experiment
 from hf_zero.features import EngineTools, Progress, TrainingFeature
 from hf_zero.planning.choose import Estimate, Plan
 
-# A trial run of autotuning: a few updates are timed, rank 0 writes what it took, and the process ends.
+# A trial run of autotuning: times a few updates, writes the results on rank 0, and exits.
 
 
 class Trial(TrainingFeature):
-    """Ends the process in step(), as DeepSpeed's trials do: nothing is saved."""
+    """Exits in step() after the trial's last update, as DeepSpeed's trials do; nothing is saved."""
 
     name = "autotuning"
 
     def __init__(self, policy: TrialPolicy, samples: int) -> None:
         """
         Args:
-            samples: per update, over all ranks.
+            samples: number per update over all ranks.
         """
         self._policy = policy
         self._samples = samples
@@ -67,7 +67,7 @@ class Trial(TrainingFeature):
 
 
 def trial_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, in a trial run."""
+    """The feature of a trial run; None in other runs."""
     policy = resolved.extras.get("autotuning")
     return None if policy is None else Trial(policy, resolved.samples_per_update)
 
@@ -78,7 +78,7 @@ MODULE = "hf_zero.extras.autotuning.trial_run"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One candidate, estimated and run."""
+    """One candidate with its estimate and measurement."""
 
     estimate: Estimate
     result: Result
@@ -95,7 +95,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
-    """A plan whose choice is the fastest that was run."""
+    """A plan that chooses the fastest measured candidate."""
 
     plan: Plan
     measured: tuple[Measured, ...]
@@ -109,20 +109,20 @@ class MeasuredPlan:
 
 
 def measured_plan(plan: Plan, number: int, folder: Path) -> MeasuredPlan:
-    """`measure`, and what follows from it."""
+    """Run `measure`, and rank the plan by its results."""
     measured = measure(plan, number, folder)
     return MeasuredPlan(ranked(plan, measured), measured)
 
 
 def measure(plan: Plan, number: int, folder: Path) -> tuple[Measured, ...]:
-    """Run the `number` fastest by estimate of those that fit (and the user's own before them), on this machine, and
-    leave all of it in `folder`.
+    """Run the user's own candidates and the `number` candidates with the fastest estimates, as far as they fit, on this
+    machine. Configs, logs and results are written to `folder`.
 
     Raises:
         ConfigError: for a plan of several hosts.
     """
     if plan.hardware.hosts > 1:
-        rule = "runs happen on this host alone"
+        rule = "trials run on this host only"
         fix = "leave out --nodes, or use hf-zero launch --autotuning with a hostfile"
         raise ConfigError(Problem("--measure", number, rule, fix))
     fitting = sorted((each for each in plan.estimates if each.fits), key=lambda each: each.seconds)
@@ -137,7 +137,7 @@ def _measured(plan: Plan, each: Estimate, folder: Path) -> Measured:
 
 
 def experiment_of(plan: Plan, each: Estimate, folder: Path) -> Experiment:
-    """The trial of a candidate: all "auto" filled in, since no Trainer does it."""
+    """The trial of a candidate, with all "auto" values filled in, because trials run without Trainer."""
     training = plan.training
     config: dict[str, Any] = {key: value for key, value in each.config.items() if key != "scheduler"}
     config |= {"train_micro_batch_size_per_gpu": training.micro_batch, "train_batch_size": "auto"}
@@ -158,15 +158,15 @@ def experiment_of(plan: Plan, each: Estimate, folder: Path) -> Experiment:
 
 
 def ranked(plan: Plan, measured: Sequence[Measured]) -> Plan:
-    """The plan with the fastest measured one as its choice."""
+    """The plan with the fastest measured candidate as its choice."""
     known = [each for each in measured if each.tokens_per_s is not None]
     if not known:
-        return replace(plan, chosen=None, refused=(*plan.refused, "no trial has run to its end"))
+        return replace(plan, chosen=None, refused=(*plan.refused, "no trial has completed"))
     return replace(plan, chosen=max(known, key=lambda each: each.tokens_per_s or 0.0).estimate)
 
 
 def show_measured(plan: Plan, measured: Sequence[Measured]) -> None:
-    """The table, for people."""
+    """Print the results as a table."""
     table = Table(title="measured on this machine", title_justify="left")
     for name in ("candidate", "outcome", "tokens/s", "estimated", "reason"):
         table.add_column(name)

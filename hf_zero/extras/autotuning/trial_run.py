@@ -1,4 +1,4 @@
-"""One rank of a trial of `plan --measure`: the model with random weights, random tokens, a few updates."""
+"""One rank of a trial of `plan --measure`: trains a model with random weights on random tokens for a few updates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> None:
     config: dict[str, Any] = json.loads(Path(arguments.deepspeed).read_text(encoding="utf-8"))
     init_distributed()
     transformers.set_seed(0)
-    # What is cut must be whole first.
+    # Tensor parallelism cuts whole weights, so that parameters must not be sharded before.
     shards = config["zero_optimization"]["stage"] == 3 and "tensor_parallel" not in config
     around: AbstractContextManager[Any] = Init(config_dict_or_path=config) if shards else nullcontext()
     with around:
@@ -41,7 +41,7 @@ def main() -> None:
         model.enable_input_require_grads()
     engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
     vocabulary = model.get_input_embeddings().num_embeddings
-    # All ranks draw the same tokens: those that share samples see the same ones, or some part of a sequence.
+    # All ranks draw the same tokens, because ranks of a tensor or sequence group share their samples.
     shape = config["train_micro_batch_size_per_gpu"], -(-arguments.length // config.get("sequence_parallel_size", 1))
     for _ in range(arguments.updates * config["gradient_accumulation_steps"]):
         tokens = torch.randint(0, vocabulary, shape, device=engine.device)

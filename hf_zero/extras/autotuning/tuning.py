@@ -1,9 +1,9 @@
-"""`hf-zero launch --autotuning tune|run`: finds stage and micro-batch by short runs of the user's own script.
+"""`hf-zero launch --autotuning tune|run`: finds the best stage and micro-batch by short runs of the user's script.
 
-    for each stage, in order:   micro-batch m, 2m, 4m ...      until memory ends, or a larger one gains less than 5%
-    the best of all             summary.txt, ds_config_optimal.json, cmd_optimal.txt; with `run` it then trains
+    for each stage, in order:   micro-batch m, 2m, 4m ...      until out of memory, or a larger one gains less than 5%
+    best trial                  summary.txt, ds_config_optimal.json, cmd_optimal.txt; with `run` it then trains
 
-Learning rate and accumulation stay as given. A trial that runs out of memory ends its stage, and nothing else.
+Learning rate and accumulation stay as given. A trial that runs out of memory only ends the trials of its stage.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Experiment:
     """One trial.
 
     Attributes:
-        config: ds.json.
-        command: words that come after `python -m hf_zero launch`, without the config.
+        config: the content of ds.json.
+        command: arguments of `python -m hf_zero launch`; the config's path is replaced.
         place: index of the config's path in `command`.
     """
 
@@ -68,11 +68,11 @@ class Result:
 
 
 def run_experiment(experiment: Experiment, folder: Path, *, profile: tuple[int, int], again: bool = True) -> Result:
-    """Run it in `folder`/NAME, and leave config, command, output and metrics there.
+    """Run a trial in `folder`/NAME, and write its config, command, output and metrics there.
 
     Args:
         profile: updates (first, last) between which a trial is timed.
-        again: also when its metrics are there already.
+        again: run it even if its metrics exist.
     """
     home = (folder / experiment.name).resolve()
     home.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def run_experiment(experiment: Experiment, folder: Path, *, profile: tuple[int, 
 
 
 def with_config(command: Sequence[str], place: int, path: str) -> list[str]:
-    """The words with another config; `--deepspeed=ds.json` is one word."""
+    """The command with another config path, which may be part of an argument such as `--deepspeed=ds.json`."""
     words = list(command)
     flag, equals, _ = words[place].partition("=")
     words[place] = f"{flag}={path}" if equals and flag.startswith("--") else path
@@ -104,7 +104,7 @@ def with_config(command: Sequence[str], place: int, path: str) -> list[str]:
 
 
 def judge(status: int | None, said: str, complained: str) -> tuple[Outcome, str]:
-    """The cause of death of a run without metrics."""
+    """The outcome and reason of a run that wrote no metrics, from its exit status and output."""
     if status is None:
         return "ran too long", ""
     lines = [line.strip() for line in (*said.splitlines(), *complained.splitlines()) if line.strip()]
@@ -119,7 +119,7 @@ def judge(status: int | None, said: str, complained: str) -> tuple[Outcome, str]
 
 
 def _exit_status(command: Sequence[str], home: Path) -> int | None:
-    """Of the launcher; None: it was ended after TIMEOUT_S."""
+    """Run the launcher and return its exit status; None if it was ended after TIMEOUT_S."""
     with (home / "stdout.log").open("w") as out, (home / "stderr.log").open("w") as err:
         words = [sys.executable, "-m", "hf_zero", "launch", *command]
         process = subprocess.Popen(words, stdout=out, stderr=err, env=os.environ.copy())
@@ -137,7 +137,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=4) + "\n", encoding="utf-8")
 
 
-GAIN = 1.05  # of a larger micro-batch, below which no larger one is tried
+GAIN = 1.05  # minimum gain of a larger micro-batch for trying an even larger one
 _MICRO = "train_micro_batch_size_per_gpu"
 _FLAGS = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file")
 _BUCKETS = (50_000_000, 500_000_000)
@@ -146,12 +146,12 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A search.
+    """The input of a search.
 
     Attributes:
-        raw: the user's ds.json, lists of candidates in it.
-        command: words behind `hf-zero launch`, `--autotuning` left out.
-        place: the config's index in them.
+        raw: the user's ds.json, which may contain lists of candidates.
+        command: arguments of `hf-zero launch`, without `--autotuning`.
+        place: index of the config's path in `command`.
         batch_flag: the script's flag for the micro-batch, if any.
     """
 
@@ -167,14 +167,14 @@ class Search:
 
 
 def tune(words: Sequence[str], num_script_words: int, *, then_run: bool) -> int:
-    """Search, and with `then_run` train with what was found; the exit status.
+    """Search, and with `then_run` train with the best config. Returns the exit status.
 
     Args:
-        words: behind `hf-zero launch`, without `--autotuning`.
-        num_script_words: how many of them, at the end, are the script and its arguments.
+        words: arguments of `hf-zero launch`, without `--autotuning`.
+        num_script_words: number of trailing arguments that are the script and its arguments.
 
     Raises:
-        ConfigError: for a config that asks for no search, or one that cannot be made.
+        ConfigError: if the config does not enable the search, or is invalid.
     """
     search = read_search(words, num_script_words)
     if search.section.overwrite and search.folder.exists():
@@ -193,7 +193,7 @@ def tune(words: Sequence[str], num_script_words: int, *, then_run: bool) -> int:
 
 
 def read_search(words: Sequence[str], num_script_words: int) -> Search:
-    """The search that command line and ds.json ask for."""
+    """The search defined by command line and ds.json."""
     place = _place_of_config(words, len(words) - num_script_words)
     path = words[place].partition("=")[2] if words[place].startswith("--") else words[place]
     raw = dict(load_config(path))
@@ -201,7 +201,7 @@ def read_search(words: Sequence[str], num_script_words: int) -> Search:
     problems = [problem for problem in findings.problems if problem.path.startswith("autotuning")]
     section: Autotuning | None = vars(findings.config)["autotuning"]
     if problems or section is None or not section.enabled:
-        rule = "a search has to be switched on there, too"
+        rule = "the config must enable autotuning, too"
         asked = Problem("autotuning.enabled", False, rule, 'write "autotuning": {"enabled": true} into the config')
         raise ConfigError(problems or [asked])
     flag = (section.arg_mappings or {}).get(_MICRO)
@@ -219,11 +219,11 @@ def _place_of_config(words: Sequence[str], start: int) -> int:
         if words[index] in _FLAGS and index + 1 < len(words) and words[index + 1].endswith(".json"):
             return index + 1
     rule = f"the script's arguments name no config: one of {', '.join(_FLAGS)} with a .json"
-    raise ConfigError(Problem("--autotuning", "tune or run", rule, "add --deepspeed ds.json behind the script"))
+    raise ConfigError(Problem("--autotuning", "tune or run", rule, "add --deepspeed ds.json after the script"))
 
 
 def run_search(search: Search) -> Iterator[tuple[Experiment, Result]]:
-    """Trial by trial, until the section's limits are reached."""
+    """Run trials until the limits of the config section are reached."""
     section, best, since = search.section, None, 0
     stages = stages_of(search.raw)
     if section.tuner_type == "random":
@@ -267,14 +267,14 @@ def _run(search: Search, experiment: Experiment) -> Result:
 
 
 def stages_of(raw: Mapping[str, Any]) -> list[int]:
-    """`zero_optimization.stage`: a number, a list, or "all"; without it all of them."""
+    """The stages to try: `zero_optimization.stage` as a number, a list, or "all", which is the default."""
     stage = (raw.get("zero_optimization") or {}).get("stage", "all")
     stages = [0, 1, 2, 3] if stage == "all" else stage if isinstance(stage, list) else [stage]
     return [int(each) for each in stages]
 
 
 def micro_batches(search: Search) -> Sequence[int | None]:
-    """Sizes to try, ascending; [None]: the user's own, which is fixed."""
+    """Micro-batches to try, ascending; [None] if the script fixes its own."""
     section, given = search.section, search.raw.get(_MICRO)
     if _fixed(search):
         return sorted(int(size) for size in given)  # type: ignore[union-attr]
@@ -322,7 +322,7 @@ def experiment_of(search: Search, stage: int, micro: int | None) -> Experiment:
 
 
 def with_flag(command: Sequence[str], flag: str, value: str) -> list[str]:
-    """The words with the flag's value changed, or the flag added at the end."""
+    """The command with the flag set to this value, or appended to it."""
     words = list(command)
     for index, word in enumerate(words):
         if word == flag and index + 1 < len(words):
@@ -335,13 +335,13 @@ def with_flag(command: Sequence[str], flag: str, value: str) -> list[str]:
 
 
 def score(result: Result, metric: str) -> float | None:
-    """More is better; None without a result."""
+    """The score of a result, where higher is better; None without metrics."""
     value = result.metrics.get(metric)
     return None if value is None else -value if metric == "latency" else value
 
 
 def best_of(results: Sequence[tuple[Experiment, Result]], metric: str) -> tuple[Experiment, Result] | None:
-    """The first of the best; None when nothing has run."""
+    """The best result, the first one in case of ties; None if no trial completed."""
     scored = [(score(result, metric), (experiment, result)) for experiment, result in results]
     known = [(value, pair) for value, pair in scored if value is not None]
     return max(known, key=lambda entry: entry[0])[1] if known else None
@@ -350,7 +350,7 @@ def best_of(results: Sequence[tuple[Experiment, Result]], metric: str) -> tuple[
 def write_results(
     search: Search, results: Sequence[tuple[Experiment, Result]], best: tuple[Experiment, Result] | None
 ) -> None:
-    """summary.txt; of the best ds_config_optimal.json and cmd_optimal.txt."""
+    """Write summary.txt, and ds_config_optimal.json and cmd_optimal.txt of the best trial."""
     folder, metric = search.folder, search.section.metric
     rows = [
         f"| {result.name} | {result.outcome} | {_amount(result.metrics.get(metric))} | {result.reason} |"
@@ -369,7 +369,7 @@ def write_results(
 def show_results(
     results: Sequence[tuple[Experiment, Result]], best: tuple[Experiment, Result] | None, metric: str
 ) -> None:
-    """The table, for people."""
+    """Print the results as a table."""
     table = Table(title="autotuning", title_justify="left")
     for name in ("trial", "outcome", "samples/s", "s per update", "reason"):
         table.add_column(name)
@@ -381,7 +381,7 @@ def show_results(
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(table)
-    console.print(f"best by {metric}: {best[1].name}" if best else "no trial has run to its end")
+    console.print(f"best by {metric}: {best[1].name}" if best else "no trial has completed")
 
 
 def _amount(value: float | None) -> str:

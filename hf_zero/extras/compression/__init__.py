@@ -1,4 +1,4 @@
-"""Compression makes models smaller: quantisation, pruning, layer reduction, and a teacher's part in the loss."""
+"""Model compression: quantisation, pruning, layer reduction and distillation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ EXTRA = Extra(
     name="compression",
     sections=(
         OwnSection(path="compression_training", kind=Compression, doc="Quantisation, pruning and layer reduction."),
-        OwnSection(path="hf_zero.distillation", kind=Distillation, doc="A teacher's part in the loss."),
+        OwnSection(path="hf_zero.distillation", kind=Distillation, doc="Distillation from a teacher."),
     ),
     examine=examine,
     features=("hf_zero.extras.compression.feature:compression_feature",),

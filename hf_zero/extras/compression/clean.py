@@ -1,10 +1,10 @@
-"""redundancy_clean: masks and bits become part of the weights, and what masks drop leaves the model.
+"""redundancy_clean: applies masks and quantisation to the weights permanently, and removes pruned structures.
 
-    rows       the layer's outputs            related: the inputs of what reads them (a gate's partner: its outputs)
-    heads      the layer's inputs             related: the outputs of Q, K and V, also packed in one projection
-    channels   the layer's filters            related: the inputs of the next convolution; a batch norm's channels
+    rows       the layer's outputs            related: inputs of modules that read them (outputs of a gate's partner)
+    heads      the layer's inputs             related: outputs of Q, K and V, which may be packed in one projection
+    channels   the layer's filters            related: inputs of the next convolution; channels of a batch norm
 
-Only plain tensors are cut: the model has left its engine.
+Only plain tensors are cut, after the model has left its engine.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hf_zero.extras.compression.compressed_model import CompressedModel
 from hf_zero.extras.compression.matching import Layer, Match, layers_of
 from hf_zero.log import logger
 
-# config.json after a model has been cut: the values with which plain from_pretrained builds the same shapes.
+# config.json after a model has been cut must hold the values with which plain from_pretrained builds the same shapes.
 #
-# Which of a config's numbers means what is not written down anywhere, so it is tried: numbers that had the old width
-# are given the new one until the model's own class, built without memory, has exactly the shapes of the cut model.
-# Where no config can say it, the folder gets a few lines of code that can: `from_pretrained(folder,
-# trust_remote_code=True)` of the Auto classes builds such a model; it needs transformers only.
+# The meaning of a config's values is not declared anywhere, so they are tried: values equal to the old width are set to
+# the new one until the model's own class, built on the meta device, has exactly the shapes of the cut model.
+# If no config can express the shapes, the folder gets a short module that can: `from_pretrained(folder,
+# trust_remote_code=True)` of the Auto classes builds such a model and only needs transformers.
 
 
 _MAX_TRIES = 64
@@ -41,7 +41,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A number of the model that has become another; `is_heads`: a count of attention heads."""
+    """A changed dimension of the model; `is_heads`: it is a number of attention heads."""
 
     before: int
     after: int
@@ -49,7 +49,7 @@ class Change:
 
 
 def follow(model: nn.Module, changes: Sequence[Change]) -> bool:
-    """Let `model.config` say what the model is now; False, and no change, where no config can."""
+    """Update `model.config` to the model's new shapes; returns False, unchanged, if no config can express them."""
     config = getattr(model, "config", None)
     if config is None or not changes:
         return config is not None
@@ -62,7 +62,7 @@ def follow(model: nn.Module, changes: Sequence[Change]) -> bool:
 
 
 def _edits(config: Any, changes: Sequence[Change]) -> Iterator[dict[str, int]]:
-    """Sets of new values, the likeliest first."""
+    """Candidate sets of new config values, most likely first."""
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     choices = [list(_edits_of(config, values, change)) for change in changes]
     for parts in itertools.product(*choices):
@@ -87,14 +87,14 @@ def _edits_of(config: Any, values: Mapping[str, Any], change: Change) -> Iterato
 
 
 def _builds(model: nn.Module, edit: Mapping[str, int]) -> bool:
-    """Whether the model's class makes the same shapes of the edited config."""
+    """Whether the model's class builds the model's shapes from the edited config."""
     config = copy.deepcopy(model.config)
     for name, value in edit.items():
         setattr(config, name, value)
     try:
         with torch.device("meta"):
             built = type(model)(config)
-    except Exception:  # a config that its own class refuses is no answer
+    except Exception:  # the class rejects this config
         return False
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
     return shapes == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -135,21 +135,21 @@ class {name}({base}):
 
 
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """By module, what its class would make otherwise: shapes of its own parameters and whole numbers that it keeps."""
+    """By module, the shapes of its own parameters and its integer attributes, which its class may set differently."""
     layers = {}
     for name, module in model.named_modules():
         shapes = {key: list(parameter.shape) for key, parameter in module.named_parameters(recurse=False)}
         numbers = {
             key: value
             for key, value in vars(module).items()
-            if type(value) is int and not key.startswith("_")  # flags are no sizes
+            if type(value) is int and not key.startswith("_")  # bool is not a size
         }
         layers[name] = {"shapes": shapes, "attributes": numbers}
     return layers
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The modules that have changed, with what has."""
+    """The changed modules, each with its changed shapes and attributes."""
     changed = {}
     for name, new in after.items():
         old = before.get(name, {"shapes": {}, "attributes": {}})
@@ -163,7 +163,7 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str,
 
 
 def save_with_code(model: Any, changed: Mapping[str, Any]) -> None:
-    """From now on, `model.save_pretrained` also writes the code, and names it in config.json."""
+    """Make `model.save_pretrained` also write the modeling code and register it in config.json."""
     plain = model.save_pretrained
 
     def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,10 +187,10 @@ def _add_code(folder: Path, base: str, changed: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def clean(compressed: CompressedModel) -> CleaningReport:
-    """Make the compression of a model of plain tensors permanent, whatever its schedules say, and end it.
+    """Make the compression of a model with plain tensors permanent, regardless of its schedules, and end it.
 
     Raises:
-        WrongArgument: related modules do not fit what is pruned.
+        WrongArgument: if related modules do not match the pruned layers.
     """
     model = compressed.model
     _drop_ignored(compressed)
@@ -199,7 +199,7 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     masks = _bake(compressed)
     for pruned in compressed.pruned():
         pruned.layer.module._parameters.pop(pruned.scores_name, None)
-    # None for those that are cut afterwards, which are new tensors.
+    # Weights that are cut below are new tensors, and therefore not found in `bits`.
     weights = [layer.weight_bits for layer in compressed.layers if layer.weight_bits is not None]
     bits = {id(weight.layer.parameter): (weight.rule.bits, weight.num_groups) for weight in weights}
     compressed.close()
@@ -215,7 +215,7 @@ def clean(compressed: CompressedModel) -> CleaningReport:
 
 
 def _without_scores(compressed: CompressedModel) -> nn.Module:
-    """The model as it would be counted without scores: they are no part of what is saved."""
+    """The model without scores, which are not saved, for computing its size."""
     without = nn.Module()
     own = {id(scores) for scores in compressed.scores()}
     for number, module in enumerate(compressed.model.modules()):
@@ -228,7 +228,7 @@ def _without_scores(compressed: CompressedModel) -> nn.Module:
 
 
 def _end(compressed: CompressedModel) -> int:
-    """The update at which every schedule has come to its end."""
+    """The update after which all schedules are complete."""
     policy, ends = compressed.policy, [0]
     if policy.weights is not None:
         for rule in policy.weights.rules:
@@ -244,7 +244,7 @@ def _end(compressed: CompressedModel) -> int:
 
 
 def _bake(compressed: CompressedModel) -> dict[tuple[str, str], torch.Tensor]:
-    """Write what forward sees into the weights; returns the masks by technique and layer."""
+    """Write the effective values into weights and biases. Returns the masks by technique and layer."""
     masks, written = {}, dict[int, torch.Tensor]()
     for layer in compressed.layers:
         weight, bias = layer.layer.parameter, layer.layer.bias
@@ -283,25 +283,25 @@ def _tell_config(model: nn.Module, before_cut: dict[str, Any], changes: list[Cha
     if hasattr(model, "save_pretrained"):
         save_with_code(model, difference(before_cut, describe(model)))
         logger.info(
-            "no config of %s can say these shapes: save_pretrained adds modeling_compressed.py to the folder, which "
-            "AutoModel....from_pretrained(folder, trust_remote_code=True) uses",
+            "no config of %s can express these shapes: save_pretrained adds modeling_compressed.py to the folder, for "
+            "AutoModel....from_pretrained(folder, trust_remote_code=True)",
             type(model).__name__,
         )
 
 
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
 _HEAD_WIDTHS = ("all_head_size", "split_size", "inner_dim")
-_INTERLEAVED = ("query_key_value",)  # Q, K and V of one head lie together; elsewhere all of Q, then K, then V
+_INTERLEAVED = ("query_key_value",)  # Q, K and V interleaved by head; others are all of Q, then K, then V
 
 
 def cut(tensor: nn.Parameter, dim: int, kept: Tensor) -> nn.Parameter:
-    """A parameter with only these slices of `dim`."""
+    """A parameter with only the kept indices along `dim`."""
     values = tensor.detach().index_select(dim, kept.to(tensor.device)).clone()
     return nn.Parameter(values, requires_grad=tensor.requires_grad)
 
 
 def cut_outputs(module: nn.Module, kept: Tensor) -> None:
-    """Leave only these outputs of a linear layer, a convolution or a batch norm."""
+    """Keep only these outputs of a linear layer, a convolution or a batch norm."""
     layer = _layer(module)
     if layer is None:
         _cut_norm(module, kept)
@@ -314,11 +314,11 @@ def cut_outputs(module: nn.Module, kept: Tensor) -> None:
 
 
 def cut_inputs(module: nn.Module, kept: Tensor) -> None:
-    """Leave only these inputs of a linear layer or a convolution."""
+    """Keep only these inputs of a linear layer or a convolution."""
     layer = _layer(module)
     assert layer is not None
     if getattr(module, "groups", 1) != 1:
-        raise WrongArgument(f"{type(module).__name__} with groups={module.groups}: its inputs cannot be cut one by one")
+        raise WrongArgument(f"{type(module).__name__} with groups={module.groups}: single inputs cannot be removed")
     before = layer.num_in
     module.register_parameter("weight", cut(layer.parameter, layer.in_dim, kept))
     _rename(module, ("in_features", "in_channels", "nx"), before, len(kept))
@@ -346,7 +346,7 @@ def _cut_norm(module: nn.Module, kept: Tensor) -> None:
 
 
 def cut_rows(match: Match, mask: Tensor) -> None:
-    """Take out the outputs that a mask drops, and what belongs to them."""
+    """Remove the outputs that a mask drops, with the corresponding parts of related modules."""
     kept, total = _kept(mask), mask.numel()
     for name, module in match.related:
         related = _layer(module)
@@ -360,7 +360,7 @@ def cut_rows(match: Match, mask: Tensor) -> None:
 
 
 def cut_heads(model: nn.Module, match: Match, mask: Tensor) -> None:
-    """Take out the heads that a mask drops: the projection's inputs, and the outputs of Q, K and V."""
+    """Remove the heads that a mask drops: inputs of the output projection, and outputs of Q, K and V."""
     num_heads, kept = mask.numel(), _kept(mask)
     inputs = match.layer.num_in
     cut_inputs(match.layer.module, _elements(kept, inputs // num_heads))
@@ -386,7 +386,7 @@ def _packed(kept: Tensor, num_heads: int, num_out: int, segments: int) -> Tensor
 
 
 def _attention_modules(model: nn.Module, match: Match) -> Iterator[nn.Module]:
-    """The parents of the projections, each once: they count heads."""
+    """The distinct parents of the projections, which hold the number of heads."""
     names = [match.layer.name, *(name for name, _ in match.related)]
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in names):
         yield model.get_submodule(parent)
@@ -404,28 +404,28 @@ def _kept(mask: Tensor) -> Tensor:
 
 
 def _elements(kept: Tensor, size: int) -> Tensor:
-    """Numbers of the elements of blocks of `size`."""
+    """Indices of the elements in the kept blocks of `size` elements."""
     return (kept.view(-1, 1) * size + torch.arange(size)).view(-1)
 
 
 def _check(name: str, wanted: int, actual: int) -> None:
     if wanted != actual:
         raise WrongArgument(
-            f"compression_training: related module {name} has {actual} where the pruned layer has {wanted} outputs; "
+            f"compression_training: related module {name} has {actual} features, the pruned layer {wanted} outputs; "
             "name the modules that read the pruned layer's outputs in related_modules"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a model is.
+    """The size of a model.
 
     Attributes:
-        num_parameters: each tied one once.
-        num_nonzero: those that are not zero.
-        num_bytes: of the tensors as they are.
-        num_packed_bytes: with quantised weights as so many bits and fp32 scales.
-        num_flops: of linear layers, per token, and of convolutions, per output position: two for each weight.
+        num_parameters: with tied parameters counted once.
+        num_nonzero: number of nonzero parameters.
+        num_bytes: size of the tensors in their dtypes.
+        num_packed_bytes: size with quantised weights packed into their bits, plus fp32 scales.
+        num_flops: FLOPs of linear layers per token and of convolutions per output position: two per weight.
     """
 
     num_parameters: int
@@ -457,7 +457,7 @@ class CleaningReport:
 
 
 def size_of(model: nn.Module, bits: dict[int, tuple[int, int]] | None = None) -> Size:
-    """The size of a model of plain tensors.
+    """The size of a model with plain tensors.
 
     Args:
         bits: id of a quantised weight -> (bits, number of scales).

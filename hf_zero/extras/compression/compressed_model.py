@@ -1,15 +1,15 @@
-"""A model under compression: its layers with what is done to them, moved on with every update.
+"""A model under compression: its compressed layers, which follow their schedules with every update.
 
-`CompressedLayer` is a layer with all that is done to it, and the hooks that let its module see the result instead of
-its weight.
+`CompressedLayer` is a layer with all its compression techniques, and with hooks that replace the weight in its module's
+forward.
 
     before the module's forward     weight -> fewer bits -> * sparse -> * rows or channels -> * heads
                                     the first input -> fewer bits
     during it                       module.weight is that tensor: an attribute that shadows the parameter
     after it                        module.weight is the parameter again
 
-So the parameter keeps its name, its place in flat buffers and its shards; at stage 3 it has been gathered when the
-hooks look at it. Autograd carries gradients from the tensor to the parameter.
+The parameter keeps its name, its position in flat buffers and its shards; at stage 3 it has been gathered before the
+hooks read it. Autograd propagates gradients from the tensor to the parameter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hf_zero.log import logger
 
 
 class CompressedLayer:
-    """One layer; `watch` registers its hooks, `unwatch` takes them away."""
+    """One compressed layer; `watch` registers its hooks, `unwatch` removes them."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
@@ -64,7 +64,7 @@ class CompressedLayer:
         self._handles = []
 
     def effective(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The tensors that replace weight and bias in a forward."""
+        """The tensors that replace weight and bias in forward."""
         if self.weight_bits is not None:
             weight = self.weight_bits.apply(weight)
         for pruned in self.pruned.values():
@@ -82,7 +82,7 @@ class CompressedLayer:
         bias = None if self.layer.bias is None else owner._parameters["bias"]
         assert weight is not None
         new_weight, new_bias = self.effective(weight, bias)
-        # Looked up before a module's parameters are.
+        # Instance attributes take precedence over a module's parameters.
         if new_weight is not weight:
             owner.__dict__[self.layer.weight] = new_weight
         if new_bias is not bias:
@@ -115,15 +115,15 @@ GradientOf = Callable[[nn.Parameter], Tensor | None]
 
 
 class CompressedModel:
-    """A model under compression, made by `init_compression`; `compression_of` finds it again.
+    """A model under compression, created by `init_compression`; `compression_of` returns it.
 
     Attributes:
-        matches: by technique which layers are meant.
-        updates: applied since training began.
+        matches: the matched layers by technique.
+        updates: number of updates applied since training began.
     """
 
     def __init__(self, model: nn.Module, policy: CompressionPolicy) -> None:
-        """Raises ConfigError when the config does not fit the model."""
+        """Raises ConfigError if the config does not fit the model."""
         self.model = model
         self.policy = policy
         self.updates = 0
@@ -172,7 +172,7 @@ class CompressedModel:
         if names and hasattr(self.model, "save_pretrained"):
             self.model._keys_to_ignore_on_save = {*(ignored or ()), *names}  # type: ignore[assignment]
 
-    # What there is
+    # Contents
 
     @property
     def layers(self) -> Sequence[CompressedLayer]:
@@ -193,10 +193,10 @@ class CompressedModel:
         own = {id(scores) for scores in self.scores()}
         return [name for name, parameter in self.model.named_parameters() if id(parameter) in own]
 
-    # Moving on
+    # Schedules
 
     def advance(self, updates: int) -> None:
-        """So many updates have been applied. Collective at stage 3 where masks are fixed now."""
+        """Set all schedules to this number of applied updates. Collective at stage 3 if masks are chosen."""
         self.updates = updates
         for layer in self.layers:
             if layer.weight_bits is not None:
@@ -217,7 +217,7 @@ class CompressedModel:
                 pruned.fix(pruned.layer.parameter, updates)
 
     def forget_masks(self) -> None:
-        """Masks are chosen anew at the next `advance`: the weights have changed since."""
+        """Drop all masks after a change of the weights; the next `advance` chooses new ones."""
         for pruned in self.pruned():
             pruned.mask = None
 
@@ -235,7 +235,7 @@ class CompressedModel:
                 )
 
     def follow_gradients(self, gradient_of: GradientOf) -> None:
-        """Reduced gradients are there and not yet applied. Collective where snip_momentum follows them."""
+        """Update scores of snip_momentum from reduced gradients that are not yet applied. Collective if it is used."""
         for pruned in self.pruned():
             if isinstance(pruned, SnipWeights) and pruned.follows:
                 parameter = pruned.layer.parameter
@@ -245,14 +245,14 @@ class CompressedModel:
                         pruned.follow(parameter.detach(), gradient)
 
     def learn_ranges(self, collectives: Collectives) -> None:
-        """Static ranges take in what all ranks have seen. Collective, if there are any."""
+        """Update static ranges with the inputs that all ranks have seen. Collective if there are any."""
         bits = [layer.activation_bits for layer in self.layers if layer.activation_bits is not None]
         learn_together([one for one in bits if not one.policy.dynamic], collectives)
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks, scores of snip_momentum and ranges by layer, on the CPU; equal on all ranks."""
+        """Masks, scores of snip_momentum, and ranges by layer, on the CPU; equal on all ranks."""
         masks: dict[str, dict[str, Tensor]] = {}
         for pruned in self.pruned():
             if pruned.mask is not None:
@@ -267,7 +267,7 @@ class CompressedModel:
         return {"updates": self.updates, "masks": masks, "ranges": ranges}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Layers that it does not know choose their masks as they begin."""
+        """Continue from a `state_dict`. Layers without an entry choose new masks."""
         masks, ranges = state.get("masks", {}), state.get("ranges", {})
         for pruned in self.pruned():
             saved = masks.get(pruned.layer.name, {})
@@ -283,13 +283,13 @@ class CompressedModel:
         self.advance(int(state["updates"]))
 
     def close(self) -> None:
-        """Take the hooks away; scores stay parameters of their modules."""
+        """Remove the hooks; scores stay parameters of their modules."""
         for layer in self.layers:
             layer.unwatch()
         self.model.__dict__.pop(_HANDLE, None)
 
 
 def compression_of(model: nn.Module) -> CompressedModel | None:
-    """The `CompressedModel` of this model."""
+    """The `CompressedModel` of this model; None if it is not under compression."""
     compressed: CompressedModel | None = model.__dict__.get(_HANDLE)
     return compressed

@@ -1,8 +1,8 @@
-"""Quantised weights on disk: as a compressed-tensors checkpoint where one fits, else as safetensors with scales.
+"""Quantised weights on disk: as a compressed-tensors checkpoint if possible, else as safetensors with scales.
 
-compressed-tensors (which transformers loads with the package of that name) has int8 codes and scales per output or per
-group of inputs, symmetric, for linear layers. Where a weight does not fit into that, plain tensors stay, and the folder
-also has codes, scales and zeros under names of our own, which `unpack` reads:
+compressed-tensors (which transformers loads with the package of that name) stores int8 codes and symmetric scales per
+output or per group of inputs of linear layers. If a weight does not fit this format, plain tensors are kept, and the
+folder also contains codes, scales and zeros under names of our own, which `unpack` reads:
 
     NAME.codes   int8 (groups, values)     NAME.scale, NAME.zero   fp32 (groups, 1)     value = code * scale + zero
 
@@ -33,38 +33,38 @@ from hf_zero.params.partitioning import unpartition
 def init_compression(
     model: nn.Module, deepspeed_config: Any, teacher_model: nn.Module | None = None, mpu: Any = None
 ) -> nn.Module:
-    """Begin to compress a model, in place, as the config's compression_training says; returns the same object.
+    """Start compressing a model in place according to the config's compression_training; returns the same object.
 
-    Call it before the optimizer is made: it may add scores to be trained, and take layers away. `initialize` does the
-    same by itself for a config that has the section, and accepts a model that this has prepared.
+    Call it before creating the optimizer, because it may add trained scores and remove layers. `initialize` does the
+    same for a config that has the section, and accepts a model that is already prepared.
 
     Args:
         deepspeed_config: the whole ds.json, as a dict, path or JSON text.
-        teacher_model: for layer_reduction: whose layers a student with fewer of them takes over; for distillation: the
-            teacher. Without one it is the model as it is now.
+        teacher_model: for layer_reduction: the model whose layers a smaller student copies; for distillation: the
+            teacher. Default: the current model.
 
     Raises:
-        ConfigError: the section is wrong, or does not fit the model.
+        ConfigError: if the section is invalid or does not fit the model.
     """
     _refuse(mpu)
     policy = resolve_extra(load_config(deepspeed_config), "compression")
     if policy is None:
-        rule, fix = "asks for no compression: no technique is enabled", "set enabled to true in a technique"
+        rule, fix = "enables no compression technique", "set enabled to true in a technique"
         raise ConfigError(Problem("compression_training", None, rule, fix))
     compress(model, policy, teacher_model)
     return model
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
-    """Make compression permanent: masks and bits go into the weights, and what masks drop leaves the model, together
-    with the modules that related_modules name. Training is over then. Collective at stage 3.
+    """Make compression permanent, after training: write masks and quantisation into the weights, and remove pruned
+    structures together with the corresponding parts of related_modules. Collective at stage 3.
 
     Returns:
-        The model, with plain tensors and without hooks; `save_pretrained` writes what `from_pretrained` loads.
+        The model with plain tensors and without hooks; `save_pretrained` writes what `from_pretrained` loads.
 
     Args:
-        model: one under compression, the engine that trained it, or a fresh model with trained weights loaded into it
-            (l1's masks are then chosen by those weights).
+        model: a model under compression, the engine that trained it, or a new model with trained weights loaded into
+            it (l1's masks are then chosen by those weights).
     """
     _refuse(mpu)
     inner = getattr(model, "module", model)
@@ -78,7 +78,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
 
 
 def _compressed(model: nn.Module, deepspeed_config: Any) -> CompressedModel:
-    """A model under compression, begun now if it has not been."""
+    """The compressed model; starts compression if necessary."""
     if compression_of(model) is None:
         init_compression(model, deepspeed_config)
     compressed = compression_of(model)
@@ -87,7 +87,7 @@ def _compressed(model: nn.Module, deepspeed_config: Any) -> CompressedModel:
 
 
 class CompressionScheduler:
-    """Moves compression on in a loop that has no engine: `step()` after every update. An engine does it by itself."""
+    """Advances compression schedules in a loop without an engine: call `step()` after every update."""
 
     def __init__(self, model: nn.Module, compression_config: Any = None) -> None:
         compressed = compression_of(model)
@@ -97,15 +97,15 @@ class CompressionScheduler:
 
     @property
     def training_steps(self) -> int:
-        """Updates so far."""
+        """Number of updates so far."""
         return self._compressed.updates
 
     def before_update(self) -> None:
-        """For snip_momentum: gradients are there, and are about to be applied."""
+        """Update scores of snip_momentum; call it when gradients are ready, before the optimizer step."""
         self._compressed.follow_gradients(lambda parameter: parameter.grad)
 
     def step(self, step_zero_check: bool = False) -> None:
-        """An update is over; with `step_zero_check` nothing has been applied yet."""
+        """Count one update; with `step_zero_check`, nothing has been applied yet and nothing is done."""
         if not step_zero_check:
             self._compressed.learn_ranges(collectives_for(local_device()))
             self._compressed.advance(self._compressed.updates + 1)
@@ -115,7 +115,7 @@ compression_scheduler = CompressionScheduler
 
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Any) -> nn.Module:
-    """Copy the teacher's layers that layer_reduction names into a student that was built with as many; returns it."""
+    """Copy the teacher's layers named by layer_reduction into a student with that many layers; returns the student."""
     policy = resolve_extra(load_config(deepspeed_config), "compression")
     if policy is None or policy.layers is None:
         rule, fix = "is not enabled", "set compression_training.layer_reduction.enabled to true"
@@ -140,12 +140,12 @@ def convert_conv1d_to_linear(model: nn.Module, convert_type: type[nn.Module]) ->
 
 def _refuse(mpu: Any) -> None:
     if mpu is not None:
-        raise NotImplementedError("mpu=...: model parallel layers are not built; leave it out")
+        raise NotImplementedError("mpu=...: model parallel layers are not supported; leave it out")
 
 
 WEIGHTS = "model.safetensors"
 CODES = "quantized.safetensors"
-# Of weights that are not packed into wider integers; said once for all, and once for each group of layers.
+# The format of weights that are not packed into wider integers; stated globally and for each group of layers.
 _FORMAT = "int-quantized"
 _FEWEST, _MOST = 3, 8
 
@@ -154,7 +154,7 @@ def save_quantized(model: Any, folder: str | Path, deepspeed_config: Any) -> str
     """Clean a model under weight quantisation and write its codes; returns "compressed-tensors" or "safetensors".
 
     Raises:
-        WrongArgument: no weight is quantised.
+        WrongArgument: if no weight has 3 to 8 bits.
     """
     inner = getattr(model, "module", model)
     layers = _compressed(inner, deepspeed_config).layers
@@ -196,7 +196,7 @@ def _codes(one: WeightBits, weight: Tensor) -> Codes:
 
 
 def _has_place(one: WeightBits) -> bool:
-    """Whether compressed-tensors can say it: 8 bits, symmetric, whole outputs or equal parts of them."""
+    """Whether compressed-tensors supports the weight: 8 bits, symmetric, groups of whole outputs or of equal parts."""
     rows = one.layer.num_out if isinstance(one.layer.module, nn.Linear) else 0
     fits = rows and (rows % one.num_groups == 0 or one.num_groups % rows == 0)
     return bool(fits) and one.policy.symmetric and one.rule.bits == 8
@@ -241,11 +241,11 @@ def _write_codes(path: Path, kept: list[WeightBits], grids: dict[str, Codes]) ->
         tensors |= {f"{name}.codes": grid.codes, f"{name}.scale": grid.scale, f"{name}.zero": grid.zero}
         shapes[name] = json.dumps([weight.layer.weight, *grid.shape])
     save_file(tensors, path / CODES, metadata=shapes)
-    logger.info("%s has codes and scales of %d weights beside the plain ones", path / CODES, len(kept))
+    logger.info("%s has codes and scales of %d weights, in addition to the plain weights", path / CODES, len(kept))
 
 
 def unpack(folder: str | Path) -> dict[str, Tensor]:
-    """The values of `quantized.safetensors` in a folder, by parameter name without the weight's own, 2-D groups."""
+    """Dequantise `quantized.safetensors` in a folder: by module name, values of shape (groups, values)."""
     tensors = load_file(Path(folder) / CODES)
     names = [name.removesuffix(".codes") for name in tensors if name.endswith(".codes")]
     return {name: tensors[f"{name}.codes"] * tensors[f"{name}.scale"] + tensors[f"{name}.zero"] for name in names}

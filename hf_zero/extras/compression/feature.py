@@ -1,15 +1,15 @@
-"""Compression as a training feature: what the engine's forwards and steps mean for it.
+"""Compression as a training feature, which follows the engine's forwards and steps.
 
-`Distillation` is a loss that also pulls the model towards a teacher. It takes the place of `output.loss`, so that
-whatever reads that (Trainer, a custom loop) trains with it.
+`Distillation` is a loss that also pulls the model towards a teacher. It replaces `output.loss`, so that Trainer and
+custom loops train with it.
 
     loss = labels * the model's own loss
          + logits * T^2 * cross entropy of softmax(teacher / T) and softmax(student / T)      mean over answers
          + hidden * sum over layers of the mean squared error of hidden states
-         + attention * the same of attention maps
+         + attention * the same for attention maps
 
-A regression (one logit) has the mean squared error in the place of the cross entropy. Where the caller says how many
-items an update has (`num_items_in_batch`, as Trainer does), the teacher's parts are weighted by this batch's share.
+For a regression (one logit), the mean squared error replaces the cross entropy. If the caller passes the number of
+items of an update (`num_items_in_batch`, as Trainer does), the teacher's terms are weighted by this batch's share.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from hf_zero.extras.compression.section import Distillation as DistillationSecti
 from hf_zero.features import EngineTools, Progress, TrainingFeature
 from hf_zero.log import logger
 
-# Layer reduction: a student of some of a teacher's layers.
+# Layer reduction: a student with some of a teacher's layers.
 #
-# Either the model itself loses the other layers, in place, or a student that was built with fewer layers takes over the
+# Either the other layers are removed from the model in place, or a student that was built with fewer layers copies the
 # parameters of the chosen ones.
 
 
@@ -43,10 +43,10 @@ _NUM_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encode
 
 
 def reduce_layers(model: nn.Module, section: LayerReduction) -> None:
-    """Leave only the chosen layers in `model`, and let its config say so.
+    """Keep only the chosen layers of `model`, and update its config.
 
     Raises:
-        ConfigError: there is no such list of layers, or it is too short.
+        ConfigError: if the list of layers does not exist or is too short.
     """
     layers = _list_of_layers(model, section)
     before = len(layers)
@@ -59,21 +59,21 @@ def reduce_layers(model: nn.Module, section: LayerReduction) -> None:
 
 
 def is_reduced(model: nn.Module, section: LayerReduction) -> bool:
-    """Whether the model has as many layers as the student is to have."""
+    """Whether the model has the student's number of layers."""
     return len(_list_of_layers(model, section, checks_length=False)) == len(section.teacher_layer)
 
 
 @torch.no_grad()
 def take_over(student: nn.Module, teacher: nn.Module, section: LayerReduction) -> None:
-    """Copy the chosen layers of `teacher`, and the other modules named, into `student`. Collective at stage 3.
+    """Copy the chosen layers and other named modules of `teacher` into `student`. Collective at stage 3.
 
     Raises:
-        ConfigError: names that one of them does not have, or shapes that differ.
+        ConfigError: if a name is missing in one of them, or shapes differ.
     """
     sources = _list_of_layers(teacher, section)
     targets = _list_of_layers(student, section, checks_length=False)
     if len(targets) != len(section.teacher_layer):
-        rule = f"names {len(section.teacher_layer)} layers, and the student has {len(targets)}"
+        rule = f"names {len(section.teacher_layer)} layers, but the student has {len(targets)}"
         fix = "build the student with as many layers (num_hidden_layers), or leave teacher_model out"
         raise ConfigError(Problem(f"{_PATH}.teacher_layer", list(section.teacher_layer), rule, fix))
     for target, index in zip(targets, section.teacher_layer, strict=True):
@@ -120,7 +120,7 @@ def _submodule(model: nn.Module, name: str) -> nn.Module:
 
 
 def _number(layers: nn.ModuleList) -> None:
-    """Caches of keys and values are found by the number of a layer."""
+    """Renumber layers, because KV caches are indexed by the layer number."""
     for position, layer in enumerate(layers):
         for module in layer.modules():
             for name in ("layer_idx", "layer_id"):
@@ -129,7 +129,7 @@ def _number(layers: nn.ModuleList) -> None:
 
 
 def _follow_in_config(config: Any, before: int, kept: Sequence[int]) -> None:
-    """The number of layers, and lists with an entry for each of them."""
+    """Update the number of layers in a config, and lists with one entry per layer."""
     if config is None:
         return
     values = dict(vars(config))
@@ -145,11 +145,11 @@ _NOT_FOR_TEACHERS = ("labels", "num_items_in_batch", "return_loss")
 
 
 class Distillation:
-    """A teacher's part in the loss.
+    """Adds a teacher's terms to the loss.
 
     Args:
         teacher: runs the teacher's forward.
-        teacher_layers: the student's layers by their numbers in the teacher; empty: every k-th.
+        teacher_layers: the teacher's layer for each layer of the student; empty: every k-th layer.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Distillation:
         self.teacher_layers = tuple(teacher_layers)
 
     def keywords(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the student's forward, which also ask for what is compared."""
+        """Arguments of the student's forward, extended to return the compared outputs."""
         arguments = dict(keywords)
         if self.policy.hidden_weight:
             arguments["output_hidden_states"] = True
@@ -169,14 +169,14 @@ class Distillation:
         return arguments
 
     def apply(self, inputs: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> Any:
-        """`output` with the new loss in it.
+        """Replace the loss in `output`, and return it.
 
         Raises:
-            WrongArgument: the output has no loss: the labels were kept back.
+            WrongArgument: if the output has no loss, because no labels were passed.
         """
         if getattr(output, "loss", None) is None:
             raise WrongArgument(
-                "distillation adds to output.loss, and the model returned none: pass labels to forward (under Trainer: "
+                "distillation adds to output.loss, but the model returned none: pass labels to forward (under Trainer: "
                 "no label_smoothing_factor and no compute_loss_func)"
             )
         asked = {key: value for key, value in keywords.items() if key not in _NOT_FOR_TEACHERS}
@@ -188,7 +188,7 @@ class Distillation:
         return output
 
     def teachers_part(self, output: Any, taught: Any, labels: Tensor | None = None) -> Tensor:
-        """The loss without the model's own."""
+        """The teacher's terms of the loss, without the model's own loss."""
         policy = self.policy
         loss: Tensor = output.logits.new_zeros(())
         if policy.logit_weight:
@@ -204,13 +204,13 @@ class Distillation:
         return loss
 
     def _states(self, own: int, theirs: int) -> list[int]:
-        """Which of the teacher's states (embeddings first) the student's are compared with."""
+        """Indices of the teacher's hidden states (embeddings first) to compare the student's with."""
         chosen = self.teacher_layers or _every(own - 1, theirs - 1)
         return [max(chosen[0] - 1, 0), *(index + 1 for index in chosen)]
 
 
 def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, labels: Tensor | None = None) -> Tensor:
-    """Soft cross entropy in fp32, mean over answers: those whose label is not -100, where there is one for each."""
+    """Cross entropy with the teacher's probabilities, in fp32; the mean ignores positions whose label is -100."""
     own, theirs = student.float(), teacher.detach().float()
     if own.shape[-1] == 1:
         return functional.mse_loss(own, theirs)
@@ -222,7 +222,7 @@ def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.0, label
 
 
 def _share_of_update(labels: Tensor | None, num_items: Any) -> Tensor | float:
-    """This batch's share of the update's items, where the caller divides by their number."""
+    """This batch's share of the update's items if the caller divides by their number, else 1."""
     if num_items is None or labels is None:
         return 1.0
     counted = (labels[..., 1:] if labels.dim() > 1 else labels) != _IGNORED
@@ -239,8 +239,8 @@ def _maps(output: Any) -> Sequence[Tensor]:
     maps = output.attentions
     if not maps or maps[0] is None:
         raise WrongArgument(
-            "hf_zero.distillation.attention_weight needs attention maps, which this attention does not make: load the "
-            'model (and its teacher) with attn_implementation="eager", or set the weight to 0'
+            "hf_zero.distillation.attention_weight needs attention maps, which this attention does not return: load "
+            'the model (and its teacher) with attn_implementation="eager", or set the weight to 0'
         )
     return list(maps)
 
@@ -254,7 +254,7 @@ _TEACHER, _LEAVES = "_hf_zero_teacher", "_leaves_model"
 
 
 class Compression(TrainingFeature):
-    """Moves a compressed model on with the engine's updates, and lets a teacher take part in the loss."""
+    """Advances a compressed model with the engine's updates, and adds the teacher's terms to the loss."""
 
     name = "compression"
 
@@ -267,7 +267,7 @@ class Compression(TrainingFeature):
         self._tools: EngineTools | None = None
 
     def adjust_groups(self, groups: list[dict[str, Any]]) -> None:
-        """The optimizer trains the scores, without decay, and not what has left the model."""
+        """Add scores to the optimizer, without weight decay, and drop parameters that are no longer in the model."""
         members = {id(parameter) for parameter in self.model.parameters()}
         for group in groups:
             group["params"] = [p for p in group["params"] if id(p) in members or not vars(p).get(_LEAVES)]
@@ -317,15 +317,15 @@ class Compression(TrainingFeature):
             self.compressed.load_state_dict(state)
 
     def close(self) -> None:
-        """Masks and bits stay on: the model is compressed after training, too, until it is cleaned."""
+        """End training. Compression stays active until the model is cleaned."""
         self._distillation = self._tools = None
 
 
 def compress(model: nn.Module, policy: CompressionPolicy, teacher_model: nn.Module | None = None) -> None:
-    """Do to a model what a policy says; once. Its teacher, if one is needed, is a copy of it or the one given.
+    """Apply a policy to a model, unless it is already under compression. The default teacher is a copy of the model.
 
     Raises:
-        ConfigError: the policy does not fit the model.
+        ConfigError: if the policy does not fit the model.
     """
     if compression_of(model) is not None:
         return
@@ -362,7 +362,7 @@ def _mark_leaving(model: nn.Module, *, leaves: bool = True) -> None:
 
 
 def compression_feature(model: nn.Module, resolved: Resolved) -> Compression | None:
-    """The feature of a model whose config asks for compression, or to which `init_compression` has been applied."""
+    """The feature, if the config enables compression or `init_compression` has been applied; else None."""
     known, policy = compression_of(model), resolved.extras.get("compression", CompressionPolicy())
     if known is None and not policy.is_on:
         return None
@@ -371,14 +371,14 @@ def compression_feature(model: nn.Module, resolved: Resolved) -> Compression | N
 
 
 def compression_words(findings: Findings, model: str | None) -> tuple[list[str], list[Problem]]:
-    """What `explain` says: a line for each rule with the modules it means, and what does not fit the model.
+    """Lines for `explain` with the modules that each rule matches, and problems with the model.
 
     Args:
-        model: folder, config.json or hub name of the model; None: only what to do to see more.
+        model: folder, config.json or hub name of the model; None: only a hint to give one.
     """
     policy = findings.extras["compression"]
     if model is None:
-        return ["compression_training: give --model to see which modules each rule means"], []
+        return ["compression_training: give --model to see which modules each rule matches"], []
     try:
         built = _without_weights(model)
         if policy.layers is not None:
@@ -398,7 +398,7 @@ def _few(names: list[str]) -> str:
 
 
 def _without_weights(model: str) -> Any:
-    """The model on the meta device, of the class that its config names."""
+    """Build the model on the meta device, with the class named in its config."""
     import transformers
 
     from hf_zero.explain.views import config_file

@@ -1,4 +1,4 @@
-"""Which layers of a model can be compressed, and which of them each rule means."""
+"""Finds the layers of a model that can be compressed, and matches them with the rules."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ADAPTERS = (".lora_", "lora_embedding")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """A weight and the module that reads it.
+    """A weight and the module that uses it.
 
     Attributes:
-        name: of the module; of the parameter, where a module has several weights of its own (experts packed in one).
-        out_dim, in_dim: of the weight; -1 where rows and columns have no meaning.
-        host: around whose forward the weight is read; another module than its owner in torch's MultiheadAttention.
+        name: name of the module, or of the parameter if the module has several weights (packed experts).
+        out_dim, in_dim: output and input dimension of the weight; -1 if it has none.
+        host: module whose forward reads the weight; differs from the owner in torch's MultiheadAttention.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Layer:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The weight; at stage 3 its true shape, whatever it shows."""
+        """The weight with its full shape, read without the hook that gathers it at stage 3."""
         parameter = dict.__getitem__(self.module._parameters, self.weight)
         assert parameter is not None
         return parameter
@@ -56,12 +56,12 @@ class Layer:
 
     @property
     def takes_inputs(self) -> bool:
-        """Whether its inputs come as the first argument of its own forward."""
+        """Whether its input is the first argument of its own forward."""
         return self.kind in ("linear", "conv") and self.host is self.module
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """All weights that can be compressed, in the order of registration, each module once. Adapters are left alone."""
+    """All weights that can be compressed, in registration order, without adapters. Shared modules occur once."""
     layers: list[Layer] = []
     hosts = {id(module.out_proj): module for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     for name, module in model.named_modules():
@@ -87,7 +87,7 @@ def _layers_in(name: str, module: nn.Module, host: nn.Module) -> Iterator[Layer]
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """transformers' Conv1D: a linear layer whose weight is (inputs, outputs)."""
+    """Whether a module is transformers' Conv1D: a linear layer with a weight of shape (inputs, outputs)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and "weight" in module._parameters
 
 
@@ -104,10 +104,10 @@ _NUM_NEAREST = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """A layer, the group that it belongs to, and what is cut with it.
+    """A layer, the rule that matches it, and the related modules that are cut with it.
 
     Attributes:
-        related: modules, by the expressions of the group, that belong to this layer by their position.
+        related: (name, module) for each related expression of the rule, paired with this layer by position.
     """
 
     layer: Layer
@@ -116,10 +116,10 @@ class Match:
 
 
 def match_all(model: nn.Module, policy: CompressionPolicy) -> dict[str, list[Match]]:
-    """By technique, in the order of the model.
+    """Match the layers of a model with a policy, by technique, in the order of the model.
 
     Raises:
-        ConfigError: with all expressions that match nothing, modules in two groups, and related modules that do not
+        ConfigError: lists all expressions that match nothing, modules in two groups, and related modules that do not
             pair up.
     """
     layers, problems = layers_of(model), list[Problem]()
@@ -140,7 +140,7 @@ def match_all(model: nn.Module, policy: CompressionPolicy) -> dict[str, list[Mat
 
 
 def listing(matches: Mapping[str, Sequence[Match]]) -> dict[str, list[str]]:
-    """Names of the modules that each rule means, by the rule's path."""
+    """Names of the matched modules, by the rule's path."""
     names: dict[str, list[str]] = {}
     for match in (match for each in matches.values() for match in each):
         names.setdefault(match.rule.path, []).append(match.layer.name)
@@ -169,7 +169,7 @@ def _match(model: nn.Module, rules: Sequence[Rule], usable: Sequence[Layer], pro
 def _related(
     model: nn.Module, rule: Rule, meant: Sequence[Layer], expressions: Sequence[str], problems: list[Problem]
 ) -> Iterator[list[tuple[str, nn.Module]]]:
-    """For each expression as many modules as there are layers."""
+    """For each expression, its modules, of which there must be as many as layers."""
     named = [(name, module) for name, module in model.named_modules() if any(True for _ in _own(module))]
     for expression in expressions:
         partners = [(name, module) for name, module in named if _is_meant(expression, name)]
@@ -177,7 +177,7 @@ def _related(
         if not partners:
             problems.append(_nothing(path, expression, [name for name, _ in named]))
         elif len(partners) != len(meant):
-            words = f"matches {len(partners)} modules, and there are {len(meant)} that they belong to"
+            words = f"matches {len(partners)} modules, but the group matches {len(meant)}"
             shown = ", ".join(name for name, _ in partners[:_NUM_NEAREST])
             problems.append(Problem(path, expression, words, f"make it as narrow as modules; it matches {shown} ..."))
         else:
@@ -193,8 +193,8 @@ def _is_meant(pattern: str, name: str) -> bool:
 
 
 def _twice(rule: Rule, pattern: str, other: Match) -> Problem:
-    words = f"matches {other.layer.name}, which {other.rule.path} has already"
-    return Problem(f"{rule.path}.modules", pattern, words, "let each module be in one group")
+    words = f"matches {other.layer.name}, which {other.rule.path} already matches"
+    return Problem(f"{rule.path}.modules", pattern, words, "put each module in only one group")
 
 
 def _nothing(path: str, pattern: str, names: Sequence[str]) -> Problem:
@@ -204,7 +204,7 @@ def _nothing(path: str, pattern: str, names: Sequence[str]) -> Problem:
 
 
 def nearest(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names, or parts of names of as many words, that look most like a pattern."""
+    """The names, or parts of names with the pattern's number of components, that are most similar to a pattern."""
     plain = re.sub(r"[\\^$*+?()\[\]{}|]", "", pattern).strip(".") or pattern
     length = plain.count(".") + 1
     parts: dict[str, None] = {}

@@ -1,6 +1,6 @@
-"""Pruning of one layer: a mask that is fixed when the technique begins (l1), or made of scores that are trained (topk).
+"""Pruning of one layer by a mask that is fixed when the technique begins (l1), or computed from trained scores (topk).
 
-Techniques differ only in what has one score: a weight, a row, a head or a channel. Each is a subclass for that.
+Techniques differ only in the unit that has a score: a weight, row, head or channel. Each is a subclass.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from hf_zero.extras.compression.schedule import (
 )
 from hf_zero.extras.compression.section import ActivationPolicy, PruningPolicy, Rule, WeightPolicy
 
-# Quantisation of one layer: its weight and its inputs on few bits, as forward sees them.
+# Quantisation of one layer: its weight and inputs are rounded to few bits in forward.
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Grid that values of each group are rounded to: s * q + z, with q a whole number of [low, high].
+    """The grid that the values of each group are rounded to: s * q + z, with an integer q in [low, high].
 
     Attributes:
         scale, zero: (groups, 1), fp32; z is a multiple of s.
@@ -51,7 +51,7 @@ class Grid:
 
     @classmethod
     def of_range(cls, low: Tensor, high: Tensor, bits: int, *, symmetric: bool) -> Grid:
-        """For groups whose values go from `low` to `high`, (groups, 1) each."""
+        """The grid of groups with values from `low` to `high`, each of shape (groups, 1)."""
         if symmetric:
             scale = 2 * torch.maximum(low.abs(), high.abs()) / 2**bits
             return cls(scale, torch.zeros_like(scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -60,18 +60,18 @@ class Grid:
         return cls(scale, torch.round(low / safe) * scale, 0, 2**bits - 1)
 
     def codes(self, groups: Tensor, noise: Tensor | None = None) -> Tensor:
-        """The whole numbers q, as floats, of the shape of `groups` (groups, values)."""
+        """The integers q as floats, in the shape of `groups`, which is (groups, values)."""
         safe = torch.where(self.scale > 0, self.scale, torch.ones_like(self.scale))
         steps = (groups - self.zero) / safe
         return torch.round(steps if noise is None else steps + noise).clamp_(self.low, self.high)
 
     def rounded(self, groups: Tensor, noise: Tensor | None = None) -> Tensor:
-        """`groups` on the grid."""
+        """`groups` rounded to the grid."""
         return torch.where(self.scale > 0, self.codes(groups, noise) * self.scale + self.zero, groups)
 
 
 def grid_of(groups: Tensor, bits: int, *, symmetric: bool) -> Grid:
-    """The grid that a range takes from the values themselves; `groups` is (groups, values)."""
+    """The grid of the range of the values themselves; `groups` is (groups, values)."""
     low, high = torch.aminmax(groups, dim=1, keepdim=True)
     return Grid.of_range(low, high, bits, symmetric=symmetric)
 
@@ -79,11 +79,11 @@ def grid_of(groups: Tensor, bits: int, *, symmetric: bool) -> Grid:
 def quantized(
     values: Tensor, bits: int, num_groups: int, *, symmetric: bool = True, noise: Tensor | None = None
 ) -> Tensor:
-    """`values` as b bits hold them, in their own dtype; computed in fp32.
+    """`values` quantised to `bits` and dequantised to their own dtype; computed in fp32.
 
     Args:
-        num_groups: divides the number of values.
-        noise: uniform in [-1/2, 1/2), of the shape (groups, values); None rounds to nearest.
+        num_groups: must divide the number of values.
+        noise: uniform in [-1/2, 1/2), of shape (groups, values), for stochastic rounding; None rounds to nearest.
     """
     groups = values.detach().reshape(num_groups, -1).float()
     if bits == 1:
@@ -103,20 +103,21 @@ def _ternary(groups: Tensor) -> Tensor:
 
 
 def quantized_in_range(values: Tensor, low: Tensor, high: Tensor, bits: int, *, symmetric: bool) -> Tensor:
-    """`values` as b bits hold those from `low` to `high` (0-dim tensors); what lies outside is cut."""
+    """`values` quantised to `bits` in the range from `low` to `high` (0-dim tensors); values outside are clamped."""
     grid = Grid.of_range(low.float().view(1, 1), high.float().view(1, 1), bits, symmetric=symmetric)
     return grid.rounded(values.detach().reshape(1, -1).float()).view(values.shape).to(values.dtype)
 
 
 @dataclass(slots=True, eq=False)
 class WeightBits:
-    """Acts once `is_on`. Noise of stochastic rounding is the same for all forwards of an update, on all ranks."""
+    """Weight quantisation of one layer, active if `is_on`. Stochastic rounding uses the same noise in all forwards of
+    an update and on all ranks."""
 
     layer: Layer
     rule: Rule
     policy: WeightPolicy
     is_on: bool = False
-    updates: int = 0  # since it began
+    updates: int = 0  # since the technique began
     now: BitsNow = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,29 +125,29 @@ class WeightBits:
 
     @property
     def num_groups(self) -> int:
-        """An embedding has a group per row."""
+        """The number of groups; an embedding has one per row."""
         if self.layer.kind == "embedding":
             return int(self.layer.parameter.shape[0])
         return self.policy.num_groups
 
     def problem(self) -> Problem | None:
-        """Groups that do not divide the weight."""
+        """The problem of groups that do not divide the weight, or None."""
         shape = tuple(self.layer.parameter.shape)
         if self.layer.parameter.numel() % self.num_groups == 0:
             return None
         path = "compression_training.weight_quantization.shared_parameters.quantize_groups"
         rule = f"must divide the number of elements of {self.layer.name}, which has the shape {shape}"
-        return Problem(path, self.num_groups, rule, "choose a divisor, or narrow `modules`")
+        return Problem(path, self.num_groups, rule, "choose a divisor, or restrict `modules`")
 
     def advance(self, updates: int) -> BitsNow | None:
-        """So many updates of the model are over; returns the new bits where they have changed."""
+        """Set the number of the model's updates; returns the new bits if they have changed."""
         self.is_on, before = updates >= self.policy.offset, self.now
         self.updates = max(0, updates - self.policy.offset)
         self.now = bits_at(self.rule, self.updates)
         return self.now if self.is_on and self.now.bits != before.bits else None
 
     def apply(self, weight: Tensor) -> Tensor:
-        """The weight that forward multiplies with."""
+        """The weight that forward uses."""
         return straight_through(weight, self._rounded) if self.is_on else weight
 
     def _rounded(self, weight: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ class WeightBits:
 
 
 def check_groups(bits: list[WeightBits]) -> None:
-    """Raises ConfigError for all layers whose weights cannot be divided."""
+    """Raise ConfigError for all layers whose weights cannot be divided into groups."""
     problems = [problem for problem in (one.problem() for one in bits) if problem is not None]
     if problems:
         raise ConfigError(problems)
@@ -176,11 +177,12 @@ OLD, NEW = 0.95, 0.05
 
 @dataclass(slots=True, eq=False)
 class ActivationBits:
-    """Acts once `is_on`.
+    """Input quantisation of one layer, active if `is_on`.
 
     Attributes:
-        range: (smallest, largest), fp32; None before the first update that noted inputs.
-        seen: of this rank since the last update.
+        notes: whether ranges of inputs are recorded.
+        range: (smallest, largest) in fp32; None before the first update with recorded inputs.
+        seen: the range of this rank's inputs since the last update.
     """
 
     layer: Layer
@@ -192,12 +194,12 @@ class ActivationBits:
     seen: Tensor | None = None
 
     def advance(self, updates: int) -> None:
-        """So many updates are over. Ranges are noted from one update before the offset, so that there is one then."""
+        """Set the number of updates. Recording starts one update before the offset, so that a range exists then."""
         self.is_on = updates >= self.policy.offset
         self.notes = not self.policy.dynamic and updates + 1 >= self.policy.offset
 
     def apply(self, inputs: Tensor) -> Tensor:
-        """The layer's inputs, quantised."""
+        """The quantised inputs of the layer."""
         if not inputs.is_floating_point() or not inputs.numel():
             return inputs
         if self.notes and self.layer.module.training:
@@ -228,19 +230,19 @@ class ActivationBits:
             )
 
     def learn(self, low: float, high: float) -> None:
-        """Learn that inputs over all ranks went from `low` to `high`."""
+        """Update the running range with the range of the inputs over all ranks."""
         device = self.seen.device if self.seen is not None else self.layer.parameter.device
         new = torch.tensor([low, high], dtype=torch.float32, device=device)
         self.range = new if self.range is None else OLD * self.range.to(device) + NEW * new
 
 
 def learn_together(layers: Sequence[ActivationBits], collectives: Collectives) -> None:
-    """Take what all ranks have seen since the last update into the ranges. Collective, one small message."""
+    """Update ranges with the inputs of all ranks since the last update. Collective, with one small message."""
     noting = [layer for layer in layers if layer.notes]
     if not noting:
         return
-    nothing = torch.tensor([torch.inf, -torch.inf])
-    own = torch.stack([nothing if activation.seen is None else activation.seen.cpu() for activation in noting])
+    empty = torch.tensor([torch.inf, -torch.inf])
+    own = torch.stack([empty if activation.seen is None else activation.seen.cpu() for activation in noting])
     for activation, (low, high) in zip(noting, _extremes(own, collectives), strict=True):
         if low <= high:
             activation.learn(low, high)
@@ -248,7 +250,7 @@ def learn_together(layers: Sequence[ActivationBits], collectives: Collectives) -
 
 
 def _extremes(own: Tensor, collectives: Collectives) -> list[tuple[float, float]]:
-    """Smallest and largest over ranks of (layers, 2)."""
+    """Minimum and maximum over all ranks; `own` is (layers, 2)."""
     everyone = torch.tensor([list(map(float, own.view(-1)))])
     if collectives.size > 1:
         everyone = torch.tensor(collectives.gather_objects(own.view(-1).tolist()))
@@ -257,11 +259,11 @@ def _extremes(own: Tensor, collectives: Collectives) -> list[tuple[float, float]
 
 
 class Pruned(ABC):
-    """Acts once `is_on`.
+    """Pruning of one layer, active if `is_on`.
 
     Attributes:
-        scores_name: of the parameter of scores, as DeepSpeed has it; also of the mask's entry in checkpoints.
-        mask: booleans, the shape of one score per unit; None before the technique begins, and with scores.
+        scores_name: DeepSpeed's name of the scores parameter, and key of the mask in checkpoints.
+        mask: booleans, one per unit; None before the technique begins, and if scores are trained.
         scores: the trained parameter, which belongs to the layer's module.
     """
 
@@ -284,41 +286,41 @@ class Pruned(ABC):
 
     @abstractmethod
     def sizes(self, weight: Tensor) -> Tensor:
-        """Magnitudes for l1: one number per unit."""
+        """Magnitudes for l1, one per unit."""
 
     @abstractmethod
     def scores_shape(self) -> tuple[int, ...]:
-        """Shape of the trained parameter, as DeepSpeed has it."""
+        """Shape of the trained parameter, as in DeepSpeed."""
 
     @abstractmethod
     def weight_factor(self, mask: Tensor) -> Tensor:
-        """The mask as a factor of the weight: a shape that broadcasts."""
+        """The mask in a shape that broadcasts to the weight."""
 
     def bias_factor(self, mask: Tensor) -> Tensor | None:
-        """The mask as a factor of the bias; None where the bias stays."""
+        """The mask for the bias; None if the bias is not pruned."""
         return None
 
     def add_scores(self, weight: Tensor) -> None:
-        """Give the module its trained scores; `weight` is whole."""
+        """Register the trained scores in the module; `weight` is the full weight."""
         name = f"{self.layer.name}.{self.scores_name}"
         values = first_scores(self.sizes(weight), self.scores_shape(), name)
         parameter = nn.Parameter(values.to(weight.device, weight.dtype))
         self.layer.module.register_parameter(self.scores_name, parameter)
 
     def needs_mask(self, updates: int) -> bool:
-        """Whether `fix` is to be called after so many updates."""
+        """Whether `fix` must be called after this number of updates."""
         return not self.is_trained and self.mask is None and updates >= self.policy.offset
 
     def fix(self, weight: Tensor, updates: int) -> None:
-        """Choose what stays; `weight` is whole, and equal on all ranks."""
+        """Choose the mask; `weight` is the full weight, equal on all ranks."""
         self.mask = top_mask(self.sizes(weight.detach().float()), self.rule.dense_ratio)
 
     def advance(self, updates: int) -> None:
-        """So many updates are over."""
+        """Set the number of updates."""
         self.is_on = updates >= self.policy.offset
 
     def factor(self) -> Tensor | None:
-        """The mask of this forward, one number per unit; None while there is none."""
+        """The mask for this forward, one value per unit; None if pruning is not active."""
         if not self.is_on:
             return None
         if self.is_trained:
@@ -330,7 +332,7 @@ class Pruned(ABC):
         return self.mask
 
     def final_mask(self) -> Tensor:
-        """Booleans, one per unit, whatever the schedule says."""
+        """The boolean mask, one value per unit, regardless of the schedule."""
         if self.is_trained:
             scores = self.scores
             assert scores is not None
@@ -340,14 +342,14 @@ class Pruned(ABC):
 
 
 def along(values: Tensor, dim: int, num_dims: int) -> Tensor:
-    """A vector as a tensor that broadcasts along `dim`."""
+    """A vector reshaped to broadcast along `dim`."""
     shape = [1] * num_dims
     shape[dim] = -1
     return values.reshape(shape)
 
 
 def sums_along(weight: Tensor, dim: int) -> Tensor:
-    """Sums of absolute values of every slice of `dim`."""
+    """Sums of absolute values of each slice along `dim`."""
     return weight.transpose(0, dim).reshape(weight.shape[dim], -1).abs().sum(dim=1)
 
 
@@ -370,19 +372,19 @@ class SparseWeights(Pruned):
 
 
 class SnipWeights(SparseWeights):
-    """snip_momentum: a block's score is 0.9 of what it was, plus the sum of |weight * gradient| in it, every update.
+    """snip_momentum: every update sets a block's score to 0.9 * score + the sum of |weight * gradient| in the block.
 
-    What is kept falls, pruning by pruning, from everything to the ratio; a block that is gone gets no gradient, and so
-    does not come back.
+    The kept ratio decreases from 1 to the target with every pruning; a pruned block gets no gradient and therefore
+    stays pruned.
     """
 
     def __init__(self, layer: Layer, rule: Rule, policy: PruningPolicy) -> None:
         super().__init__(layer, rule, policy)
-        self.score: Tensor | None = None  # one number per block; N:M: per weight
+        self.score: Tensor | None = None  # one per block; for N:M one per weight
         self._pruned_at = -1
 
     def problem(self) -> Problem | None:
-        """Blocks that do not divide the weight."""
+        """The problem of blocks that do not divide the weight, or None."""
         rows, columns = self.policy.blocks or (1, (self.policy.n_of_m or (0, 1))[1])
         shape = tuple(self.layer.parameter.shape)
         if shape[0] % rows == 0 and shape[1] % columns == 0:
@@ -393,16 +395,16 @@ class SnipWeights(SparseWeights):
 
     @property
     def follows(self) -> bool:
-        """Whether gradients still matter."""
+        """Whether gradients still influence the mask."""
         return self._pruned_at < self.policy.end
 
     def follow(self, weight: Tensor, gradient: Tensor) -> None:
-        """An update is about to be made with this gradient; both are whole."""
+        """Update scores before an update with this gradient; both are full tensors."""
         score = self._per_block((weight.detach().float() * gradient.float()).abs())
         self.score = score if self.score is None else SCORE_KEPT * self.score.to(score.device) + score
 
     def resume(self, score: Tensor | None, updates: int) -> None:
-        """Go on from a checkpoint that was made after so many updates."""
+        """Continue from a checkpoint saved after `updates` updates."""
         self.score, self._pruned_at = score, updates if self.mask is not None else -1
 
     def _per_block(self, values: Tensor) -> Tensor:
@@ -413,7 +415,7 @@ class SnipWeights(SparseWeights):
         return due and updates != self._pruned_at
 
     def fix(self, weight: Tensor, updates: int) -> None:
-        """Prune as far as the schedule is; without any gradient yet by magnitude."""
+        """Prune to the schedule's current ratio; by magnitude if there were no gradients yet."""
         score = self._per_block(weight.detach().float().abs()) if self.score is None else self.score
         self._pruned_at = updates
         if self.policy.blocks is not None:
@@ -454,7 +456,7 @@ class PrunedChannels(PrunedRows):
 
 
 class PrunedHeads(Pruned):
-    """One score per head: what an output projection reads of it, one of `num_heads` equal blocks, becomes zero."""
+    """One score per head: masks the head's inputs of an output projection, one of `num_heads` equal blocks."""
 
     scores_name = "head_pruning_scores"
 
@@ -463,12 +465,12 @@ class PrunedHeads(Pruned):
         return self.layer.num_in // self.policy.num_heads
 
     def problem(self) -> Problem | None:
-        """Heads that do not divide the inputs."""
+        """The problem of heads that do not divide the inputs, or None."""
         if self.layer.num_in % self.policy.num_heads == 0:
             return None
         path = "compression_training.head_pruning.shared_parameters.num_heads"
         rule = f"must divide the {self.layer.num_in} inputs of {self.layer.name}"
-        fix = "write the model's number of heads, and name the output projections of attention in modules"
+        fix = "set the model's number of heads, and name the output projections of attention in modules"
         return Problem(path, self.policy.num_heads, rule, fix)
 
     def sizes(self, weight: Tensor) -> Tensor:

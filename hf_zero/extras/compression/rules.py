@@ -29,7 +29,7 @@ def examine(config: Any) -> Examined:
 
 
 def _problems(config: Any) -> Iterator[Problem]:
-    """Every rule that the sections break; what is switched off is left alone."""
+    """Check all enabled techniques."""
     section = config.compression_training or Compression()
     for name in TECHNIQUES:
         technique = getattr(section, name)
@@ -38,12 +38,12 @@ def _problems(config: Any) -> Iterator[Problem]:
     yield from _layer_problems(section.layer_reduction or LayerReduction())
     own = config.hf_zero
     if own is not None and own.tiled_loss and own.distillation is not None:
-        rule = "distillation compares the logits of student and teacher, and tiled_loss never has them"
+        rule = "distillation compares the logits of student and teacher, which tiled_loss never computes in full"
         yield Problem("hf_zero.tiled_loss, hf_zero.distillation", True, rule, "set tiled_loss to false")
 
 
 def _advice(config: Any) -> Iterator[Remark]:
-    """Keys of snip_momentum beside another method."""
+    """Warn of keys for snip_momentum that are set with another method."""
     technique = (config.compression_training or Compression()).sparse_pruning
     if technique is None or not technique.shared_parameters.enabled:
         return
@@ -59,14 +59,14 @@ def _technique_problems(path: str, name: str, technique: Any) -> Iterator[Proble
     shared, groups = technique.shared_parameters, technique.different_groups
     takes_all = getattr(shared, "method", "") == "snip_momentum"
     if not groups and not takes_all:
-        rule = "the technique is on and has no groups, so that no module is compressed"
+        rule = "the technique is enabled but has no groups, so that no module is compressed"
         fix = 'give "different_groups": {"all": {"params": {...}, "modules": ["*"]}}, or set enabled to false'
         yield Problem(f"{path}.different_groups", None, rule, fix)
     if takes_all:
         yield from _snip_problems(f"{path}.shared_parameters", shared)
     if name == "head_pruning" and shared.num_heads is None:
         rule = "head pruning needs the number of heads in a layer"
-        yield Problem(f"{path}.shared_parameters.num_heads", None, rule, "write num_attention_heads of the model")
+        yield Problem(f"{path}.shared_parameters.num_heads", None, rule, "set it to the model's num_attention_heads")
     for group_name, group in groups.items():
         where = f"{path}.different_groups.{group_name}"
         yield from _group_problems(where, group)
@@ -80,7 +80,7 @@ def _snip_problems(path: str, shared: Any) -> Iterator[Problem]:
         yield Problem(f"{path}.block_pattern", shared.block_pattern, rule, 'correct it, or remove the key ("4x1")')
     end = shared.schedule_offset_end
     if end is not None and end < shared.schedule_offset:
-        rule = f"lies before schedule_offset, which is {shared.schedule_offset}"
+        rule = f"must not be before schedule_offset, which is {shared.schedule_offset}"
         yield Problem(f"{path}.schedule_offset_end", end, rule, "raise it, or lower schedule_offset")
     for pattern in shared.excluded_modules:
         yield from _pattern_problem(f"{path}.excluded_modules", pattern)
@@ -105,7 +105,7 @@ def _pattern_problem(path: str, pattern: str) -> Iterator[Problem]:
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
-        rule = f"is no regular expression: {error}"
+        rule = f"is not a valid regular expression: {error}"
         yield Problem(path, pattern, rule, 'escape it, for example "layer\\\\.0", or write "*" for all modules')
 
 
@@ -114,9 +114,9 @@ def _number_problems(path: str, name: str, params: Any, shared: Any) -> Iterator
         yield from _weight_problems(path, params, shared)
     elif name == "activation_quantization":
         if params.bits is None or params.bits < 3:
-            yield Problem(f"{path}.bits", params.bits, "must be a whole number from 3 to 16", "8 is usual, 4 the least")
+            yield Problem(f"{path}.bits", params.bits, "must be a whole number from 3 to 16", "8 is usual")
     elif params.dense_ratio is None:
-        yield Problem(f"{path}.dense_ratio", None, "each group needs the share that is kept", "0.5 keeps half")
+        yield Problem(f"{path}.dense_ratio", None, "each group needs the fraction to keep", "0.5 keeps half")
 
 
 def _weight_problems(path: str, params: Any, shared: Any) -> Iterator[Problem]:
@@ -132,7 +132,7 @@ def _weight_problems(path: str, params: Any, shared: Any) -> Iterator[Problem]:
         ("rounding", shared.rounding, "nearest"),
     ):
         if target < 3 and value != plain:
-            rule = f"1 and 2 bits are {plain}, and this group asks for {value}"
+            rule = f"1 and 2 bits need {plain}, but this group uses {value}"
             yield Problem(f"{path}.target_bits", target, rule, f'set {key} to "{plain}", or 3 bits or more')
 
 
@@ -144,10 +144,10 @@ def _layer_problems(section: LayerReduction) -> Iterator[Problem]:
         rule = "layer reduction needs the name of the list of layers"
         yield Problem(f"{path}.module_name_prefix", section.module_name_prefix, rule, 'such as "bert.encoder.layer"')
     if not layers:
-        rule = "layer reduction needs the numbers of the layers that stay"
+        rule = "layer reduction needs the indices of the layers to keep"
         yield Problem(f"{path}.teacher_layer", [], rule, "such as [1, 3, 5, 7, 9, 11]")
     elif layers != sorted(set(layers)):
-        yield Problem(f"{path}.teacher_layer", layers, "must ascend", "sort it, and write each number once")
+        yield Problem(f"{path}.teacher_layer", layers, "must be ascending", "sort it, and remove duplicates")
     keep = section.keep_number_layer
     if layers and keep is not None and keep != len(layers):
         rule = f"teacher_layer has {len(layers)} layers"

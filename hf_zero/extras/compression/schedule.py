@@ -1,4 +1,4 @@
-"""Schedules by number of updates: bits, ratios, and the masks that follow from them."""
+"""Schedules by number of updates: bits, ratios and the resulting masks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hf_zero.extras.compression.section import PruningPolicy, Rule
 
 @dataclass(frozen=True, slots=True)
 class BitsNow:
-    """Bits of a weight, and the update since which it has had them."""
+    """Current bits of a weight, and the update at which they were reached."""
 
     bits: int
     since: int
 
 
 def bits_at(rule: Rule, since_start: int) -> BitsNow:
-    """Bits after so many updates of the technique: one less after `period`, the next after twice as long, ...
+    """Bits after `since_start` updates of the technique: one less after `period`, the next after twice as long, ...
 
     12 to 8 bits with period 10: 11 bits from update 10 on, 10 from 20, 9 from 40, 8 from 80.
     """
@@ -35,31 +35,31 @@ def bits_at(rule: Rule, since_start: int) -> BitsNow:
 
 
 def exact_share(change_ratio: float | None, since_change: int) -> float:
-    """Share of the exact weight in a soft transition: 1 at a change of bits, less by `change_ratio` every update."""
+    """Share of the exact weight in a soft transition: 1 at a change of bits, reduced by `change_ratio` per update."""
     return 0.0 if change_ratio is None else max(0.0, 1.0 - change_ratio * since_change)
 
 
 def number_kept(dense_ratio: float, total: int) -> int:
-    """The smallest whole number that is at least dense_ratio * total, of the ratio as it is written in decimals."""
+    """ceil(dense_ratio * total), computed exactly from the ratio's decimal representation."""
     return math.ceil(Fraction(str(dense_ratio)) * total)
 
 
 def is_pruning_due(policy: PruningPolicy, updates: int) -> bool:
-    """Whether snip_momentum prunes after so many updates."""
+    """Whether snip_momentum prunes after this number of updates."""
     if updates < policy.offset or updates > policy.end:
         return False
     return updates == policy.end or (updates - policy.offset) % policy.stride == 0
 
 
 def ratio_at(policy: PruningPolicy, dense_ratio: float, updates: int) -> float:
-    """snip_momentum: what is kept falls from all to `dense_ratio` by the same factor every update."""
+    """snip_momentum: the kept ratio, which decreases from 1 to `dense_ratio` by a constant factor per update."""
     if updates >= policy.end:
         return dense_ratio
     return float(dense_ratio ** ((updates - policy.offset) / (policy.end - policy.offset)))
 
 
 def top_mask(scores: Tensor, dense_ratio: float) -> Tensor:
-    """Where the ceil(dense_ratio * n) largest of all n scores are, as booleans; of equal ones the first."""
+    """Boolean mask of the ceil(dense_ratio * n) largest of n scores; the first ones in case of ties."""
     flat = scores.detach().reshape(-1)
     keep = number_kept(dense_ratio, flat.numel())
     if keep >= flat.numel():
@@ -72,7 +72,7 @@ def top_mask(scores: Tensor, dense_ratio: float) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """forward: what a function makes of a tensor; backward: as if it had done nothing."""
+    """Straight-through estimator: applies a function in forward and is the identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -84,23 +84,23 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(values: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """`function(values)`, whose gradient goes to `values` unchanged."""
+    """`function(values)`, with its gradient passed to `values` unchanged."""
     result: Tensor = _StraightThrough.apply(values, function)
     return result
 
 
 def trained_mask(scores: Tensor, dense_ratio: float) -> Tensor:
-    """The mask of the largest scores; all of them are trained by its gradient, also those that were not chosen."""
+    """The mask of the largest scores; its gradient trains all scores, including those not chosen."""
     return straight_through(scores, lambda values: top_mask(values, dense_ratio).to(values.dtype))
 
 
 def first_scores(sizes: Tensor, shape: torch.Size | tuple[int, ...], name: str) -> Tensor:
-    """Scores to begin with: as many uniform numbers as Kaiming's initialisation (a = sqrt 5) draws, the larger ones for
-    what is larger, so that the first mask is that of l1.
+    """Initial scores: uniform values of the Kaiming initialisation (a = sqrt 5), sorted like `sizes`, so that the first
+    mask is that of l1.
 
     Args:
         sizes: magnitudes for l1, in the order of the scores.
-        name: of the module; the same numbers on all ranks.
+        name: name of the module, which seeds the generator, so that all ranks draw the same values.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     bound = 1 / math.sqrt(max(1, shape[-1] if len(shape) == 2 else math.prod(shape[1:])))
@@ -112,18 +112,18 @@ def first_scores(sizes: Tensor, shape: torch.Size | tuple[int, ...], name: str) 
 
 
 def block_sums(values: Tensor, blocks: tuple[int, int]) -> Tensor:
-    """Sums over blocks of (rows, columns); `values` is (rows, columns), both divisible."""
+    """Sums over blocks of (rows, columns); `values` is 2-D, with dimensions divisible by them."""
     rows, columns = blocks
     return values.view(values.shape[0] // rows, rows, values.shape[1] // columns, columns).sum(dim=(1, 3))
 
 
 def spread_blocks(mask: Tensor, blocks: tuple[int, int]) -> Tensor:
-    """The mask of elements from that of blocks."""
+    """Expand a mask of blocks to a mask of elements."""
     return mask.repeat_interleave(blocks[0], dim=0).repeat_interleave(blocks[1], dim=1)
 
 
 def n_of_m_mask(scores: Tensor, num_pruned: int, of: int) -> Tensor:
-    """In each run of `of` elements of a row, all but the `num_pruned` smallest; of equal ones the first stay."""
+    """Mask that drops the `num_pruned` smallest of every `of` consecutive elements; ties keep the first ones."""
     runs = scores.reshape(-1, of)
     order = runs.argsort(dim=1, descending=True, stable=True)
     mask = torch.zeros_like(runs, dtype=torch.bool)

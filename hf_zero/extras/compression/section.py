@@ -1,4 +1,4 @@
-"""The section compression_training: one section per technique, each with what all its groups share, and its groups."""
+"""The section compression_training: one section per technique, each with shared parameters and groups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_zero.config.schema.fields import (
 
 
 def _as_lists(value: object) -> object:
-    """null, [], and a list of lists of names; a name in place of a list counts as a list of one."""
+    """Accept null, [] and a list of lists of names; a single name counts as a list of one."""
     if value is None:
         return []
     return [[entry] if isinstance(entry, str) else entry for entry in value] if isinstance(value, list) else value
@@ -43,13 +43,13 @@ Range = Annotated[Literal["dynamic", "static"], BeforeValidator(as_lower)]
 Method = Annotated[Literal["l1", "topk"], BeforeValidator(as_lower)]
 SparseMethod = Annotated[Literal["l1", "topk", "snip_momentum"], BeforeValidator(as_lower)]
 
-_MODULES = 'Regular expressions, searched for in the names of modules; "*": all that the technique can do.'
-_RELATED = "For each of `modules`, expressions of what loses the same rows, heads or channels on cleaning."
-_OFFSET = "Updates before it begins."
-_ON = "Switches the technique on."
-_SHARED = "What all groups have in common."
-_GROUPS = "Groups by any name, each with params and modules."
-_RATIO = "Share that is kept."
+_MODULES = 'Regular expressions, searched for in module names; "*": all modules that the technique supports.'
+_RELATED = "For each of `modules`, expressions of modules that lose the same rows, heads or channels on cleaning."
+_OFFSET = "Updates before the technique begins."
+_ON = "Enables the technique."
+_SHARED = "Settings common to all groups."
+_GROUPS = "Groups with arbitrary names, each with params and modules."
+_RATIO = "Fraction that is kept."
 
 
 class _Group(Section):
@@ -63,21 +63,21 @@ class WeightParams(Section):
     start_bits: Bits | None = supported(None, "Bits at the beginning; unset: target_bits.", unit="bits")
     target_bits: Bits | None = supported(None, "Bits in the end; required.", unit="bits")
     quantization_period: Count = supported(
-        1, "Updates until one bit less; each further bit takes twice as long. 0: all at once.", unit="updates"
+        1, "Updates until bits decrease by one; each further bit takes twice as long. 0: all at once.", unit="updates"
     )
 
 
 class WeightGroup(_Group):
     """A group of modules whose weights are quantised alike."""
 
-    params: WeightParams = detail(WeightParams(), "How.")
+    params: WeightParams = detail(WeightParams(), "Bits and schedule.")
 
 
 class MixedQuantize(Section):
-    """Weights that go over to their quantised values little by little."""
+    """A gradual transition from exact to quantised weights."""
 
     enabled: Flag = supported(False, "Weights are (1 - r) * quantised + r * exact, r falling from 1 to 0.")
-    quantize_change_ratio: PositiveNumber = supported(0.001, "How much r falls with each update.")
+    quantize_change_ratio: PositiveNumber = supported(0.001, "Decrease of r per update.")
 
 
 class WeightShared(Section):
@@ -85,22 +85,22 @@ class WeightShared(Section):
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(0, _OFFSET, unit="updates")
-    quantize_groups: Positive = supported(1, "Groups of equal size per weight, each with a scale of its own.")
+    quantize_groups: Positive = supported(1, "Number of equal groups per weight, each with its own scale.")
     quantization_type: Kind = supported("symmetric", "symmetric or asymmetric (3 bits or more).")
     rounding: Rounding = supported("nearest", "nearest or stochastic (3 bits or more).")
-    quantize_verbose: Flag = supported(False, "A line in the log for every change of bits.")
-    fp16_mixed_quantize: MixedQuantize = supported(MixedQuantize(), "A soft transition, at any precision.")
+    quantize_verbose: Flag = supported(False, "Log every change of bits.")
+    fp16_mixed_quantize: MixedQuantize = supported(MixedQuantize(), "A gradual transition, with any precision.")
     quantize_weight_in_forward: Flag = ignored(
         False,
         "Quantise in forward, or the stored low-precision weights after each update.",
         why="forward sees quantised weights and masters stay exact either way",
         met=True,
     )
-    quantizer_kernel: Flag = ignored(False, "Use a kernel of the GPU.", why="results are the same", met=True)
+    quantizer_kernel: Flag = ignored(False, "Use a GPU kernel.", why="results are the same", met=True)
 
 
 class WeightQuantization(Section):
-    """Weights that forward sees rounded to few bits; gradients pass straight through."""
+    """Forward uses weights rounded to few bits; gradients pass straight through."""
 
     shared_parameters: WeightShared = detail(WeightShared(), _SHARED)
     different_groups: dict[str, WeightGroup] = supported({}, _GROUPS)
@@ -115,7 +115,7 @@ class ActivationParams(Section):
 class ActivationGroup(_Group):
     """A group of modules whose inputs are quantised alike."""
 
-    params: ActivationParams = detail(ActivationParams(), "How.")
+    params: ActivationParams = detail(ActivationParams(), "Bits.")
 
 
 class ActivationShared(Section):
@@ -130,14 +130,14 @@ class ActivationShared(Section):
 
 
 class ActivationQuantization(Section):
-    """Inputs of modules rounded to few bits; gradients pass straight through."""
+    """Inputs of modules are rounded to few bits; gradients pass straight through."""
 
     shared_parameters: ActivationShared = detail(ActivationShared(), _SHARED)
     different_groups: dict[str, ActivationGroup] = supported({}, _GROUPS)
 
 
 class PruningParams(Section):
-    """How much of a group's modules is kept."""
+    """The fraction of a group's modules that is kept."""
 
     dense_ratio: Ratio | None = supported(None, f"{_RATIO} Required.")
 
@@ -145,7 +145,7 @@ class PruningParams(Section):
 class PruningGroup(_Group):
     """A group of modules that are pruned alike."""
 
-    params: PruningParams = detail(PruningParams(), "How much.")
+    params: PruningParams = detail(PruningParams(), "The ratio.")
 
 
 class SparseShared(Section):
@@ -154,21 +154,21 @@ class SparseShared(Section):
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
     method: SparseMethod = supported(
-        "l1", "l1: by magnitude when it begins; topk: by scores that are trained; snip_momentum: |weight * gradient|."
+        "l1", "l1: by magnitude when it begins; topk: by trained scores; snip_momentum: |weight * gradient|."
     )
     block_pattern: str = supported(
-        "4x1", 'snip_momentum: blocks "NxM" (rows x columns) that go as one, or "N:M", N of every M in a row go.'
+        "4x1", 'snip_momentum: prune blocks "NxM" (rows x columns), or "N:M", N of every M values in a row.'
     )
     dense_ratio: Ratio = supported(0.1, f"snip_momentum without groups: {_RATIO.lower()}")
     schedule_offset_stride: Positive = supported(1, "snip_momentum: updates between two prunings.", unit="updates")
     schedule_offset_end: Count | None = supported(
-        None, "snip_momentum: the update with which the ratio is reached; unset: schedule_offset.", unit="updates"
+        None, "snip_momentum: the update at which the ratio is reached; unset: schedule_offset.", unit="updates"
     )
-    excluded_modules: Names = supported([], "snip_momentum: expressions of modules that are spared.")
+    excluded_modules: Names = supported([], "snip_momentum: expressions of modules not to prune.")
 
 
 class SparsePruning(Section):
-    """Single weights become zero."""
+    """Sets single weights to zero."""
 
     shared_parameters: SparseShared = detail(SparseShared(), _SHARED)
     different_groups: dict[str, PruningGroup] = supported({}, _GROUPS)
@@ -179,7 +179,7 @@ class PruningShared(Section):
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
-    method: Method = supported("l1", "l1: by magnitude when it begins; topk: by scores that are trained.")
+    method: Method = supported("l1", "l1: by magnitude when it begins; topk: by trained scores.")
 
 
 class HeadShared(Section):
@@ -187,38 +187,38 @@ class HeadShared(Section):
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
-    method: Method = supported("topk", "topk: by scores that are trained; l1: by magnitude when it begins.")
+    method: Method = supported("topk", "topk: by trained scores; l1: by magnitude when it begins.")
     num_heads: Positive | None = supported(
         None, "Heads per layer, required; with grouped queries the number of key-value heads."
     )
 
 
 class RowPruning(Section):
-    """Whole outputs of linear layers become zero."""
+    """Sets whole outputs of linear layers to zero."""
 
     shared_parameters: PruningShared = detail(PruningShared(), _SHARED)
     different_groups: dict[str, PruningGroup] = supported({}, _GROUPS)
 
 
 class ChannelPruning(RowPruning):
-    """Whole filters of convolutions become zero."""
+    """Sets whole filters of convolutions to zero."""
 
 
 class HeadPruning(Section):
-    """Whole attention heads become zero: `modules` are the output projections."""
+    """Sets whole attention heads to zero: `modules` are the output projections."""
 
     shared_parameters: HeadShared = detail(HeadShared(), _SHARED)
     different_groups: dict[str, PruningGroup] = supported({}, _GROUPS)
 
 
 class LayerReduction(Section):
-    """A student of some of the model's layers."""
+    """A student with some of the model's layers."""
 
     enabled: Flag = supported(False, _ON)
-    keep_number_layer: Positive | None = supported(None, "Layers of the student; unset: as many as teacher_layer says.")
+    keep_number_layer: Positive | None = supported(None, "Layers of the student; unset: length of teacher_layer.")
     module_name_prefix: str | None = supported(None, "The list of layers, such as bert.encoder.layer.")
-    teacher_layer: list[Count] = supported([], "The teacher's layers that the student is made of, ascending.")
-    other_module_name: Names = supported([], "Modules that a student of its own takes over from the teacher, too.")
+    teacher_layer: list[Count] = supported([], "Indices of the teacher's layers that the student keeps, ascending.")
+    other_module_name: Names = supported([], "Other modules that a separate student copies from the teacher.")
 
 
 class Compression(Section):
@@ -234,16 +234,16 @@ class Compression(Section):
 
 
 class Distillation(Section):
-    """A loss that also pulls the model towards a teacher: our own; in DeepSpeed it is the script's."""
+    """A loss that also pulls the model towards a teacher; in DeepSpeed, scripts implement this themselves."""
 
     enabled: Flag = supported(True, "false: the section has no effect.")
-    teacher: PathText | None = supported(None, "Folder of the teacher; unset: the model as it was before compression.")
+    teacher: PathText | None = supported(None, "Folder of the teacher; unset: the model before compression.")
     temperature: PositiveNumber = supported(1.0, "Divides logits before softmax.")
     label_weight: NonNegative = supported(1.0, "Factor of the model's own loss.")
-    logit_weight: NonNegative = supported(1.0, "Factor of the cross entropy of the teacher's answers and the model's.")
+    logit_weight: NonNegative = supported(1.0, "Factor of the cross entropy between teacher and model.")
     hidden_weight: NonNegative = supported(0.0, "Factor of the squared error of hidden states, summed over layers.")
     attention_weight: NonNegative = supported(
-        0.0, "Factor of the same of attention maps; needs attn_implementation eager."
+        0.0, "Factor of the squared error of attention maps; needs attn_implementation eager."
     )
 
 
@@ -257,7 +257,7 @@ TECHNIQUES: dict[str, Any] = {
 }
 
 
-# compression_training as a policy, and what is wrong with it that no single field can see.
+# The policy that follows from compression_training.
 
 
 PruningMethod = Literal["l1", "topk", "snip_momentum"]
@@ -268,11 +268,11 @@ BLOCK_PATTERN = re.compile(r"([1-9][0-9]*)([x:])([1-9][0-9]*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One group of a technique: which modules, and what it asks of them.
+    """One group of a technique: its modules and parameters.
 
     Attributes:
-        path: of the group in ds.json, for messages.
-        related: for each of `modules` the expressions of what is cut with it.
+        path: path of the group in ds.json, for messages.
+        related: for each of `modules`, expressions of the related modules that are cut with it.
     """
 
     path: str
@@ -280,7 +280,7 @@ class Rule:
     related: tuple[tuple[str, ...], ...] = ()
     start_bits: int = 0
     bits: int = 0
-    period: int = 1  # updates until one bit less
+    period: int = 1  # updates until bits decrease by one
     dense_ratio: float = 1.0
 
 
@@ -288,13 +288,13 @@ class Rule:
 class WeightPolicy:
     """Fake quantisation of weights."""
 
-    offset: int  # updates before it begins
+    offset: int  # updates before the technique begins
     rules: tuple[Rule, ...]
     num_groups: int
     symmetric: bool
     stochastic: bool
     verbose: bool
-    change_ratio: float | None  # of a soft transition, per update
+    change_ratio: float | None  # of a gradual transition, per update
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,10 +312,10 @@ class PruningPolicy:
     """One pruning technique.
 
     Attributes:
-        blocks: snip_momentum: (rows, columns) that go as one, ...
-        n_of_m: ... or N of every M in a row.
-        stride, end: snip_momentum: updates between two prunings, and the one with which the ratio is reached.
-        excluded: snip_momentum: expressions of what is spared.
+        blocks: snip_momentum: (rows, columns) of the pruned blocks, ...
+        n_of_m: ... or N of every M values in a row.
+        stride, end: snip_momentum: updates between two prunings, and the update at which the ratio is reached.
+        excluded: snip_momentum: expressions of modules not to prune.
     """
 
     offset: int
@@ -331,7 +331,7 @@ class PruningPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionPolicy:
-    """Each technique that is on; of two the section itself."""
+    """The policies of all enabled techniques; `layers` and `distillation` are config sections."""
 
     weights: WeightPolicy | None = None
     activations: ActivationPolicy | None = None
@@ -348,7 +348,7 @@ class CompressionPolicy:
 
 
 def compression_policy(config: Any) -> CompressionPolicy:
-    """What the config asks for; only for one without problems."""
+    """The policy of a config, which must have no problems."""
     section = config.compression_training or Compression()
     layers, own = section.layer_reduction, config.hf_zero.distillation if config.hf_zero is not None else None
     return CompressionPolicy(

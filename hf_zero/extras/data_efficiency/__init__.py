@@ -1,4 +1,4 @@
-"""Data efficiency: which samples a training sees when, and what of them passes through which layers."""
+"""Data efficiency: curriculum sampling, token dropping and layer dropping."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTRA = Extra(
             path="curriculum_learning", kind=CurriculumLearning, doc="Short sequences first (docs/data_efficiency.md)."
         ),
         OwnSection(
-            path="progressive_layer_drop", kind=ProgressiveLayerDrop, doc="Layers left out (docs/data_efficiency.md)."
+            path="progressive_layer_drop", kind=ProgressiveLayerDrop, doc="Layer dropping (docs/data_efficiency.md)."
         ),
     ),
     examine=examine,

@@ -1,12 +1,12 @@
-"""DeepSpeed's DataAnalyzer: metrics of all samples, and the indexes by which a curriculum chooses among them.
+"""DeepSpeed's DataAnalyzer: metrics of all samples, and the indexes that a curriculum uses to choose samples.
 
 run_map       every worker measures its range of the samples                   SAVE/NAME/worker{w}.npz
-run_reduce    one process joins them:                                          SAVE/NAME/NAME_...
-                  sample_to_metric                     per sample its value
+run_reduce    one process merges the results:                                  SAVE/NAME/NAME_...
+                  sample_to_metric                     value of each sample
                   index_to_metric                      the distinct values, ascending
-                  index_to_sample                      per distinct value its samples
-                  index_to_sample_percentile_merged    the same, joined into about a hundred rows
-                  metric_value                         what was summed over all samples
+                  index_to_sample                      samples of each distinct value
+                  index_to_sample_percentile_merged    the same, merged into about a hundred rows
+                  metric_value                         sum over all samples
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 from hf_zero.comm import Collectives, collectives_for, is_initialized
 from hf_zero.staging import alone_in, staging_file
 
-# Megatron's indexed files: rows of integers of different lengths, NAME.bin beside NAME.idx, read through a mapping.
+# Megatron's indexed files: rows of integers of different lengths in NAME.bin and NAME.idx, read by memory mapping.
 #
 # .idx   "MMIDIDX\0\0"  uint64 version 1  uint8 dtype  uint64 rows N  uint64 documents D
 #        N x int32 lengths   N x int64 offsets in bytes   D x int64 documents (rows at which they begin)
@@ -50,7 +50,7 @@ _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 
 def fitting_dtype(low: int, high: int) -> Any:
-    """The smallest unsigned type for values from `low` to `high`; a signed one if there are negative ones."""
+    """The smallest unsigned integer type for values from `low` to `high`, or signed type if `low` is negative."""
     kinds = (np.int8, np.int16, np.int32, np.int64) if low < 0 else (np.uint8, np.uint16, np.uint32, np.uint64)
     for kind in kinds:
         limits = np.iinfo(kind)
@@ -60,7 +60,7 @@ def fitting_dtype(low: int, high: int) -> Any:
 
 
 def write_rows(prefix: str | os.PathLike[str], rows: Iterable[Sequence[int] | Integers], dtype: Any) -> None:
-    """Write all rows as one document; the files appear complete or not at all."""
+    """Write all rows as one document; both files are replaced atomically."""
     path = os.fspath(prefix)
     kind = np.dtype(dtype)
     lengths: list[int] = []
@@ -84,28 +84,28 @@ def write_rows(prefix: str | os.PathLike[str], rows: Iterable[Sequence[int] | In
 
 
 class IndexedRows:
-    """Rows of one pair of files, by number.
+    """The rows of one pair of files, accessed by index.
 
     Raises:
-        FileNotFoundError: a file is missing; ValueError: it is none of this format, or shorter than it says.
+        FileNotFoundError: if a file is missing; ValueError: if a file has another format or is truncated.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         path = os.fspath(prefix)
         index = Path(f"{path}.idx").read_bytes()
         if not index.startswith(MAGIC):
-            raise ValueError(f"{path}.idx is no index of Megatron's format (it begins with {index[:9]!r})")
+            raise ValueError(f"{path}.idx is not an index in Megatron's format (it begins with {index[:9]!r})")
         version, code, number, documents = _HEAD.unpack_from(index, len(MAGIC))
         start = len(MAGIC) + _HEAD.size
         if version != 1 or code not in _DTYPES or len(index) < start + 12 * number + 8 * documents:
-            raise ValueError(f"{path}.idx is damaged, or of a version ({version}, dtype {code}) that is not known")
+            raise ValueError(f"{path}.idx is damaged or has an unknown version (version {version}, dtype {code})")
         self.dtype = np.dtype(_DTYPES[code])
         self.lengths: Integers = np.frombuffer(index, "<i4", number, start)
         self._offsets: Integers = np.frombuffer(index, "<i8", number, start + 4 * number)
         size = os.path.getsize(f"{path}.bin")
         needed = int(self.lengths.sum()) * self.dtype.itemsize
         if size < needed:
-            raise ValueError(f"{path}.bin has {size} bytes, and its index expects {needed}")
+            raise ValueError(f"{path}.bin has {size} bytes, but its index expects {needed}")
         empty: Integers = np.zeros(0, self.dtype)
         self._values = np.memmap(f"{path}.bin", self.dtype.newbyteorder("<"), "r") if size else empty
 
@@ -117,31 +117,31 @@ class IndexedRows:
         return np.asarray(self._values[start : start + int(self.lengths[number])], dtype=self.dtype)
 
     def flat(self) -> Integers:
-        """All rows after one another."""
+        """All rows concatenated."""
         return np.asarray(self._values[: int(self.lengths.sum())], dtype=self.dtype)
 
 
 PER_SAMPLE, ACCUMULATED = "single_value_per_sample", "accumulate_value_over_samples"
 Metric = Callable[[Any], Any]
 Values = NDArray[Any]
-_POINTS = 100  # rows of a percentile index, about
+_POINTS = 100  # approximate number of rows of a percentile index
 
 
 class DataAnalyzer:
-    """Measures a data set.
+    """Computes metrics of a data set.
 
     Args:
-        dataset: anything with a length and numbers for keys.
-        num_workers: how many processes each call `run_map`, this one being number `worker_id`.
-        num_threads: threads of this worker, each with a part of its samples.
-        batch_size: samples that a metric sees at once, as `collate_fn` puts them together.
-        metric_functions: from a batch to a vector of integers: one per sample, or what is summed.
-        metric_types: of each, "single_value_per_sample" or "accumulate_value_over_samples".
-        metric_dtypes: of each, the integer type that its values must have; may be left out.
-        sample_indices: number of every sample, where it is not its position.
+        dataset: a map-style data set with integer keys.
+        num_workers: number of processes that call `run_map`; this one has the index `worker_id`.
+        num_threads: threads of this worker, which share its samples.
+        batch_size: samples per call of a metric function, combined by `collate_fn`.
+        metric_functions: map a batch to a vector of integers: one per sample, or the terms of a sum.
+        metric_types: "single_value_per_sample" or "accumulate_value_over_samples" for each metric.
+        metric_dtypes: required integer type of each metric's values; optional.
+        sample_indices: index of each sample, if it differs from its position.
 
     Raises:
-        ValueError: the lists about metrics are of different lengths, or a type is unknown.
+        ValueError: if the lists of metrics differ in length, or a type is unknown.
     """
 
     def __init__(
@@ -201,10 +201,10 @@ class DataAnalyzer:
             os.replace(partial, path)
 
     def run_reduce(self) -> None:
-        """Join what all workers have measured.
+        """Merge the results of all workers.
 
         Raises:
-            FileNotFoundError: a worker has not run.
+            FileNotFoundError: if the results of a worker are missing.
         """
         workers = []
         for worker in range(self._workers):
@@ -213,7 +213,7 @@ class DataAnalyzer:
         self._write(workers)
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
-        """Both, in one process that is all workers; or, with several workers in a process group, by all its ranks."""
+        """Run both steps, by all ranks of the process group if there are several workers, else in this process."""
         if self._workers > 1 and is_initialized():
             self._run_together(collectives_for(torch.device("cpu")))
             return
@@ -225,7 +225,7 @@ class DataAnalyzer:
         self.run_reduce()
 
     def _run_together(self, world: Collectives) -> None:
-        """Every rank is a worker, and rank 0 writes. Collective; returns when the files are there."""
+        """Use every rank as a worker; rank 0 writes. Collective; returns when the files are written."""
         self._workers, self._worker = world.size, world.rank
         parts = world.gather_objects(self._measured())
         if world.rank == 0:
@@ -233,7 +233,7 @@ class DataAnalyzer:
         world.gather_objects("written")
 
     def _measured(self) -> list[tuple[Values, Values]]:
-        """By metric, the values of this worker's samples and their numbers."""
+        """For each metric, the values of this worker's samples and their indices."""
         first, last = _range(len(self._dataset), self._workers, self._worker)
         threads = self._only or range(self._threads)
         ranges = [_range(last - first, self._threads, thread) for thread in threads]
@@ -247,7 +247,7 @@ class DataAnalyzer:
         return measured
 
     def _write(self, workers: Sequence[Any]) -> None:
-        """The index files; `workers`: what each of them has measured."""
+        """Write the index files from the results of all workers."""
         for number, (name, _, kind) in enumerate(self._metrics):
             (self._folder / name).mkdir(parents=True, exist_ok=True)
             parts = [worker[number] for worker in workers]
@@ -266,8 +266,8 @@ class DataAnalyzer:
                 values = self._checked(number, name, function(batch))
                 if kind == PER_SAMPLE and len(values) != len(rows):
                     raise ValueError(
-                        f"metric {name!r} gave {len(values)} values for a batch of {len(rows)} samples: a "
-                        f"{PER_SAMPLE} metric gives one for each"
+                        f"metric {name!r} returned {len(values)} values for a batch of {len(rows)} samples: a "
+                        f"{PER_SAMPLE} metric must return one for each"
                     )
                 by_metric[number].append(values)
         return [_joined(parts, summed=kind == ACCUMULATED) for parts, (_, _, kind) in zip(by_metric, self._metrics)]
@@ -276,14 +276,14 @@ class DataAnalyzer:
         values = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
         if values.ndim != 1 or values.dtype.kind not in "iu":
             raise ValueError(
-                f"metric {name!r} must give a vector of integers, not {values.dtype} of shape {values.shape}"
+                f"metric {name!r} must return a vector of integers, not {values.dtype} of shape {values.shape}"
             )
         if self._dtypes:
             wanted = np.dtype(
                 str(self._dtypes[number]).removeprefix("torch.").removeprefix("<class 'numpy.").rstrip("'>")
             )
             if values.dtype != wanted:
-                raise ValueError(f"metric {name!r} gave {values.dtype}, and metric_dtypes says {wanted}")
+                raise ValueError(f"metric {name!r} returned {values.dtype}, but metric_dtypes requires {wanted}")
         return values
 
     def _ids(self, first: int, last: int) -> Values:
@@ -293,11 +293,11 @@ class DataAnalyzer:
 
 
 class DistributedDataAnalyzer(DataAnalyzer):
-    """The same by all ranks of a process group at once: each measures its part, rank 0 writes.
+    """A DataAnalyzer that uses all ranks of a process group: each measures its part, rank 0 writes.
 
     Args:
-        comm_group: accepted as DeepSpeed's; all ranks take part.
-        device: accepted, without effect: metrics are computed where their function does it.
+        comm_group: accepted for compatibility; all ranks participate.
+        device: accepted for compatibility, without effect: the metric functions choose their device.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class DistributedDataAnalyzer(DataAnalyzer):
         )
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
-        """Collective over all ranks; returns when the files are there."""
+        """Run both steps. Collective over all ranks; returns when the files are written."""
         self._run_together(comm_group if isinstance(comm_group, Collectives) else collectives_for(torch.device("cpu")))
 
 
@@ -347,7 +347,7 @@ def _range(number: int, parts: int, part: int) -> tuple[int, int]:
 
 
 def write_metric(folder: Path, name: str, values: Values, numbers: Values) -> None:
-    """All index files of a metric with one value per sample."""
+    """Write all index files of a metric with one value per sample."""
     prefix = folder / name / name
     order = np.argsort(numbers, kind="stable")
     values, numbers = values[order], numbers[order]
@@ -363,12 +363,12 @@ def write_metric(folder: Path, name: str, values: Values, numbers: Values) -> No
 
 
 def samples_by_value(values: Values, numbers: Values) -> Mapping[int, Values]:
-    """Distinct values, ascending -> their samples, ascending."""
+    """Map each distinct value, in ascending order, to its samples in ascending order."""
     order = np.argsort(values, kind="stable")
     distinct, starts = np.unique(values[order], return_index=True)
     return {int(value): part for value, part in zip(distinct, np.split(numbers[order], starts[1:]))}
 
 
 def write_total(folder: Path, name: str, total: Values) -> None:
-    """The file of a metric that is summed over all samples."""
+    """Write the file of a metric that is summed over all samples."""
     write_rows(folder / name / f"{name}_metric_value", [total], fitting_dtype(int(total.min()), int(total.max())))

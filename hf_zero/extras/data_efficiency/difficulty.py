@@ -1,12 +1,12 @@
-"""How a difficulty grows with the number of the update: pure functions, and DeepSpeed's CurriculumScheduler.
+"""Difficulty schedules over updates: pure functions, and DeepSpeed's CurriculumScheduler.
 
-    fixed_root, degree r    x = floor((n / T)^(1/r) * (max - min) + min), down to a multiple of d,
-                            at least the first multiple of d from min on, at most max        (n: the update, from 1)
+    fixed_root, degree r    x = floor((n / T)^(1/r) * (max - min) + min), rounded down to a multiple of d,
+                            at least the first multiple of d not below min, at most max      (n: the update, from 1)
     fixed_linear            the same with r = 1
-    fixed_discrete          the difficulty whose last update is the first not before n; after all of them the last
+    fixed_discrete          the first difficulty whose last update is at least n; after all of them the last one
     custom                  a function of n
 
-A difficulty that has reached max stays there. Source: deepspeed/runtime/data_pipeline/curriculum_scheduler.py, 0.19.8.
+Once a difficulty reaches max, it stays there. Source: deepspeed/runtime/data_pipeline/curriculum_scheduler.py, 0.19.8.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Custom = Callable[[int], int]
 
 
 def difficulty(policy: DifficultyPolicy, step: int) -> int:
-    """The difficulty of update `step` (the first is 1), of all schedules but custom."""
+    """The difficulty of update `step` (from 1), for all schedules except custom."""
     if policy.schedule == "fixed_discrete":
         return _discrete(policy, step)
-    assert policy.schedule in ("fixed_linear", "fixed_root"), "a custom schedule has a function of its own"
+    assert policy.schedule in ("fixed_linear", "fixed_root"), "a custom schedule has its own function"
     share = (float(step) / policy.total_steps) ** (1.0 / policy.degree)
     value: int = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
     value -= value % policy.multiple
@@ -42,7 +42,7 @@ def _discrete(policy: DifficultyPolicy, step: int) -> int:
 
 
 class Difficulty:
-    """The schedule of one training: a policy and, for custom ones, the function. Asked in any order."""
+    """The schedule of one training: a policy and, for custom schedules, a function. Stateless."""
 
     def __init__(self, policy: DifficultyPolicy, custom: Custom | None = None) -> None:
         self.policy = policy
@@ -52,7 +52,7 @@ class Difficulty:
         """The difficulty of update `step`, from 1.
 
         Raises:
-            RuntimeError: a custom schedule without its function.
+            RuntimeError: if a custom schedule has no function.
         """
         if self.policy.schedule != "custom":
             return difficulty(self.policy, step)
@@ -65,13 +65,13 @@ class Difficulty:
 
 
 class CurriculumScheduler:
-    """DeepSpeed's: keeps the current difficulty.
+    """DeepSpeed's scheduler, which keeps the current difficulty.
 
     Args:
         config: min_difficulty, max_difficulty, schedule_type, schedule_config.
 
     Raises:
-        ConfigError: naming what is missing or wrong.
+        ConfigError: if a key is missing or invalid.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class CurriculumScheduler:
         self.state["current_difficulty"] = value
 
     def set_custom_get_difficulty(self, function: Custom) -> None:
-        """The schedule's function, for schedule_type custom."""
+        """Set the function for schedule_type custom."""
         self._difficulty.custom = function
 
     def get_state(self) -> dict[str, Any]:
@@ -105,11 +105,11 @@ class CurriculumScheduler:
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> int:
-        """The difficulty of an update; the current one stays."""
+        """The difficulty of an update, without changing the current one."""
         return self._difficulty.at(global_steps)
 
     def update_difficulty(self, global_steps: int) -> int:
-        """The difficulty of an update, now current; at the maximum it stays."""
+        """Set the current difficulty to that of an update, unless it has reached the maximum, and return it."""
         if self.get_current_difficulty() < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.get_current_difficulty()

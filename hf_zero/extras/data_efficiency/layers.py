@@ -1,12 +1,12 @@
-"""Random-LTD (arXiv 2211.11586): some layers run on some tokens only, drawn anew for every layer and sample.
+"""Random-LTD (arXiv 2211.11586): some layers only process a random subset of tokens, drawn per layer and sample.
 
     hidden [B, S, h] --gather--> [B, r, h] --layer--> [B, r, h] --scatter--> [B, S, h]     other tokens pass unchanged
 
-    kept tokens   r(t) = floor(t / T * (max - min) + min), down to a multiple of d, at most max   (t: updates so far)
+    kept tokens   r(t) = floor(t / T * (max - min) + min), rounded down to a multiple of d, at most max   (t: updates)
 
-Kept tokens stay in order, so that a causal mask over them is causal. Positions and masks are gathered with the same
-numbers. What is drawn depends on (seed, update, micro-step, layer, rank) alone: a recomputed layer and a resumed run
-draw the same.
+Kept tokens stay in order, so that a causal mask over them remains causal. Positions and masks are gathered with the
+same indices. The draw depends only on (seed, update, micro-step, layer, rank): a recomputed layer and a resumed run
+draw the same tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from hf_zero.extras.data_efficiency.section import ProgressiveLayerDrop as Layer
 from hf_zero.extras.data_efficiency.section import RandomLTDPolicy, data_policy
 from hf_zero.features import Progress, TrainingFeature
 
-# The stack of layers of a model, and calls put around their forward.
+# The stack of layers of a model, and wrappers around their forward.
 
 
 def layer_stack(model: nn.Module) -> list[nn.Module]:
-    """The layers that a model runs one after another: the longest list of modules of one class that have parameters.
+    """The sequential layers of a model: its longest nn.ModuleList of modules of one class with parameters.
 
     Raises:
-        ValueError: there is no such list.
+        ValueError: if there is no such list.
     """
     best: list[nn.Module] = []
     for module in model.modules():
@@ -48,10 +48,10 @@ def layer_stack(model: nn.Module) -> list[nn.Module]:
 
 
 class AroundLayers(TrainingFeature):
-    """Calls `around` instead of the forward of some layers, until `close`.
+    """Replaces the forward of some layers by `around` until `close`.
 
-    The layer's class, its parameters' names and its hooks stay as they are: only this object's `forward` is another,
-    inside the hooks that gather its weights and outside a recomputation of its activations.
+    The layer's class, parameter names and hooks do not change: only the instance's `forward` is replaced, which runs
+    inside the hooks that gather the layer's weights.
     """
 
     def __init__(self, layers: list[nn.Module]) -> None:
@@ -71,7 +71,7 @@ class AroundLayers(TrainingFeature):
 
     @abstractmethod
     def around(self, number: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What layer `number` returns in training; `own` is its own forward."""
+        """Compute the output of layer `number` in training; `own` is its own forward."""
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         # An evaluation may come before the backward of this forward, which recomputes layers.
@@ -88,7 +88,7 @@ class AroundLayers(TrainingFeature):
 
 
 def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
-    """The hidden states that a layer is called with, and how to call it with others."""
+    """The hidden states in a layer's arguments, and a function that returns the arguments with others."""
     if args:
         return args[0], lambda hidden: ((hidden, *args[1:]), kwargs)
     if "hidden_states" in kwargs:
@@ -97,7 +97,7 @@ def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Ca
 
 
 def with_first(output: Any, first: Any) -> Any:
-    """A layer's output with other hidden states."""
+    """A layer's output with its hidden states replaced."""
     return (first, *output[1:]) if isinstance(output, tuple) else first
 
 
@@ -110,7 +110,7 @@ _MIX = 0x9E3779B97F4A7C15
 
 
 def kept_tokens(policy: RandomLTDPolicy, step: int) -> int:
-    """Tokens that the layers keep in update `step`, from 0."""
+    """Number of tokens that the layers keep in update `step`, from 0."""
     num_tokens = math.floor(step / policy.total_steps * (policy.max_tokens - policy.min_tokens) + policy.min_tokens)
     return min(num_tokens - num_tokens % policy.multiple, policy.max_tokens)
 
@@ -127,7 +127,7 @@ class RandomLTD(AroundLayers):
         self.consumed_layer_tokens = 0
 
     def current(self) -> int:
-        """Tokens kept in the update that is being made."""
+        """Number of tokens kept in the current update."""
         return kept_tokens(self.policy, self._progress.step)
 
     def layer_tokens(self, step: int) -> int:
@@ -140,7 +140,7 @@ class RandomLTD(AroundLayers):
         return sum(self.layer_tokens(step) for step in range(train_iters))
 
     def holds_schedule(self, progress: Progress) -> bool:
-        """With layer_token_lr_schedule: until the layer tokens of a whole update have come together."""
+        """With layer_token_lr_schedule: whether the LR schedule still waits for a full update's layer tokens."""
         if not self.policy.scales_schedule:
             return False
         whole = self._batch_size * self.policy.max_tokens * self.policy.num_layers
@@ -184,7 +184,7 @@ class RandomLTD(AroundLayers):
         return with_first(output, _put(hidden, first_of(output), indices, dim))
 
     def _draw(self, number: int, batch: int, whole: int, kept: int, device: torch.device) -> Tensor:
-        """Ascending positions [B, kept]."""
+        """Draw the positions of the kept tokens: [B, kept], ascending."""
         mixed = self.policy.seed
         for part in (self._progress.step, self._progress.micro_step, number, self._progress.rank):
             mixed = (mixed * _MIX + part + 1) % (1 << 63)
@@ -204,7 +204,7 @@ def _put(hidden: Tensor, part: Tensor, indices: Tensor, dim: int) -> Tensor:
 
 
 def _gathered(value: Any, indices: Tensor, whole: int, *, is_mask: bool) -> Any:
-    """Per-position arguments of the kept ones: position numbers and embeddings, masks of 2 and 4 dimensions."""
+    """Select kept tokens in an argument that has positions: position ids and embeddings, 2-D and 4-D masks."""
     if isinstance(value, tuple):
         return tuple(_gathered(entry, indices, whole, is_mask=is_mask) for entry in value)
     if not isinstance(value, Tensor):
@@ -219,7 +219,7 @@ def _gathered(value: Any, indices: Tensor, whole: int, *, is_mask: bool) -> Any:
         if value.shape[2] != whole:
             return value
         return value.gather(2, indices[:, None, :, None].expand(batch, value.shape[1], kept, kept))
-    if value.dim() == 1 and value.shape[0] == whole:  # cache positions: of a whole batch, which now differ by row
+    if value.dim() == 1 and value.shape[0] == whole:  # cache positions are those of the whole batch
         return value[:kept]
     if value.dim() in (2, 3) and value.shape[1] == whole:
         value = value.expand(batch, *value.shape[1:])
@@ -240,10 +240,10 @@ def _block_mask(mask: Any, indices: Tensor) -> Any:
 
 
 def random_ltd_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, where the config asks for it.
+    """The feature, if the config enables it.
 
     Raises:
-        ConfigError: the model has other layers than the section says.
+        ConfigError: if the model's layers differ from the section's.
     """
     policy = data_policy(resolved).random_ltd
     if policy is None:
@@ -251,7 +251,7 @@ def random_ltd_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | Non
     try:
         layers = layer_stack(model)
     except ValueError as error:
-        problem = Problem(_SECTION, policy.num_layers, str(error), "switch random_ltd off")
+        problem = Problem(_SECTION, policy.num_layers, str(error), "disable random_ltd")
         raise ConfigError([problem]) from error
     if len(layers) != policy.num_layers:
         rule = f"{type(model).__name__} has {len(layers)} layers ({type(layers[0]).__name__})"
@@ -261,10 +261,10 @@ def random_ltd_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | Non
 
 
 def convert_to_random_ltd(engine: Any, convert_type: type[nn.Module]) -> Any:
-    """DeepSpeed's call after `initialize`; the layers were found when the engine was made, so it only looks at them.
+    """DeepSpeed's call after `initialize`. It only checks the layers, which the engine has already converted.
 
     Raises:
-        RuntimeError: random_ltd is not switched on in the config; ValueError: its layers are of another class.
+        RuntimeError: if random_ltd is not enabled in the config; ValueError: if its layers have another class.
     """
     feature = engine.training_features.named(RandomLTD.name)
     if feature is None:
@@ -278,53 +278,53 @@ def convert_to_random_ltd(engine: Any, convert_type: type[nn.Module]) -> Any:
 
 
 def save_without_random_ltd(model: Any) -> dict[str, Any]:
-    """The weights of an engine or a model by their names, which token dropping never changes."""
+    """The state dict of an engine or a model, whose names token dropping does not change."""
     weights: dict[str, Any] = getattr(model, "module", model).state_dict()
     return weights
 
 
-# Progressive layer drop (arXiv 2010.13369): layers are skipped by chance, deeper ones more often.
+# Progressive layer drop (arXiv 2010.13369): layers are skipped at random, deeper ones more often.
 #
 #     theta(k) = (1 - theta) * exp(-gamma * max(0, k - 2)) + theta      in update k, from 1
 #     p_i      = 1 - i * (1 - theta(k)) / L                             layer i of L is kept; layer 0 always is
 #
-# What a kept layer adds to its input is divided by p_i, so that its expectation is what it adds in evaluation. All
-# ranks draw the same: what is gathered from them stays in one order.
+# The residual of a kept layer is divided by p_i, so that its expectation equals the residual in evaluation. All ranks
+# draw the same layers, so that they gather the same weights in the same order.
 
 
 def theta_at(policy: LayerDropSection, update: int) -> float:
-    """The share that is kept in the deepest layers, in an update (from 1)."""
+    """theta(k): the keep probability that the deepest layers approach, in an update (from 1)."""
     return (1.0 - policy.theta) * math.exp(-policy.gamma * max(0, update - 2)) + policy.theta
 
 
 def keep_probability(theta: float, layer: int, num_layers: int) -> float:
-    """Probability that a layer (from 0) is kept."""
+    """The probability that a layer (from 0) is kept."""
     return 1.0 - layer * (1.0 - theta) / num_layers
 
 
 class ProgressiveLayerDrop(AroundLayers):
-    """Layers of a model are left out while it trains."""
+    """Skips random layers of a model during training."""
 
     name = "progressive_layer_drop"
 
     def __init__(self, policy: LayerDropSection, layers: list[nn.Module]) -> None:
         super().__init__(layers)
         self.policy = policy
-        self._returns_tuple: bool | None = None  # what layers return; one that is skipped must return such, too
+        self._returns_tuple: bool | None = None  # whether layers return tuples, which skipped ones must, too
 
     def get_theta(self) -> float:
-        """theta of the current update."""
+        """The theta of the current update."""
         return theta_at(self.policy, self._progress.step + 1)
 
     def keeps(self, layer: int) -> bool:
-        """Whether a layer runs in the forward under way; the same at each call."""
+        """Whether a layer runs in the current forward; deterministic."""
         probability = keep_probability(self.get_theta(), layer, self.num_layers)
         draw = random.Random(f"{self._progress.step} {self._progress.micro_step} {layer}")
         return draw.random() < probability
 
     def around(self, number: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, _ = split_hidden(args, kwargs)
-        # Layer 0, which always runs, has been there before the others are asked.
+        # Layer 0 always runs first and sets this.
         if self._returns_tuple is not None and not self.keeps(number):
             return (hidden,) if self._returns_tuple else hidden
         output = own(*args, **kwargs)
@@ -334,10 +334,10 @@ class ProgressiveLayerDrop(AroundLayers):
 
 
 def layer_drop_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, where the config asks for it.
+    """The feature, if the config enables it.
 
     Raises:
-        ConfigError: the model has no list of layers.
+        ConfigError: if the model has no list of layers.
     """
     policy = data_policy(resolved).layer_drop
     if policy is None:
@@ -345,4 +345,4 @@ def layer_drop_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | Non
     try:
         return ProgressiveLayerDrop(policy, layer_stack(model))
     except ValueError as error:
-        raise ConfigError([Problem("progressive_layer_drop", True, str(error), "switch it off")]) from error
+        raise ConfigError([Problem("progressive_layer_drop", True, str(error), "disable it")]) from error

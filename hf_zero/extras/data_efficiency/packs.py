@@ -1,7 +1,7 @@
-"""Batches by their tokens instead of their samples: packs of samples, and what they mean for the learning rate.
+"""Batches with a number of tokens instead of samples: packs of samples, and scaling of the learning rate.
 
-A pack is what one forward sees of one rank (of `train_micro_batch_size_per_gpu` packs, to be exact); an update takes
-`train_batch_size` of them. All of it is a pure function of the lengths and the settings.
+One forward of one rank processes `train_micro_batch_size_per_gpu` packs; an update has `train_batch_size` packs.
+Everything is a pure function of the lengths and the settings.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class PackedBatches:
-    """One pass over the samples.
+    """The packs of one epoch.
 
     Attributes:
-        packs: those of all updates, one after the other.
-        per_update: packs of an update.
-        samples: of every update.
+        packs: the packs of all updates, in order.
+        per_update: number of packs per update.
+        samples: number of samples of every update.
         longest: length of the longest sample of every update.
     """
 
@@ -39,16 +39,16 @@ class PackedBatches:
 def pack(
     lengths: Sequence[int], numbers: Sequence[int], policy: PackingPolicy, per_update: int, *, alike: bool = False
 ) -> PackedBatches:
-    """Put samples together in the order of the policy: each pack takes as many as its limits allow.
+    """Pack samples in the policy's order, each pack with as many samples as its limits allow.
 
-    A sample that is longer than a pack may be is left out, and so are packs that do not make up a whole update.
+    Samples that exceed the limits of a pack are dropped, and so are trailing packs that do not fill an update.
 
     Args:
-        lengths: of every sample of `numbers`, in tokens.
-        alike: whether all packs of an update have the same number of samples.
+        lengths: length of every sample of `numbers`, in tokens.
+        alike: whether all packs of an update must have the same number of samples.
 
     Raises:
-        ValueError: there are not enough samples for one update.
+        ValueError: if there are not enough samples for one update.
     """
     fitting = [(length, number) for length, number in zip(lengths, numbers, strict=True) if length <= policy.max_tokens]
     if len(fitting) < len(numbers):
@@ -62,8 +62,8 @@ def pack(
     whole = len(groups) // per_update * per_update
     if not whole:
         raise ValueError(
-            f"dynamic_batching: {len(numbers)} samples make {len(groups)} packs of {policy.limits}, and an update "
-            f"takes {per_update} (train_batch_size): lower train_batch_size, max_tokens or min_batch_size"
+            f"dynamic_batching: {len(numbers)} samples make {len(groups)} packs of {policy.limits}, but an update "
+            f"needs {per_update} (train_batch_size): lower train_batch_size, max_tokens or min_batch_size"
         )
     updates = [groups[start : start + per_update] for start in range(0, whole, per_update)]
     return PackedBatches(
@@ -75,7 +75,7 @@ def pack(
 
 
 def _groups(samples: Sequence[tuple[int, int]], policy: PackingPolicy, together: int) -> list[list[tuple[int, int]]]:
-    """Packs in order, `together` of equal size at a time: their samples in turn, so that lengths are spread evenly."""
+    """Build packs in order, `together` equal-sized ones at a time, whose samples are dealt in turn to even lengths."""
     made: list[list[tuple[int, int]]] = []
     growing: list[list[tuple[int, int]]] = [[] for _ in range(together)]
     tokens = [0] * together
@@ -100,16 +100,14 @@ def _groups(samples: Sequence[tuple[int, int]], policy: PackingPolicy, together:
     if growing[0]:
         close()
     if left_out:
-        logger.warning(
-            "dynamic_batching: %d samples make packs of fewer than min_batch_size and are left out", left_out
-        )
+        logger.warning("dynamic_batching: %d samples in packs smaller than min_batch_size are dropped", left_out)
     return made
 
 
 def _report_left_out(numbers: Sequence[int], policy: PackingPolicy) -> None:
     shown = ", ".join(str(number) for number in numbers[:_SHOWN]) + (", ..." if len(numbers) > _SHOWN else "")
     logger.warning(
-        "dynamic_batching: %d samples are longer than max_tokens (%d) and are left out: %s",
+        "dynamic_batching: %d samples are longer than max_tokens (%d) and are dropped: %s",
         len(numbers),
         policy.max_tokens,
         shown,
@@ -131,14 +129,14 @@ def batch_by_seqlens(
     """DeepSpeed's function of this name.
 
     Args:
-        sequence_ids_per_mb: the samples to take; default all.
+        sequence_ids_per_mb: the samples to use; default: all.
         sequence_picking_order: "dataloader", "random" or "seqlen".
 
     Returns:
-        For every pack (number of its update, its samples); samples of every update; its longest length.
+        (update, samples) for every pack; the number of samples of every update; its maximum length.
 
     Raises:
-        ValueError: an unknown order, or not enough samples for one update.
+        ValueError: for an unknown order, or if there are not enough samples for one update.
     """
     policy = PackingPolicy(
         max_tokens=max_tokens,
@@ -158,7 +156,7 @@ def batch_by_seqlens(
 
 
 def scale_lr(base_batch_size: int, batch_size: int, base_lr: Any = 1, method: str | None = "linear") -> Any:
-    """The learning rate for an update of `batch_size` samples, where `base_lr` is meant for `base_batch_size`.
+    """Scale a learning rate for `base_batch_size` samples to an update of `batch_size` samples.
 
     Args:
         method: "linear" (Goyal et al. 2017, arXiv 1706.02677), "sqrt" (Krizhevsky 2014, arXiv 1404.5997), "none".
@@ -172,7 +170,7 @@ def scale_lr(base_batch_size: int, batch_size: int, base_lr: Any = 1, method: st
 
 
 class VariableBatches:
-    """The packs of all updates, epoch after epoch."""
+    """The packs of all updates over all epochs."""
 
     def __init__(
         self,
@@ -185,20 +183,20 @@ class VariableBatches:
     ) -> None:
         """
         Args:
-            numbers: the samples to take; default all.
-            alike: whether all packs of an update have the same number of samples.
+            numbers: the samples to use; default: all.
+            alike: whether all packs of an update must have the same number of samples.
         """
         self._numbers = list(range(len(lengths))) if numbers is None else list(numbers)
         self._lengths = [int(lengths[number]) for number in self._numbers]
         self._policy = policy
         self._per_update = per_update
         self._alike = alike
-        self._ends: list[int] = []  # of every epoch so far, in updates
+        self._ends: list[int] = []  # end of every epoch so far, in updates
         self._made: dict[int, PackedBatches] = {}
-        self.epoch(0)  # what is wrong with the settings shows here
+        self.epoch(0)  # raises for invalid settings
 
     def epoch(self, number: int) -> PackedBatches:
-        """Orders that draw, draw anew in every epoch."""
+        """The packs of an epoch; the order "random" differs between epochs."""
         which = number if self._policy.order == "random" else 0
         if which not in self._made:
             if len(self._made) > 1:
@@ -208,7 +206,7 @@ class VariableBatches:
         return self._made[which]
 
     def samples_of(self, update: int) -> int:
-        """Samples of update number `update`, from 0, over all epochs."""
+        """Number of samples of an update, counted from 0 over all epochs."""
         while not self._ends or self._ends[-1] <= update:
             self._ends.append((self._ends[-1] if self._ends else 0) + len(self.epoch(len(self._ends)).samples))
         epoch = int(np.searchsorted(self._ends, update, side="right"))

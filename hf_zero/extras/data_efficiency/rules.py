@@ -1,4 +1,4 @@
-"""From the sections of data efficiency to their policies, or to what is wrong with them."""
+"""Checks the sections of data efficiency, and derives their policies."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _SCHEDULE_KEYS = {
     "fixed_discrete": ("difficulty", "max_step"),
     "custom": (),
 }
-# Metrics that change batches: their difficulty is a length.
+# Metrics that change batches, and whose difficulty is a length.
 TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"
 
 
 def examine(config: Any) -> Examined:
-    """Look at all sections; a feature with problems has no policy."""
+    """Check all sections; a feature with problems has no policy."""
     examined = Examined()
     efficiency = config.data_efficiency or DataEfficiency()
     sampling, routing = _switched_on(efficiency, examined)
@@ -51,15 +51,15 @@ def examine(config: Any) -> Examined:
         layer_drop=drop if drop is not None and drop.enabled else None,
     )
     if policy.random_ltd is not None and policy.layer_drop is not None:
-        rule = "both decide what passes through which layer"
+        rule = "both drop work of layers"
         paths = "progressive_layer_drop, data_efficiency.data_routing.random_ltd"
-        examined.problems.append(Problem(paths, True, rule, "switch one off"))
+        examined.problems.append(Problem(paths, True, rule, "disable one of them"))
     examined.policy = None if policy == DataPolicy() else policy
     return examined
 
 
 def _switched_on(section: DataEfficiency, examined: Examined) -> tuple[DataSampling | None, DataRouting | None]:
-    """An outer switch that says false switches off; one that says nothing does not."""
+    """The enabled subsections: an outer `enabled` disables them only if it is false, not if it is absent."""
     sampling, routing = section.data_sampling, section.data_routing
     inner: list[tuple[str, Any]] = []
     if sampling is not None:
@@ -89,21 +89,21 @@ def _sequence_length(section: CurriculumLearning | None, examined: Examined) -> 
     if section is None or not section.model_fields_set:
         return None
     if section.enabled is None:
-        rule = "the switch must be given, as in DeepSpeed"
+        rule = "must be given, as in DeepSpeed"
         examined.problems.append(Problem(f"{path}.enabled", ABSENT, rule, "write true or false"))
     if not section.enabled:
         return None
     if section.curriculum_type is None:
-        examined.problems.append(_missing(f"{path}.curriculum_type", "seqlen is the only one"))
+        examined.problems.append(_missing(f"{path}.curriculum_type", "set it to seqlen"))
     elif section.curriculum_type != "seqlen":
-        rule = "seqlen is the only difficulty that this section acts on, in DeepSpeed too"
-        fix = "write seqlen, or choose samples by other metrics in data_efficiency.data_sampling"
+        rule = "seqlen is the only metric that this section supports, as in DeepSpeed"
+        fix = "set seqlen, or choose samples by other metrics in data_efficiency.data_sampling"
         examined.problems.append(Problem(f"{path}.curriculum_type", section.curriculum_type, rule, fix))
     return _difficulty(section, path, examined)
 
 
 def _missing(path: str, fix: str) -> Problem:
-    return Problem(path, ABSENT, "must be given where the feature is switched on", fix)
+    return Problem(path, ABSENT, "must be given if the feature is enabled", fix)
 
 
 def _difficulty(
@@ -137,8 +137,8 @@ def _difficulty(
 
 
 def difficulty_of(config: Mapping[str, Any]) -> tuple[DifficultyPolicy | None, list[Problem]]:
-    """The schedule in a dict of min_difficulty, max_difficulty, schedule_type and schedule_config; others are passed
-    over."""
+    """The schedule in a dict of min_difficulty, max_difficulty, schedule_type and schedule_config; other keys are
+    ignored."""
     examined = Examined()
     known = {str(key): value for key, value in config.items() if key in CurriculumMetric.model_fields}
     try:
@@ -154,7 +154,7 @@ def _discrete_problems(numbers: ScheduleConfig, path: str) -> Iterator[Problem]:
         rule = f"must have one entry less than difficulty ({len(values)}), and at least one"
         yield Problem(f"{path}.max_step", steps, rule, "the last difficulty has no last update")
     elif steps != sorted(steps):
-        yield Problem(f"{path}.max_step", steps, "must ascend", "sort it, with its difficulties")
+        yield Problem(f"{path}.max_step", steps, "must be ascending", "sort it, with its difficulties")
 
 
 def _sampling(section: DataSampling | None, seed: int, examined: Examined) -> SamplingPolicy | None:
@@ -276,12 +276,12 @@ _PATH = "data_efficiency.data_sampling.dynamic_batching"
 
 
 def packing_of(section: DataSampling | None, seed: int, problems: list[Problem]) -> PackingPolicy | None:
-    """None where it is off; `problems` gets what keeps it from being on."""
+    """The policy of dynamic_batching; None if it is disabled or invalid. Adds to `problems`."""
     given = None if section is None else section.dynamic_batching
     if section is None or given is None or not given.enabled:
         return None
     if given.max_tokens is None:
-        rule, fix = "is needed where dynamic_batching is on", "write the most tokens that one pack may have"
+        rule, fix = "is required if dynamic_batching is enabled", "set the maximum number of tokens per pack"
         problems.append(Problem(f"{_PATH}.max_tokens", ABSENT, rule, fix))
         return None
     if given.max_batch_size is not None and given.max_batch_size < given.min_batch_size:
@@ -291,7 +291,7 @@ def packing_of(section: DataSampling | None, seed: int, problems: list[Problem])
     if section.curriculum_learning is not None and section.curriculum_learning.enabled:
         rule = "both choose the samples of a batch"
         paths = "data_efficiency.data_sampling.dynamic_batching, data_efficiency.data_sampling.curriculum_learning"
-        problems.append(Problem(paths, True, rule, "switch one off"))
+        problems.append(Problem(paths, True, rule, "disable one of them"))
         return None
     return PackingPolicy(
         max_tokens=given.max_tokens,

@@ -1,7 +1,6 @@
-"""The section data_sampling: samplers for Trainer's loader and for our own, and what becomes of a batch.
+"""The section data_sampling: samplers for Trainer's loader and for the engine's, and changes to batches.
 
-`LengthCurriculum` makes shorter batches, of sequences cut or folded into more rows, for the older section,
-curriculum_learning, too.
+`LengthCurriculum` shortens the sequences of batches for the older section curriculum_learning.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from hf_zero.extras.data_efficiency.rules import RESHAPE, TRUNCATE
 from hf_zero.extras.data_efficiency.section import MetricPolicy, SamplingPolicy, data_policy
 from hf_zero.features import Draw, Progress, TrainingFeature
 
-# Which samples every update sees: a pure function of the settings, the data and the update's number.
+# The samples of every update are a pure function of the settings, the data and the update's number.
 #
-# At every update the difficulties may admit more samples; those newly admitted make up a *cluster*. A batch takes from
-# each cluster in proportion to its size; a cluster is passed through in an order drawn anew each time it is exhausted.
-# What is drawn depends on (seed, update) and (seed, cluster, pass) alone, so that a stream resumes exactly at any
-# update, and no number of ranks or workers changes it.
+# At every update the difficulties may admit more samples; the newly admitted ones form a *cluster*. A batch draws from
+# each cluster in proportion to its size; each pass over a cluster uses a new random order. The draws only depend on
+# (seed, update) and (seed, cluster, pass), so that a stream resumes exactly at any update, with any number of ranks or
+# workers.
 
 
 Ids = NDArray[np.int64]
@@ -37,7 +36,7 @@ _OF_UPDATE, _OF_CLUSTER = 1, 2
 
 
 class Admission:
-    """Which samples a metric admits at a difficulty, by the analyzer's files."""
+    """The samples that a metric admits at a difficulty, from the analyzer's files."""
 
     def __init__(self, metric: MetricPolicy, num_samples: int) -> None:
         self.metric = metric
@@ -47,13 +46,13 @@ class Admission:
         self._values: Ids | None = None
         if len(self._samples) and not 0 <= self._samples.min() <= self._samples.max() < num_samples:
             raise ValueError(
-                f"{metric.index_to_sample}: names sample {self._samples.max()}, and the data set has {num_samples}: "
-                "analyse this data set (DataAnalyzer)"
+                f"{metric.index_to_sample}: names sample {self._samples.max()}, but the data set has {num_samples}: "
+                "analyze this data set (DataAnalyzer)"
             )
         if not metric.by_percentile:
             self._values = IndexedRows(metric.index_to_metric).flat().astype(np.int64)
             if len(self._values) != len(self._ends):
-                raise ValueError(f"{metric.index_to_metric} and {metric.index_to_sample} are not of one analysis")
+                raise ValueError(f"{metric.index_to_metric} and {metric.index_to_sample} are of different analyses")
 
     def samples(self, difficulty: int) -> Ids:
         """All samples that are easy enough, easiest first."""
@@ -63,13 +62,13 @@ class Admission:
         number, points = len(self._samples), self.metric.difficulty.maximum
         if difficulty >= points:
             return self._samples
-        # Whole points of a percentile have equally many samples, the rest comes with the last.
+        # All percentile points admit the same number of samples; the last one also admits the remainder.
         return self._samples[: number // points * difficulty if number >= points else number * difficulty // points]
 
 
 @dataclass(slots=True)
 class Cluster:
-    """Samples admitted at one update, passed through again and again."""
+    """Samples admitted at the same update, drawn in repeated passes."""
 
     number: int
     samples: Ids
@@ -79,13 +78,13 @@ class Cluster:
     _order: Ids | None = field(default=None, repr=False)
 
     def take(self, count: int) -> Ids:
-        """The next samples; none twice as long as there are enough."""
+        """The next samples, without repetition unless `count` exceeds the size of the cluster."""
         parts: list[Ids] = []
         taken = 0
         while taken < count:
             if self._order is None:
                 self._order = self._shuffled()
-                if parts and count <= len(self.samples):  # those of this batch come last in the new pass
+                if parts and count <= len(self.samples):  # samples of this batch come last in the new pass
                     used = np.isin(self._order, np.concatenate(parts))
                     self._order = np.concatenate([self._order[~used], self._order[used]])
             part = self._order[self.position : self.position + count - taken]
@@ -102,21 +101,21 @@ class Cluster:
 
 
 class Difficulties(dict[str, Difficulty]):
-    """Of every metric."""
+    """The difficulty schedules of all metrics, by name."""
 
     def __init__(self, policy: SamplingPolicy) -> None:
         super().__init__((metric.name, Difficulty(metric.difficulty)) for metric in policy.metrics)
 
     def set_custom(self, functions: Mapping[str, Custom]) -> None:
-        """Functions of custom schedules, by metric."""
+        """Set the functions of custom schedules, by metric."""
         unknown = sorted(set(functions) - set(self))
         if unknown:
-            raise ValueError(f"no such metric: {', '.join(unknown)}; there are {', '.join(self)}")
+            raise ValueError(f"no such metric: {', '.join(unknown)}; the metrics are {', '.join(self)}")
         for name, function in functions.items():
             self[name].custom = function
 
     def current(self, step: int) -> dict[str, int]:
-        """Difficulty of every metric while update number `step` (from 0) is made."""
+        """The difficulty of every metric in update `step` (from 0)."""
         return {name: schedule.at(step + 1) for name, schedule in self.items()}
 
 
@@ -124,11 +123,11 @@ class SampleStream:
     """The samples of all updates, in order.
 
     Args:
-        num_samples: of the data set.
+        num_samples: size of the data set.
         batch_size: samples per update, over all ranks.
 
     Raises:
-        ValueError: the analyzer's files are not those of this data set.
+        ValueError: if the analyzer's files do not belong to this data set.
     """
 
     def __init__(self, policy: SamplingPolicy, num_samples: int, batch_size: int) -> None:
@@ -141,14 +140,14 @@ class SampleStream:
         self._restart()
 
     def set_custom(self, functions: Mapping[str, Custom]) -> None:
-        """Functions of custom schedules, by metric; the stream begins anew with them."""
+        """Set the functions of custom schedules, by metric, and recompute the stream up to the current update."""
         self.difficulties.set_custom(functions)
         step = self.step
         self._restart()
         self.seek(step)
 
     def seek(self, step: int) -> None:
-        """Be where `batch` gives that of update `step`, from 0."""
+        """Move to update `step` (from 0), whose samples `batch` returns next."""
         if step < self.step:
             self._restart()
         while self.step < step:
@@ -191,7 +190,7 @@ class SampleStream:
         if not self._clusters:
             shown = ", ".join(f"{name} {value}" for name, value in now.items())
             raise ValueError(
-                f"no sample is easy enough at update {self.step + 1} ({shown}): raise min_difficulty, or analyse the "
+                f"no sample is easy enough at update {self.step + 1} ({shown}): raise min_difficulty, or analyze the "
                 "data set again"
             )
 
@@ -205,7 +204,7 @@ class SampleStream:
 
 
 def _within(counts: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
-    """No more from a cluster than it has, as long as others have room; only then is a sample seen twice."""
+    """Limit counts to cluster sizes and move the excess to other clusters; samples repeat only if all are used up."""
     over = int(np.maximum(counts - sizes, 0).sum())
     counts = np.minimum(counts, sizes)
     for number in range(len(counts)):
@@ -220,7 +219,7 @@ def _within(counts: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
 
 
 def rank_part(batch: Sequence[int] | Ids, micro_step: int, micro_size: int, world: int, rank: int) -> list[int]:
-    """One rank's samples of an update in one of its forwards."""
+    """One rank's samples in one micro-step of an update."""
     start = (micro_step * world + rank) * micro_size
     return [int(sample) for sample in batch[start : start + micro_size]]
 
@@ -229,7 +228,7 @@ _LEADERS = ("input_ids", "inputs_embeds", "decoder_input_ids", "labels", "attent
 
 
 def sequence_length(batch: Mapping[str, Any]) -> int | None:
-    """Tokens per row of a batch; None where nothing in it is a sequence."""
+    """Tokens per row of a batch; None if it contains no sequences."""
     for name in _LEADERS:
         tensor = batch.get(name)
         if isinstance(tensor, Tensor) and tensor.dim() >= 2:
@@ -238,9 +237,9 @@ def sequence_length(batch: Mapping[str, Any]) -> int | None:
 
 
 def truncate(batch: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """The first `length` tokens of every row (the last ones where rows are padded on the left).
+    """Keep the first `length` tokens of every row (the last ones if rows are padded on the left).
 
-    Tensors [B, S], [B, S, ...] and masks [B, 1, S, S] are cut; others stay, labels of whole rows among them.
+    Cuts tensors [B, S], [B, S, ...] and masks [B, 1, S, S]; others, such as labels of whole rows, are unchanged.
     """
     whole = sequence_length(batch)
     if whole is None or whole <= length:
@@ -259,18 +258,18 @@ def _is_padded_left(batch: Mapping[str, Any]) -> bool:
 def _cut(value: Any, whole: int, start: int, length: int) -> Any:
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
-    if value.dim() == 4 and value.shape[-1] == whole:  # a mask, maybe of one row of queries
+    if value.dim() == 4 and value.shape[-1] == whole:  # a mask, which may have a single query row
         value = value.narrow(-1, start, length)
         return value.narrow(-2, start, length) if value.shape[-2] == whole else value
     return value.narrow(1, start, length) if value.shape[1] == whole else value
 
 
 def reshape(batch: Mapping[str, Any], length: int) -> dict[str, Any]:
-    """Rows of `length` tokens: the pieces of every row in turn, then the last piece of every row, as far as rows of
-    the batch's number of tokens go.
+    """Fold a batch into rows of `length` tokens: the full pieces of all rows, then the last `length` tokens of each
+    row, until the batch's number of tokens is reached.
 
     Raises:
-        ValueError: something in the batch is one value per row, which pieces of rows do not have.
+        ValueError: if the batch contains a tensor that is not [batch, tokens].
     """
     whole = sequence_length(batch)
     if whole is None or whole <= length:
@@ -283,7 +282,7 @@ def _pieces(name: str, value: Any, whole: int, length: int) -> Any:
         return value
     if value.dim() != 2 or value.shape[1] != whole:
         raise ValueError(
-            f"seqlen_reshape: {name} has the shape {tuple(value.shape)} beside rows of {whole} tokens; only tensors "
+            f"seqlen_reshape: {name} has the shape {tuple(value.shape)} with rows of {whole} tokens; only tensors "
             "[batch, tokens] can be folded: use seqlen_truncate"
         )
     full = whole // length * length
@@ -295,9 +294,9 @@ KEYWORD = "curriculum_seqlen"
 
 
 class LengthCurriculum(TrainingFeature):
-    """Cuts batches where they leave the loader and, in custom loops, before the model's forward.
+    """Truncates batches when they leave the loader and, in custom loops, before the model's forward.
 
-    A model whose forward takes `curriculum_seqlen` gets the length and cuts by itself, as with DeepSpeed.
+    A model whose forward takes `curriculum_seqlen` gets the length and truncates itself, as with DeepSpeed.
     """
 
     name = "curriculum_learning"
@@ -307,7 +306,7 @@ class LengthCurriculum(TrainingFeature):
         self._model_cuts = model_cuts
 
     def length(self, progress: Progress) -> int:
-        """Tokens per row in the update that is being made."""
+        """Tokens per row in the current update."""
         return self.difficulty.at(progress.step + 1)
 
     def on_batch(self, progress: Progress, batch: Any) -> Any:
@@ -323,16 +322,16 @@ class LengthCurriculum(TrainingFeature):
         return truncate(keywords, self.length(progress))
 
     def set_custom_get_difficulty(self, function: Custom) -> None:
-        """The function of a custom schedule."""
+        """Set the function of a custom schedule."""
         self.difficulty.custom = function
 
     def state_dict(self) -> Mapping[str, Any]:
-        """None: the length follows from the number of updates."""
+        """The schedule, for information only: the length follows from the number of updates."""
         return {"schedule": self.difficulty.policy.schedule, "max_difficulty": self.difficulty.policy.maximum}
 
 
 def length_curriculum_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, where the config asks for it."""
+    """The feature, if the config enables it."""
     policy = data_policy(resolved).sequence_length
     if policy is None:
         return None
@@ -343,7 +342,7 @@ PostProcess = Callable[[Any, Mapping[str, Any]], Any]
 
 
 class SampledCurriculumFeature(TrainingFeature):
-    """Difficulties of the metrics, batches cut or folded by them, and the streams that choose samples by them."""
+    """Holds the metrics' difficulties, truncates or folds batches by them, and provides streams that choose samples."""
 
     name = "data_sampler"
 
@@ -352,20 +351,20 @@ class SampledCurriculumFeature(TrainingFeature):
         self.schedules = Difficulties(policy)
         self.streams: list[SampleStream] = []
         self.post_process: PostProcess | None = None
-        self.next_step = 0  # where a loader of ours begins
+        self.next_step = 0  # update at which the engine's loader begins
 
     def current(self, progress: Progress) -> dict[str, int]:
-        """Difficulty of every metric in the update that is being made."""
+        """The difficulty of every metric in the current update."""
         return self.schedules.current(progress.step)
 
     def set_custom(self, functions: Mapping[str, Custom]) -> None:
-        """Functions of custom schedules, by metric."""
+        """Set the functions of custom schedules, by metric."""
         self.schedules.set_custom(functions)
         for stream in self.streams:
             stream.set_custom(functions)
 
     def stream(self, num_samples: int, batch_size: int) -> SampleStream:
-        """A stream of the section's, with this training's functions."""
+        """Create a stream with this training's custom functions."""
         stream = SampleStream(self.policy, num_samples, batch_size)
         custom = {name: s.custom for name, s in self.schedules.items() if s.custom is not None}
         if custom:
@@ -382,7 +381,7 @@ class SampledCurriculumFeature(TrainingFeature):
         return options
 
     def on_batch(self, progress: Progress, batch: Any) -> Any:
-        """A training batch after the metrics of lengths, and then the user's function."""
+        """Apply the length metrics to a training batch, and then the user's function."""
         now = self.current(progress)
         if TRUNCATE in now and isinstance(batch, Mapping):
             batch = truncate(batch, now[TRUNCATE])
@@ -393,7 +392,7 @@ class SampledCurriculumFeature(TrainingFeature):
         return batch
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Custom loops get cut batches, too; only the loader can fold them or call the user's function."""
+        """Truncate batches of custom loops, too; only the loader can fold them or call the user's function."""
         if progress.training and TRUNCATE in self.schedules:
             return truncate(keywords, self.current(progress)[TRUNCATE])
         return keywords
@@ -405,14 +404,14 @@ class SampledCurriculumFeature(TrainingFeature):
         return {"curriculum_step": self.next_step, "seed": self.policy.seed}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
-        """A stream is a function of the update's number, which is all that has to be known."""
+        """Set the position of streams, which only depends on the number of updates."""
         self.next_step = progress.step
 
 
 class StreamSampler(Sampler[int]):
-    """Sample by sample, for a loader that deals batches to ranks in turn (Trainer's, through Accelerate).
+    """Yields single samples, for a loader that deals batches to ranks in turn (Trainer's, through Accelerate).
 
-    An epoch is as many whole updates as the data set has samples for, at least one.
+    An epoch consists of as many full updates as the data set has samples for, at least one.
     """
 
     def __init__(self, stream: SampleStream) -> None:
@@ -431,11 +430,11 @@ class StreamSampler(Sampler[int]):
         for step in range(first, first + self._updates):
             self.stream.seek(step)
             yield from self.stream.batch().tolist()
-        self.epoch += 1  # programs that never call set_epoch get the next one
+        self.epoch += 1  # for programs that never call set_epoch
 
 
 class RankBatches(Sampler[list[int]]):
-    """Micro-batches of one rank, from the update that training has come to."""
+    """Micro-batches of one rank, starting at the current update of training."""
 
     def __init__(
         self, stream: SampleStream, micro_size: int, world: int, rank: int, first_step: Callable[[], int] = lambda: 0
@@ -457,7 +456,7 @@ class RankBatches(Sampler[list[int]]):
 
 
 class DeepSpeedDataSampler(RankBatches):
-    """DeepSpeed's batch sampler, by its arguments.
+    """DeepSpeed's batch sampler, with its arguments.
 
     Args:
         data_efficiency_config: the section data_efficiency.
@@ -479,8 +478,8 @@ class DeepSpeedDataSampler(RankBatches):
         policy = data_policy(resolve(config, world_size=1)).sampling
         if policy is None:
             raise ValueError(
-                "DeepSpeedDataSampler: data_sampling.curriculum_learning is not switched on in the section; without it "
-                "torch.utils.data.DistributedSampler draws"
+                "DeepSpeedDataSampler: data_sampling.curriculum_learning is not enabled in the section; without it use "
+                "torch.utils.data.DistributedSampler"
             )
         self._step = 0
         total = micro_batch_size * data_parallel_size * gradient_accumulation_steps
@@ -491,7 +490,7 @@ class DeepSpeedDataSampler(RankBatches):
         self.stream.set_custom(schedule_func_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """The stream's position: after the update whose batches were drawn last."""
+        """The stream's position, after the update whose batches were drawn last."""
         step = self.stream.step
         return {"curriculum_step": step, "consumed_samples": step * self.stream.batch_size}
 
@@ -500,25 +499,25 @@ class DeepSpeedDataSampler(RankBatches):
 
 
 def sampled_curriculum_of(_model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, where the config asks for it."""
+    """The feature, if the config enables it."""
     policy = data_policy(resolved).sampling
     return None if policy is None else SampledCurriculumFeature(policy)
 
 
 def sampler_for(raw: Mapping[str, Any], num_samples: int, batch_size: int) -> StreamSampler | None:
-    """The sampler of a loader of training data; None where the config leaves it alone.
+    """The sampler for Trainer's training loader; None if the config does not choose samples.
 
     Raises:
-        ConfigError: of the section; ValueError: the analyzer's files do not go with the data, or the loader is one of
-            a number of samples and the section asks for batches by tokens.
+        ConfigError: if the section is invalid; ValueError: if the analyzer's files do not match the data, or the
+            section enables dynamic_batching, which Trainer's loader does not support.
     """
     config = {"train_micro_batch_size_per_gpu": 1, "data_efficiency": raw.get("data_efficiency") or {}}
     asked = data_policy(resolve(config, world_size=1))
     if asked.packing is not None:
         raise ValueError(
             "data_efficiency.data_sampling.dynamic_batching.enabled = True: Trainer's loader makes batches of a number "
-            "of samples. Switch it off and set TrainingArguments(train_sampling_strategy='group_by_length'), or train "
-            "in a loop of your own with get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed "
+            "of samples. Disable it and set TrainingArguments(train_sampling_strategy='group_by_length'), or use a "
+            "custom training loop with get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed "
             "(docs/data_efficiency.md)"
         )
     policy = asked.sampling

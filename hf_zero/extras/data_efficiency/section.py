@@ -1,4 +1,4 @@
-"""Sections of data efficiency: curricula, sampling, token and layer dropping; and what they come to."""
+"""Config sections of data efficiency (curricula, sampling, token and layer dropping), and their policies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_zero.config.schema.fields import (
     supported,
 )
 
-_MEMORY = "clusters are worked out from the index files by every rank, in memory"
+_MEMORY = "every rank computes clusters from the index files in memory"
 
 
 def _scaling(value: object) -> object:
@@ -44,24 +44,24 @@ Metrics = Annotated[dict[str, Any], BeforeValidator(_as_metrics)]
 
 
 class ScheduleConfig(Section):
-    """How a difficulty grows."""
+    """Parameters of a difficulty schedule."""
 
-    total_curriculum_step: Positive | None = supported(None, "fixed_linear, fixed_root: until the maximum.")
-    difficulty_step: Positive | None = supported(None, "The same: difficulties are multiples of it.")
+    total_curriculum_step: Positive | None = supported(None, "fixed_linear, fixed_root: updates until the maximum.")
+    difficulty_step: Positive | None = supported(None, "fixed_linear, fixed_root: difficulties are multiples of it.")
     root_degree: Positive | None = supported(None, "fixed_root: the degree.")
     difficulty: list[Count] | None = supported(None, "fixed_discrete: the difficulties.")
-    max_step: list[Count] | None = supported(None, "fixed_discrete: the last update of each but the last.")
+    max_step: list[Count] | None = supported(None, "fixed_discrete: last update of each difficulty except the last.")
 
 
 class CurriculumLearning(Section):
-    """Sequences begin short and grow."""
+    """Training starts with short sequences, which grow."""
 
-    enabled: Flag | None = supported(None, "Cut training batches to the difficulty of the update; must be given.")
-    curriculum_type: str | None = supported(None, "seqlen is the only one.")
-    min_difficulty: Positive | None = supported(None, "Length to begin with.", unit="tokens")
-    max_difficulty: Positive | None = supported(None, "Length in the end.", unit="tokens")
-    schedule_type: Schedule | None = supported(None, "How it grows.")
-    schedule_config: ScheduleConfig | None = detail(None, "Its numbers.")
+    enabled: Flag | None = supported(None, "Truncate training batches to the update's difficulty; required.")
+    curriculum_type: str | None = supported(None, "Must be seqlen.")
+    min_difficulty: Positive | None = supported(None, "Initial length.", unit="tokens")
+    max_difficulty: Positive | None = supported(None, "Final length.", unit="tokens")
+    schedule_type: Schedule | None = supported(None, "Type of the schedule.")
+    schedule_config: ScheduleConfig | None = detail(None, "Parameters of the schedule.")
 
 
 class CurriculumMetric(Section):
@@ -71,18 +71,18 @@ class CurriculumMetric(Section):
         None, "value: samples up to the difficulty; percentile: the first difficulty/max of all samples."
     )
     clustering_type: str | None = supported(
-        None, "single_cluster: chooses no samples, the difficulty is for the batch only; else schedule_based."
+        None, "schedule_based: choose samples; single_cluster: the difficulty only applies to batches."
     )
     index_to_sample_path: PathText | None = supported(None, "The analyzer's file, without its suffix.")
-    index_to_metric_path: PathText | None = supported(None, "The same; only for value.")
-    min_difficulty: Count | None = supported(None, "Difficulty to begin with.")
-    max_difficulty: Positive | None = supported(None, "Difficulty in the end.")
-    schedule_type: Schedule | None = supported(None, "How it grows.")
-    schedule_config: ScheduleConfig | None = detail(None, "Its numbers.")
+    index_to_metric_path: PathText | None = supported(None, "The analyzer's file; only for value.")
+    min_difficulty: Count | None = supported(None, "Initial difficulty.")
+    max_difficulty: Positive | None = supported(None, "Final difficulty.")
+    schedule_type: Schedule | None = supported(None, "Type of the schedule.")
+    schedule_config: ScheduleConfig | None = detail(None, "Parameters of the schedule.")
 
 
 class SampledCurriculum(Section):
-    """Easy samples first, by any metrics."""
+    """Easy samples first, according to metrics."""
 
     enabled: Flag = supported(False, "Choose samples by their metrics.")
     data_cluster_path: PathText | None = ignored(None, "Folder for cluster files.", why=_MEMORY)
@@ -94,41 +94,41 @@ class SampledCurriculum(Section):
 
 
 class DynamicBatching(Section):
-    """Batches of about equally many tokens, in custom loops: docs/data_efficiency.md names the call."""
+    """Batches with about the same number of tokens, in custom loops (docs/data_efficiency.md)."""
 
-    enabled: Flag = supported(False, "Make batches by tokens.")
-    max_tokens: Positive | None = supported(None, "Most tokens of a pack; needed.", unit="tokens")
+    enabled: Flag = supported(False, "Build batches by number of tokens.")
+    max_tokens: Positive | None = supported(None, "Maximum tokens per pack; required.", unit="tokens")
     metrics_path: PathText | None = supported(None, "Folder with the analyzer's metric seqlen.")
     lr_scaling_method: Scaling = supported("linear", "Scaling of the learning rate with an update's samples.")
-    min_batch_size: Positive = supported(1, "Fewest samples of a pack.", unit="samples")
-    max_batch_size: Positive | None = supported(None, "Most samples of a pack.", unit="samples")
-    sequence_picking_order: PickingOrder = supported("dataloader", "Order of the samples; random draws anew per epoch.")
+    min_batch_size: Positive = supported(1, "Minimum samples per pack.", unit="samples")
+    max_batch_size: Positive | None = supported(None, "Maximum samples per pack.", unit="samples")
+    sequence_picking_order: PickingOrder = supported("dataloader", "Order of samples; random differs between epochs.")
     verbose: Flag = supported(False, "Log the learning rate of every update.")
 
 
 class DataSampling(Section):
-    """Which samples are seen when."""
+    """Choice and order of the samples."""
 
-    enabled: Flag | None = supported(None, "false switches off all that is in the section.")
-    num_epochs: Positive = supported(1000, "A loader of ours ends after so many times the data.", unit="epochs")
-    num_workers: Count = supported(0, "Workers of a loader of ours.")
-    pin_memory: Flag = supported(False, "Page-lock batches of dynamic_batching; other loaders decide by the device.")
-    curriculum_learning: SampledCurriculum | None = detail(None, "By metrics.")
-    dynamic_batching: DynamicBatching | None = detail(None, "Batches by tokens.")
+    enabled: Flag | None = supported(None, "false disables the whole section.")
+    num_epochs: Positive = supported(1000, "Epochs after which the engine's loader ends.", unit="epochs")
+    num_workers: Count = supported(0, "Workers of the engine's loader.")
+    pin_memory: Flag = supported(False, "Pin batches of dynamic_batching; other loaders decide by the device.")
+    curriculum_learning: SampledCurriculum | None = detail(None, "Choose samples by metrics.")
+    dynamic_batching: DynamicBatching | None = detail(None, "Batches by number of tokens.")
 
 
 class LtdScheduleConfig(Section):
-    """Numbers of the schedule of random-LTD."""
+    """Parameters of the random-LTD schedule."""
 
     require_steps: Positive | None = supported(None, "Updates until all tokens are kept.")
     seq_per_step: Positive | None = supported(None, "Kept tokens are multiples of it.", unit="tokens")
 
 
 class LtdSchedule(Section):
-    """How many tokens the layers keep."""
+    """Schedule of the number of tokens that layers keep."""
 
-    min_value: Positive | None = supported(None, "Tokens in the beginning.", unit="tokens")
-    max_value: Positive | None = supported(None, "Tokens in the end.", unit="tokens")
+    min_value: Positive | None = supported(None, "Initial number of tokens.", unit="tokens")
+    max_value: Positive | None = supported(None, "Final number of tokens.", unit="tokens")
     schedule_type: Literal["fixed_linear"] | None = supported(None, "fixed_linear.")
     schedule_config: LtdScheduleConfig | None = detail(None, "Its numbers.")
 
@@ -144,13 +144,13 @@ class LayerTokenLr(Section):
 class RandomLTD(Section):
     """Random layerwise token dropping."""
 
-    enabled: Flag = supported(False, "Leave tokens out of the listed layers.")
+    enabled: Flag = supported(False, "Drop tokens in the listed layers.")
     total_layer_num: Positive | None = supported(None, "Layers of the model.")
-    random_ltd_layer_num: Count | None = check(None, "Must be the number of random_ltd_layer_id.")
-    random_ltd_layer_id: list[Count] | None = supported(None, "The layers, from 0.")
-    model_mask_name: str | None = supported(None, "Keyword of a layer's mask; null: none.")
+    random_ltd_layer_num: Count | None = check(None, "Must be the length of random_ltd_layer_id.")
+    random_ltd_layer_id: list[Count] | None = supported(None, "Indices of the layers, from 0.")
+    model_mask_name: str | None = supported(None, "Name of the layers' mask argument; null: none.")
     model_type: Literal["decoder", "encoder"] | None = ignored(
-        None, "decoder or encoder.", why="masks are cut at the kept tokens, whatever they mask", met=True
+        None, "decoder or encoder.", why="any mask is reduced to the kept tokens", met=True
     )
     hidden_state_order: Literal["batch_seq_dim", "seq_batch_dim"] | None = supported(
         None, "Dimensions of hidden states."
@@ -162,44 +162,44 @@ class RandomLTD(Section):
 
 
 class DataRouting(Section):
-    """What passes through which layers."""
+    """Token dropping in layers."""
 
-    enabled: Flag | None = supported(None, "false switches off all that is in the section.")
-    random_ltd: RandomLTD | None = detail(None, "Tokens left out of layers.")
+    enabled: Flag | None = supported(None, "false disables the whole section.")
+    random_ltd: RandomLTD | None = detail(None, "Random token dropping.")
 
 
 class DataEfficiency(Section):
     """Sampling and token dropping."""
 
-    enabled: Flag | None = supported(None, "false switches off all that is in the section.")
+    enabled: Flag | None = supported(None, "false disables the whole section.")
     seed: Count = supported(1234, "Seed of all random draws here.")
-    data_sampling: DataSampling | None = detail(None, "Which samples.")
-    data_routing: DataRouting | None = detail(None, "Which layers.")
+    data_sampling: DataSampling | None = detail(None, "Choice of samples.")
+    data_routing: DataRouting | None = detail(None, "Token dropping in layers.")
 
 
 class ProgressiveLayerDrop(Section):
-    """Layers left out by chance (arXiv 2010.13369)."""
+    """Random layer dropping (arXiv 2010.13369)."""
 
-    enabled: Flag = supported(False, "Leave layers out, deeper ones more often, and more of them as training proceeds.")
-    theta: Fraction = supported(1.0, "Share of layers that is kept in the end.")
-    gamma: NonNegative = supported(0.001, "How fast it gets there.")
+    enabled: Flag = supported(False, "Drop layers at random: deeper ones more often, and more as training proceeds.")
+    theta: Fraction = supported(1.0, "Final keep probability of the deepest layers.")
+    gamma: NonNegative = supported(0.001, "Rate of the decay to theta.")
 
 
-# What the sections of data efficiency come to: small frozen values, None for what is switched off.
+# Policies of data efficiency; None for disabled features.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifficultyPolicy:
-    """How a difficulty grows with the number of the update, the first being 1."""
+    """A difficulty schedule over updates, counted from 1."""
 
     schedule: Schedule
     minimum: int
     maximum: int
-    total_steps: int = 1  # fixed_linear, fixed_root: the update that has the maximum
-    multiple: int = 1  # the same: difficulties are multiples of it
+    total_steps: int = 1  # fixed_linear, fixed_root: the update that reaches the maximum
+    multiple: int = 1  # fixed_linear, fixed_root: difficulties are multiples of it
     degree: int = 1  # fixed_root
     difficulties: tuple[int, ...] = ()  # fixed_discrete
-    last_steps: tuple[int, ...] = ()  # fixed_discrete: of every difficulty but the last, the last update that has it
+    last_steps: tuple[int, ...] = ()  # fixed_discrete: last update of every difficulty except the last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,14 +209,14 @@ class MetricPolicy:
     name: str
     difficulty: DifficultyPolicy
     by_percentile: bool = False  # difficulty d: the first d / maximum of the samples; else: samples up to d
-    chooses_samples: bool = True  # False: the difficulty is only for what becomes of a batch
+    chooses_samples: bool = True  # False: the difficulty only applies to batches
     index_to_sample: str = ""  # paths of the analyzer's files, without .bin and .idx
     index_to_metric: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPolicy:
-    """Which samples a training sees, and when."""
+    """Choice of samples by metrics."""
 
     seed: int
     num_epochs: int
@@ -230,9 +230,9 @@ class SamplingPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingPolicy:
-    """Batches by tokens."""
+    """Batches by number of tokens."""
 
-    max_tokens: int  # of a pack
+    max_tokens: int  # per pack
     min_samples: int = 1
     max_samples: int | None = None
     order: str = "dataloader"  # or random, seqlen
@@ -251,7 +251,7 @@ class PackingPolicy:
 
     @property
     def limits(self) -> str:
-        """In words."""
+        """The limits of a pack, for messages."""
         most = f" and {self.max_samples} samples" if self.max_samples is not None else ""
         least = f", at least {self.min_samples} samples" if self.min_samples > 1 else ""
         return f"at most {self.max_tokens} tokens{most}{least}"
@@ -259,7 +259,7 @@ class PackingPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLTDPolicy:
-    """Tokens left out of some layers, fewer and fewer."""
+    """Token dropping in some layers, which decreases over training."""
 
     num_layers: int
     layer_ids: tuple[int, ...]
@@ -275,7 +275,7 @@ class RandomLTDPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPolicy:
-    """All of them."""
+    """The policies of all sections of data efficiency."""
 
     sequence_length: DifficultyPolicy | None = None  # of the older section, curriculum_learning
     sampling: SamplingPolicy | None = None
@@ -285,6 +285,6 @@ class DataPolicy:
 
 
 def data_policy(resolved: Resolved) -> DataPolicy:
-    """The config's policy of data efficiency."""
+    """The data efficiency policy of a config."""
     policy: DataPolicy = resolved.extras.get("data_efficiency", DataPolicy())
     return policy

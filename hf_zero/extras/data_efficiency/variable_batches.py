@@ -1,4 +1,4 @@
-"""Loaders and learning rates for batches by tokens, under DeepSpeed's names, in custom loops.
+"""Loaders and learning rate schedules for batches by number of tokens, under DeepSpeed's names, for custom loops.
 
 loader, scheduler, _ = get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(dataset, engine, lengths)
 engine.training_dataloader, engine.lr_scheduler = loader, scheduler
@@ -25,10 +25,10 @@ _ANALYSED_AT_ONCE = 1024
 
 
 class PackDataset(Dataset[list[Any]]):
-    """The samples of a pack, by epoch and place."""
+    """The samples of a pack, accessed by epoch and index."""
 
     def __init__(self, dataset: Any, epoch: Callable[[int], PackedBatches], padding: Padding | None = None) -> None:
-        """`padding`: brings a sample to the longest length of its update."""
+        """`padding`: pads a sample to the maximum length of its update."""
         self._dataset = dataset
         self._epoch = epoch
         self._padding = padding
@@ -46,7 +46,7 @@ class PackDataset(Dataset[list[Any]]):
 
 
 class PackSampler(Sampler[Place]):
-    """The packs of one rank: every `world`-th, from the update that training has come to, to the end of its epoch."""
+    """The packs of one rank (every `world`-th), from the current update of training to the end of its epoch."""
 
     def __init__(
         self, epoch: Callable[[int], PackedBatches], world: int, rank: int, first_update: Callable[[], int] = lambda: 0
@@ -69,11 +69,11 @@ class PackSampler(Sampler[Place]):
 
 
 class VariableBatchSizeLR(LRScheduler):
-    """Scales the rates of another schedule with the number of samples of the update that comes next.
+    """Scales the learning rates of another schedule by the number of samples of the next update.
 
     Args:
-        lr_scheduler: the schedule, for updates of `base_batch_size` samples.
-        batch_sizes: samples of every update, again and again; or a function of the update's number.
+        lr_scheduler: the schedule for updates of `base_batch_size` samples.
+        batch_sizes: samples of every update, repeated cyclically, or a function of the update's number.
         lr_scaling_method: as in `scale_lr`.
     """
 
@@ -87,7 +87,7 @@ class VariableBatchSizeLR(LRScheduler):
         last_epoch: int = -1,
         verbose: bool = False,
     ) -> None:
-        # Not torch's __init__: it would step, and write into the groups before this one knows their rates.
+        # torch's __init__ is not called: it would step and overwrite the rates of the groups before they are read.
         self.base_lr_scheduler = lr_scheduler
         self.base_batch_size = base_batch_size
         self.batch_sizes = batch_sizes
@@ -110,7 +110,7 @@ class VariableBatchSizeLR(LRScheduler):
         return self._last_lr
 
     def step(self, epoch: int | None = None) -> None:
-        """Advance both by one update, or go to the update given."""
+        """Advance both schedules by one update, or to the given update."""
         write_rates(self.optimizer, self.base_lrs)  # many of torch's schedules continue from the values in the groups
         if epoch is None:
             self.base_lr_scheduler.step()
@@ -125,7 +125,7 @@ class VariableBatchSizeLR(LRScheduler):
         return {"base_lr_scheduler": base, "last_epoch": self.last_epoch, "base_lrs": list(self.base_lrs)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The schedule's state, and the rates of the update that comes next. The batches are those of this run."""
+        """Restore the schedule's state and the rates of the next update. Batch sizes are those of this run."""
         self.base_lr_scheduler.load_state_dict(state_dict["base_lr_scheduler"])
         self.last_epoch = state_dict["last_epoch"]
         self.base_lrs = list(state_dict["base_lrs"])
@@ -145,7 +145,7 @@ class VariableBatchSizeLR(LRScheduler):
 
 
 class _Constant:
-    """The rates that an optimizer has."""
+    """A schedule that keeps an optimizer's learning rates."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -168,10 +168,10 @@ def lr_scheduler_for_variable_batch_size(
     lr_scaling_method: str | None = "linear",
     verbose: bool = False,
 ) -> VariableBatchSizeLR:
-    """A schedule over the given one, or over the constant rates of an optimizer.
+    """A schedule that scales the given one, or the constant rates of an optimizer.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: if the argument is neither a schedule nor an optimizer.
     """
     given = lr_scheduler_or_optimizer
     if hasattr(given, "param_groups"):
@@ -194,7 +194,7 @@ def dataloader_for_variable_batch_size(
     required_microbatches_of_same_seqlen: bool = False,
     sample_padding_fn: Padding | None = None,
 ) -> tuple[DataLoader[Any], dict[str, Any]]:
-    """A loader over packs as `batch_by_seqlens` returns them, and what `engine.deepspeed_io` makes the same from."""
+    """A loader over the packs that `batch_by_seqlens` returns, and arguments of `engine.deepspeed_io` for the same."""
     per_update = max(1, len(microbatch_ids) // max(1, len(batch_max_seqlens)))
     packs = [list(samples) for _, samples in microbatch_ids]
     sizes = [sum(map(len, packs[start : start + per_update])) for start in range(0, len(packs), per_update)]
@@ -235,16 +235,17 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size(
     *,
     first_update: Callable[[], int] = lambda: 0,
 ) -> tuple[DataLoader[Any], VariableBatchSizeLR, dict[str, Any]]:
-    """A loader of batches by tokens, a schedule that follows their sizes, and keywords for `engine.deepspeed_io`.
+    """A loader of batches by number of tokens, a schedule that scales with their sizes, and arguments of
+    `engine.deepspeed_io`.
 
     Args:
-        effective_batch_size: packs of an update, over all ranks.
-        dataset_filter_ids: the samples to take; default all.
-        dataloader_batch_size: packs of one forward.
-        first_update: where the loader begins when it is iterated.
+        effective_batch_size: packs per update, over all ranks.
+        dataset_filter_ids: the samples to use; default: all.
+        dataloader_batch_size: packs per forward.
+        first_update: returns the update at which an iteration of the loader begins.
 
     Raises:
-        ValueError: a setting is unknown, or there are not enough samples for an update.
+        ValueError: if a setting is unknown, or there are not enough samples for an update.
     """
     policy = PackingPolicy(
         max_tokens=max_tokens,
@@ -280,20 +281,21 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     sample_padding_fn: Padding | None = None,
     batch_seqlens_fn: Callable[[Any], Any] | None = None,
 ) -> tuple[DataLoader[Any], VariableBatchSizeLR, dict[str, Any]]:
-    """The same, by the engine's section dynamic_batching; the loader begins at the engine's progress.
+    """Like `get_dataloader_and_lr_scheduler_for_variable_batch_size`, with the settings in the engine's section
+    dynamic_batching; the loader begins at the engine's current update.
 
     Args:
-        dataset_seqlens: tokens of every sample; default, those that the analyzer has written to `metrics_path`.
-        batch_seqlens_fn: from a batch to the tokens of its samples, for the analyzer where it has not run. Collective.
+        dataset_seqlens: tokens of every sample; default: those that the analyzer has written to `metrics_path`.
+        batch_seqlens_fn: maps a batch to the tokens of its samples, to run the analyzer if necessary. Collective.
 
     Raises:
-        RuntimeError: the section is not switched on.
-        ValueError: there are no lengths, or not of this data set.
+        RuntimeError: if the section is not enabled.
+        ValueError: if lengths are missing, or belong to another data set.
     """
     policy = data_policy(engine.settings.resolved).packing
     if policy is None:
         raise RuntimeError(
-            "data_efficiency.data_sampling.dynamic_batching is not switched on in the engine's config: set enabled and "
+            "data_efficiency.data_sampling.dynamic_batching is not enabled in the engine's config: set enabled and "
             "max_tokens"
         )
     ranks = engine.groups.data
@@ -332,16 +334,16 @@ def _analysed(
     collate_fn: Callable[[list[Any]], Any] | None,
     batch_seqlens_fn: Callable[[Any], Any] | None,
 ) -> list[int]:
-    """Tokens of every sample, by the analyzer's file."""
+    """Tokens of every sample, from the analyzer's file."""
     key = "data_efficiency.data_sampling.dynamic_batching.metrics_path"
     if policy.metrics_path is None:
         raise ValueError(f"give dataset_seqlens, the tokens of every sample, or set {key} to the analyzer's folder")
     prefix = Path(policy.metrics_path) / "seqlen" / "seqlen_sample_to_metric"
-    are_there = [prefix.with_name(f"{prefix.name}{suffix}").exists() for suffix in (".bin", ".idx")]
-    if not all(engine.groups.world.gather_objects(all(are_there))):
+    exist = [prefix.with_name(f"{prefix.name}{suffix}").exists() for suffix in (".bin", ".idx")]
+    if not all(engine.groups.world.gather_objects(all(exist))):
         if batch_seqlens_fn is None:
             raise ValueError(
-                f"{prefix}.bin and .idx are not there on every rank: run DataAnalyzer with a metric named seqlen, or "
+                f"{prefix}.bin and .idx do not exist on every rank: run DataAnalyzer with a metric named seqlen, or "
                 "give batch_seqlens_fn or dataset_seqlens"
             )
         DistributedDataAnalyzer(
@@ -355,7 +357,7 @@ def _analysed(
         ).run_map_reduce(engine.groups.world)
     lengths = [int(value) for value in IndexedRows(str(prefix)).flat()]
     if len(lengths) != len(dataset):
-        raise ValueError(f"{prefix}: of {len(lengths)} samples, and the data set has {len(dataset)}: analyse this one")
+        raise ValueError(f"{prefix} has {len(lengths)} samples, but the data set has {len(dataset)}: analyze this one")
     return lengths
 
 
@@ -382,7 +384,7 @@ def _loader(
 
 
 class _Joined:
-    """Several packs as one batch. (A class, so that workers can be started by any method.)"""
+    """Collates several packs as one batch. A class, because loader workers may need to pickle it."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
         self._collate = collate_fn or list

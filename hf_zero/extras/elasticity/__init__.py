@@ -1,6 +1,6 @@
-"""Elasticity: one batch that goes with as many numbers of ranks as possible.
+"""Elasticity: one batch size that is compatible with as many numbers of ranks as possible.
 
-Here is the section `elasticity`: its keys, its rule, and the batch sizes that follow from it and the number of ranks.
+This module defines the config section `elasticity`, its rule, and the resulting batch sizes for a number of ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from hf_zero.config.schema.fields import Count, Flag, Positive, PositiveNumber, 
 from hf_zero.config.validate import validate
 from hf_zero.log import logger
 
-# Elastic batch sizes: one batch that goes with as many numbers of ranks as possible. Pure integers.
-#
-# A batch B goes with w ranks when some micro-batch m divides B and w divides B / m. DeepSpeed's choice (versions 0.1
-# and 0.2 of its elasticity) among few candidates: a micro-batch, or the least common multiple of all, times a highly
-# composite number. 0.2 counts in nodes of g ranks, and keeps a job of any size going with a batch of its own.
+# A batch size B is compatible with w ranks if some micro-batch m divides B and w divides B / m. Like versions 0.1 and
+# 0.2 of DeepSpeed's elasticity, we choose among few candidates: a micro-batch, or the least common multiple of all,
+# times a highly composite number. Version 0.2 counts nodes of g ranks; other numbers of ranks get their own batch.
 
 
 # Numbers with more divisors than every smaller one.
@@ -37,12 +35,12 @@ _HIGHLY_COMPOSITE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticRule:
-    """The section, checked.
+    """The validated section.
 
     Attributes:
-        max_batch: samples per update at most.
-        by_nodes: ranks come and go `per_node` at a time (version 0.2).
-        model_ranks: ranks that share one model.
+        max_batch: maximum number of samples per update.
+        by_nodes: whether ranks are added and removed in nodes of `per_node` (version 0.2).
+        model_ranks: number of ranks that share one model.
     """
 
     max_batch: int
@@ -57,12 +55,12 @@ class ElasticRule:
 
 @dataclass(frozen=True, slots=True)
 class ElasticBatch:
-    """The batch of a job.
+    """The batch size of a job.
 
     Attributes:
         batch: samples per update.
-        counts: numbers of data-parallel ranks that it goes with, ascending.
-        micro: samples per forward at the number of ranks asked about; None where that was none.
+        counts: compatible numbers of data-parallel ranks, ascending.
+        micro: samples per forward for the given number of ranks; None if no number was given.
     """
 
     batch: int
@@ -71,7 +69,7 @@ class ElasticBatch:
 
 
 class ElasticProblem(ValueError):
-    """The rule has no batch; `key` of the section is what to change."""
+    """The rule has no batch size; `key` is the key of the section to change."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -79,10 +77,10 @@ class ElasticProblem(ValueError):
 
 
 def elastic_batch(rule: ElasticRule, ranks: int | None = None) -> ElasticBatch:
-    """The batch of a job, and the micro-batch of `ranks` data-parallel ranks times `rule.model_ranks`.
+    """The batch size of a job, and its micro-batch for `ranks` ranks (data-parallel ranks times `rule.model_ranks`).
 
     Raises:
-        ElasticProblem: there is none.
+        ElasticProblem: if there is none.
     """
     if max(rule.micro_batches) > rule.max_batch:
         raise ElasticProblem(
@@ -114,7 +112,7 @@ def _by_nodes(rule: ElasticRule, ranks: int | None) -> ElasticBatch:
     mine = ranks // rule.model_ranks
     if mine in chosen.counts:
         return ElasticBatch(chosen.batch, chosen.counts, _micro(rule, chosen, mine))
-    # A job of another size keeps going with the batch nearest to the largest that its own number divides.
+    # Other numbers of ranks use the largest batch size up to the maximum that is a multiple of their number.
     mine = ranks * data_ranks // rule.per_node
     batches = [rule.max_batch // (micro * mine) * micro * mine for micro in rule.micro_batches] if mine else [0]
     batch = max(batches) if rule.prefers_larger else min(batches)
@@ -130,7 +128,7 @@ def _best(rule: ElasticRule, max_batch: int, min_count: int, max_count: int) -> 
     micros, least = rule.micro_batches, min(rule.micro_batches)
     low, high = min_count or 1, max_count or max_batch // least
     bases = [*micros, math.lcm(*micros)]
-    # Among equals the order of the candidates decides nothing: a larger (smaller) batch always replaces.
+    # The order of equally good candidates does not matter: a larger (smaller) batch size always replaces the best.
     best, counts = least, tuple[int, ...]()
     for batch in sorted({_grown(base, max_batch) for base in bases if base <= max_batch}):
         dividing = valid_counts(batch, micros, low, high)
@@ -146,7 +144,7 @@ def _grown(base: int, max_batch: int) -> int:
 
 
 def valid_counts(batch: int, micros: Iterable[int], low: int, high: int) -> tuple[int, ...]:
-    """All numbers of ranks from `low` to `high` that a batch can be spread over evenly, in micro-batches."""
+    """All numbers of ranks from `low` to `high` over which a batch can be divided evenly in micro-batches."""
     numbers: set[int] = set()
     for micro in micros:
         if batch % micro == 0:
@@ -160,11 +158,11 @@ def _divisors(number: int) -> set[int]:
 
 
 def _micro(rule: ElasticRule, chosen: ElasticBatch, count: int) -> int:
-    """The largest micro-batch for one of the valid numbers of ranks."""
+    """The largest micro-batch for a compatible number of ranks."""
     if count not in chosen.counts:
         raise ElasticProblem(
             "elasticity",
-            f"{count} ranks do not go with the batch of {chosen.batch}; these numbers do: {_shown(chosen.counts)}",
+            f"{count} ranks are not compatible with the batch size {chosen.batch}; valid: {_shown(chosen.counts)}",
         )
     fitting = [micro for micro in rule.micro_batches if chosen.batch // count % micro == 0]
     return max(fitting)
@@ -175,48 +173,48 @@ def _shown(counts: Sequence[int]) -> str:
     return text if len(counts) <= 20 else f"{text}, ... ({len(counts)} of them)"
 
 
-# deepspeed.elasticity: what a scheduler or a script asks about an elasticity section.
+# deepspeed.elasticity: functions for schedulers and scripts.
 
 
 _OLDEST = (0, 3, 8)
 
 
 class ElasticityError(Exception):
-    """Base of errors in elasticity."""
+    """Base class of errors in elasticity."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """The section is missing, off or wrong."""
+    """The section is missing, disabled or invalid."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """The batch does not go with this number of ranks."""
+    """The batch size is not compatible with this number of ranks."""
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether the config has the section, switched on."""
+    """Whether the config has the section and enables it."""
     return bool((ds_config.get("elasticity") or {}).get("enabled", False))
 
 
 def compute_elastic_config(
     ds_config: dict[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[int, list[int]] | tuple[int, list[int], int | None]:
-    """The batch of a job, the numbers of data-parallel ranks it goes with and, where asked for, the micro-batch.
+    """The batch size of a job, the compatible numbers of data-parallel ranks and, if requested, the micro-batch.
 
     Args:
         target_deepspeed_version: at least 0.3.8.
-        world_size: ranks; 0: not known. Version 0.2 then takes the environment's WORLD_SIZE.
+        world_size: number of ranks; 0: unknown, for which version 0.2 uses the environment's WORLD_SIZE.
 
     Raises:
-        ValueError: the config is no dict; a micro-batch is larger than the largest batch.
-        ElasticityConfigError: the section is missing, off or wrong.
-        ElasticityIncompatibleWorldSize: the batch does not go with this number of ranks.
-        ElasticityError: another version of DeepSpeed; a number of ranks per node that the model's does not divide.
+        ValueError: if the config is not a dict, or a micro-batch exceeds the maximum batch size.
+        ElasticityConfigError: if the section is missing, disabled or invalid.
+        ElasticityIncompatibleWorldSize: if the batch size is not compatible with this number of ranks.
+        ElasticityError: for an older version of DeepSpeed, or if model_parallel_size does not divide a node's ranks.
     """
     rule = _rule(ds_config)
     version = tuple(int(number) for number in re.findall(r"\d+", target_deepspeed_version)[:3])
     if version < _OLDEST:
-        raise ElasticityError(f"target_deepspeed_version={target_deepspeed_version!r}: elasticity begins with 0.3.8")
+        raise ElasticityError(f"target_deepspeed_version={target_deepspeed_version!r}: elasticity needs at least 0.3.8")
     ranks = world_size or (_world_size() if rule.by_nodes else None)
     try:
         chosen = elastic_batch(rule, ranks)
@@ -226,7 +224,7 @@ def compute_elastic_config(
     if not world_size and not return_microbatch:
         return chosen.batch, list(chosen.counts)
     micro = chosen.micro
-    if micro is None:  # no number of ranks is known: the largest that goes with any
+    if micro is None:  # the number of ranks is unknown: use the largest possible one
         micro = max((m for m in rule.micro_batches if chosen.batch % m == 0), default=None)
     return chosen.batch, list(chosen.counts), micro
 
@@ -237,7 +235,7 @@ def _rule(ds_config: object) -> ElasticRule:
     if "elasticity" not in ds_config:
         raise ElasticityConfigError('the config has no "elasticity" section')
     if not elasticity_enabled(ds_config):
-        raise ElasticityConfigError('elasticity is switched off: set "enabled": true in its section')
+        raise ElasticityConfigError('elasticity is disabled: set "enabled": true in its section')
     return _checked(ds_config["elasticity"])
 
 
@@ -262,13 +260,13 @@ def _world_size() -> int:
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any]) -> None:
-    """The section that a scheduler has put into DEEPSPEED_ELASTICITY_CONFIG asks for the same batches as this one.
+    """Check that the scheduler's section in DEEPSPEED_ELASTICITY_CONFIG gives the same batch sizes as this one.
 
     Raises:
-        ElasticityConfigError: it does not.
+        ElasticityConfigError: if it does not.
     """
     if SCHEDULERS not in os.environ:
-        logger.warning("%s is not set: nothing says that a scheduler keeps to these numbers of ranks", SCHEDULERS)
+        logger.warning("%s is not set: the scheduler may choose incompatible numbers of ranks", SCHEDULERS)
         return
     problems = list(scheduler_problems(_checked(runtime_elastic_config_dict)))
     if problems:
@@ -276,28 +274,28 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any])
 
 
 class Elasticity(Section):
-    """A batch size that goes with many numbers of ranks (docs/elasticity.md)."""
+    """A batch size for many numbers of ranks (docs/elasticity.md)."""
 
-    enabled: Flag = supported(False, "The three batch sizes follow from this section and the number of ranks.")
-    max_train_batch_size: Positive | None = supported(None, "Samples per update at most.", unit="samples")
-    micro_batch_sizes: list[Positive] | None = supported(None, "Samples per forward to choose from.", unit="samples")
-    min_gpus: Positive = supported(1, "Ranks at least.")
-    max_gpus: Positive = supported(10000, "Ranks at most.")
-    min_time: Count = ignored(0, "For a scheduler.", why="nothing reads it, nor in DeepSpeed", unit="minutes")
+    enabled: Flag = supported(False, "Compute the three batch sizes from this section and the number of ranks.")
+    max_train_batch_size: Positive | None = supported(None, "Maximum samples per update.", unit="samples")
+    micro_batch_sizes: list[Positive] | None = supported(None, "Allowed micro-batches.", unit="samples")
+    min_gpus: Positive = supported(1, "Minimum number of ranks.")
+    max_gpus: Positive = supported(10000, "Maximum number of ranks.")
+    min_time: Count = ignored(0, "For a scheduler.", why="it is not used, as in DeepSpeed", unit="minutes")
     version: PositiveNumber = supported(0.2, "0.1: any number of ranks; 0.2: whole nodes.")
-    prefer_larger_batch: Flag = supported(True, "Of equally good batch sizes take the larger.")
-    ignore_non_elastic_batch_info: Flag = supported(False, "Batch sizes written beside the section do not matter.")
-    num_gpus_per_node: Positive = supported(1, "0.2: ranks that come and go together.")
+    prefer_larger_batch: Flag = supported(True, "Prefer the larger of equally good batch sizes.")
+    ignore_non_elastic_batch_info: Flag = supported(False, "Ignore batch sizes outside of the section.")
+    num_gpus_per_node: Positive = supported(1, "0.2: ranks that are added and removed together.")
     model_parallel_size: Positive = supported(1, "0.2: ranks per model.")
 
 
 _VERSIONS = (0.1, 0.2)
-# Where a scheduler leaves the section by which it chooses numbers of ranks.
+# Variable with the section that a scheduler uses to choose numbers of ranks.
 SCHEDULERS = "DEEPSPEED_ELASTICITY_CONFIG"
 
 
 def rule_of(section: Elasticity) -> tuple[ElasticRule | None, list[Problem]]:
-    """The rule that a switched-on section states, or what is wrong with it."""
+    """The rule of an enabled section, or its problems."""
     problems = list(_section_problems(section))
     if problems:
         return None, problems
@@ -319,7 +317,7 @@ def _section_problems(section: Elasticity) -> Iterator[Problem]:
     for name in ("max_train_batch_size", "micro_batch_sizes"):
         value = getattr(section, name)
         if not value:
-            rule = "must be given where elasticity is enabled"
+            rule = "must be given if elasticity is enabled"
             yield Problem(f"elasticity.{name}", ABSENT if value is None else value, rule, "see docs/elasticity.md")
     if section.version not in _VERSIONS:
         yield Problem("elasticity.version", section.version, "must be 0.1 or 0.2", "0.2 counts in whole nodes")
@@ -332,7 +330,7 @@ def _section_problems(section: Elasticity) -> Iterator[Problem]:
 
 
 def scheduler_problems(rule: ElasticRule) -> Iterator[Problem]:
-    """How the section that a scheduler goes by differs from the config's in what decides the batch."""
+    """Differences between the scheduler's section and the config's that affect the batch size."""
     seen = os.environ.get(SCHEDULERS)
     if seen is None:
         return
@@ -360,8 +358,7 @@ def scheduler_problems(rule: ElasticRule) -> Iterator[Problem]:
 def elastic_sizes(
     config: Any, data_ranks: int, is_written: Callable[[str], bool], tensor_size: int = 1
 ) -> Sizes | None:
-    """The batch sizes of a job of so many ranks that see other samples. A size of the author's own that differs is a
-    problem."""
+    """The batch sizes of a job with `data_ranks` data-parallel ranks. Explicit sizes that differ are problems."""
     section: Elasticity | None = config.elasticity
     if section is None or not section.enabled:
         return None
@@ -376,7 +373,7 @@ def elastic_sizes(
         chosen = elastic_batch(rule, data_ranks)
     except ElasticProblem as error:
         paths = ", ".join(f"elasticity.{key}" if key != "elasticity" else key for key in error.key.split(", "))
-        fix = "start a number of ranks that goes with it, or change the section"
+        fix = "start a compatible number of ranks, or change the section"
         return Sizes(problems=(Problem(paths, section.model_dump(exclude_unset=True), str(error), fix),))
     assert chosen.micro is not None, "asked for a number of ranks"
     sizes = BatchPolicy(
@@ -396,7 +393,7 @@ def _contradictions(config: Any, sizes: BatchPolicy, is_written: Callable[[str],
         if given is not None and given != value and is_written(name):
             rule = f"elasticity makes it {value} for this number of ranks"
             fix = (
-                "remove it (a DataLoader of your own needs the sizes of compute_elastic_config), or set "
+                "remove it (your own DataLoader needs the sizes of compute_elastic_config), or set "
                 "elasticity.ignore_non_elastic_batch_info to true"
             )
             yield Problem(name, given, rule, fix, edit=Edit((name,)))

@@ -1,8 +1,8 @@
-"""DeepSpeed's memory estimators, by its names, signatures and formulas, with its printed tables.
+"""DeepSpeed's memory estimators, with its names, signatures, formulas and printed tables.
 
-They are what DeepSpeed says about DeepSpeed: 18 bytes per parameter under 16-bit training with Adam, no activations, no
-buffers (`deepspeed.runtime.zero.stage_1_and_2` and `stage3`, 0.19.8). hf_zero's own figures are those of
-`python -m hf_zero plan`. P parameters, Y those of the largest layer, g GPUs per node, N nodes, G = gN, f the factor:
+They estimate DeepSpeed's memory: 18 bytes per parameter for 16-bit training with Adam, no activations, no buffers
+(`deepspeed.runtime.zero.stage_1_and_2` and `stage3`, 0.19.8). Use `python -m hf_zero plan` for hf_zero's own memory.
+P: parameters, Y: those of the largest layer, g: GPUs per node, N: nodes, G = gN, f: the buffer factor:
 
 | stage, offload         | GPU bytes  | CPU bytes                                          |
 |------------------------|------------|----------------------------------------------------|
@@ -12,8 +12,8 @@ buffers (`deepspeed.runtime.zero.stage_1_and_2` and `stage3`, 0.19.8). hf_zero's
 | 3, optimizer           | 4Y + 2P/G  | 16P/N f, or P max(4g, 16/N) f                      |
 | 3, none                | 4Y + 18P/G | 4Y g f, or 4P g f                                  |
 
-Two things differ from its printed text, both faults there: a device is shown as `cpu ` on every Python (DeepSpeed shows
-`OffloadDeviceEnum.cpu` since 3.11), and models on the meta device or in stage 3's shards are counted whole.
+Two bugs of DeepSpeed's output are not reproduced: devices are printed as `cpu ` with every Python (DeepSpeed prints
+`OffloadDeviceEnum.cpu` since 3.11), and models on the meta device or sharded at stage 3 are counted in full.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """(CPU, GPU) bytes of one node and of one GPU, at stage 2."""
+    """(CPU bytes per node, GPU bytes per GPU) at stage 2."""
     gpus = num_nodes * num_gpus_per_node
     if cpu_offload:
         on_gpu = 2 * total_params
@@ -59,11 +59,11 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """(CPU, GPU, largest layer) bytes, at stage 3. Parameters are offloaded only together with the optimizer.
+    """(CPU, GPU, largest layer) bytes at stage 3. Parameters are only offloaded together with the optimizer.
 
     Args:
         largest_layer_params: own parameters of the largest single module.
-        zero_init: whether the model is built in shards, so that no rank ever holds all of it.
+        zero_init: whether the model is built in shards, so that no rank ever holds the full model.
     """
     gpus, node_share = num_nodes * num_gpus_per_node, 1 / num_nodes
     gathered = 4 * largest_layer_params
@@ -140,8 +140,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """(parameters, those of the module that has the most itself). Memory that several share counts once; what stage 3
-    has sharded counts whole."""
+    """(all parameters, the most parameters that a single module owns). Shared memory counts once; parameters sharded at
+    stage 3 count in full."""
     total = sum({_memory(parameter): _numel(parameter) for parameter in model.parameters()}.values())
     own = (sum(map(_numel, module.parameters(recurse=False))) for module in model.modules())
     return total, max(own, default=0)
@@ -153,7 +153,7 @@ def _numel(parameter: nn.Parameter) -> int:
 
 
 def _memory(parameter: nn.Parameter) -> tuple[str, int]:
-    """The memory of a parameter, which tells two apart."""
+    """A key that identifies the memory of a parameter."""
     if of(parameter) is not None or parameter.is_meta or parameter.data_ptr() == 0:
         return "object", id(parameter)
     return "address", parameter.data_ptr()

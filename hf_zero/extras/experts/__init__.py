@@ -1,6 +1,6 @@
-"""Expert parallelism: ranks hold some experts each, and tokens travel to those that they are routed to.
+"""Expert parallelism: each rank holds some experts, and tokens are sent to the ranks of their experts.
 
-Here is the section `expert_parallel`, with DeepSpeed's keys, and what does not go with it.
+This module defines the config section `expert_parallel`, with DeepSpeed's keys, and its incompatibilities.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 PATH = "expert_parallel.autoep_size"
-_SEEN = "transformers' packed experts say by themselves what they are"
+_SEEN = "transformers' packed experts are detected automatically"
 _ROUTED = "the model's own router decides; set it in the model's config"
-_COMPUTED = "the model's experts_implementation says how experts compute (eager, batched_mm, grouped_mm)"
+_COMPUTED = "the model's experts_implementation decides (eager, batched_mm, grouped_mm)"
 _SENT = (
     "per token and layer of experts a rank sends 4 x experts per token x hidden_size elements, forward and backward, "
-    "besides what is said of parameters, which counts experts as if they were sharded with the rest"
+    "in addition to the traffic of parameters, which counts experts as if they were sharded with the rest"
 )
-_EXCHANGED = "rows travel in one all-to-all each way"
+_EXCHANGED = "rows are sent by one all-to-all in each direction"
 
 
 def _seen(doc: str) -> Any:
@@ -39,10 +39,10 @@ def _routed(default: Any, doc: str) -> Any:
 
 
 class ExpertParallel(Section):
-    """Experts spread over ranks, and tokens sent to them (docs/experts.md)."""
+    """Experts are distributed over ranks, and tokens are sent to them (docs/experts.md)."""
 
-    enabled: Flag = supported(False, "Spread experts over groups of autoep_size ranks.")
-    autoep_size: Positive = supported(1, "Consecutive ranks that hold all experts between them.", unit="ranks")
+    enabled: Flag = supported(False, "Distribute experts over groups of autoep_size ranks.")
+    autoep_size: Positive = supported(1, "Consecutive ranks that together hold all experts.", unit="ranks")
     preset_model: str | None = _seen("Known model family.")
     moe_layer_pattern: str | None = _seen("Names of layers with experts.")
     expert_pattern: str | None = _seen("Name of their experts.")
@@ -50,48 +50,48 @@ class ExpertParallel(Section):
     expert_w1: str | None = _seen("Name of a matrix.")
     expert_w2: str | None = _seen("Name of a matrix.")
     expert_w3: str | None = _seen("Name of a matrix.")
-    num_experts_attr: str | None = _seen("Where the model's config has the number of experts.")
-    top_k_attr: str | None = _seen("Where it has the number that a token uses.")
-    has_shared_experts: Flag | None = _seen("Whether there are experts that all tokens use.")
-    shared_experts_pattern: str | None = _seen("Their name.")
-    shared_experts_gate_pattern: str | None = _seen("The name of their gate.")
-    expert_activation: str | None = _seen("What stands between their matrices.")
+    num_experts_attr: str | None = _seen("Name of the number of experts in the model's config.")
+    top_k_attr: str | None = _seen("Name of the number of experts per token in the model's config.")
+    has_shared_experts: Flag | None = _seen("Whether the model has experts that all tokens use.")
+    shared_experts_pattern: str | None = _seen("Name of the shared experts.")
+    shared_experts_gate_pattern: str | None = _seen("Name of the gate of the shared experts.")
+    expert_activation: str | None = _seen("Activation of the experts.")
     use_grouped_mm: Flag = ignored(True, "Grouped products.", why=_COMPUTED, met=True)
     disable_triton_grouped_mm: Flag = ignored(False, "Without Triton.", why=_COMPUTED, met=True)
     gate_up_impl: str = ignored("separate", "Products of gate and up.", why=_COMPUTED, met=True)
     combine_impl: str = ignored(
-        "auto", "How outputs are added up.", why="they are weighted where their tokens come from", met=True
+        "auto", "How outputs are combined.", why="the ranks of the tokens weight and add them", met=True
     )
-    row_weighting_impl: str = ignored("auto", "How rows are weighted.", why="only its DeepEP route has it", met=True)
-    async_split_plan: Flag = ignored(False, "Copy counts beside other work.", why=_EXCHANGED, met=True)
-    comm_backend: Any = unsupported("comm", "How rows travel.", why="DeepEP is not supported; remove it")
+    row_weighting_impl: str = ignored("auto", "How rows are weighted.", why="only DeepEP uses it", met=True)
+    async_split_plan: Flag = ignored(False, "Copy counts asynchronously.", why=_EXCHANGED, met=True)
+    comm_backend: Any = unsupported("comm", "How rows are sent.", why="DeepEP is not supported; remove it")
     comm_num_sm: Positive = ignored(12, "For DeepEP.", why=_EXCHANGED, met=True)
     comm_qp_margin: Any = ignored(4, "For DeepEP.", why=_EXCHANGED, met=True)
     comm_max_tokens_per_rank: Any = ignored(0, "For DeepEP.", why=_EXCHANGED, met=True)
     expert_tensor_parallel_size: Positive = unsupported(
-        1, "Cut experts as well.", why="each rank holds whole experts; raise autoep_size instead"
+        1, "Tensor parallelism of experts.", why="each rank holds whole experts; raise autoep_size instead"
     )
     validate_folding_routing: Flag = ignored(
-        False, "Compare routing between tensor ranks.", why="experts and tensor groups do not go together", met=True
+        False, "Compare routing between tensor ranks.", why="experts and tensor groups cannot be combined", met=True
     )
     route_norm: Flag | None = _routed(None, "Normalise the weights of a token's experts.")
     route_scale: Any = _routed(1.0, "Scale them.")
     routed_scaling_factor: Any = _routed("auto", "Scale them.")
     score_apply: str = _routed("auto", "Weight before or after the experts.")
     score_func: str = _routed("auto", "softmax or sigmoid.")
-    top_k: Any = _routed("auto", "Experts of a token.")
+    top_k: Any = _routed("auto", "Experts per token.")
     num_expert_groups: Any = _routed(None, "Groups of experts for group-limited routing.")
     num_limited_groups: Any = _routed(None, "Groups that a token may use.")
     load_balance_coeff: Any = _routed(None, "Loss of the router (DeepSpeed refuses it, too).")
 
     @property
     def size(self) -> int:
-        """Ranks that hold all experts between them."""
+        """Number of ranks that together hold all experts."""
         return self.autoep_size if self.enabled else 1
 
 
 def expert_size(config: Root) -> int:
-    """Ranks that hold all experts between them; 1 where a config spreads none."""
+    """Number of ranks that together hold all experts; 1 without expert parallelism."""
     return config.section(ExpertParallel).size
 
 
@@ -100,7 +100,7 @@ def examine(config: Root) -> Examined:
     if section.size == 1:
         return Examined()
     problems = [
-        Problem(PATH, section.autoep_size, f"experts over ranks do not go with {what}: {why}", fix)
+        Problem(PATH, section.autoep_size, f"expert parallelism is not supported with {what}: {why}", fix)
         for what, why, fix in _beside(config)
     ]
     remark = Remark(PATH, _SENT, section.autoep_size)
@@ -108,16 +108,16 @@ def examine(config: Root) -> Examined:
 
 
 def _beside(config: Root) -> Iterator[tuple[str, str, str]]:
-    """What does not go together, why, and what to do."""
+    """Incompatible settings, each with the reason and the fix."""
     tensor = config.tensor_parallel
     if config.section(Zero).stage == 0:
-        why = "its checkpoints are the file of one rank, which has all states; stage 1 sends as many bytes"
+        why = "rank 0 would have to save the states of all ranks; stage 1 sends as many bytes"
         yield "stage 0", why, "set zero_optimization.stage to 1, 2 or 3"
     parts = config.section(ExpertParallel).size * config.sequence_parallel_size
     shard = shard_size_in(config.section(Zero), config.hf_zero or HfZero())
     if isinstance(shard, int) and shard % parts:
         why = f"ranks per shard group = n x autoep_size x sequence_parallel_size does not hold: {shard} != n x {parts}"
-        yield f"a shard group of {shard}", why, "give a larger shard group, in which all experts are"
+        yield f"a shard group of {shard}", why, "use a larger shard group, which contains all experts"
     if tensor is not None and tensor.autotp_size > 1:
         yield "tensor_parallel.autotp_size", "its ranks would send the same tokens twice", "use one of the two"
 

@@ -1,17 +1,17 @@
-"""A model whose ranks hold some experts each: transformers' packed experts, cut along their first dimension.
+"""Distributes transformers' packed experts over ranks, by cutting their parameters along the first dimension.
 
-Tokens on their way to the ranks that hold their experts, and what experts make of them on its way back.
+Tokens are sent to the ranks of their experts, and the outputs are sent back:
 
     rank 0, tokens t0 t1 t2, two experts each           rank 0 holds e0 e1, rank 1 holds e2 e3
         rows by expert    e0:t0 e1:t2 | e2:t0 e2:t1 e3:t1 e3:t2
-        sent                  here    |        to rank 1             one all-to-all of rows, of any counts
-        computed          what has come for each expert, from all ranks
-        sent back         the same rows in the same order            one all-to-all, counts the other way round
-        added up          each token's rows, weighted where the token is: so gradients of weights do not travel
+        sent                  here    |        to rank 1             one all-to-all of rows, with any counts
+        computed          all rows received for each expert, from all ranks
+        sent back         the same rows in the same order            one all-to-all, with the counts reversed
+        combined          each token's rows, weighted on the token's rank: no gradients of routing weights are sent
 
-Backward sends the gradients of both along the same ways. Per token a rank sends 2 x experts per token rows of
-hidden_size elements forward and as many backward, as far as the experts are on other ranks; and counts forward.
-`ExpertGroups` says which ranks hold all experts between them; each of them sees samples of its own.
+Backward sends the gradients of both in the reverse directions. Per token, a rank sends 2 x experts per token rows of
+hidden_size elements in forward and as many in backward, as far as the experts are on other ranks, plus the counts in
+forward. `ExpertGroups` defines the ranks that together hold all experts; each of them processes its own samples.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from hf_zero.log import logger
 from hf_zero.params.partitioning import unpartition
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From rows [n, hidden], their experts [n, 1] and weights [n, 1] to rows."""
+"""Maps rows [n, hidden], their experts [n, 1] and weights [n, 1] to output rows."""
 
 
 @uncompiled
 def through_experts(
     group: Collectives, hidden: Tensor, chosen: Tensor, weights: Tensor, compute: Compute, *, own: int, trains: bool
 ) -> Tensor:
-    """The output of all ranks' experts for this rank's tokens, in the shape of `hidden`. Collective, and in
-    backward again.
+    """The output of all ranks' experts for this rank's tokens, in the shape of `hidden`. Collective in forward and
+    backward.
 
     Args:
-        hidden: [..., hidden_size], any number of tokens on each rank.
-        chosen: [tokens, k], numbers of experts.
+        hidden: [..., hidden_size], with any number of tokens on each rank.
+        chosen: [tokens, k], indices of experts.
         weights: [tokens, k].
-        compute: this rank's experts, by their own numbers.
-        own: how many these are; rank r has those from r * own on.
-        trains: whether they want gradients.
+        compute: this rank's experts, by local index.
+        own: their number; rank r holds the experts from r * own on.
+        trains: whether they need gradients.
 
-    On the meta device, where routes are unknown, as many tokens go to each rank.
+    On the meta device, where routes are unknown, every rank gets the same number of tokens.
     """
     tokens, k = chosen.shape
     flat = chosen.reshape(-1)
@@ -77,9 +77,9 @@ def through_experts(
         away, here = torch.stack([sent, received]).view(2, group.size, own).sum(-1).tolist()
     rows = hidden.reshape(tokens, -1)[order // k]
     if trains and torch.is_grad_enabled() and not rows.requires_grad:
-        rows.requires_grad_()  # all ranks of the group meet in backward, also those to which no token has come
+        rows.requires_grad_()  # all ranks must join the collectives of backward, even without tokens
     arrived = _travel(group, rows, away, here)
-    outputs = arrived  # as it is where nothing has come, which keeps it in the graph
+    outputs = arrived  # unchanged if empty, which keeps it in the graph
     if len(arrived):
         experts = torch.arange(own, device=flat.device).repeat(group.size)
         numbers = experts.repeat_interleave(received, output_size=len(arrived))
@@ -90,7 +90,7 @@ def through_experts(
 
 
 def _travel(group: Collectives, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Send the first `sent[0]` of `rows` [n, hidden] to the first rank, and so on; returns what has arrived here."""
+    """Send the first `sent[0]` of `rows` [n, hidden] to the first rank, and so on; returns the received rows."""
     return cast("Tensor", _Travel.apply(group, rows, tuple(sent), tuple(received)))
 
 
@@ -116,14 +116,14 @@ def _swapped(group: Collectives, rows: Tensor, sent: Sequence[int], received: Se
     return arrived
 
 
-_TELLS = ("num_experts", "is_transposed", "has_gate", "_apply_gate")  # what transformers' decorator leaves on experts
+_TELLS = ("num_experts", "is_transposed", "has_gate", "_apply_gate")  # set by transformers' decorator of experts
 
 
 class SpreadExperts:
-    """Before a class of packed experts: its forward gets tokens of all ranks for this rank's experts.
+    """Mixin for a class of packed experts, whose forward then gets the tokens of all ranks for this rank's experts.
 
     Attributes:
-        num_experts: this rank's.
+        num_experts: number of this rank's experts.
     """
 
     expert_group: Collectives
@@ -139,23 +139,24 @@ class SpreadExperts:
 
 
 def spread(model: nn.Module, group: Collectives, device: torch.device) -> None:
-    """Leave this rank its share of every layer's experts; those of the group's first rank count. Once. Collective.
+    """Keep only this rank's share of every layer's experts, with the values of the group's first rank. Layers that are
+    already distributed are skipped. Collective.
 
-    Modules and parameters stay the same objects. What `zero.Init` has sharded is gathered layer by layer.
+    Modules and parameters stay the same objects. Parameters sharded by `zero.Init` are gathered layer by layer.
 
     Raises:
-        ValueError: the model has no packed experts, or not as many as can be dealt out.
+        ValueError: if the model has no packed experts, or their number is not divisible by the group's size.
     """
     packed = [(name, each) for name, each in model.named_modules() if all(hasattr(each, tells) for tells in _TELLS)]
     if not packed:
         raise ValueError(
             f"{type(model).__name__} has no packed experts of transformers (one tensor for all experts of a layer); "
-            "modules of single experts are not spread"
+            "modules of single experts are not supported"
         )
     for name, module in packed:
         if isinstance(module, SpreadExperts):
             if module.expert_group.ranks != group.ranks:
-                raise ValueError(f"the experts of {name} have been spread over ranks {module.expert_group.ranks}")
+                raise ValueError(f"the experts of {name} are distributed over ranks {module.expert_group.ranks}")
             continue
         _check(name, module, group.size)
         around = [wrapper for wrapper in _around(model) if wrapper.get_base_layer() is module]
@@ -163,7 +164,7 @@ def spread(model: nn.Module, group: Collectives, device: torch.device) -> None:
         for wrapper in around:
             unpartition(wrapper)
         _spread(module, around, group, device)
-    logger.info("expert parallelism: the experts of %d layers are spread over %d ranks", len(packed), group.size)
+    logger.info("expert parallelism: the experts of %d layers are distributed over %d ranks", len(packed), group.size)
 
 
 def _check(name: str, module: Any, size: int) -> None:
@@ -172,10 +173,10 @@ def _check(name: str, module: Any, size: int) -> None:
         raise ValueError(f"{name}: {rule}")
     parameters = list(inspect.signature(module.forward).parameters)
     if len(parameters) != 3:
-        raise ValueError(f"{name}: experts that take {', '.join(parameters)} are not known")
+        raise ValueError(f"{name}: experts with the arguments {', '.join(parameters)} are not supported")
     for own, parameter in module.named_parameters(recurse=False):
         if not parameter.is_floating_point():
-            raise ValueError(f"{name}.{own} is of {parameter.dtype}: load the model without quantization_config")
+            raise ValueError(f"{name}.{own} has dtype {parameter.dtype}: load the model without quantization_config")
 
 
 @torch.no_grad()
@@ -197,7 +198,7 @@ def _spread(module: Any, around: list[Any], group: Collectives, device: torch.de
             _keep(b.weight, 1, columns, group, device)
             a.out_features = b.in_features = share * rank
         wrapper.num_experts = share
-        if share == 1:  # which PEFT takes for a matrix, with its outputs first
+        if share == 1:  # PEFT would treat it as a matrix with its outputs first
             wrapper.get_delta_weight = partial(_delta_of_one, wrapper)
     module.expert_group, module.num_experts, module.packed = group, share, tuple(own)
     kind = type(module)
@@ -205,7 +206,7 @@ def _spread(module: Any, around: list[Any], group: Collectives, device: torch.de
 
 
 def _delta_of_one(wrapper: Any, adapter: str) -> Tensor:
-    """What the adapter adds to the only expert of a pack, in the pack's shape."""
+    """The adapter's delta weight for the only expert of a packed parameter, in the parameter's shape."""
     delta = wrapper.lora_B[adapter].weight @ wrapper.lora_A[adapter].weight * wrapper.scaling[adapter]
     turned: Tensor = delta if wrapper._did_swap_in_out_features else delta.T
     return turned.unsqueeze(0).to(wrapper.get_param().dtype)
@@ -225,7 +226,7 @@ def _keep(
 
 
 def _around(model: nn.Module) -> Iterator[Any]:
-    """PEFT's adapters of single parameters. PEFT is never imported here: what is not imported stands around nothing."""
+    """PEFT's wrappers of single parameters. PEFT is not imported here: without it, no wrappers exist."""
     kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if kind is not None:
         yield from (module for module in model.modules() if isinstance(module, kind))
@@ -233,8 +234,8 @@ def _around(model: nn.Module) -> Iterator[Any]:
 
 class ExpertGroups(ProgramGroups):
     """
-    world 4, 2 ranks along it         rank 0 1 | 2 3
-        all experts between them               2 3      of rank 2
+    world 4, 2 ranks along it         rank 0 1 | 2 3    groups of rank 2:
+        together all experts                   2 3
         the same experts                     0   2
         everything else                      0 1 2 3    shards of the states
     """
@@ -247,7 +248,7 @@ class ExpertGroups(ProgramGroups):
 
     @classmethod
     def given(cls, model: nn.Module, mpu: Any, mesh_param: Any) -> ExpertGroups | None:
-        """The config alone says it."""
+        """Always None: only the config defines expert groups."""
         return None
 
     @classmethod
@@ -264,7 +265,7 @@ class ExpertGroups(ProgramGroups):
         return across(self.partition)
 
     def get_expert_data_parallel_group(self) -> Any:
-        """Collective at first use."""
+        """The torch process group of ranks with the same experts. Collective at first use."""
         return torch_group(self._alike)
 
     def get_expert_data_parallel_world_size(self) -> int:
@@ -275,16 +276,16 @@ class ExpertGroups(ProgramGroups):
 
     @classmethod
     def prepare(cls, model: nn.Module, groups: ParallelGroups, asked: ExpertGroups | None) -> None:
-        """Leave each rank its experts of `model`. Collective.
+        """Keep only each rank's experts of `model`. Collective.
 
         Raises:
-            ConfigError: its experts cannot be spread, or ranks are along another dimension, too.
+            ConfigError: if the experts cannot be distributed, or another dimension of the mesh splits weights, too.
         """
-        assert asked is not None, "only loaded where the config asks"
+        assert asked is not None, "only called if the config enables it"
         parts = [each.name for each in groups.mesh.dimensions if each.weights == "parts"]
         try:
             if parts:
-                raise ValueError(f"experts over ranks do not go with {', '.join(parts)} parallelism yet")
+                raise ValueError(f"expert parallelism is not supported with {', '.join(parts)} parallelism yet")
             spread(model, groups.along(cls.name), local_device())
         except ValueError as error:
             fix = "give another size, or remove expert_parallel"

@@ -1,4 +1,4 @@
-"""1-bit Adam, 1-bit LAMB and 0/1 Adam average compressed momentum instead of gradients."""
+"""1-bit Adam, 1-bit LAMB and 0/1 Adam, which average compressed momentum instead of gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _not_published = Only(False, "is not part of the published algorithm; DeepSpeed 
 
 
 _backend = one_of(
-    ("nccl", "mpi", "hccl", "compressed"), 'must be "nccl", "mpi", "hccl" or "compressed" (it changes nothing here)'
+    ("nccl", "mpi", "hccl", "compressed"), 'must be "nccl", "mpi", "hccl" or "compressed" (it has no effect)'
 )
 
 

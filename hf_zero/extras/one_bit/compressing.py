@@ -1,15 +1,15 @@
-"""Common code of the 1-bit optimizers: a warm-up counted in updates, and momentum sent at one bit per element.
+"""Common code of the 1-bit optimizers: a warm-up counted in updates, then momentum sent at one bit per element.
 
-Until a given update they are ordinary optimizers on reduced gradients. From then on ranks no longer reduce gradients:
-each adds its own to the momentum, and `CompressedMean` averages the momentum at one bit per element, with what was
-rounded away carried on to the next call:
+During warm-up they are ordinary optimizers with reduced gradients. Afterwards, ranks no longer reduce gradients: each
+adds its own gradient to the momentum, and `CompressedMean` averages the momentum at one bit per element, with the
+compression error fed back into the next call:
 
     worker   y = x + error        sends s * sign(y), one s per tensor            error = y - s * sign(y)
     server   z = mean over ranks of s * sign(y) + error       (rank j serves the j-th of `world` equal chunks)
              sends s' * sign(z), one s' per tensor in the chunk                 error = z - s' * sign(z)
-    all      take s' * sign(z) of every chunk
+    all      use s' * sign(z) of every chunk
 
-An element costs two bits in all: one on its way to the server, one back. Source: Tang et al. 2021 (arXiv 2102.02888).
+Each element costs two bits: one to the server, and one back. Source: Tang et al. 2021 (arXiv 2102.02888).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALIGN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tensor's part of one chunk: elements [start, stop) of the line, `numel` of which are no padding."""
+    """A tensor's part of one chunk: elements [start, stop) of the flat tensor, of which `numel` are not padding."""
 
     tensor: int
     start: int
@@ -47,18 +47,18 @@ class _Piece:
 
 
 class CompressedMean:
-    """Compresses one flat line that holds several tensors. Every rank has one; calls are collective.
+    """Averages a flat tensor that holds several tensors, with compression and error feedback. Calls are collective.
 
     Attributes:
-        worker_error: 1-D, as long as the vector: what this rank's messages have left out so far.
-        server_error: 1-D, this rank's chunk: the same for what it sends as a server.
+        worker_error: 1-D, with the length of the flat tensor: accumulated compression error of this rank.
+        server_error: 1-D, for this rank's chunk: accumulated compression error of this rank as a server.
     """
 
     def __init__(self, collectives: Collectives, flat: Tensor, tensors: Sequence[Interval]) -> None:
         """
         Args:
-            flat: 1-D; only its length, dtype and device count. Its length is a multiple of 8 * world.
-            tensors: where they lie, in order; each starts at a multiple of 8.
+            flat: 1-D; only its length, dtype and device are used. The length must be a multiple of 8 * world.
+            tensors: intervals of the tensors, in order; each starts at a multiple of 8.
         """
         assert flat.numel() % (PER_BYTE * collectives.size) == 0
         assert all(tensor.start % PER_BYTE == 0 for tensor in tensors)
@@ -72,7 +72,7 @@ class CompressedMean:
 
     @torch.no_grad()
     def average(self, flat: Tensor, tensors: Collection[int]) -> None:
-        """Replace these tensors in `flat` by their compressed mean, the same on all ranks. The others stay."""
+        """Replace these tensors in `flat` by their compressed mean, the same on all ranks; others are unchanged."""
         received = self._send_to_servers(flat, tensors)
         row = self._serve(received, tensors)
         rows = self._collectives.gather_rows(row, row.new_empty)
@@ -88,9 +88,9 @@ class CompressedMean:
 
     @torch.no_grad()
     def error_feedback(self) -> Tensor:
-        """The error of the mean of all messages so far: 1-D, the whole vector, the same on all ranks. Collective.
+        """The accumulated error of the mean: 1-D, for the whole flat tensor, the same on all ranks. Collective.
 
-        A rank that takes over as `worker_error` what this returns, with no error as a server, has the same left out.
+        Using it as `worker_error` on all ranks, with a `server_error` of zero, preserves the total error.
         """
         total = self.worker_error / self._collectives.size
         own_shard(total, self._collectives.rank, self._collectives.size).add_(self.server_error)
@@ -98,7 +98,7 @@ class CompressedMean:
         return total
 
     def forget(self) -> None:
-        """Owe nothing any more."""
+        """Reset the errors to zero."""
         self.worker_error.zero_()
         self.server_error.zero_()
 
@@ -165,9 +165,9 @@ _UNUSED_KEYS = ("exp_avg_mask", "non_freeze")
 
 
 class CompressingOptimizer(torch.optim.Optimizer):
-    """A 1-bit optimizer. It needs the engine, which brings gradients that are not reduced.
+    """Base class of the 1-bit optimizers. They need the engine, which provides unreduced gradients.
 
-    The number of updates is kept in every group, so that checkpoints have it.
+    The number of updates is stored in every group, so that checkpoints contain it.
     """
 
     def __init__(
@@ -182,12 +182,12 @@ class CompressingOptimizer(torch.optim.Optimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
     ) -> None:
-        """`cuda_aware` and `comm_backend_name` are DeepSpeed's and change nothing: messages go where all others go."""
+        """`cuda_aware` and `comm_backend_name` are accepted for compatibility with DeepSpeed, without effect."""
         name = type(self).__name__
         refuse_amsgrad(name, amsgrad)
         if eps_inside_sqrt or bias_correction:
             option = "eps_inside_sqrt" if eps_inside_sqrt else "bias_correction"
-            raise ValueError(f"{name}({option}=True): the published algorithm has none; leave it out")
+            raise ValueError(f"{name}({option}=True): the published algorithm does not use it; leave it out")
         if max_grad_norm:
             raise ValueError(f"{name}(max_grad_norm={max_grad_norm}): set gradient_clipping in ds.json instead")
         rates = {key: defaults[key] for key in ("lr", "eps", "weight_decay")}
@@ -200,12 +200,12 @@ class CompressingOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         raise RuntimeError(
-            f"{type(self).__name__} runs inside the engine only: give it to initialize(), or name it there"
+            f"{type(self).__name__} only runs within the engine: pass it to initialize(), or set it in the config"
         )
 
 
 class CompressingUpdater(Updater):
-    """Shards of one of the 1-bit optimizers. With one rank there is nothing to compress."""
+    """Updates shards with a 1-bit optimizer. With one rank, nothing is compressed."""
 
     may_take_local = True
     stays = "keeps the momentum of all ranks on the device, so there would be little to offload"
@@ -218,7 +218,7 @@ class CompressingUpdater(Updater):
 
     @property
     def num_updates(self) -> int:
-        """Updates so far, the same on all ranks."""
+        """Number of updates so far, the same on all ranks."""
         return int(self.optimizer.param_groups[0][UPDATES])
 
     @property
@@ -250,40 +250,40 @@ class CompressingUpdater(Updater):
 
     @abstractmethod
     def update_all(self, gradients: StepGradients) -> Iterator[SubGroup]:
-        """Update number `num_updates` of all sub-groups; yields each that is done."""
+        """Perform update number `num_updates` of all sub-groups; yields each sub-group when it is done."""
 
     def state_of(self, sub_group: SubGroup) -> dict[str, Any]:
-        """The sub-group's state, made at its first update."""
+        """The sub-group's state, created at its first update."""
         return state_of(self.optimizer, sub_group.tensors[0].parameter, (MOMENT, VARIANCE))
 
     def bucket(self, sub_group: SubGroup) -> Bucket:
         return self.ranks.buckets[sub_group.bucket]
 
     def slots(self, sub_group: SubGroup, gradients: StepGradients) -> list[Slot]:
-        """Where in the whole bucket the tensors lie that this step updates."""
+        """The slots, in the whole bucket, of the tensors that this step updates."""
         return [slot for slot in self.bucket(sub_group).slots if slot.parameter in gradients.used]
 
     def runs(self, sub_group: SubGroup, gradients: StepGradients) -> list[Interval]:
-        """Maximal intervals of the sub-group to update, padding included."""
+        """Maximal intervals of the sub-group to update, including padding."""
         runs = Counters().advance(sub_group.pieces, gradients.used)
         return [Interval(run.start, run.stop) for run in with_padding(runs, sub_group)]
 
     def vectors(self, sub_group: SubGroup, gradient: Tensor, states: Sequence[str]) -> Vectors:
-        """Inputs of a kernel for one sub-group."""
+        """The kernel inputs of one sub-group."""
         state = self.state_of(sub_group)
         return Vectors(sub_group.master, gradient, tuple(state[name].view(-1) for name in states), sub_group.lp_param)
 
     def moment(self, sub_group: SubGroup) -> Tensor:
-        """The momentum of the whole bucket, which every rank needs from the first compressed message on."""
+        """The momentum of the whole bucket, which every rank needs once compression begins."""
         if sub_group not in self._moments:
             state = self.state_of(sub_group)
             whole = self.gather(state[MOMENT].view(-1))
-            state[MOMENT] = self.own_part(sub_group, whole)  # a view: one update serves both
+            state[MOMENT] = self.own_part(sub_group, whole)  # a view, so that one update changes both
             self._moments[sub_group] = whole
         return self._moments[sub_group]
 
     def move(self, sub_group: SubGroup, gradients: StepGradients) -> None:
-        """A step by the momentum, with the variance as it is."""
+        """Update the weights by the momentum, with a fixed variance."""
         group = self.optimizer.param_groups[sub_group.group]
         vectors = self.vectors(sub_group, self.state_of(sub_group)[MOMENT].view(-1), (VARIANCE,))
         for run in self.runs(sub_group, gradients):
@@ -296,7 +296,7 @@ class CompressingUpdater(Updater):
         return whole.narrow(0, owned.start, owned.numel)
 
     def gather(self, own: Tensor) -> Tensor:
-        """The whole bucket from every rank's part (which is the whole where nothing is sharded)."""
+        """Gather the whole bucket from all ranks' parts; returns `own` if the bucket is not sharded."""
         collectives = self.ranks.collectives
         if not self.ranks.is_sharded:
             return own
@@ -322,17 +322,17 @@ class CompressingUpdater(Updater):
         return self._means[sub_group]
 
     def reset_error_feedback(self) -> None:
-        """Start the error feedback anew."""
+        """Reset the error feedback."""
         self._means.clear()
         for sub_group in self.sub_groups:
             self.state_of(sub_group).pop(ERROR_FEEDBACK, None)
 
 
 def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]) -> Traits:
-    """For an optimizer that averages whole gradients itself: not every stage has them whole."""
+    """The traits of an optimizer that averages full gradients itself, which limits the stage."""
 
     def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
-        assert ranks is not None, "averaging needs the other ranks"
+        assert ranks is not None, "averaging needs the ranks"
         return updater(optimizer, sub_groups, ranks)
 
     kind = optimizer_type(type(optimizer).__name__)

@@ -1,15 +1,15 @@
-"""1-bit LAMB: LAMB during warm-up, then momentum at one bit per element and trust ratios that follow the variance.
+"""1-bit LAMB: LAMB during warm-up, then momentum at one bit per element, and trust ratios scaled with the variance.
 
     warm-up      LAMB without bias correction;  a = coeff_beta * a + (1 - coeff_beta) * r  unless the trust ratio r is 1
     afterwards   m' = C(beta1 * m + (1 - beta1) * g_own),   g = (m' - beta1 * m) / (1 - beta1)
-                 w = beta2 * w + (1 - beta2) * g * g        (w begins as v, which stays)
+                 w = beta2 * w + (1 - beta2) * g * g        (w starts as v, which is fixed)
                  u = m' / (sqrt(v) + eps) + weight_decay * p
                  f = max (sqrt(v) + eps) / (sqrt(w) + eps)  over the tensor
                  with weight decay: f = f * k + 1 - k,  k = min(1, |m' / (sqrt(v) + eps)| / |u|)
-                 f is kept in [factor_min, factor_max] and within (1 +- factor_threshold) of the last f
+                 f is clamped to [factor_min, factor_max] and to (1 +- factor_threshold) times the last f
                  p = p - lr * a * f * u
 
-C is `CompressedMean`. It sends a scale per tensor, so momenta need not be brought to one size beforehand.
+C is `CompressedMean`. It sends one scale per tensor, so that momenta need not be scaled to one magnitude beforehand.
 Source: Li et al. 2021 (arXiv 2104.06069).
 """
 
@@ -42,7 +42,7 @@ RATIOS, FACTORS = "lamb_coeff_freeze", "last_factor"
 
 
 class OneBitLamb(CompressingOptimizer):
-    """`freeze_step`: updates of warm-up. The ratios a and f of all parameters are kept in every group."""
+    """1-bit LAMB. `freeze_step`: warm-up updates. Every group stores the ratios a and f of all parameters."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class OneBitLamb(CompressingOptimizer):
 
 
 class OneBitLambUpdater(CompressingUpdater):
-    """OneBitLamb on shards. Every rank knows the ratios of all parameters."""
+    """OneBitLamb on shards. Every rank holds the ratios of all parameters."""
 
     optimizer: OneBitLamb
 
@@ -132,7 +132,7 @@ class OneBitLambUpdater(CompressingUpdater):
             yield sub_group
 
     def _follow(self, sub_group: SubGroup, rule: LambRule, squares: Tensor, gradients: StepGradients) -> None:
-        """a of every tensor of the bucket, also of those that other ranks update."""
+        """Update a for all tensors of the bucket, including those that other ranks update."""
         places = self._all_places(sub_group, gradients)
         ratios, old, beta = rule.trust_ratios(squares[places]), self._ratios[places], self.optimizer.coeff_beta
         self._ratios[places] = torch.where(ratios == 1, old, beta * old + (1 - beta) * ratios)
@@ -152,7 +152,7 @@ class OneBitLambUpdater(CompressingUpdater):
             yield sub_group
 
     def _refresh(self, sub_group: SubGroup, before: Tensor, gradients: StepGradients) -> None:
-        """w from the gradient that the mean momentum shows."""
+        """Update w with the gradient that follows from the mean momentum."""
         state, (beta1, beta2) = self.state_of(sub_group), self.optimizer.param_groups[sub_group.group]["betas"]
         for piece in self._pieces(sub_group, gradients):
             span = (0, piece.in_shard, piece.numel)
@@ -160,7 +160,7 @@ class OneBitLambUpdater(CompressingUpdater):
             state[FRESH].view(-1).narrow(*span).mul_(beta2).addcmul_(shown, shown, value=1 - beta2)
 
     def _rescale(self, sub_group: SubGroup, gradients: StepGradients) -> None:
-        """f of every tensor of the bucket. Collective where it is sharded: a row per rank is added up."""
+        """Update f for all tensors of the bucket. Collective if sharded: sums a table with one row per rank."""
         world, rank = self.ranks.collectives.size, self.ranks.collectives.rank
         table = torch.zeros(world, self._num_parameters, 3, dtype=torch.float64, device=self._ratios.device)
         for piece in self._pieces(sub_group, gradients):
@@ -176,7 +176,7 @@ class OneBitLambUpdater(CompressingUpdater):
         self._factors[places] = torch.minimum(torch.maximum(kept, last * (1 - near)), last * (1 + near))
 
     def _facts(self, sub_group: SubGroup, piece: Piece) -> Tensor:
-        """[3]: largest (sqrt(v) + eps) / (sqrt(w) + eps), squared norms of m / (sqrt(v) + eps) and of u."""
+        """[3]: maximum of (sqrt(v) + eps) / (sqrt(w) + eps), and squared norms of m / (sqrt(v) + eps) and u."""
         group = self.optimizer.param_groups[sub_group.group]
         vectors = self.vectors(sub_group, self.state_of(sub_group)[MOMENT].view(-1), (VARIANCE, FRESH))
         facts = torch.zeros(3, dtype=torch.float64, device=sub_group.master.device)

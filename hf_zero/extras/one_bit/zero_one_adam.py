@@ -1,9 +1,9 @@
 """0/1 Adam and 1-bit Adam.
 
-0/1 Adam: 1-bit gradients while the variance is still learned, then updates that ranks make alone for a while.
+0/1 Adam: 1-bit gradients while the variance is learned, then local updates with periodic synchronization.
 
     up to var_freeze_step, every k-th update:   exact mean of gradients; m, v as in Adam
-    ... the updates between:                    m = beta1 * m + (1 - beta1) * C(g_own), v stays
+    ... the updates in between:                 m = beta1 * m + (1 - beta1) * C(g_own), v fixed
         k = 1 at first, doubled after every `var_update_scaler` changes of v
     afterwards, every update:                   m = beta1 * m + (1 - beta1) * g_own;  B = B - lr * u, L = L + lr
     ... and every h-th:                         p = p - B;  B = C(B * (sqrt(v) + eps));  m = -B / L
@@ -11,14 +11,14 @@
         h = 1 at first, doubled every `local_step_scaler` updates up to `local_step_clipper`
     always:                                     p = p - lr * u,  u = m / (sqrt(v) + eps) + weight_decay * p
 
-What is kept is not B but p - B, the last weights that all ranks had in common: so they are the same bits everywhere.
-No bias correction; C is `CompressedMean`. Between two h-th updates every rank has weights of its own, so
-whole weights are needed on each: stage 0. Source: Lu et al. 2022 (arXiv 2202.06009).
+The state is not B but p - B, the last common weights of all ranks, so that they are bitwise identical on all ranks.
+There is no bias correction; C is `CompressedMean`. Between two h-th updates every rank has different weights and needs
+all of them, so that only stage 0 is supported. Source: Lu et al. 2022 (arXiv 2202.06009).
 
-1-bit Adam: Adam during warm-up, then a frozen variance and momentum that travels at one bit per element.
+1-bit Adam: Adam during warm-up, then a frozen variance, and momentum sent at one bit per element.
 
     warm-up      m, v as in Adam, without bias correction          p = p - lr * (m / (sqrt(v) + eps) + weight_decay * p)
-    afterwards   m = C(beta1 * m + (1 - beta1) * g_own), v stays; the same p.   C: `CompressedMean`
+    afterwards   m = C(beta1 * m + (1 - beta1) * g_own), v fixed; the same p.   C: `CompressedMean`
 
 Source: Tang et al. 2021 (arXiv 2102.02888).
 """
@@ -46,7 +46,7 @@ from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
 
 
 class OneBitAdam(CompressingOptimizer):
-    """`freeze_step`: updates of warm-up."""
+    """1-bit Adam. `freeze_step`: number of warm-up updates."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class OneBitAdamUpdater(CompressingUpdater):
 
 
 def exact_update(updater: CompressingUpdater, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
-    """Adam's own update, with a gradient that has been averaged exactly."""
+    """Adam's update with an exactly averaged gradient."""
     vectors = updater.vectors(sub_group, gradient, (MOMENT, VARIANCE))
     group = {**updater.optimizer.param_groups[sub_group.group], "adam_w_mode": True, "bias_correction": False}
     rule = rule_of(updater.optimizer, group)
@@ -112,7 +112,7 @@ RATES, VARIANCE_EVERY, VARIANCE_CHANGES, LOCAL_STEPS, LOCAL_COUNT = (
 
 
 class ZeroOneAdam(CompressingOptimizer):
-    """The intervals k and h and their counters are kept in every group, so that checkpoints have them."""
+    """0/1 Adam. Every group stores the intervals k and h and their counters, so that checkpoints contain them."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
 
     def state_replaced(self) -> None:
         super().state_replaced()
-        self._moved = set(self._all)  # which ones had is not recorded; too many do no harm
+        self._moved = set(self._all)  # not recorded in checkpoints; additional ones do no harm
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return (*super().state_names(group), COMMON)
@@ -180,7 +180,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         self._count(number)
 
     def _is_exact(self, number: int) -> bool:
-        """Whether update `number` changes the variance; without compression every one does until the freeze."""
+        """Whether update `number` changes the variance; without compression, all updates before the freeze do."""
         if number > self.optimizer.var_freeze_step:
             return False
         return not self.compresses or number % self._counter(VARIANCE_EVERY) == 0
@@ -209,7 +209,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         self._moved.clear()
 
     def _synchronise(self, sub_group: SubGroup) -> None:
-        """Bring all ranks to the same weights: from the last common ones by the mean of their moves."""
+        """Set all ranks to the same weights: the last common weights plus the mean of all ranks' changes."""
         state = self.state_of(sub_group)
         group, bucket = self.optimizer.param_groups[sub_group.group], self.bucket(sub_group)
         common, root = state[COMMON].view(-1), state[VARIANCE].view(-1).sqrt()
@@ -243,7 +243,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
 
 
 def _advance(group: dict[str, Any], counter: str, limit: int, interval: str) -> None:
-    """Count one more; at the limit start over and double the interval."""
+    """Increment the counter; at the limit, reset it and double the interval."""
     group[counter] += 1
     if group[counter] == limit:
         group[counter] = 0

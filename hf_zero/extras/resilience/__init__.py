@@ -1,4 +1,4 @@
-"""Resilience: checkpoints of a training in host memory, from which ranks that are started again go on."""
+"""Resilience: checkpoints of a training in host memory, from which restarted ranks continue."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from hf_zero.config.schema.fields import Flag, Positive, Section, supported
 
 
 class Resilience(Section):
-    """Checkpoints in host memory, from which Trainer goes on when ranks are started again (docs/resilience.md)."""
+    """Checkpoints in host memory, from which Trainer continues after a restart of ranks (docs/resilience.md)."""
 
-    enabled: Flag = supported(False, "Keep them; without a launcher that starts ranks again, nothing is kept.")
-    every: Positive = supported(1, "From one to the next.", unit="updates")
-    replicate: Flag = supported(True, "On several hosts, hold a copy of what is kept on the next one, too.")
+    enabled: Flag = supported(False, "Keep checkpoints, if the launcher restarts ranks.")
+    every: Positive = supported(1, "Interval of checkpoints.", unit="updates")
+    replicate: Flag = supported(True, "With several hosts, also keep a copy on the next host.")
 
 
 EXTRA = Extra(

@@ -1,18 +1,18 @@
-"""Checkpoints in host memory: files of a tmpfs, which outlive the ranks and end with the process that starts them.
+"""Checkpoints in host memory: files in a tmpfs, which survive the ranks and are removed with the launching process.
 
-    /dev/shm/hf_zero-USER-PROCESS/            the process that starts this host's ranks again; see `restarts.own_folder`
-        training-1/0, 1                       two slots, written in turn
-            rank-0.json                       what rank 0 has kept here, and checksums; removed first, written last
-            rank-0.0, rank-0.1, ...           values: copied once, and mapped by whoever reads them
-            latest, global_step/...           the checkpoint's own files, as DeepSpeed names them
-            trainer_state.json, ...           what the caller adds
-            copied                            the update of this slot that the next host has, too
+    /dev/shm/hf_zero-USER-PID/                the process that restarts this host's ranks; see `restarts.own_folder`
+        training-1/0, 1                       two slots, written alternately
+            rank-0.json                       mark of rank 0 with checksums; removed first, written last
+            rank-0.0, rank-0.1, ...           tensor values, read by memory mapping
+            latest, global_step/...           the checkpoint's own files, with DeepSpeed's names
+            trainer_state.json, ...           files that the caller adds
+            copied                            the update of this slot that the next host has a copy of
 
-At any moment one slot is whole on all ranks: `keep` begins with a meeting, to which a rank comes when what it kept last
-is complete, and touches the other slot after it. Where hosts copy slots to one another, it does so only when all have.
+At any time, one slot is complete on all ranks: `keep` begins with a barrier, which a rank enters after its last
+checkpoint is complete, and writes the other slot only then. If hosts copy slots, `keep` also requires all copies.
 
-Each host has the files of its own ranks. A rank reads only its own values, so before a load hosts tell one another the
-checkpoint's files, which say where values are, and an empty file stands for values that are elsewhere.
+Each host has the files of its own ranks. A rank only reads its own values. Before a load, hosts therefore exchange the
+checkpoint's index files, and create empty files for the values of other hosts.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from hf_zero.comm import Collectives, hosts
 from hf_zero.launch.restarts import COPIED, DAMAGED, MODULES, SUPERVISOR, WANTED, read_json, replace_text
 from hf_zero.log import logger
 
-_TAG = "global_step"  # Trainer looks for a folder whose name begins like this
+_TAG = "global_step"  # Trainer looks for a folder with this prefix
 _NUM_SLOTS = 2
-_COPIED_S = 600.0  # for the next host's copy to come
+_COPIED_S = 600.0  # timeout for fetching the next host's copy
 
 
 def supervisor(environment: Mapping[str, str]) -> int | None:
-    """The process that starts this rank again when it fails: hf-zero launch, or torchrun (and accelerate) with restarts
-    left to it; None: nobody does."""
+    """Pid of the process that restarts this rank after a failure: hf-zero launch, or torchrun (or accelerate) with
+    restarts; None without one."""
     if environment.get(SUPERVISOR):
         return int(environment[SUPERVISOR])
     return os.getppid() if int(environment.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0 else None
 
 
 class MemoryCheckpoints:
-    """Those of one training, as one rank sees them.
+    """The checkpoints of one training, as used by one rank.
 
     Attributes:
-        beginning: a folder for what this rank knows of the beginning of an epoch.
+        beginning: folder for this rank's random states at the beginning of an epoch.
     """
 
     def __init__(self, folder: Path, collectives: Collectives, *, replicates: bool = False) -> None:
-        """`replicates`: the launcher copies each to the next host."""
+        """`replicates`: whether the launcher copies checkpoints to the next host."""
         folder.mkdir(parents=True, exist_ok=True)
         self._replicates = replicates
         if replicates:
@@ -66,10 +66,10 @@ class MemoryCheckpoints:
             slot.mkdir(exist_ok=True)
         self._collectives = collectives
         self._savers: list[EngineCheckpoints] = []
-        self._last: int | None = None  # the slot that was written, or loaded, last
+        self._last: int | None = None  # the slot that was last written or loaded
 
     def newest(self) -> tuple[int, Path] | None:
-        """The update of the newest whole checkpoint, and its folder. Collective."""
+        """The update and folder of the newest complete checkpoint; None without one. Collective."""
         known, rank = hosts(), self._collectives.rank
         beside = known.beside(rank)
         paths = [path for slot in self._slots for path in sorted(slot.glob("rank-*.json"))]
@@ -91,7 +91,7 @@ class MemoryCheckpoints:
         return None
 
     def _is_intact(self, slot: Path, mark: dict[str, Any], *, may_ask: bool = True) -> bool:
-        """Whether values are what a rank of this host has kept, or the next host's copy of them, put in their place."""
+        """Whether a rank's values match its checksums, or were replaced by the next host's copy that does."""
         damaged = [name for name, kept in mark["sums"].items() if _checksum(slot / name, kept[0]) != kept]
         if not damaged:
             return True
@@ -103,13 +103,13 @@ class MemoryCheckpoints:
             is_there = read_json(slot / f"rank-{mark['rank']}.json") == mark
             is_replaced = is_there and self._is_intact(slot, mark, may_ask=False)
         if may_ask:
-            found = f"{slot / damaged[0]} is not what rank {mark['rank']} kept after update {mark['step']}"
+            problem = f"{slot / damaged[0]} is not what rank {mark['rank']} kept after update {mark['step']}"
             source = "the next host's copy" if is_replaced else "another checkpoint"
-            logger.warning("%s, so %s is taken: memory of this host changes by itself", found, source)
+            logger.warning("%s, so %s is used: the memory of this host is faulty", problem, source)
         return is_replaced
 
     def _tell_others(self, slot: Path) -> None:
-        """Bring here what other hosts' ranks have in files, and empty files for their values. Collective."""
+        """Fetch the index files of other hosts' ranks, and create empty files for their values. Collective."""
         known = hosts()
         if known.num_hosts == 1:
             return
@@ -126,16 +126,16 @@ class MemoryCheckpoints:
         self._collectives.gather_objects(None)  # written
 
     def keep(self, engine: Any, step: int, add: Callable[[Path], object]) -> bool:
-        """Keep the engine's training as it is after this update; the next update waits for it. Collective.
+        """Keep the engine's state after this update; the next update waits for it. Collective.
 
         Args:
-            add: puts more files into the folder.
+            add: adds files to the folder.
 
         Returns:
-            False: nothing is kept, since the one before has not reached all hosts yet.
+            False if nothing was kept, because the previous checkpoint has not been copied to all hosts yet.
 
         Raises:
-            CheckpointError: on all ranks, when one has no room.
+            CheckpointError: on all ranks, if a rank runs out of space.
         """
         rank = self._collectives.rank
         if not self._savers:
@@ -144,7 +144,7 @@ class MemoryCheckpoints:
         if not all(self._collectives.gather_objects(self._is_copied())):
             return False
         if self._last is not None and rank == hosts().beside(rank)[0] and not self._modules.exists():
-            replace_text(self._modules, "\n".join(sys.modules))  # for those that are started after this one
+            replace_text(self._modules, "\n".join(sys.modules))  # for restarted ranks
         self._last = 0 if self._last is None else (self._last + 1) % _NUM_SLOTS
         slot = self._slots[self._last]
         mark = slot / f"rank-{rank}.json"
@@ -163,7 +163,7 @@ class MemoryCheckpoints:
         return True
 
     def _is_copied(self) -> bool:
-        """Whether the next host has what was kept last, too, where it is meant to."""
+        """Whether the next host has a copy of the last checkpoint, or replication is off."""
         if not self._replicates or self._last is None:
             return True
         slot = self._slots[self._last]
@@ -171,18 +171,18 @@ class MemoryCheckpoints:
         return mark is not None and copied is not None and mark["step"] == copied["step"]
 
     def wait(self) -> None:
-        """Return when what was kept last is complete."""
+        """Wait until the last checkpoint is complete."""
         for saver in self._savers:
             saver.background.wait()
 
     def close(self) -> None:
-        """Let go of the memory of this process; the checkpoints stay."""
+        """Release this process's memory; the checkpoints stay."""
         for saver in self._savers:
             saver.background.close()
 
 
 def _checksum(path: Path, num_bytes: int) -> list[int]:
-    """As `Arena.checksums` has it; none of what is cut off, or not there."""
+    """A file's checksum as in `Arena.checksums`; empty if it is truncated or missing."""
     with suppress(OSError, ValueError):
         return [num_bytes, sum_of_words(np.memmap(path, np.uint8, "r", shape=(num_bytes,))) if num_bytes else 0]
     return []

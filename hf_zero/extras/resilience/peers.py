@@ -1,11 +1,11 @@
-"""Launchers of several hosts whose ranks may start again: what they tell one another, and copies of what hosts keep.
+"""Communication of the launchers of several hosts with restarts, and copies of kept states on other hosts.
 
-    host 0             leads: hears of every failure, and says when all hosts' ranks end, and start
-    each host          follows it, and sends each slot that its ranks have kept to the launcher of the next host
-    one that is lost   its launcher, started again, or a spare asks the next host's for what that one had been sent
+    host 0             leads: collects failures, and decides when the ranks of all hosts end and start
+    each host          follows host 0, and sends each slot that its ranks have kept to the launcher of the next host
+    a lost host        its restarted launcher, or a spare, fetches its states from the launcher of the next host
 
-All listen at --master_port, on the address that leads to the others, and accept whoever knows the token of the run:
-each side proves that it does (HMAC, as in `multiprocessing`). What follows is not encrypted.
+All listen on --master_port at the address that routes to the others, and accept peers that know the token of the run:
+both sides authenticate with HMAC, as in `multiprocessing`. The data itself is not encrypted.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from hf_zero.launch import LaunchError, restarts
 from hf_zero.launch.children import Failure
 from hf_zero.network import address_towards
 
-_REPLACED_S = 600.0  # how long the others wait for a host
+_REPLACED_S = 600.0  # timeout for the replacement of a host
 _MESSAGE_BYTES, _CHUNK_BYTES = 16 << 20, 4 << 20
 _TICK_S = 0.05
 _PROBES = {
     socket.TCP_KEEPIDLE: 1,  # seconds
     socket.TCP_KEEPINTVL: 1,
     socket.TCP_KEEPCNT: 2,
-    socket.TCP_USER_TIMEOUT: 5000,  # milliseconds, for what is not acknowledged
+    socket.TCP_USER_TIMEOUT: 5000,  # milliseconds without acknowledgment
 }
 _SLOT, _NAME = re.compile(r"training-\d+/[01]"), re.compile(r"(global_step/)?\w[\w.-]*", re.ASCII)
-_BROKEN = (OSError, EOFError, ValueError, KeyError, AuthenticationError)  # a peer that ends, or is none of ours
+_BROKEN = (OSError, EOFError, ValueError, KeyError, AuthenticationError)  # a peer has ended, or is not one of ours
 Message = dict[str, Any]
 
 
@@ -53,7 +53,7 @@ def _open(place: tuple[str, int], key: bytes, hello: Message) -> Connection:
 
 
 def _proven(end: socket.socket, key: bytes, *, serves: bool) -> Connection:
-    """Both sides know the key. A host that vanishes without a word is noticed within three seconds."""
+    """Authenticate both sides, and enable keep-alive probes, which detect a vanished host within three seconds."""
     end.settimeout(None)
     for option, value in _PROBES.items():
         end.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -81,7 +81,7 @@ def _heard(link: Connection) -> Message:
 
 
 class _Lead:
-    """Host 0's part."""
+    """The leader, which runs on host 0."""
 
     def __init__(self, names: Sequence[str], address: str) -> None:
         self._names, self._address = names, address
@@ -94,13 +94,13 @@ class _Lead:
         self._is_running, self._restarts = False, -1
 
     def follow(self, hello: Message, link: Connection, address: str) -> None:
-        """Serve one host until it is lost; a spare has none before it takes the place of one."""
+        """Serve one host until it is lost; a spare has no host index until it replaces a lost host."""
         with self._lock:
             host = hello["host"]
             if host is None:
                 self._spares.append((link, address))
             elif not 0 <= host < len(self._names) or (hello["is_spare"] and host in self._links):
-                return  # somebody else has that place by now
+                return  # another launcher has taken that host's place
             else:
                 self._place(host, link, address)
         try:
@@ -147,26 +147,26 @@ class _Lead:
             self._tell_all({"say": "end", "failure": asdict(Failure.of_host(self._names[host]))})
         if host and self._spares and not is_replaced:
             link, address = self._spares.pop(0)
-            with suppress(OSError):  # lost, too: its own thread finds out, and the next one is asked
+            with suppress(OSError):  # it is lost, too: its own thread notices, and the next spare is used
                 _say(link, {"say": "take", "host": host})
             self._place(host, link, address)
 
     def _tell_all(self, message: Message) -> None:
         for link in (*self._links.values(), *(link for link, _ in self._spares)):
-            with suppress(OSError):  # its own thread finds out
+            with suppress(OSError):  # its own thread notices
                 _say(link, message)
 
 
 class Peers:
-    """The other hosts, as one host's launcher sees them."""
+    """One launcher's connections to the other hosts."""
 
     def __init__(self, names: Sequence[str], host: int | None, master: str, port: int, token: str) -> None:
         """
         Args:
-            host: the number of this one; None: a spare.
+            host: index of this host; None for a spare.
 
         Raises:
-            LaunchError: the port is taken.
+            LaunchError: if the port is in use.
         """
         own = address_towards(names[1] if host == 0 else master) or master
         self._names, self._host, self._key, self._port = names, host, token.encode(), port
@@ -185,12 +185,12 @@ class Peers:
             family = socket.AF_INET6 if ":" in own else socket.AF_INET
             self._listener = socket.create_server((own, port), family=family)
         except OSError as error:
-            raise LaunchError(f"{own}:{port} cannot be listened at: {error.strerror}; choose --master_port") from None
+            raise LaunchError(f"{own}:{port} cannot be bound: {error.strerror}; choose another --master_port") from None
         for act in (self._serve, self._follow, self._copy):
             threading.Thread(target=act, daemon=True).start()
 
     def take(self) -> Iterator[Message]:
-        """What has been heard; `descriptor` is readable where there is something."""
+        """Take the received messages; `descriptor` is readable if there are any."""
         with suppress(BlockingIOError):
             os.read(self.descriptor, 1 << 10)
         while self._messages:
@@ -204,15 +204,15 @@ class Peers:
             yield message
 
     def say(self, say: str, failure: Failure | None = None) -> None:
-        """Tell the leader."""
-        with suppress(OSError):  # nobody is there any more: `take` says so
+        """Send a message to the leader."""
+        with suppress(OSError):  # the connection is lost, which `take` reports
             if self._link is not None:
-                told = {"say": say, "host": self._host, "restarts": self._restarts}
-                _say(self._link, {**told, "failure": failure and asdict(failure)})
+                message = {"say": say, "host": self._host, "restarts": self._restarts}
+                _say(self._link, {**message, "failure": failure and asdict(failure)})
 
     def await_place(self) -> int | None:
-        """The number of a host that is lost, which is this spare's from now on; None: the job has ended, or does not
-        come."""
+        """Wait until a host is lost, and return its index, which this spare takes over; None if the job has ended or
+        cannot be reached."""
         deadline: float | None = time.monotonic() + _REPLACED_S
         while self._host is None and (deadline is None or time.monotonic() < deadline):
             select.select([self.descriptor], [], [], _REPLACED_S)
@@ -223,13 +223,14 @@ class Peers:
         return self._host
 
     def await_start(self, turn: Callable[[], bool]) -> dict[str, str]:
-        """Variables for the ranks, once no rank of any host runs and all hosts are there; empty: there will be none.
+        """Wait until all hosts are connected and no ranks run, and return variables for the ranks; empty if ranks must
+        not start.
 
         Args:
-            turn: waits a moment; False: go on no longer.
+            turn: waits for one tick; returns False to stop waiting.
 
         Raises:
-            LaunchError: hosts are missing.
+            LaunchError: if hosts are missing after the timeout.
         """
         deadline, is_ready = time.monotonic() + _REPLACED_S, False
         with self._lock:
@@ -250,7 +251,7 @@ class Peers:
                     return {}
                 is_ready = is_ready and message["say"] != "lost"
             if time.monotonic() > deadline:
-                raise LaunchError(f"not all of {', '.join(self._names)} have come within {_REPLACED_S:g} s")
+                raise LaunchError(f"not all of {', '.join(self._names)} have connected within {_REPLACED_S:g} s")
         return {}
 
     def close(self) -> None:
@@ -273,7 +274,7 @@ class Peers:
                 self._lead.follow(hello, link, address)
             elif hello["want"] == "store":
                 while True:
-                    asked = _heard(link)  # what is there stays whole, since it is not sent again
+                    asked = _heard(link)  # an identical slot is not sent again, so that it stays complete
                     slot = _own_slot(theirs, asked["has"])
                     _say(link, {"stored": bool(asked["marks"]) and _marks(slot) == asked["marks"]})
                     if _heard(link)["sends"]:
@@ -303,27 +304,27 @@ class Peers:
         os.write(self._wake, b".")
 
     def _next(self, want: str, only: tuple[str, int] | None = None) -> Connection:
-        assert self._host is not None, "a spare without a place has no neighbour"
+        assert self._host is not None, "a spare without a host has no neighbour"
         address = self._addresses[str((self._host + 1) % len(self._names))]
         return _open((address, self._port), self._key, {"want": want, "host": self._host, "only": only})
 
     def _fetch(self, only: tuple[str, int] | None = None) -> None:
-        """Get what the next host has been sent: all, or one slot with this update."""
+        """Fetch this host's states from the next host: all slots, or the slot with this update."""
         with suppress(*_BROKEN), closing(self._next("fetch", only)) as link:
             while receive(link, self._memory):
                 pass
 
     def _restore(self) -> None:
-        """Where nothing is kept, get what the next host has been sent."""
+        """Fetch this host's states from the next host, if it has none."""
         if any(self._memory.glob("training-*/*/rank-*.json")):
             return
         self._fetch()
-        found = self._memory.glob(f"training-*/*/{restarts.HISTORY}")
-        for path in sorted(found, key=lambda path: path.stat().st_mtime):
+        histories = self._memory.glob(f"training-*/*/{restarts.HISTORY}")
+        for path in sorted(histories, key=lambda path: path.stat().st_mtime):
             path.replace(path.parent.parent / restarts.HISTORY)
 
     def _copy(self) -> None:
-        """Send each slot to the next host when it is whole; in one thread."""
+        """Thread that sends each complete slot to the next host."""
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         link: Connection | None = None
         epoch, known = -1, dict[str, bytes]()
@@ -377,7 +378,7 @@ def _marks(slot: Path) -> dict[str, str]:
 
 
 def _step(slot: Path) -> int | None:
-    """The update after which all of this host's ranks have kept a slot."""
+    """The update of a slot, if all of this host's ranks have kept it; else None."""
     with suppress(OSError, ValueError):
         marks = [json.loads(mark) for mark in _marks(slot).values()]
         steps = {mark["step"] for mark in marks}
@@ -387,7 +388,7 @@ def _step(slot: Path) -> int | None:
 
 
 def send(link: Connection, folder: Path, slot: Path, known: dict[str, bytes]) -> bool:
-    """Send a slot, without what `known` says has been sent before; False: it has changed meanwhile, so is not taken."""
+    """Send a slot without chunks that are in `known`. Returns False if it changed meanwhile, and is not used."""
     marks = _marks(slot)
     files = [path for path in (*slot.iterdir(), *slot.glob("global_step/*")) if path.is_file()]
     files = [path for path in files if path.suffix not in (".json", ".partial") or not path.name.startswith("rank-")]
@@ -410,7 +411,7 @@ def send(link: Connection, folder: Path, slot: Path, known: dict[str, bytes]) ->
 
 
 def receive(link: Connection, folder: Path) -> bool:
-    """Take what `send` sends, until it is whole; False: nothing more comes."""
+    """Receive one slot from `send`. Returns False after the last one."""
     message = _heard(link)
     if message["slot"] is None:
         return False

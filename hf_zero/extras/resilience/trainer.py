@@ -1,7 +1,7 @@
-"""Trainer's part: it keeps a checkpoint in host memory as a step begins, and goes on from the newest.
+"""The integration with Trainer: keeps a checkpoint in host memory at the start of a step, and resumes from the newest.
 
-As a step begins: what follows the update before it (logs, evaluation, a save) has been done, so none of it is left out
-when ranks are started again, and random numbers are those that Trainer will put back at the same place.
+At the start of a step, everything that follows the previous update (logs, evaluation, a save) is done and cannot be
+lost by a restart, and random states are those that Trainer restores at this point.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from hf_zero.launch.restarts import COPIES, HISTORY, RESTARTS, await_turn, own_f
 from hf_zero.log import logger
 
 _STATE, _SCHEDULER, _SUMS = "trainer_state.json", "scheduler.pt", "sums-{}.json"
-_LOSS = "_tr_loss"  # an attribute from transformers 5.24 on; before, a log after a restart has its own losses alone
-_trainings = itertools.count(1)  # a script that is started again trains in the same order
+_LOSS = "_tr_loss"  # exists since transformers 5.24; before, the first log after a restart only includes later losses
+_trainings = itertools.count(1)  # a restarted script runs its trainings in the same order
 
 
 def begin_training(trainer: Any, config: Mapping[str, Any], resume: Any) -> Any:
-    """Called as `Trainer.train` begins. Collective.
+    """Called at the start of `Trainer.train`. Collective.
 
     Returns:
-        Where to resume from: the newest checkpoint in host memory, else `resume`.
+        The checkpoint to resume from: the newest one in host memory, else `resume`.
     """
     number = next(_trainings)
     settings = Resilience.model_validate(config["hf_zero"]["resilience"])
@@ -47,7 +47,7 @@ def begin_training(trainer: Any, config: Mapping[str, Any], resume: Any) -> Any:
     process = supervisor(os.environ)
     if process is None:
         logger.info(
-            "hf_zero.resilience: nobody starts these ranks again, so nothing is kept in host memory; start them with "
+            "hf_zero.resilience: the launcher does not restart ranks, so nothing is kept in host memory; use "
             "`hf-zero launch --max_restarts N` or `torchrun --max-restarts N`"
         )
         return resume
@@ -55,43 +55,43 @@ def begin_training(trainer: Any, config: Mapping[str, Any], resume: Any) -> Any:
     folder = own_folder(process) / f"training-{number}"
     await_turn()
     memory = MemoryCheckpoints(folder, collectives_for(local_device()), replicates=replicates)
-    found = memory.newest()
+    newest = memory.newest()
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = [each for each in callbacks if not isinstance(each, KeepInMemory)]
     keeper = KeepInMemory(trainer, memory, settings.every)
     callbacks.insert(0, keeper)  # before others draw random numbers
-    if found is None:
+    if newest is None:
         return resume if not int(os.environ.get(RESTARTS) or 0) else _from_disk(trainer, resume)
-    step, folder = found
-    logger.info("training goes on after update %d, from host memory", step)
+    step, folder = newest
+    logger.info("training continues after update %d, from host memory", step)
     keeper.resume_from(folder)
     return str(folder)
 
 
 def _from_disk(trainer: Any, resume: Any) -> Any:
-    """Where training goes on when ranks were started again, and host memory holds no whole checkpoint any more."""
+    """The checkpoint to resume from after a restart, if host memory holds no complete checkpoint."""
     folder = trainer.args.output_dir
     newest = resume or (get_last_checkpoint(folder) if os.path.isdir(folder) else None)
     if trainer.is_world_process_zero():
-        logger.warning("host memory holds no whole checkpoint: training goes on from %s", newest or "its beginning")
+        logger.warning("host memory has no complete checkpoint: training resumes from %s", newest or "its beginning")
     return newest
 
 
 class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Keeps what Trainer needs to go on."""
+    """Keeps checkpoints in host memory with everything that Trainer needs to resume."""
 
     def __init__(self, trainer: Any, memory: MemoryCheckpoints, every: int) -> None:
         self._trainer: Any = weakref.proxy(trainer)
         self._memory = memory
         self._every = every
         self._sums: dict[str, float] = {}
-        self._num_logs = 0  # of those in the history's file
-        self._step = 0  # of the newest checkpoint
+        self._num_logs = 0  # number of logs in the history file
+        self._step = 0  # update of the newest checkpoint
 
     def resume_from(self, folder: Path) -> None:
-        """Make the state whole that Trainer is going to read; on one rank of a host, for all."""
+        """Complete the state files that Trainer will read; one rank per host writes them."""
         rank = self._trainer.args.process_index
-        path = folder / _SUMS.format(rank if (folder / _SUMS.format(rank)).exists() else 0)  # fewer ranks were there
+        path = folder / _SUMS.format(rank if (folder / _SUMS.format(rank)).exists() else 0)  # saved by fewer ranks
         self._sums = json.loads(path.read_text())
         state = json.loads((folder / _STATE).read_text())
         self._step = state["global_step"]
@@ -99,13 +99,13 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if self._trainer.is_local_process_zero():
             path = folder.parent / HISTORY
             lines = path.read_text().splitlines()[: self._num_logs] if self._num_logs else []
-            # Whole at any moment: other ranks may be reading, and this one may be killed.
+            # Written atomically: other ranks may be reading, and this one may be killed.
             replace_text(path, "".join(f"{line}\n" for line in lines))
             replace_text(folder / _STATE, json.dumps({**state, "log_history": [*map(json.loads, lines)]}))
         self._trainer.accelerator.wait_for_everyone()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """What was summed up since the last log goes on; what this call has trained counts from here."""
+        """Restore the loss accumulated since the last log, and exclude it from this call's total."""
         trainer, carried = self._trainer, self._sums.pop("loss", None)
         if carried is not None and hasattr(trainer, _LOSS):
             trainer._globalstep_last_logged = int(self._sums["last_logged"])
@@ -114,22 +114,22 @@ class KeepInMemory(TrainerCallback):  # type: ignore[misc, unused-ignore]
             loss.add_(carried)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Between epochs Trainer puts random numbers back here, before the order of the data is drawn."""
+        """Save random states, because Trainer restores those of an epoch's start before it draws the data order."""
         self._trainer._save_rng_state(self._memory.beginning)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Keep what is true between two updates."""
+        """Keep the state between two updates."""
         if state.global_step <= self._step or state.global_step % self._every:
             return
         try:
             if self._memory.keep(self._trainer.model_wrapped, state.global_step, self._add):
                 self._step = state.global_step
         except CheckpointError as error:
-            logger.warning("hf_zero.resilience: nothing more is kept in host memory: %s", error)
+            logger.warning("hf_zero.resilience: no further checkpoints are kept in host memory: %s", error)
             self._every = sys.maxsize
 
     def on_train_end(self, args: Any, state: Any, control: Any, **options: Any) -> None:
-        """Let go of the memory of this process; a rank that fails later finds the end of this training there."""
+        """Release this process's memory; a rank that fails later resumes at the end of this training."""
         self._memory.close()
 
     def _add(self, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""Sparse attention: which blocks of keys each block of queries sees, and attention that computes no other.
+"""Sparse attention: each block of queries only attends to the key blocks of a pattern.
 
-Here is the section sparse_attention: its keys, its rules, and the policy that follows.
+This module defines the config section sparse_attention, its rules and its policy.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ Direction = Annotated[Literal["unidirectional", "bidirectional"], BeforeValidato
 
 
 class SparseAttention(Section):
-    """Which blocks of keys a block of queries sees. Without any key in it the section asks for nothing."""
+    """The blocks of keys that a block of queries attends to. An empty section has no effect."""
 
-    mode: Mode = supported("fixed", "The pattern; local_sliding_window is beyond what DeepSpeed reads here.")
-    block: Positive = supported(16, "Side of a block; on GPUs 64 and more pay.", unit="tokens")
-    different_layout_per_head: Flag = supported(False, "Heads may have patterns of their own.")
-    attention: Direction = supported("bidirectional", "unidirectional: no block sees later ones. Not for dense.")
+    mode: Mode = supported("fixed", "The pattern; local_sliding_window is not supported by DeepSpeed.")
+    block: Positive = supported(16, "Block size; use 64 or more on GPUs.", unit="tokens")
+    different_layout_per_head: Flag = supported(False, "Heads may have different patterns.")
+    attention: Direction = supported("bidirectional", "unidirectional: blocks ignore later ones. Not for dense.")
     num_local_blocks: Positive = supported(4, "fixed: blocks per window.")
-    num_global_blocks: Count = supported(1, "fixed: representatives per window; bigbird: first blocks seen by all.")
-    horizontal_global_attention: Flag = supported(False, "fixed, variable: global blocks see all, too.")
-    num_different_global_patterns: Positive = supported(1, "fixed: choices of representatives among heads.")
-    num_random_blocks: Count = supported(0, "variable, bigbird: random blocks per row; the same in every run.")
-    local_window_blocks: list[Positive] = supported([4], "variable: sizes of windows, the last one repeats.")
-    global_block_indices: list[Count] = supported([0], "variable, bslongformer: global blocks, or where they begin.")
-    global_block_end_indices: list[Count] | None = supported(None, "The same: where they end.")
+    num_global_blocks: Count = supported(1, "fixed: global blocks per window; bigbird: first blocks, which are global.")
+    horizontal_global_attention: Flag = supported(False, "fixed, variable: global blocks also attend to all blocks.")
+    num_different_global_patterns: Positive = supported(1, "fixed: number of different global blocks among heads.")
+    num_random_blocks: Count = supported(0, "variable, bigbird: random blocks per row; deterministic.")
+    local_window_blocks: list[Positive] = supported([4], "variable: window sizes; the last one repeats.")
+    global_block_indices: list[Count] = supported([0], "variable, bslongformer: global blocks, or starts of ranges.")
+    global_block_end_indices: list[Count] | None = supported(None, "Ends of these ranges.")
     num_sliding_window_blocks: Positive = supported(
-        3, "bigbird, bslongformer, local_sliding_window: neighbours, the block itself included."
+        3, "bigbird, bslongformer, local_sliding_window: neighbouring blocks, including the block itself."
     )
 
 
-# Pattern -> the keys it reads besides mode, block and different_layout_per_head.
+# Pattern -> its keys in addition to mode, block and different_layout_per_head.
 PATTERN_KEYS = {
     "dense": frozenset[str](),
     "fixed": frozenset(
@@ -64,7 +64,7 @@ _COMMON = frozenset(("mode", "block", "different_layout_per_head"))
 
 
 def examine(config: Any) -> Examined:
-    """Without any key in it the section asks for nothing."""
+    """Check the section. An empty section has no policy."""
     section: SparseAttention | None = config.sparse_attention
     if section is None or not section.model_fields_set:
         return Examined()
@@ -91,20 +91,20 @@ def _pattern_problems(section: SparseAttention) -> Iterator[Problem]:
         elif patterns > w // g:
             yield problem(
                 "num_different_global_patterns",
-                f"a window of {w} blocks has room for {w // g} choices of {g}",
-                f"write at most {w // g}",
+                f"a window of {w} blocks only has {w // g} choices of {g} global blocks",
+                f"set at most {w // g}",
             )
         if patterns > 1 and not section.different_layout_per_head:
             rule = "heads can only differ with different_layout_per_head"
-            yield problem("num_different_global_patterns", rule, "set different_layout_per_head to true, or write 1")
+            yield problem("num_different_global_patterns", rule, "set different_layout_per_head to true, or this to 1")
     if "horizontal_global_attention" in read and section.horizontal_global_attention and causal:
-        rule = "lets blocks see later ones, which unidirectional attention does not"
+        rule = "makes blocks attend to later ones, which unidirectional attention forbids"
         yield problem("horizontal_global_attention", rule, "set it to false, or attention to bidirectional")
     if "local_window_blocks" in read and not section.local_window_blocks:
         yield problem("local_window_blocks", "must list at least one size", "remove it for [4]")
     if section.mode == "bigbird" and causal and section.num_random_blocks > 1:
-        rule = "the first row of blocks has one block to draw from under unidirectional attention"
-        yield problem("num_random_blocks", rule, "write 1 or 0, or attention bidirectional")
+        rule = "with unidirectional attention, the first row of blocks has only one block to draw"
+        yield problem("num_random_blocks", rule, "set it to 1 or 0, or attention to bidirectional")
     if "global_block_indices" in read and section.global_block_end_indices is not None:
         starts, ends = section.global_block_indices, section.global_block_end_indices
         if len(starts) != len(ends):
@@ -112,7 +112,7 @@ def _pattern_problems(section: SparseAttention) -> Iterator[Problem]:
             yield problem("global_block_end_indices", rule, "remove it, or complete it")
         elif any(start >= end for start, end in zip(starts, ends)):
             rule = f"every end must be more than its start in global_block_indices = {starts}"
-            yield problem("global_block_end_indices", rule, "ends are not included: start + 1 is one block")
+            yield problem("global_block_end_indices", rule, "ends are exclusive: start + 1 is one block")
 
 
 EXTRA = Extra(

@@ -1,7 +1,7 @@
-"""Block-sparse attention by gathering: each block of queries meets the key blocks of its row, and no others.
+"""Block-sparse attention by gathering: for each block of queries, only the key blocks of its row are computed.
 
-Exact on every device and for every block size, with dropout and additive scores; time and memory follow the number of
-blocks that are computed. On accelerators PyTorch's flex attention is faster where it can be used.
+It is exact on every device and for every block size, with dropout and additive scores; time and memory are proportional
+to the number of computed blocks. On accelerators, PyTorch's flex attention is faster if it is applicable.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.nn import functional
 
 from hf_zero.extras.sparse_attention.sparsity import Layout
 
-# What is computed: the present blocks of all heads, in groups of rows that see about as many keys.
+# The plan: the present blocks of all heads, in groups of rows with about the same number of keys.
 #
-# Pure integers, made once per pattern and number of blocks. Heads of one layout go together; within them rows are
-# sorted into groups by their number of key blocks, so that a few rows that see everything do not make all others as
-# wide.
+# It consists of integers, and is made once per pattern and number of blocks. Heads with the same layout are computed
+# together; their rows are grouped by the number of key blocks, so that the padding of short rows stays small even if a
+# few rows attend to everything.
 
 
-_EXACT = 8  # up to so many key blocks a row is in a group of rows exactly like it
+_EXACT = 8  # rows with up to this number of key blocks are grouped by the exact number
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class RowGroup:
     """Rows of blocks that are computed together.
 
     Attributes:
-        rows: their numbers.
-        keys: per row its key blocks, filled up to the group's width with -1.
+        rows: their indices.
+        keys: key blocks of each row, padded to the group's width with -1.
     """
 
     rows: tuple[int, ...]
@@ -42,7 +42,7 @@ class RowGroup:
 
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
-    """Heads of one layout."""
+    """Heads with the same layout."""
 
     heads: tuple[int, ...]
     groups: tuple[RowGroup, ...]
@@ -50,7 +50,7 @@ class HeadGroup:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """All that attention over `num_blocks` blocks computes."""
+    """All blocks that attention over `num_blocks` blocks computes."""
 
     num_blocks: int
     block: int
@@ -58,20 +58,20 @@ class BlockPlan:
 
     @property
     def computed_blocks(self) -> int:
-        """Blocks of scores that are computed, over all heads, fillers included."""
+        """Number of computed score blocks over all heads, including padding."""
         return sum(
             len(part.heads) * len(group.rows) * len(group.keys[0]) for part in self.parts for group in part.groups
         )
 
     @property
     def density(self) -> float:
-        """Share of all blocks of scores that are computed."""
+        """The fraction of all score blocks that is computed."""
         heads = sum(len(part.heads) for part in self.parts)
         return self.computed_blocks / (heads * self.num_blocks**2)
 
 
 def make_plan(layouts: Sequence[Layout], num_heads: int, block: int) -> BlockPlan:
-    """`layouts`: one for all heads, or one per head."""
+    """The plan for `layouts`: one for all heads, or one per head."""
     of_layout: dict[Layout, list[int]] = {}
     for head in range(num_heads):
         of_layout.setdefault(layouts[head % len(layouts)], []).append(head)
@@ -90,7 +90,7 @@ def _row_groups(layout: Layout) -> tuple[RowGroup, ...]:
 
 
 def _width(count: int, most: int) -> int:
-    """A width that several counts share, at most an eighth above the count."""
+    """The count rounded up by at most an eighth, so that similar counts share a width."""
     if count <= _EXACT:
         return max(count, 1)
     step = 1 << (count.bit_length() - 4)
@@ -103,14 +103,14 @@ Entries = Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What holds besides the layout.
+    """Attention settings in addition to the layout.
 
     Attributes:
-        allowed: where a query may see a key; None: everywhere.
-        added: what is added to a score; None: nothing.
-        scale: of the scores; None: 1 / sqrt(head size).
-        dropout: of the weights.
-        kept: masks by group of rows, for calls with the same plan and the same rules.
+        allowed: whether a query may attend to a key; None: always.
+        added: bias added to the scores; None: none.
+        scale: scale of the scores; None: 1 / sqrt(head size).
+        dropout: dropout probability of the attention weights.
+        kept: cache of masks by row group, for calls with the same plan and rules.
     """
 
     allowed: Entries | None = None
@@ -121,9 +121,9 @@ class Rules:
 
 
 def gathered_attention(query: Tensor, key: Tensor, value: Tensor, plan: BlockPlan, rules: Rules) -> Tensor:
-    """[B, H, S, D] -> [B, H, S, D]; key and value may have fewer heads, each for several of the query's in turn.
+    """Attention [B, H, S, D] -> [B, H, S, D]; key and value may have fewer heads, as in grouped-query attention.
 
-    A query that sees nothing gets zeros.
+    The output of a query without allowed keys is zero.
     """
     length = query.shape[2]
     blocks = _Blocks(
@@ -179,7 +179,7 @@ def _rows(
     rows = torch.tensor(group.rows, device=device)
     keys = torch.tensor(group.keys, device=device)  # [R, width]
     chosen = keys.clamp(min=0).flatten()
-    # sdpa's kernels want four dimensions: rows of blocks go with the batch.
+    # SDPA kernels need four dimensions: rows of blocks become part of the batch dimension.
     mine = query.index_select(2, rows).transpose(1, 2).reshape(batch * num_rows, num_heads, block, size)
     their_keys, their_values = (
         tensor.index_select(2, chosen)
@@ -209,7 +209,7 @@ def _rows(
 
 
 def _mask(of_query: Tensor, of_key: Tensor, heads: tuple[int, ...], blocks: _Blocks, batch: int) -> Tensor | None:
-    """[B * R, heads or 1, block, keys], of booleans or of the scores' dtype; None where nothing is forbidden."""
+    """[B * R, heads or 1, block, keys], boolean or in the scores' dtype; None if all keys are allowed."""
     rules, length = blocks.rules, blocks.length
     present = ((of_key >= 0) & (of_key < length))[None, None]  # [1, 1, R, 1, keys]
     queries, keys = of_query.clamp(max=length - 1), of_key.clamp(0, length - 1)
@@ -233,14 +233,14 @@ def _take(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def _inverse(order: list[int], device: torch.device) -> Tensor:
-    """The position of each number in `order`."""
+    """The inverse permutation of `order`."""
     return torch.tensor(order, device=device).argsort()
 
 
 # Block-sparse attention through torch's flex_attention, compiled, on accelerators.
 #
-# flex_attention works in tiles of 128 tokens: a layout in smaller blocks is computed tile by tile where any of its
-# blocks is present, and the blocks that are not are masked inside.
+# flex_attention uses tiles of 128 tokens: with smaller blocks, every tile that contains a present block is computed,
+# and absent blocks within it are masked.
 
 
 TILE = 128
@@ -248,12 +248,12 @@ MaskFunction = Callable[[Any, Any, Any, Any], Any]
 
 
 def fits(block: int) -> bool:
-    """Whether blocks make up tiles, or tiles blocks."""
+    """Whether the block size divides the tile size, or vice versa."""
     return TILE % block == 0 or block % TILE == 0
 
 
 def tiled(layout: Layout, block: int) -> Layout:
-    """The layout in tiles: those in which any block is present."""
+    """The layout in tiles: a tile is present if any of its blocks is."""
     num_tiles = -(-len(layout) * block // TILE)
     tiles: list[set[int]] = [set() for _ in range(num_tiles)]
     for row, seen in enumerate(layout):
@@ -270,11 +270,11 @@ def _tiles_of(number: int, block: int, num_tiles: int) -> range:
 def block_mask(
     layouts: Sequence[Layout], block: int, shape: tuple[int, int], allowed: MaskFunction | None, at: torch.device
 ) -> Any:
-    """A BlockMask of the layouts (one for all heads, or one per head) and of what is allowed besides.
+    """A BlockMask of the layouts (one for all heads, or one per head), combined with `allowed`.
 
     Args:
         shape: (batch, tokens).
-        allowed: from numbers of sample, head, query and key; None: everything is.
+        allowed: function of the indices of sample, head, query and key; None: everything is allowed.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -285,7 +285,7 @@ def block_mask(
     many = len(layouts) > 1
 
     def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        # Inside the last tile positions run past the end of the sequence.
+        # Positions in the last tile may exceed the sequence.
         inside = (q < length) & (kv < length)
         q, kv = q.clamp(max=length - 1), kv.clamp(max=length - 1)
         seen = present[h if many else 0, q // block, kv // block]
@@ -304,7 +304,7 @@ def _spread(table: Tensor, batch: int) -> Tensor:
 
 
 def _tables(layouts: Sequence[Layout], at: torch.device) -> tuple[Tensor, Tensor]:
-    """Numbers of key tiles [layouts, n] and their places [layouts, n, n], int32."""
+    """Numbers of key tiles [layouts, n] and their indices [layouts, n, n], int32."""
     n = len(layouts[0])
     counts = torch.tensor([[len(seen) for seen in layout] for layout in layouts], dtype=torch.int32, device=at)
     places = [[list(seen) + [0] * (n - len(seen)) for seen in layout] for layout in layouts]
@@ -329,7 +329,7 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: Any, scale: float | None, *, compiles: bool = True) -> Tensor:
-    """[B, H, S, D] -> [B, H, S, D] under a BlockMask; key and value may have fewer heads."""
+    """Attention [B, H, S, D] -> [B, H, S, D] with a BlockMask; key and value may have fewer heads."""
     from torch.nn.attention.flex_attention import flex_attention
 
     call: Any = _compiled() if compiles else flex_attention

@@ -1,5 +1,5 @@
 """DeepSpeed's SparseSelfAttention and BertSparseSelfAttention, for models that build their own attention, and its
-SparseAttentionUtils, which bring a model of transformers to longer sequences and sparse attention.
+SparseAttentionUtils, which convert a transformers model to longer sequences and sparse attention.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ MaskMode = Literal["add", "mul"]
 
 
 class SparseSelfAttention(nn.Module):
-    """Attention of a sequence to itself over the blocks of a pattern.
+    """Self-attention over the blocks of a pattern.
 
     Args:
         sparsity_config: default: FixedSparsityConfig for four heads.
-        key_padding_mask_mode: how the mask of padding is meant: "add": added to the scores; "mul": 0 forbids.
+        key_padding_mask_mode: "add": the padding mask is added to the scores; "mul": 0 masks a key.
         attn_mask_mode: the same for `attn_mask`.
-        max_seq_length: the pattern is that of this length; shorter sequences see its corner.
+        max_seq_length: length for which the pattern is computed; shorter sequences use its upper left corner.
 
-    `master_layout`: that pattern, int64 [H, n, n].
+    `master_layout`: the pattern, int64 [H, n, n].
     """
 
     master_layout: Tensor
@@ -56,7 +56,7 @@ class SparseSelfAttention(nn.Module):
         if num_blocks > self.master_layout.shape[1]:
             raise ValueError(
                 f"a sequence of {length} tokens is longer than max_seq_length = {self.master_layout.shape[1] * block}: "
-                "make the module with a larger one"
+                "create the module with a larger one"
             )
         return self.master_layout[:, :num_blocks, :num_blocks]
 
@@ -77,12 +77,12 @@ class SparseSelfAttention(nn.Module):
             attn_mask: [S, S].
 
         Raises:
-            NotImplementedError: the three do not have one shape.
+            NotImplementedError: if query, key and value differ in shape.
         """
         if not query.shape == key.shape == value.shape:
             raise NotImplementedError(
                 f"SparseSelfAttention: query {tuple(query.shape)}, key {tuple(key.shape)} and value "
-                f"{tuple(value.shape)} must have one shape (attention of a sequence to itself)"
+                f"{tuple(value.shape)} must have the same shape (self-attention)"
             )
         added = [
             table for table in (rpe, self._padding(key_padding_mask), self._tokens(attn_mask)) if table is not None
@@ -94,7 +94,7 @@ class SparseSelfAttention(nn.Module):
         if length not in self._plans:
             layout = self.get_layout(length)
             if num_heads != layout.shape[0]:
-                raise ValueError(f"the pattern is for {layout.shape[0]} heads, and query has {num_heads}")
+                raise ValueError(f"the pattern is for {layout.shape[0]} heads, but query has {num_heads}")
             layouts = [_rows(head) for head in layout]
             self._plans[length] = make_plan(layouts, num_heads, self.sparsity_config.block)
         return self._plans[length]
@@ -107,10 +107,10 @@ class SparseSelfAttention(nn.Module):
 
 
 class BertSparseSelfAttention(nn.Module):
-    """BERT's projections around `SparseSelfAttention`.
+    """BERT's self-attention with its projections, based on `SparseSelfAttention`.
 
     Args:
-        config: has hidden_size and num_attention_heads.
+        config: must have hidden_size and num_attention_heads.
     """
 
     def __init__(self, config: Any, sparsity_config: SparsityConfig | None = None) -> None:
@@ -153,7 +153,7 @@ def _as_scores(mask: Tensor, mode: MaskMode) -> Tensor:
 
 
 def _sum(tables: list[Tensor], dtype: torch.dtype) -> Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]:
-    """Entries of the sum of score tables that broadcast to [B, H, S, S], asked for without making it."""
+    """A function that returns entries of the sum of tables that broadcast to [B, H, S, S], without computing all."""
 
     def entries(queries: Tensor, keys: Tensor, heads: tuple[int, ...]) -> Tensor:
         total = torch.zeros((), dtype=dtype, device=queries.device)
@@ -168,24 +168,22 @@ def _sum(tables: list[Tensor], dtype: torch.dtype) -> Callable[[Tensor, Tensor, 
 
 
 Padded = tuple[int, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-_RESERVED_ROWS = {"roberta": 2}  # rows of the position table that no position uses
+_RESERVED_ROWS = {"roberta": 2}  # unused rows at the start of the position table
 
 
 class SparseAttentionUtils:
-    """Functions under one name, as DeepSpeed has them."""
+    """Namespace of DeepSpeed's utility functions."""
 
     @staticmethod
     def extend_position_embedding(model: Any, max_position: int) -> Any:
-        """The table of position embeddings repeats itself until it has `max_position` positions; BERT and RoBERTa.
+        """Extend the position embeddings of BERT or RoBERTa to `max_position` positions by repeating them.
 
         Raises:
-            ValueError: the model is of another kind, or its table is as long already.
+            ValueError: if the model has another type, or its table is already that long.
         """
         kind = getattr(model.config, "model_type", type(model).__name__)
         if kind not in ("bert", "roberta"):
-            raise ValueError(
-                f"extend_position_embedding: {kind} is none of bert, roberta: only their position tables are known"
-            )
+            raise ValueError(f"extend_position_embedding: {kind} is not supported, only bert and roberta")
         reserved = _RESERVED_ROWS.get(kind, 0)
         embeddings = model.base_model.embeddings
         old = embeddings.position_embeddings.weight.data
@@ -206,7 +204,7 @@ class SparseAttentionUtils:
 
     @staticmethod
     def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
-        """The tokenizer cuts at `max_position` tokens."""
+        """Set the maximum length of the tokenizer to `max_position` tokens."""
         tokenizer.model_max_length = max_position
         getattr(tokenizer, "init_kwargs", {})["model_max_length"] = max_position
         return tokenizer
@@ -215,10 +213,10 @@ class SparseAttentionUtils:
     def replace_model_self_attention_with_sparse_self_attention(
         model: Any, max_position: int, sparsity_config: SparsityConfig | None = None
     ) -> Any:
-        """Every self-attention of the model gets the pattern; its weights stay where they are.
+        """Use the pattern in every self-attention of the model; weights do not change.
 
         Raises:
-            ValueError: the model does not take attention implementations by name.
+            ValueError: if the model does not support attention implementations by name.
         """
         model.config.max_position_embeddings = max(max_position, model.config.max_position_embeddings)
         pattern = sparsity_config or FixedSparsityConfig(num_heads=model.config.num_attention_heads)
@@ -229,7 +227,7 @@ class SparseAttentionUtils:
     def replace_self_attention_layer_with_sparse_self_attention_layer(
         config: Any, layers: Iterable[nn.Module], sparsity_config: SparsityConfig | None = None
     ) -> Iterable[nn.Module]:
-        """The same for single layers, which must belong to a model with this `config`."""
+        """Use the pattern in single layers, which must belong to a model with this `config`."""
         register()
         pattern = sparsity_config or FixedSparsityConfig(num_heads=config.num_attention_heads)
         config._attn_implementation_internal = NAME
@@ -248,9 +246,9 @@ class SparseAttentionUtils:
         pad_token_id: int,
         model_embeddings: Any,
     ) -> Padded:
-        """(number of tokens added, the five tensors), so that the length is a multiple of `block_size`.
+        """Pad the five tensors to a multiple of `block_size`. Returns (number of added tokens, the tensors).
 
-        Our attention needs no padding; this is for models that do.
+        hf_zero's sparse attention does not need this padding.
         """
         inputs = input_ids if input_ids is not None else inputs_embeds
         if inputs is None:
@@ -271,5 +269,5 @@ class SparseAttentionUtils:
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """Without the tokens that were added."""
+        """Remove the padding tokens."""
         return sequence_output[:, : sequence_output.shape[1] - pad_len]

@@ -1,12 +1,11 @@
-"""Sparse attention as one of transformers' attention implementations, for every model that takes one by name.
+"""Sparse attention as one of transformers' attention implementations, for models that support them by name.
 
-    model.set_attn_implementation("hf_zero_sparse")      transformers asks us for a mask (once per forward) and for
-    attach(model, FixedSparsityConfig(num_heads=12))     attention (once per layer); the pattern is the modules' own
+    model.set_attn_implementation("hf_zero_sparse")      transformers calls us for a mask (once per forward) and for
+    attach(model, FixedSparsityConfig(num_heads=12))     attention (once per layer); modules hold the pattern
 
-Attention to another sequence, and decoding with a cache, stay dense.
+Cross-attention, and decoding with a cache, stay dense.
 
-`SparseMask` is what a model's own mask allows, as a function that is asked at positions: no tensor of tokens times
-tokens.
+`SparseMask` represents the model's own mask as a function of positions, without a tensor of size tokens x tokens.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ from hf_zero.extras.sparse_attention.sparsity import (
 from hf_zero.features import TrainingFeature, text_config, unwrapped
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
-"""(numbers of sample, head, query and key) -> whether the query may see the key; takes tensors that broadcast."""
+"""(indices of sample, head, query and key) -> whether the query may attend to the key; for broadcastable tensors."""
 
-_AT_ONCE = 1 << 24  # positions that are asked about in one go
+_AT_ONCE = 1 << 24  # maximum number of positions evaluated at once
 _plan = functools.lru_cache(maxsize=32)(make_plan)
 
 
 def causal(_sample: Any, _head: Any, query: Any, key: Any) -> Any:
-    """No token sees a later one."""
+    """The causal mask function."""
     return key <= query
 
 
 class SparseMask:
-    """The mask of one forward. Layers with the same pattern share what is worked out for it."""
+    """The mask of one forward. Layers with the same pattern share the plans and masks derived from it."""
 
     def __init__(self, function: MaskFunction | None, batch: int, length: int, device: torch.device) -> None:
-        """`function` None: every token may see every other."""
+        """`function`: None allows all pairs of tokens."""
         self.function = function
         self.batch = batch
         self.length = length
@@ -58,10 +57,10 @@ class SparseMask:
         self._layouts: dict[int, tuple[SparsityConfig, tuple[Layout, ...]]] = {}
         self._flex: dict[int, Any] = {}
         self._plans: dict[int, BlockPlan] = {}
-        self.kept: dict[int, Tensor | None] = {}  # masks of groups of rows, for all layers of one pattern
+        self.kept: dict[int, Tensor | None] = {}  # masks of row groups, shared by all layers with one pattern
 
     def plan(self, sparsity: SparsityConfig, num_heads: int) -> BlockPlan:
-        """What `gathered_attention` computes for a pattern."""
+        """The plan of `gathered_attention` for a pattern."""
         layouts = self.layouts(sparsity, num_heads)
         return self._plans.setdefault(id(sparsity), _plan(layouts, num_heads, sparsity.block))
 
@@ -74,13 +73,13 @@ class SparseMask:
         return self._flex[id(sparsity)]
 
     def layouts(self, sparsity: SparsityConfig, num_heads: int) -> tuple[Layout, ...]:
-        """The pattern without blocks of later keys that no query in them may see."""
+        """The pattern's layouts without later key blocks that the mask forbids entirely."""
         known = self._layouts.get(id(sparsity))
         if known is None:
             if sparsity.different_layout_per_head and sparsity.num_heads != num_heads:
                 raise ValueError(
-                    f"the layouts are for {sparsity.num_heads} heads, and the model has {num_heads} heads of "
-                    "queries: set num_heads, or switch different_layout_per_head off"
+                    f"the layouts are for {sparsity.num_heads} heads, but the model has {num_heads} query heads: "
+                    "set num_heads, or set different_layout_per_head to false"
                 )
             layouts = sparsity.head_rows(-(-self.length // sparsity.block))
             trimmed = tuple(self._trimmed(layout, sparsity.block) for layout in dict.fromkeys(layouts))
@@ -89,7 +88,7 @@ class SparseMask:
         return known[1]
 
     def allowed(self, queries: Tensor, keys: Tensor, _heads: tuple[int, ...] = ()) -> Tensor:
-        """At positions of queries [R, q, 1] and keys [R, 1, k]: bool [B or 1, 1, R, q, k]."""
+        """Evaluate the mask at positions of queries [R, q, 1] and keys [R, 1, k]: bool [B or 1, 1, R, q, k]."""
         if self.function is None:
             return torch.ones((1, 1, 1, 1, 1), dtype=torch.bool, device=self.device)
         samples = torch.arange(self.batch, device=self.device).view(-1, 1, 1, 1, 1)
@@ -98,7 +97,7 @@ class SparseMask:
         return answer
 
     def dense(self) -> Tensor:
-        """The model's mask without any pattern: bool [B or 1, 1, S, S]."""
+        """The model's mask without the pattern: bool [B or 1, 1, S, S]."""
         positions = torch.arange(self.length, device=self.device)
         answer = self.allowed(positions.view(1, -1, 1), positions.view(1, 1, -1))[:, :, 0]
         return answer.expand(answer.shape[0], 1, self.length, self.length)
@@ -110,7 +109,7 @@ class SparseMask:
         return _without(layout, {pair for pair, is_used in zip(later, self._used(later, block)) if not is_used})
 
     def _used(self, pairs: list[tuple[int, int]], block: int) -> list[bool]:
-        """For each (block of queries, block of keys) whether any of the first may see any of the second."""
+        """For each (query block, key block), whether the mask allows any pair of their positions."""
         offsets = torch.arange(block, device=self.device)
         used: list[bool] = []
         step = max(1, _AT_ONCE // (block * block * self.batch))
@@ -137,7 +136,7 @@ _UNKNOWN_ARGUMENTS = ("softcap", "s_aux", "cache")
 
 
 def register() -> None:
-    """`attn_implementation="hf_zero_sparse"` is known to transformers from now on, in this process."""
+    """Register `attn_implementation="hf_zero_sparse"` with transformers in this process."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -146,27 +145,27 @@ def register() -> None:
 
 
 def attach(model: nn.Module, sparsity: SparsityConfig) -> None:
-    """Every self-attention in `model` has this pattern from now on."""
+    """Set the pattern of every self-attention in `model`."""
     for name, module in model.named_modules():
         vars(module)[_SPARSITY] = None if _CROSS.search(name) else sparsity
 
 
 def detach(model: nn.Module) -> None:
-    """As before `attach`."""
+    """Undo `attach`."""
     for module in model.modules():
         vars(module).pop(_SPARSITY, None)
 
 
 def switch_on(model: nn.Module, sparsity: SparsityConfig) -> Callable[[], None]:
-    """`model`, one of transformers', attends sparsely; returns what undoes it.
+    """Enable sparse attention in a transformers model; returns a function that undoes it.
 
     Raises:
-        ValueError: the model does not take attention implementations by name.
+        ValueError: if the model does not support attention implementations by name.
     """
     takes = getattr(model, "_can_set_attn_implementation", None)
     if takes is None or not takes():
         raise ValueError(
-            f"{type(model).__name__} does not take an attention implementation by name (attn_implementation=...): use "
+            f"{type(model).__name__} does not support attn_implementation=...: use "
             "SparseSelfAttention in the model instead"
         )
     register()
@@ -192,7 +191,7 @@ def sparse_mask(
     device: Any = "cpu",
     **more: Any,
 ) -> Any:
-    """transformers' question for the mask of a forward; arguments are its own (transformers.masking_utils)."""
+    """Create the mask of a forward; transformers.masking_utils calls it with these arguments."""
     from transformers.masking_utils import and_masks, padding_mask_function, prepare_padding_mask, sdpa_mask
 
     def dense(**changes: Any) -> Tensor | None:
@@ -211,15 +210,15 @@ def sparse_mask(
         return answer
 
     if q_length != kv_length or q_offset != kv_offset:
-        return dense()  # decoding with a cache, or attention to another sequence
-    if more.get("use_vmap"):  # a function that cannot be asked at positions
+        return dense()  # decoding with a cache, or cross-attention
+    if more.get("use_vmap"):  # the function does not support tensors of positions
         table = dense(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
         assert table is not None, "transformers was told not to skip the mask"
         return SparseMask(_looks_up(table), batch_size, q_length, torch.device(device))
     function = _shifted(mask_function, int(q_offset))
     if attention_mask is not None and not bool(attention_mask.all()):
         padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-        assert padding is not None, "made of a mask"
+        assert padding is not None, "created from a mask"
         function = and_masks(function, padding_mask_function(padding))
     return SparseMask(function, batch_size, q_length, torch.device(device))
 
@@ -231,7 +230,7 @@ def _shifted(function: MaskFunction, offset: int) -> MaskFunction:
 
 
 def _looks_up(table: Tensor) -> MaskFunction:
-    """Of bool [B or 1, 1, S, S]."""
+    """A mask function that looks up a table: bool [B or 1, 1, S, S]."""
     shared = table.shape[0] == 1
     return lambda sample, head, query, key: table[sample * 0 if shared else sample, head * 0, query, key]
 
@@ -248,7 +247,7 @@ def sparse_attention_forward(
     position_bias: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' call for attention: query [B, H, S, D], key and value [B, K, S, D] -> ([B, S, H, D], None)."""
+    """Attention as called by transformers: query [B, H, S, D], key, value [B, K, S, D] -> ([B, S, H, D], None)."""
     _refuse(module, more)
     sparsity: SparsityConfig | None = vars(module)[_SPARSITY]
     mask = _mask_of(module, query, key, attention_mask, is_causal)
@@ -277,20 +276,20 @@ def sparse_attention_forward(
 def _refuse(module: nn.Module, arguments: dict[str, Any]) -> None:
     if _SPARSITY not in vars(module):
         raise RuntimeError(
-            f'{type(module).__name__} has attn_implementation="{NAME}" and no pattern: write a sparse_attention '
-            "section in the config, or call "
+            f'{type(module).__name__} has attn_implementation="{NAME}" but no pattern: add a sparse_attention '
+            "section to the config, or call "
             "hf_zero.extras.sparse_attention.registered.attach(model, FixedSparsityConfig(num_heads=...))"
         )
     names = [name for name in _UNKNOWN_ARGUMENTS if arguments.get(name) is not None]
     if names:
         raise NotImplementedError(
-            f"{type(module).__name__} asks attention for {', '.join(names)}, which sparse attention does not have: "
-            'remove the sparse_attention section and take attn_implementation="eager"'
+            f"{type(module).__name__} uses {', '.join(names)}, which sparse attention does not support: "
+            'remove the sparse_attention section and use attn_implementation="eager"'
         )
 
 
 def _mask_of(module: nn.Module, query: Tensor, key: Tensor, given: Any, is_causal: bool | None) -> SparseMask | None:
-    """None: this call stays dense."""
+    """The mask of one call; None if it stays dense."""
     if isinstance(given, SparseMask):
         return given
     batch, _, length, _ = query.shape
@@ -306,7 +305,7 @@ def _mask_of(module: nn.Module, query: Tensor, key: Tensor, given: Any, is_causa
 
 
 def _entries(table: Tensor) -> Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]:
-    """Of scores [B or 1, H or 1, S, S], or with fewer dimensions in front."""
+    """A function that returns entries of a bias [B or 1, H or 1, S, S], which may lack leading dimensions."""
     full = table.reshape((1,) * (4 - table.dim()) + tuple(table.shape))
 
     def entries(queries: Tensor, keys: Tensor, heads: Iterable[int]) -> Tensor:
@@ -341,7 +340,7 @@ _CLASSES: dict[str, Any] = {
 
 
 class SparseAttentionFeature(TrainingFeature):
-    """A model attends sparsely until the engine is destroyed."""
+    """Sparse attention in a model until the engine is destroyed."""
 
     name = "sparse_attention"
 
@@ -353,19 +352,19 @@ class SparseAttentionFeature(TrainingFeature):
 
 
 def pattern_of(section: SparseAttention, num_heads: int) -> SparsityConfig:
-    """The class that the section names, with its settings."""
+    """The pattern that the section defines."""
     settings = {name: getattr(section, name) for name in PATTERN_KEYS[section.mode]}
-    if section.mode != "local_sliding_window":  # its heads are all alike
+    if section.mode != "local_sliding_window":  # all its heads have the same pattern
         settings["different_layout_per_head"] = section.different_layout_per_head
     pattern: SparsityConfig = _CLASSES[section.mode](num_heads, block=section.block, **settings)
     return pattern
 
 
 def sparse_attention_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, where the config asks for it.
+    """The feature, if the config enables it.
 
     Raises:
-        ConfigError: the model has no attention that can be exchanged by name.
+        ConfigError: if the model does not support attention implementations by name.
     """
     policy = resolved.extras.get("sparse_attention")
     if policy is None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's SparsityConfig classes: settings of a pattern, checked, and the layout that follows from them."""
+"""DeepSpeed's SparsityConfig classes: validated settings of a pattern, and its layout."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-# Which blocks of keys a block of queries sees: functions from integers to rows of integers.
+# Layouts as pure functions of integers.
 #
-# A layout is one tuple per block of queries: the key blocks it sees, ascending. n is the number of blocks, and a head
-# has a number where heads may differ. Patterns are DeepSpeed's (deepspeed.ops.sparse_attention, up to 0.19.6); those
-# with chance in them are functions of a seed here.
+# A layout has one tuple per block of queries: the key blocks it attends to, ascending. n is the number of blocks;
+# `head` is an index, because heads may differ. Patterns are DeepSpeed's (deepspeed.ops.sparse_attention, up to 0.19.6);
+# random ones are functions of a seed.
 #
 #     fixed, n = 8, windows of 4, one global block       row 0..3   # # # # . . . #
 #                                                        row 4..7   . . . # # # # #
 
 
 Layout = tuple[tuple[int, ...], ...]
-Span = tuple[int, int]  # [first, last) of a run of blocks
+Span = tuple[int, int]  # [first, last) of a range of blocks
 
 
 def _windows(n: int, sizes: Sequence[int], *, causal: bool) -> list[set[int]]:
@@ -69,12 +69,12 @@ class SparsityConfig:
     """Base class of all patterns.
 
     Args:
-        num_heads: heads of the queries.
-        block: tokens per block, on either side.
-        different_layout_per_head: False: all heads have that of head 0.
+        num_heads: number of query heads.
+        block: tokens per block of queries and of keys.
+        different_layout_per_head: whether heads have different layouts; otherwise all use that of head 0.
 
     Raises:
-        ValueError: for a setting outside its range; NotImplementedError for another word than the two of `attention`.
+        ValueError: for a setting outside its range; NotImplementedError for an unknown value of `attention`.
     """
 
     attention = "bidirectional"
@@ -89,23 +89,23 @@ class SparsityConfig:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no block sees later ones."""
+        """Whether blocks do not attend to later ones."""
         return self.attention == "unidirectional"
 
     def rows(self, n: int, head: int = 0) -> Layout:
         """The layout of one head."""
         raise NotImplementedError(
-            f"{type(self).__name__} says nothing about which blocks are seen: take FixedSparsityConfig or another one"
+            f"{type(self).__name__} defines no pattern: use FixedSparsityConfig or another subclass"
         )
 
     def least_blocks(self) -> int:
-        """The fewest blocks that the pattern fits into."""
+        """The minimum number of blocks of the pattern."""
         return 1
 
     def head_rows(self, num_blocks: int) -> list[Layout]:
-        """One layout, or one per head. A sequence too short for the pattern gets the corner of the shortest that fits.
+        """One layout, or one per head. Sequences too short for the pattern use the corner of the smallest layout.
 
-        Unlike `make_layout` this is for sequences of any length.
+        Unlike `make_layout`, this supports sequences of any length.
         """
         whole = max(num_blocks, self.least_blocks())
         layouts = [self.rows(whole, head) for head in range(self.num_layout_heads)]
@@ -114,13 +114,13 @@ class SparsityConfig:
         return [tuple(tuple(k for k in row if k < num_blocks) for row in rows[:num_blocks]) for rows in layouts]
 
     def make_layout(self, seq_len: int) -> Tensor:
-        """int64 [num_heads, seq_len / block, seq_len / block]: 1 where a block of keys is seen."""
+        """int64 [num_heads, seq_len / block, seq_len / block]: 1 for present blocks."""
         layout = self.setup_layout(seq_len)
         num_blocks = layout.shape[1]
         if num_blocks < self.least_blocks():
             raise ValueError(
                 f"{type(self).__name__}.make_layout({seq_len}): {num_blocks} blocks of {self.block} are fewer than the "
-                f"pattern's {self.least_blocks()}; take longer sequences, smaller blocks or a smaller pattern"
+                f"pattern's {self.least_blocks()}; use longer sequences, smaller blocks or a smaller pattern"
             )
         for head in range(self.num_layout_heads):
             for row, seen in enumerate(self.rows(num_blocks, head)):
@@ -128,7 +128,7 @@ class SparsityConfig:
         return self.check_and_propagate_first_head_layout(layout)
 
     def setup_layout(self, seq_len: int) -> Tensor:
-        """Zeros of the layout's shape."""
+        """A zero tensor with the layout's shape."""
         if seq_len < self.block or seq_len % self.block:
             raise ValueError(
                 f"make_layout({seq_len}): the length must be a positive multiple of block = {self.block}; pad the "
@@ -138,21 +138,21 @@ class SparsityConfig:
         return torch.zeros((self.num_heads, num_blocks, num_blocks), dtype=torch.int64)
 
     def check_and_propagate_first_head_layout(self, layout: Tensor) -> Tensor:
-        """Every head like the first, unless they differ."""
+        """Copy the first head's layout to all heads, unless heads differ."""
         if not self.different_layout_per_head:
             layout[1:] = layout[0]
         return layout
 
 
 class DenseSparsityConfig(SparsityConfig):
-    """Every block is computed."""
+    """All blocks are present."""
 
     def rows(self, n: int, head: int = 0) -> Layout:
         return (tuple(range(n)),) * n
 
 
 class FixedSparsityConfig(SparsityConfig):
-    """Windows, and representatives of each that others see (Sparse Transformer, arXiv 1904.10509)."""
+    """Windows, and global blocks in each window that others attend to (Sparse Transformer, arXiv 1904.10509)."""
 
     def __init__(
         self,
@@ -194,13 +194,13 @@ class FixedSparsityConfig(SparsityConfig):
         return self.num_global_blocks
 
     def rows(self, n: int, head: int = 0) -> Layout:
-        """Windows, and the last blocks of every window as representatives that all later windows (or all windows) see;
-        head h takes them h mod the number of patterns places further to the front."""
+        """Windows, and the last blocks of every window as global blocks for all later windows (or all windows); head h
+        shifts them to the front by h mod the number of patterns."""
         num_local, num_global = self.num_local_blocks, self.num_global_blocks
         back = num_local - (1 + head % self.num_different_global_patterns) * num_global
         spans = [(start + back, start + back + num_global) for start in range(0, n - num_local + 1, num_local)]
         rest = n % num_local
-        if rest:  # a short window at the end has its representatives inside, as far as there is room
+        if rest:  # global blocks of a short last window are moved inside, if possible
             first = max(0, min(n - rest + back, n - num_global))
             spans.append((first, first + num_global))
         rows = _windows(n, [num_local], causal=self.is_causal)
@@ -209,7 +209,7 @@ class FixedSparsityConfig(SparsityConfig):
 
 
 class VariableSparsityConfig(SparsityConfig):
-    """Windows of several sizes, listed global blocks, random ones."""
+    """Windows of several sizes, listed global blocks, and random blocks."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class VariableSparsityConfig(SparsityConfig):
         return max(1, self.num_random_blocks)
 
     def rows(self, n: int, head: int = 0) -> Layout:
-        """Windows of the sizes listed, the last size repeating; random blocks in every row, also of later keys."""
+        """Windows of the listed sizes, with the last one repeated; random blocks in every row, including later keys."""
         rows = _windows(n, self.local_window_blocks, causal=self.is_causal)
         for row, seen in enumerate(rows):
             seen.update(_draw(n, self.num_random_blocks, self.seed, head, row))
@@ -254,7 +254,7 @@ class VariableSparsityConfig(SparsityConfig):
 
 
 class BigBirdSparsityConfig(SparsityConfig):
-    """Random blocks, neighbours, and the first blocks for all (arXiv 2007.14062)."""
+    """Random blocks, neighbours, and the first blocks as global blocks (BigBird, arXiv 2007.14062)."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         if attention == "unidirectional" and num_random_blocks > 1:
             raise ValueError(
                 f"num_random_blocks = {num_random_blocks} with unidirectional attention: the first row of blocks has "
-                "one block to draw from; take 1 or 0"
+                "only one block to draw; set it to 1 or 0"
             )
         self.num_random_blocks = num_random_blocks
         self.num_sliding_window_blocks = num_sliding_window_blocks
@@ -287,7 +287,7 @@ class BigBirdSparsityConfig(SparsityConfig):
         return max(self.num_random_blocks, self.num_sliding_window_blocks, self.num_global_blocks)
 
     def rows(self, n: int, head: int = 0) -> Layout:
-        """Random blocks, neighbours, and the first blocks seen by all and seeing all."""
+        """Random blocks, neighbours, and the first blocks as global blocks in both directions."""
         rows = _neighbours(n, self.num_sliding_window_blocks)
         for row, seen in enumerate(rows):
             seen.update(_draw(row + 1 if self.is_causal else n, self.num_random_blocks, self.seed, head, row))
@@ -296,7 +296,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 
 
 class BSLongformerSparsityConfig(SparsityConfig):
-    """Neighbours and listed global blocks, in blocks (Longformer, arXiv 2004.05150)."""
+    """Neighbours and listed global blocks (block-sparse Longformer, arXiv 2004.05150)."""
 
     def __init__(
         self,
@@ -321,14 +321,14 @@ class BSLongformerSparsityConfig(SparsityConfig):
         return self.num_sliding_window_blocks
 
     def rows(self, n: int, head: int = 0) -> Layout:
-        """Neighbours, and the listed blocks seen by all and seeing all."""
+        """Neighbours, and the listed blocks as global blocks in both directions."""
         rows = _neighbours(n, self.num_sliding_window_blocks)
         _add_global(rows, _clipped(self._spans, n), causal=False, horizontal=True)
         return _frozen(rows, causal=self.is_causal)
 
 
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """Neighbours alone."""
+    """Neighbours only."""
 
     def __init__(
         self, num_heads: int, block: int = 16, num_sliding_window_blocks: int = 3, attention: str = "unidirectional"
@@ -343,7 +343,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
         return self.num_sliding_window_blocks
 
     def rows(self, n: int, head: int = 0) -> Layout:
-        """Neighbours; an even number of them acts as the next odd one."""
+        """Neighbours; an even number of them is treated as the next odd number."""
         return _frozen(_neighbours(n, self.num_sliding_window_blocks), causal=self.is_causal)
 
 
@@ -357,8 +357,8 @@ def _check_direction(attention: str, horizontal: bool = False) -> None:
         raise NotImplementedError(f'attention = {attention!r} must be "unidirectional" or "bidirectional"')
     if horizontal and attention == "unidirectional":
         raise ValueError(
-            "horizontal_global_attention lets blocks see later ones, which unidirectional attention does not; switch "
-            "one of them"
+            "horizontal_global_attention makes blocks attend to later ones, which unidirectional attention forbids: "
+            "change one of them"
         )
 
 
@@ -369,7 +369,7 @@ def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> list[Span]:
         return [(start, start + 1) for start in starts]
     if len(ends) != len(starts):
         raise ValueError(
-            f"global_block_end_indices has {len(ends)} entries and global_block_indices {len(starts)}: give one end "
+            f"global_block_end_indices has {len(ends)} entries, but global_block_indices {len(starts)}: give one end "
             "for every index"
         )
     for start, end in zip(starts, ends):
@@ -377,6 +377,6 @@ def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> list[Span]:
         if start >= end:
             raise ValueError(
                 f"global_block_indices {start} must be less than its global_block_end_indices {end} (which is "
-                "not included)"
+                "exclusive)"
             )
     return list(zip(starts, ends))

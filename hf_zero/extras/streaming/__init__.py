@@ -1,4 +1,4 @@
-"""The section `hf_zero.streaming`: what trains lives in host memory, updated beside backward (docs/offload.md)."""
+"""The section `hf_zero.streaming`: all states in host memory, updated during backward (docs/offload.md)."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ _SECTION = "hf_zero.streaming"
 
 
 class Streaming(Section):
-    """Stage 3 with everything in host memory: the fewest bytes per parameter (docs/offload.md)."""
+    """Stage 3 with everything in host memory and the fewest bytes per parameter (docs/offload.md)."""
 
     enabled: Flag = supported(
         False,
-        "Keep weights, masters and states in host memory, and update each unit there while backward goes on, so that "
-        'no whole gradient exists. Needs offload_param.device "cpu".',
+        "Keep weights, masters and states in host memory, and update each unit there during backward, so that the "
+        'full gradient never exists. Needs offload_param.device "cpu".',
         stages=(3,),
     )
     masters: Masters = supported(
         "split",
-        'How fp32 masters of bf16 weights are kept: "split" as the 16 bits that the weight has lost (4 bytes per '
-        'parameter for both, the same bits), "fp32" as they are (6 bytes).',
+        'Storage of fp32 masters of bf16 weights: "split" keeps only the 16 bits that the weight lacks (4 bytes per '
+        'parameter for both, lossless), "fp32" keeps full masters (6 bytes).',
         stages=(3,),
     )
     states: States = supported(
         "fp32",
-        "Dtype of optimizer states, which are computed with in fp32 either way. AdamW8bit has a form of its own.",
+        "Dtype of optimizer states; updates compute in fp32 either way. AdamW8bit has its own format.",
         stages=(3,),
     )
     clipping: Clipping = supported(
         "exact",
-        'Under gradient_clipping: "exact" keeps the gradient in host memory until its norm is known and updates after '
-        'backward (2 bytes per parameter more), "last_norm" clips by the norm of the update before, the first not at '
-        "all, and keeps no gradient.",
+        'With gradient_clipping: "exact" keeps the gradient in host memory until its norm is known and updates after '
+        'backward (2 more bytes per parameter), "last_norm" clips by the norm of the previous update (the first update '
+        "is not clipped) and keeps no gradient.",
         stages=(3,),
     )
 
     def master_bytes(self, weight: int, master: int) -> int:
-        """What is kept of a master of so many bytes beside its weight of so many."""
+        """Bytes stored for a master of `master` bytes in addition to its weight of `weight` bytes."""
         return master - weight if self.masters == "split" and (weight, master) == (2, 4) else master
 
     def state_bytes(self, state: int) -> int:
-        """Of a state that would have so many."""
+        """Bytes stored for a state of `state` bytes."""
         return 2 if self.states == "bf16" else state
 
     def why_gradients_stay(self, clip_norm: float, skips: bool) -> list[str]:
-        """Why updates have to wait for all gradients, each with what changes that.
+        """Reasons why updates must wait for all gradients, each with the setting that changes it.
 
         Args:
-            clip_norm: largest norm of the gradient; 0: it is not clipped.
-            skips: a gradient that is not finite skips an update.
+            clip_norm: maximum norm of the gradient; 0 for no clipping.
+            skips: whether nonfinite gradients skip an update.
         """
         reasons = []
         if clip_norm > 0 and self.clipping == "exact":
             fixes = 'gradient_clipping 0, or hf_zero.streaming.clipping "last_norm"'
-            reasons.append(f"gradient_clipping needs the norm of all gradients ({fixes} keep none)")
+            reasons.append(f"gradient_clipping needs the norm of all gradients ({fixes} avoids this)")
         if skips:
             reasons.append(
-                "a gradient that is not finite skips the update (bf16.check_grad_overflow false applies what there is,"
-                " and keeps none; the loss scale of fp16 cannot do without)"
+                "nonfinite gradients skip the update (bf16.check_grad_overflow false applies gradients immediately;"
+                " the loss scale of fp16 needs this)"
             )
         return reasons
 
@@ -101,20 +101,20 @@ def _problems(config: Root, section: Streaming) -> Iterator[Problem]:
         place, value = "zero_optimization.offload_optimizer", states.device if states.device == "nvme" else states.ratio
         yield Problem(place, value, "streaming keeps all masters and states in host memory", "remove the section")
     if config.fp16 is not None and config.fp16.enabled and section.masters == "split":
-        rule = "an fp16 weight has other exponents than its fp32 master, so 16 more bits do not give that"
+        rule = "fp16 has a different exponent than fp32, so that 16 more bits cannot restore the fp32 master"
         yield Problem(f"{_SECTION}.masters", "split", rule, 'set bf16.enabled instead of fp16, or masters to "fp32"')
     has_groups = config.hf_zero is not None and config.hf_zero.shard_group is not None
     if zero.zero_hpz_partition_size > 1 or zero.mics_shard_size > 0 or has_groups:
-        rule = "ranks that hold copies of shards would have to agree on every unit's update"
+        rule = "ranks with replicas of shards would have to synchronize every unit's update"
         fix = "remove zero_hpz_partition_size, mics_shard_size and hf_zero.shard_group"
         yield Problem(path, True, rule, fix)
     if config.tensor_parallel is not None and (config.tensor_parallel.autotp_size or 0) > 1:
-        yield Problem(path, True, "streaming does not know of parts of matrices", "remove tensor_parallel")
+        yield Problem(path, True, "streaming does not support tensor parallelism", "remove tensor_parallel")
 
 
 EXTRA = Extra(
     name="streaming",
-    sections=(OwnSection(path=_SECTION, kind=Streaming, doc="Training that lives in host memory (docs/offload.md)."),),
+    sections=(OwnSection(path=_SECTION, kind=Streaming, doc="Training in host memory (docs/offload.md)."),),
     examine=examine_streaming,
     services={"streamed_updates": "hf_zero.extras.streaming.updates:streamed_updates"},
 )

@@ -1,13 +1,13 @@
-"""Updates beside backward: a unit's weights change as soon as its gradients are summed, and these are forgotten.
+"""Updates during backward: a unit's weights are updated as soon as its gradients are reduced, which are then freed.
 
     backward      unit 3 | unit 2 | unit 1 |
     reduction              3        2        1
-    update                          3        2        1      on the host; with a device one unit later than without
-    step                                               agree, the rest (persistent parameters, what was not used)
+    update                          3        2        1      on the host; with a device one unit later
+    step                                               agreement, and the rest (persistent or unused parameters)
 
-The weights that change lie in host memory; what backward still reads is gathered on the device, and a unit whose
-gradients are complete on all ranks is not gathered again before the step. Where this rank has no gradient of some
-parameter of a unit, only the step knows whether another rank has: such a unit waits for it.
+The updated weights are in host memory; backward reads copies gathered on the device, and a unit whose gradients are
+complete on all ranks is not gathered again before the step. If this rank has no gradient of some parameter of a unit,
+only the step knows whether another rank has: such a unit is updated in the step.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ def streamed_updates(
     *,
     skips: bool,
 ) -> StreamedUpdates | None:
-    """What updates beside backward; None where updates come after it, with the same result.
+    """The object that updates during backward; None if updates must follow it, with the same result.
 
     Args:
-        skips: whether gradients that are not finite skip an update.
+        skips: whether nonfinite gradients skip an update.
 
     Raises:
-        ConfigError: for an optimizer that looks at more than one element at a time.
+        ConfigError: if the optimizer is not elementwise.
     """
     if not isinstance(updater, ElementwiseUpdater):
         name, rule = type(updater.optimizer).__name__, "streaming updates one element at a time"
         fix = "use AdamW, AdamW8bit, Lion, Adagrad or SGD, or remove hf_zero.streaming"
-        raise ConfigError(Problem("hf_zero.streaming.enabled", True, f"{rule}, and {name} does not", fix))
+        raise ConfigError(Problem("hf_zero.streaming.enabled", True, f"{rule}, but {name} does not", fix))
     reasons = streaming.why_gradients_stay(rules.clip_norm, skips)
     if reasons:
         log_dist(f"streaming: gradients stay in host memory until the update after backward: {'; '.join(reasons)}")
@@ -60,14 +60,14 @@ def streamed_updates(
 
 
 class StreamedUpdates:
-    """Of one engine.
+    """Updates buckets of one engine during backward.
 
     Attributes:
-        done: buckets that have been updated since the last step.
+        done: indices of buckets updated since the last step.
     """
 
     def __init__(self, reducer: GradientReducer, updater: ElementwiseUpdater, depth: int) -> None:
-        """`depth`: sums that may be on their way to host memory while backward goes on."""
+        """`depth`: number of reduced gradients that may be in flight to host memory during backward."""
         self.done: set[int] = set()
         self._updater = updater
         self._depth = depth
@@ -82,46 +82,46 @@ class StreamedUpdates:
         reducer.apply_by(self._take)
 
     def read(self, gradient: Callable[[SubGroup], Tensor], factor: Callable[[], float]) -> None:
-        """Where gradients come from, and the factor on those of the present step."""
+        """Set the functions that return gradients, and the factor on the gradients of the current step."""
         self._gradient, self._factor = gradient, factor
 
     def settle_scale(self) -> float:
-        """The factor on every gradient of this step, the same in all its updates, whenever they are made."""
+        """The factor on all gradients of this step, which is the same for all its updates."""
         if self._scale is None:
             assert self._factor is not None, "read comes first"
             self._scale = self._factor()
         return self._scale
 
     def wanted(self, sub_groups: Sequence[SubGroup]) -> list[SubGroup]:
-        """Those that a step has yet to update.
+        """The sub-groups that the step still has to update.
 
         Raises:
-            RuntimeError: when it would do so with other numbers.
+            RuntimeError: if settings of a param group have changed since the updates during backward.
         """
         if self.done and self._numbers != self._present():
             raise RuntimeError(
-                "a param group's numbers (such as lr) have changed between backward() and step(): hf_zero.streaming "
-                "has updated weights beside that backward, with the old ones. Change them after step() (as schedulers)"
+                "a param group's settings (such as lr) have changed between backward() and step(): hf_zero.streaming "
+                "has updated weights during that backward with the old ones. Change them after step() (as schedulers)"
             )
         self._waiting.clear()
         return [sub_group for sub_group in sub_groups if sub_group.bucket not in self.done]
 
     def forget(self) -> None:
-        """A step has ended."""
+        """Reset after a step."""
         self.done.clear()
         self._waiting.clear()
         self._scale = None
 
     def refuse_to_drop(self) -> None:
-        """Raise RuntimeError if gradients are to be dropped that have been applied."""
+        """Raise RuntimeError because gradients that would be dropped have already been applied."""
         if self.done:
             raise RuntimeError(
-                "zero_grad() after backward(): hf_zero.streaming has updated weights beside that backward, and they "
-                "would be left half updated. Call step() first, or remove hf_zero.streaming"
+                "zero_grad() after backward(): hf_zero.streaming has updated some weights during that backward, and "
+                "the update would stay incomplete. Call step() first, or remove hf_zero.streaming"
             )
 
     def _take(self, bucket: BucketGradients) -> None:
-        """The sum of a bucket is complete."""
+        """Called when a bucket's gradients are reduced."""
         used = bucket.arrivals.used
         if bucket.trained.is_persistent or any(slot.parameter not in used for slot in bucket.bucket.slots):
             return

@@ -1,1 +1,1 @@
-"""Triton forms of the kernels. Imported only when a CUDA tensor arrives, or by tests under Triton's interpreter."""
+"""Triton implementations of the kernels, only imported for CUDA tensors, or by tests with Triton's interpreter."""

@@ -50,7 +50,7 @@ def _adagrad(  # type: ignore[no-untyped-def]
 def adagrad_on_gpu(
     vectors: Vectors, rule: AdagradRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
-    """One launch, no waiting."""
+    """A single launch, without synchronization."""
     numel = vectors.weight.numel()
     scale_tensor, factor = split_scale(scale)
     launch: Any = _adagrad[grid(numel)]

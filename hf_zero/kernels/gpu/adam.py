@@ -59,7 +59,7 @@ def _adam(  # type: ignore[no-untyped-def]
 def adam_on_gpu(
     vectors: Vectors, rule: AdamRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
-    """One launch, no waiting."""
+    """A single launch, without synchronization."""
     numel = vectors.weight.numel()
     scale_tensor, factor = split_scale(scale)
     correction1, correction2 = rule.corrections(step)

@@ -141,7 +141,7 @@ def _adam8(  # type: ignore[no-untyped-def]
 def adam8_on_gpu(
     vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
-    """One launch, no waiting."""
+    """A single launch, without synchronization."""
     numel = vectors.weight.numel()
     first = vectors.start // BLOCK
     m, v = (blocks_of(state) for state in vectors.states)

@@ -1,12 +1,12 @@
-"""Shared code of the Triton kernels: a program's elements, and how a value is rounded and stored.
+"""Shared code of the Triton kernels: the elements of a program, rounding and stores.
 
-Jitted functions annotate nothing but `tl.constexpr`: the compiler evaluates annotations and refuses Python's own types.
+Jitted functions only have `tl.constexpr` annotations: the compiler evaluates them and rejects Python's own types.
 
-The docstring of every kernel says what it moves, in words that tests/kernels/test_compilation.py compares with the
-compiled program: "Reads A, B; writes C: N bytes per element (of what)", each of them once and in pieces of four
-elements (at most 16 bytes), but for what it names. That takes vectors that begin at a multiple of 16 bytes, and a
-length that is a multiple of 16, so that the mask is the same for a whole piece. Sub-groups are so, unless a parameter
-of odd length ends them; all other vectors go element by element, in a specialisation of their own.
+The docstring of every kernel states its memory traffic in a form that tests/kernels/test_compilation.py compares with
+the compiled program: "Reads A, B; writes C: N bytes per element (of what)", each once and in pieces of four elements
+(at most 16 bytes), with exceptions named. This requires vectors that start at a multiple of 16 bytes, and a length that
+is a multiple of 16, so that the mask is the same for a whole piece. Sub-groups satisfy this, unless they end with a
+parameter of odd length; all other vectors are processed element by element, in a separate specialisation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
-# Integers that change from call to call without any use to the compiler: it would make a program for multiples of 16,
-# one for 1 and one for the rest.
+# Integers that change between calls and must not be specialised: the compiler would build separate programs for
+# multiples of 16, for 1 and for other values.
 ANY_INTEGER = ["seed", "first"]
 
-# A product is added without being rounded first. Triton's own default is not the same in all versions.
+# Use fused multiply-adds. Triton's default differs between versions.
 FUSED = {"enable_fp_fusion": True}
 
 
@@ -34,28 +34,28 @@ def grid(numel: int, block: int = BLOCK) -> tuple[int]:
 
 
 def split_scale(scale: Tensor | float) -> tuple[Tensor | None, float]:
-    """(device scalar or None, host factor): kernels multiply by both, and never wait for the device."""
+    """(device scalar or None, host factor): kernels multiply by both, without synchronization."""
     if isinstance(scale, Tensor):
         return scale.to(torch.float32), 1.0
     return None, float(scale)
 
 
 def floats(*numbers: float) -> tuple[float, ...]:
-    """Hyper-parameters as the compiler shall see them: an integer (weight_decay 0 in ds.json) would be another type."""
+    """Hyper-parameters as floats: an integer (weight_decay 0 in ds.json) would be another type for the compiler."""
     return tuple(map(float, numbers))
 
 
 def options(kernel: Any, numel: int = BLOCK, each: int = 4) -> dict[str, Any]:
-    """Compiler options of a kernel whose programs work on `numel` elements, of which a thread has `each`.
+    """Compiler options of a kernel whose programs process `numel` elements, with `each` elements per thread.
 
-    Four are 16 bytes of fp32, the most that an instruction moves, and 8 of 16-bit numbers. Of more, the compiler lays
-    16-bit numbers out over threads in another way than fp32, and converts through shared memory, between barriers.
+    Four elements are 16 bytes of fp32, the maximum of one instruction, and 8 bytes of 16-bit numbers. With more, the
+    compiler uses different thread layouts for 16-bit numbers and fp32, and converts them through shared memory.
     """
     return {**FUSED, "num_warps": max(1, numel // (each * warp_size(kernel)))}
 
 
 def warp_size(kernel: Any) -> int:
-    """Threads of a warp: 32, or 64 on AMD's Instinct. Triton's interpreter has neither driver nor threads."""
+    """Threads per warp: 32, or 64 on AMD Instinct. Triton's interpreter has neither driver nor threads."""
     return _warp_size(isinstance(kernel, triton.JITFunction))
 
 

@@ -1,4 +1,4 @@
-"""Which tensors the Triton forms take, and how host numbers reach them. Imports no Triton, as CPUs use it, too."""
+"""Dispatch to the Triton kernels, and copies of host numbers to the device. CPUs use it, too: it imports no Triton."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MAX_ELEMENT_BYTES = 4  # fp64 goes through PyTorch's own kernels
+MAX_ELEMENT_BYTES = 4  # fp64 uses PyTorch's own kernels
 
 
 def runs_on_gpu(*vectors: Tensor) -> bool:
-    """Whether a kernel takes its Triton form for these.
+    """Whether a kernel uses its Triton implementation for these tensors.
 
-    It does for CUDA tensors (ROCm's PyTorch calls its own so, too) of at most 32 bits per element that have any
-    elements, where Triton is installed. All else, other accelerators included, takes PyTorch's vectorised operations.
+    It does for nonempty CUDA tensors (which includes ROCm) with at most 32 bits per element, if Triton is installed. In
+    all other cases, including other accelerators, PyTorch's vectorised operations are used.
     """
     return all(map(_suits, vectors)) and has_triton()
 
@@ -27,15 +27,15 @@ def _suits(vector: Tensor) -> bool:
 
 @functools.cache
 def has_triton() -> bool:
-    """Triton comes with every CUDA build of PyTorch for Linux."""
+    """Whether Triton is installed, as it is with every CUDA build of PyTorch for Linux."""
     return importlib.util.find_spec("triton") is not None
 
 
 def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1-D tensor of a few numbers of the host.
+    """Copy a few numbers from the host to a 1-D tensor on the device.
 
-    The copy leaves from page-locked memory, so that the host does not stand by until it is done. PyTorch's own
-    allocator keeps that memory until the copy has run.
+    The copy uses pinned memory, so that the host does not wait for it. PyTorch's allocator keeps this memory until the
+    copy has completed.
     """
     here = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type not in ("cpu", "meta"))
     return here.to(device, non_blocking=True)

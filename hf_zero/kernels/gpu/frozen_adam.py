@@ -41,7 +41,7 @@ def _frozen_adam(  # type: ignore[no-untyped-def]
 def frozen_adam_on_gpu(
     vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, skip: Tensor | None, seed: int | None
 ) -> None:
-    """One launch, no waiting."""
+    """A single launch, without synchronization."""
     numel = vectors.weight.numel()
     rate_tensor, factor = split_scale(rate)
     launch: Any = _frozen_adam[grid(numel)]

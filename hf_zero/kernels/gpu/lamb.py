@@ -1,4 +1,4 @@
-"""LAMB in Triton: see hf_zero.kernels.lamb. Blocks never cross a tensor's border, so that norms are per tensor."""
+"""LAMB in Triton: see hf_zero.kernels.lamb. Blocks never cross tensor boundaries, so that norms are per tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _table(segments: tuple[tuple[int, int], ...], device: torch.device) -> tuple
 
 
 def _are_even(segments: Segments) -> bool:
-    """Whether every segment begins and ends where 16 bytes do: the compiler cannot see that in a table."""
+    """Whether all segments are aligned to 16 bytes, which the compiler cannot derive from a table."""
     return all(start % _EVEN == 0 and length % _EVEN == 0 for start, length in segments)
 
 
@@ -118,7 +118,7 @@ def _apply(  # type: ignore[no-untyped-def]
 def lamb_moments_on_gpu(
     vectors: Vectors, rule: LambRule, segments: Segments, scale: Tensor | float, skip: Tensor | None
 ) -> Tensor:
-    """Two launches, no waiting."""
+    """Two launches, without synchronization."""
     device = vectors.weight.device
     blocks, spans = _table(tuple(segments), device)
     partial = torch.empty(len(blocks), 2, dtype=torch.float32, device=device)
@@ -138,7 +138,7 @@ def lamb_moments_on_gpu(
 def lamb_apply_on_gpu(
     vectors: Vectors, rule: LambRule, factors: Tensor, segments: Segments, skip: Tensor | None, seed: int | None
 ) -> None:
-    """One launch, no waiting."""
+    """A single launch, without synchronization."""
     blocks, _ = _table(tuple(segments), vectors.weight.device)
     launch: Any = _apply[(len(blocks),)]
     launch(

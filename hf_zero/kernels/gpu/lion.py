@@ -51,7 +51,7 @@ def _lion(  # type: ignore[no-untyped-def]
 
 
 def lion_on_gpu(vectors: Vectors, rule: LionRule, scale: Tensor | float, skip: Tensor | None, seed: int | None) -> None:
-    """One launch, no waiting."""
+    """A single launch, without synchronization."""
     numel = vectors.weight.numel()
     scale_tensor, factor = split_scale(scale)
     launch: Any = _lion[grid(numel)]

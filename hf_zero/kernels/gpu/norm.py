@@ -1,4 +1,4 @@
-"""Sum of squares in Triton: one fp32 partial sum per block, added up in fp64 by PyTorch."""
+"""Sum of squares in Triton: one fp32 partial sum per block, which PyTorch adds in fp64."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _squares(flat, partial, numel, BLOCK: tl.constexpr):  # type: ignore[no-unty
 
 
 def sum_of_squares_on_gpu(flat: Tensor) -> Tensor:
-    """0-dim fp64 tensor on the device; the same bits every time, since no atomic addition is used."""
+    """0-dim fp64 tensor on the device; deterministic, because no atomic additions are used."""
     blocks = grid(flat.numel(), _BLOCK)
     partial = torch.empty(blocks[0], dtype=torch.float32, device=flat.device)
     launch: Any = _squares[blocks]

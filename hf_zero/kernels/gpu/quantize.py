@@ -143,12 +143,12 @@ def _grid(values: Tensor) -> tuple[int, int]:
 
 
 def _scales(messages: Tensor, numel: int, bits: int) -> Tensor:
-    """Where the scales of the first message begin; the others' are as far apart as messages."""
+    """The scales of the first message; those of others follow with the messages' stride."""
     return messages.view(-1)[code_bytes(numel, bits) :].view(torch.bfloat16)
 
 
 def write_messages_on_gpu(values: Tensor, messages: Tensor, bits: int, feedback: Feedback | None) -> None:
-    """One launch, no waiting."""
+    """A single launch, without synchronization."""
     numel, errors = values.shape[1], None if feedback is None else feedback.errors
     launch: Any = _write[_grid(values)]
     launch(
@@ -162,7 +162,7 @@ def write_messages_on_gpu(values: Tensor, messages: Tensor, bits: int, feedback:
 
 
 def read_messages_on_gpu(messages: Tensor, values: Tensor, bits: int) -> None:
-    """One launch, no waiting."""
+    """A single launch, without synchronization."""
     numel = values.shape[1]
     launch: Any = _read[_grid(values)]
     launch(
@@ -173,7 +173,7 @@ def read_messages_on_gpu(messages: Tensor, values: Tensor, bits: int) -> None:
 
 
 def sum_messages_on_gpu(stacked: Tensor, values: Tensor, bits: int) -> None:
-    """One launch, no waiting; `stacked`: (parts, rows, message_bytes)."""
+    """A single launch, without synchronization; `stacked`: (parts, rows, message_bytes)."""
     numel = values.shape[1]
     launch: Any = _sum[_grid(values)]
     launch(

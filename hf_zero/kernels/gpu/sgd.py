@@ -56,7 +56,7 @@ def _sgd(  # type: ignore[no-untyped-def]
 
 
 def sgd_on_gpu(vectors: Vectors, rule: SgdRule, scale: Tensor | float, skip: Tensor | None, seed: int | None) -> None:
-    """One launch, no waiting."""
+    """A single launch, without synchronization."""
     numel = vectors.weight.numel()
     scale_tensor, factor = split_scale(scale)
     buffer = vectors.states[0] if rule.momentum else None

@@ -52,13 +52,13 @@ def _unpack(packed, scale, out, num_bytes, ADD: tl.constexpr, BYTES: tl.constexp
 
 
 def pack_signs_on_gpu(error: Tensor, scale: Tensor, packed: Tensor) -> None:
-    """`error` holds value plus error on entry, and the error that is left afterwards."""
+    """`error` contains value plus error on entry, and the new error afterwards."""
     launch: Any = _pack[(triton.cdiv(packed.numel(), _BYTES),)]
     launch(error, scale, packed, packed.numel(), BYTES=_BYTES, **options(_pack, 8 * _BYTES, each=8))
 
 
 def unpack_signs_on_gpu(packed: Tensor, scale: Tensor | float, out: Tensor, *, add: bool) -> None:
-    """One launch, no waiting."""
+    """A single launch, without synchronization."""
     factor = torch.as_tensor(scale, dtype=torch.float32, device=out.device)
     launch: Any = _unpack[(triton.cdiv(packed.numel(), _BYTES),)]
     launch(packed, factor, out, packed.numel(), ADD=add, BYTES=_BYTES, **options(_unpack, 8 * _BYTES, each=8))

@@ -100,7 +100,7 @@ def test_memory_ends_a_stage_and_small_gains_do_too(monkeypatch: pytest.MonkeyPa
 def test_a_search_has_to_be_asked_for(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text('{"zero_optimization": {"stage": "all"}}')
-    with pytest.raises(ConfigError, match="switched on there, too"):
+    with pytest.raises(ConfigError, match="the config must enable autotuning, too"):
         read_search(["x.py", "--deepspeed", str(config)], 3)
     with pytest.raises(ConfigError, match="name no config"):
         read_search(["x.py", "--deepspeed", "none"], 3)
@@ -115,7 +115,7 @@ def test_the_section_in_a_run_of_its_own() -> None:
     both["autotuning"] = {"enabled": True, "metric_path": "m.json", "start_profile_step": 1, "end_profile_step": 2}
     assert resolve(both, world_size=1).extras["autotuning"] == TrialPolicy(path="m.json", first=1, last=2)
     both["autotuning"] = {"enabled": True, "start_profile_step": 5}
-    with pytest.raises(ConfigError, match="beyond start_profile_step"):
+    with pytest.raises(ConfigError, match="greater than start_profile_step"):
         resolve(both, world_size=1)
 
 
@@ -175,7 +175,7 @@ def test_measured_candidates_rank_the_plan(tmp_path: Path, monkeypatch: pytest.M
     for experiment in asked:
         assert resolve(dict(experiment.config), world_size=8).batch.train_batch_size == 8
         assert experiment.command[experiment.place - 1] == "--deepspeed"
-    with pytest.raises(ConfigError, match="on this host alone"):
+    with pytest.raises(ConfigError, match="on this host only"):
         measure(planned("40M", Training(length=32), nodes=2), 1, tmp_path)
 
 

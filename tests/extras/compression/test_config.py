@@ -67,15 +67,15 @@ def test_open_autos_do_not_matter() -> None:
         ({"weight_quantization": {"shared_parameters": {"enabled": True}}}, "no groups"),
         ({"weight_quantization": technique(group({}, "*"))}, "needs its number of bits"),
         ({"weight_quantization": technique(group({"target_bits": 8, "start_bits": 4}, "*"))}, "at least target_bits"),
-        ({"weight_quantization": technique(group({"target_bits": 2}, "*"), rounding="stochastic")}, "are nearest"),
+        ({"weight_quantization": technique(group({"target_bits": 2}, "*"), rounding="stochastic")}, "need nearest"),
         ({"weight_quantization": technique(group({"target_bitz": 8}, "*"))}, 'did you mean "target_bits"'),
         ({"activation_quantization": technique(group({"bits": 2}, "*"))}, "from 3 to 16"),
-        ({"sparse_pruning": technique(group({}, "*"))}, "the share that is kept"),
+        ({"sparse_pruning": technique(group({}, "*"))}, "the fraction to keep"),
         ({"sparse_pruning": technique(group({"dense_ratio": 1.5}, "*"))}, "at most 1"),
         ({"sparse_pruning": technique({}, method="snip_momentum", block_pattern="4by1")}, "NxM"),
         ({"sparse_pruning": technique({}, method="snip_momentum", block_pattern="4:4")}, "N below M"),
         ({"head_pruning": technique(group({"dense_ratio": 0.5}, "*"))}, "number of heads"),
-        ({"row_pruning": technique(group({"dense_ratio": 0.5}, "a("))}, "no regular expression"),
+        ({"row_pruning": technique(group({"dense_ratio": 0.5}, "a("))}, "not a valid regular expression"),
         ({"row_pruning": technique(group({"dense_ratio": 0.5}, "a", "b", related=[["c"]]))}, "one list for each"),
         ({"layer_reduction": {"enabled": True, "module_name_prefix": "a", "teacher_layer": [2, 1]}}, "ascend"),
         ({"layer_reduction": {"enabled": True, "teacher_layer": [1]}}, "name of the list of layers"),
@@ -102,7 +102,7 @@ def test_expressions_that_match_nothing_name_the_nearest() -> None:
 
 def test_one_module_in_two_groups() -> None:
     groups = {**group({"dense_ratio": 0.5}, "query"), "other": {"params": {"dense_ratio": 0.2}, "modules": ["self"]}}
-    with pytest.raises(ConfigError, match="has already"):
+    with pytest.raises(ConfigError, match="already matches"):
         init_compression(tiny_bert(), ds_config(sparse_pruning=technique(groups)))
 
 
@@ -116,7 +116,7 @@ def test_related_modules_are_paired_by_position() -> None:
     assert [name for name, _ in first.related] == ["bert.encoder.layer.0.attention.self.query"]
     assert [name for name, _ in second.related] == ["bert.encoder.layer.1.attention.self.query"]
     narrow = technique(group({"dense_ratio": 0.5}, BERT_OUT, related=[["layer.0.attention.self.query"]]), num_heads=4)
-    with pytest.raises(ConfigError, match="matches 1 modules, and there are 2"):
+    with pytest.raises(ConfigError, match="matches 1 modules, but the group matches 2"):
         match_all(tiny_bert(), resolve(ds_config(head_pruning=narrow), world_size=1).extras["compression"])
 
 

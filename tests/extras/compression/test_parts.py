@@ -64,7 +64,7 @@ def test_rows_leave_with_the_inputs_that_read_them() -> None:
     cut_rows(_match(model, "0", "2"), mask)
     torch.testing.assert_close(model(inputs), expected)
     assert model[0].weight.shape == (3, 3) and model[2].weight.shape == (2, 3)
-    with pytest.raises(WrongArgument, match="related module 2 has 3 where the pruned layer has 4"):
+    with pytest.raises(WrongArgument, match="related module 2 has 3 features, the pruned layer 4"):
         cut_rows(_match(model, "0", "2"), mask)
 
 
@@ -125,7 +125,7 @@ def test_layers_leave_or_are_taken_over() -> None:
     for name, parameter in student.bert.encoder.named_parameters():
         assert torch.equal(parameter, teacher.bert.encoder.get_parameter(name)), name
     assert torch.equal(student.bert.embeddings.word_embeddings.weight, teacher.bert.embeddings.word_embeddings.weight)
-    with pytest.raises(ConfigError, match="names 2 layers, and the student has 3"):
+    with pytest.raises(ConfigError, match="names 2 layers, but the student has 3"):
         take_over(tiny_bert(3), tiny_bert(4), policy)
 
 

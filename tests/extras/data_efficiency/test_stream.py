@@ -80,8 +80,8 @@ def test_totals_and_metrics_that_are_wrong(tmp_path: Path) -> None:
     assert total.tolist() == np.bincount(VALUES, minlength=10).tolist()
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"metric_functions": [lambda batch: torch.ones(2)]}, "vector of integers"),
-        ({"metric_functions": [lambda batch: torch.ones(7).long()]}, "gave 7 values for a batch of 4"),
-        ({"metric_functions": [torch.tensor], "metric_dtypes": [torch.int32]}, "metric_dtypes says int32"),
+        ({"metric_functions": [lambda batch: torch.ones(7).long()]}, "returned 7 values for a batch of 4"),
+        ({"metric_functions": [torch.tensor], "metric_dtypes": [torch.int32]}, "metric_dtypes requires int32"),
         ({"metric_functions": []}, "one of each"),
         ({"metric_functions": [torch.tensor], "metric_types": ["x"]}, "must be single_value_per_sample"),
     ]
@@ -128,7 +128,7 @@ def test_percentiles_with_few_samples_and_several_metrics(tmp_path: Path) -> Non
     assert sorted(whole.batch().tolist()) == list(range(12))
     with pytest.raises(ValueError, match="no sample is easy enough at update 1"):
         SampleStream(policy(metric(prefix, 1, 2, 100)), 12, 2).batch()
-    with pytest.raises(ValueError, match="names sample 11, and the data set has 8"):
+    with pytest.raises(ValueError, match="names sample 11, but the data set has 8"):
         SampleStream(policy(metric(prefix, 1, 9, 1)), 8, 2)
 
 
@@ -197,7 +197,7 @@ def test_deepspeeds_sampler(tmp_path: Path) -> None:
     again = sampler()
     again.load_state_dict(first.state_dict())
     assert list(again) == batches[4:]
-    with pytest.raises(ValueError, match="not switched on"):
+    with pytest.raises(ValueError, match="not enabled"):
         DeepSpeedDataSampler({}, 12, 2, 0, 1, None, 2, 0)
 
 

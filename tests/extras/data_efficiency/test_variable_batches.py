@@ -51,7 +51,7 @@ def test_limits_and_orders() -> None:
     assert drawn != batch_by_seqlens(LENGTHS, 10, sequence_picking_order="random", seed=4)
     with pytest.raises(ValueError, match="must be dataloader, random, seqlen"):
         batch_by_seqlens(LENGTHS, 10, sequence_picking_order="longest")
-    with pytest.raises(ValueError, match="an update takes 9"):
+    with pytest.raises(ValueError, match="but an update needs 9"):
         batch_by_seqlens(LENGTHS, 10, effective_batch_size=9)
 
 
@@ -72,7 +72,7 @@ def test_every_pack_keeps_to_its_limits(
             lengths, most, None, fewest, largest, "dataloader", per_update, required_microbatches_of_same_size=alike
         )
     except ValueError as error:
-        assert "an update takes" in str(error)
+        assert "but an update needs" in str(error)
         return
     seen = [sample for _, of_one in packs for sample in of_one]
     assert len(seen) == len(set(seen)) and len(packs) % per_update == 0
@@ -234,7 +234,7 @@ def test_ranks_analyse_together_what_one_process_finds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "words"),
     [
-        ({"enabled": True}, "dynamic_batching.max_tokens", "is needed"),
+        ({"enabled": True}, "dynamic_batching.max_tokens", "is required"),
         ({"enabled": True, "max_tokens": 0}, "dynamic_batching.max_tokens", "must be"),
         ({"enabled": True, "max_tokens": 9, "min_batch_size": 3, "max_batch_size": 2}, "max_batch_size", "at least"),
         ({"enabled": True, "max_tokens": 9, "lr_scaling_method": "cubic"}, "lr_scaling_method", "must be"),
@@ -259,5 +259,5 @@ def test_without_lengths_or_section_the_call_says_what_to_give() -> None:
         get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed([[1]], engine)
     plain = {key: value for key, value in CONFIG.items() if key != "data_efficiency"}
     engine = initialize(model=Mean(), config=plain)[0]
-    with pytest.raises(RuntimeError, match="not switched on"):
+    with pytest.raises(RuntimeError, match="not enabled"):
         get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed([[1]], engine)

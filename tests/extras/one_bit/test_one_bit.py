@@ -215,7 +215,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     ("OneBitAdam", {"bias_correction": True}, 0, "not part of the published algorithm"),
     ("OneBitAdam", {"eps_inside_sqrt": True}, 0, "not part of the published algorithm"),
     ("OneBitAdam", {"var_freeze_step": 3}, 0, "there is no such argument"),
-    ("OneBitAdam", {"comm_backend_name": "carrier pigeon"}, 0, "it changes nothing here"),
+    ("OneBitAdam", {"comm_backend_name": "carrier pigeon"}, 0, "it has no effect"),
     ("ZeroOneAdam", {"local_step_clipper": 0}, 0, "must be at least 1"),
     ("OneBitLamb", {"coeff_beta": 1.0}, 0, "must be at least 0 and below 1"),
     ("OneBitLamb", {"factor_min": 0}, 0, "must be above 0"),
@@ -247,7 +247,7 @@ def test_every_key_of_deepspeed_is_taken() -> None:
 
 def test_alone_and_with_wrong_arguments() -> None:
     parameters = [nn.Parameter(torch.ones(1))]
-    with pytest.raises(RuntimeError, match="OneBitAdam runs inside the engine only"):
+    with pytest.raises(RuntimeError, match="OneBitAdam only runs within the engine"):
         OneBitAdam(parameters).step()
     with pytest.raises(ValueError, match="0 < factor_min <= factor_max"):
         OneBitLamb(parameters, factor_min=5.0)

@@ -205,7 +205,7 @@ def attacked(training: TwoHosts, attacks: Attacks, right: dict[int, Any]) -> Non
     sys.stdout.write(f"seconds to recover: {recovered}\n")
     assert training.wrong(right) == [], training.said()
     whole = training.said_by(0)
-    assert whole.count("training goes on after update") == len(attacks), whole[-6000:]
+    assert whole.count("training continues after update") == len(attacks), whole[-6000:]
 
 
 @pytest.mark.timeout(600)
@@ -243,7 +243,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(spaces: list[str], tmp_path: Pat
         training.kill()
     assert training.wrong(right) == [], training.said()
     whole = (tmp_path / "attacked" / "said-0").read_text(errors="replace")
-    assert whole.count("training goes on after update") == 1, whole[-6000:]
+    assert whole.count("training continues after update") == 1, whole[-6000:]
 
 
 def slots_of(training: TwoHosts, host: int) -> dict[int, Path]:
@@ -285,4 +285,4 @@ def test_values_that_changed_by_themselves_come_back_from_the_next_host(spaces: 
     said = (tmp_path / "attacked" / "said-1").read_text(errors="replace")
     found = f"rank-1.0 is not what rank 1 kept after update {made}, so the next host's copy is taken"
     assert found in said, said[-6000:]
-    assert f"training goes on after update {made}, " in (tmp_path / "attacked" / "said-0").read_text(errors="replace")
+    assert f"training continues after update {made}, " in (tmp_path / "attacked" / "said-0").read_text(errors="replace")

@@ -37,7 +37,7 @@ def check(survived: Survived, undisturbed: list[Line], num_attacks: int) -> None
     assert survived.code == 0, survived.output[-6000:]
     assert survived.wrong(undisturbed) == []
     assert survived.left == []
-    assert survived.output.count("all ranks start again") == num_attacks == len(survived.recovery_s)
+    assert survived.output.count("restarting all ranks") == num_attacks == len(survived.recovery_s)
     # One that was made but not yet kept everywhere, and the one in progress.
     assert len(survived.lines) - len(undisturbed) <= 2 * num_attacks
 
@@ -67,8 +67,8 @@ def test_a_second_set_of_ranks_goes_on_at_once(tmp_path: Path) -> None:
     finally:
         survived = launch.end()
     assert None not in recovered, survived.output[-6000:]
-    restarts = [line for line in survived.output.splitlines() if "all ranks start again" in line]
-    assert ["in processes that stood by" in line for line in restarts] == [True, False], survived.output[-6000:]
+    restarts = [line for line in survived.output.splitlines() if "restarting all ranks" in line]
+    assert ["in standby processes" in line for line in restarts] == [True, False], survived.output[-6000:]
     survived.lines = [line for line in survived.lines if line["update"] <= len(undisturbed)]
     assert survived.left == [] and survived.wrong(undisturbed) == []
 

@@ -109,7 +109,7 @@ def test_a_training_that_has_ended_does_not_begin_again(tmp_path: Path) -> None:
 def test_nothing_is_kept_where_nobody_starts_ranks_again(environment: dict[str, str], caplog: Any) -> None:
     with mock.patch.dict(os.environ, environment), caplog.at_level("INFO", logger="hf_zero"):
         assert resilience.begin_training(mock.Mock(), DS, "somewhere") == "somewhere"
-    assert "nobody starts these ranks again" in caplog.text
+    assert "the launcher does not restart ranks" in caplog.text
 
 
 def test_the_state_is_whole_while_it_is_written_anew(tmp_path: Path) -> None:

@@ -39,11 +39,11 @@ def test_what_cannot_be_attended_is_refused() -> None:
     module = SparseSelfAttention(max_seq_length=32)
     assert module.master_layout.shape == (4, 2, 2)
     query, key, value = inputs(1, 4, 4, 16)
-    with pytest.raises(NotImplementedError, match="must have one shape"):
+    with pytest.raises(NotImplementedError, match="must have the same shape"):
         module(query, key[:, :, :8], value)
     with pytest.raises(ValueError, match="longer than max_seq_length = 32"):
         module(*inputs(1, 4, 4, 40))
-    with pytest.raises(ValueError, match="pattern is for 4 heads, and query has 2"):
+    with pytest.raises(ValueError, match="pattern is for 4 heads, but query has 2"):
         module(*inputs(1, 2, 2, 16))
     with pytest.raises(ValueError, match='must be "add" or "mul"'):
         SparseSelfAttention(attn_mask_mode="or")  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def test_robertas_reserved_rows_stay() -> None:
     assert torch.equal(after, torch.cat([before[:2], before[2:].repeat(3, 1)[:80]]))
     assert model(torch.randint(4, 90, (1, 80))).last_hidden_state.shape[1] == 80
     model.config.model_type = "gpt2"
-    with pytest.raises(ValueError, match="none of bert, roberta"):
+    with pytest.raises(ValueError, match="only bert and roberta"):
         SparseAttentionUtils.extend_position_embedding(model, 100)
 
 

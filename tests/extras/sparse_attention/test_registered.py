@@ -137,10 +137,10 @@ def test_a_model_without_a_pattern_says_so() -> None:
     undo = switch_on(model, FixedSparsityConfig(6))
     undo()
     model.set_attn_implementation(NAME)
-    with pytest.raises(RuntimeError, match='has attn_implementation="hf_zero_sparse" and no pattern'):
+    with pytest.raises(RuntimeError, match='has attn_implementation="hf_zero_sparse" but no pattern'):
         model(**batch(False))
     attach(model, FixedSparsityConfig(4, BLOCK, True, num_different_global_patterns=2))
-    with pytest.raises(ValueError, match="layouts are for 4 heads, and the model has 6"):
+    with pytest.raises(ValueError, match="layouts are for 4 heads, but the model has 6"):
         model(**batch(False))
 
 
