@@ -28,7 +28,7 @@ __all__ = [
     "install",
 ]
 
-# Loaded when first asked for.
+# Loaded on first access.
 _HOMES = {
     "ConfigError": "hf_zero.config",
     "DummyOptim": "accelerate.utils",

@@ -14,10 +14,10 @@ from hf_zero.quantities import parse_all
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status."""
+    """Run one command and return its exit status."""
     words = sys.argv[1:] if words is None else list(words)
     if words[:1] == ["launch"]:
-        # What follows the script belongs to the script, whatever it looks like: no other parser may see it.
+        # Words after the script are its own arguments; no other parser may interpret them.
         from hf_zero.launch.command_line import main as launch
 
         return launch(words[1:])
@@ -34,7 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
     commands.add_parser("launch", help="start a script on all devices of this machine or of several")
     explain = commands.add_parser(
         "explain",
-        help="what a ds.json means: every key with its value, where that came from, and what it does",
+        help="show every key of a ds.json with its value, source and effect",
         allow_abbrev=False,
     )
     plan = commands.add_parser(
@@ -43,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
     report = commands.add_parser("report", aliases=["env"], help="versions, devices, links and features, for an issue")
     commands.add_parser("zero_to_fp32", help="ordinary weights from a checkpoint")
     commands.add_parser("universal", help="a checkpoint in DeepSpeed's universal form")
-    # What is heavy is imported after the arguments have been read: --help and a wrong flag answer at once.
+    # Heavy modules are imported after the arguments are parsed, so that --help and errors appear immediately.
     if words[:1] in (["report"], ["env"]):
         from hf_zero.report.command import add_arguments as add_report_arguments
         from hf_zero.report.command import run as run_report
@@ -63,11 +63,11 @@ def main(words: Sequence[str] | None = None) -> int:
         with collector_off():
             from hf_zero.planning.command import run as run_plan
 
-        gc.freeze()  # nor is what has been loaded garbage later on
+        gc.freeze()  # loaded modules never become garbage
         return run_plan(arguments)
     if words[:1] != ["explain"]:
         parser.parse_args(words)
-    # Not before it is wanted: it loads transformers.
+    # Imported here because it loads transformers.
     from hf_zero.explain.command import add_arguments, run
 
     add_arguments(explain)
@@ -76,7 +76,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """The process of a command. One that has loaded torch ends without taking all of its modules apart, which takes up
+    """Run a command and exit. If torch is loaded, exit without the teardown of its modules, which takes up
     to a second."""
     status = main()
     if "torch" not in sys.modules or threading.active_count() > 1:

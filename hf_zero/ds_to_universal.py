@@ -1,4 +1,4 @@
-"""`python -m hf_zero.ds_to_universal --input_folder TAG_FOLDER --output_folder FOLDER`: DeepSpeed's universal form."""
+"""`python -m hf_zero.ds_to_universal --input_folder TAG --output_folder FOLDER` writes a universal checkpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _WITHOUT_EFFECT = "accepted, and not needed here"
 
 
 def main(arguments: argparse.Namespace | Sequence[str] | None = None) -> int:
-    """The command; returns its exit status.
+    """Run the command and return its exit status.
 
     Args:
-        arguments: words, or what `parse_arguments` makes of them; default: the command line.
+        arguments: words or the result of `parse_arguments`; default: the command line.
     """
     options = arguments if isinstance(arguments, argparse.Namespace) else parse_arguments(arguments)
-    from rich.console import Console  # not before the arguments have been read: torch takes seconds
+    from rich.console import Console  # after parsing arguments, because importing torch takes seconds
 
     from hf_zero.checkpoint import CheckpointError, open_checkpoint
     from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
@@ -40,7 +40,7 @@ def main(arguments: argparse.Namespace | Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options, which are DeepSpeed's."""
+    """Parse DeepSpeed's options."""
     parser = argparse.ArgumentParser(prog="python -m hf_zero.ds_to_universal", description=__doc__)
     parser.add_argument("--input_folder", required=True, help="folder of a tag, such as output/global_step100")
     parser.add_argument("--output_folder", required=True, help="folder to write; the file latest_universal goes beside")

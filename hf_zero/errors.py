@@ -1,4 +1,4 @@
-"""Errors of checkpoints, and of wrong calls: DeepSpeed asserts there, and callers catch AssertionError."""
+"""Errors of checkpoints and of invalid calls. DeepSpeed asserts in the latter, so callers catch AssertionError."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from types import TracebackType
 
 
 class WrongArgument(ValueError, AssertionError):
-    """A call with an argument that it cannot take."""
+    """A call has an invalid argument."""
 
 
 class WrongMoment(RuntimeError, AssertionError):
-    """A call that must not be made now."""
+    """A call is not allowed in the current state."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used, said before anything in memory has changed."""
+    """A checkpoint cannot be used. It is raised before anything in memory has changed."""
 
     def __init__(self, path: str | Path, problem: str, fix: str = "") -> None:
         self.path = str(path)
@@ -30,15 +30,15 @@ class CheckpointError(RuntimeError):
         super().__init__(f"{path}: {problem}" + (f"\n    fix: {fix}" if fix else ""))
 
     def __reduce__(self) -> tuple[type[CheckpointError], tuple[str, str, str]]:
-        # Errors travel between ranks; the default would hand the finished text back to __init__.
+        # Errors are pickled between ranks; by default, __init__ would receive the finished text.
         return (type(self), (self.path, self.problem, self.fix))
 
 
-# The error that ended a rank is the last thing that torchrun prints, and is printed once instead of once per rank.
+# The error that ended a rank is the last output of torchrun, and is printed once instead of once per rank.
 #
-# torchrun ends with a box about the rank that failed first. It says nothing about the error itself unless the program
-# has written it to the file that TORCHELASTIC_ERROR_FILE names, which this module does. An error of hf_zero's own is
-# usually the same on all ranks, so ranks other than the first of a machine print one line.
+# torchrun ends with a box about the rank that failed first. The box only contains the error if the program has written
+# it to the file named by TORCHELASTIC_ERROR_FILE, which this module does. hf_zero's own errors are usually the same on
+# all ranks, so only the first rank of a machine prints them in full.
 
 
 _FILE = "TORCHELASTIC_ERROR_FILE"
@@ -46,7 +46,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 
 def listen() -> None:
-    """Write the error that ends this process for torchrun, if that has started it. Further calls change nothing."""
+    """Write the error that ends this process for torchrun, if it started the process. Further calls have no effect."""
     if os.environ.get(_FILE) and not getattr(sys.excepthook, "writes_error_report", False):
         sys.excepthook = _before(sys.excepthook)
 
@@ -70,7 +70,7 @@ def _is_ours(kind: type[BaseException]) -> bool:
 
 
 def _write(file: str, error: BaseException, where: TracebackType | None) -> None:
-    """Write in the form that torchrun reads; an existing file stays."""
+    """Write the error in torchrun's format, unless the file exists."""
     path = Path(file)
     trace = "".join(traceback.format_exception(type(error), error, where)).rstrip()
     text = f"{type(error).__name__}: {error}" if _is_ours(type(error)) else trace
@@ -80,4 +80,4 @@ def _write(file: str, error: BaseException, where: TracebackType | None) -> None
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"message": record}))
     except OSError:
-        return  # the error itself is printed all the same
+        return  # the error itself is printed in any case

@@ -1,20 +1,20 @@
-"""Training-time features: what an engine tells them while it trains, and what they keep in its checkpoints.
+"""Training features: the methods that an engine calls on them during training, and their state in checkpoints.
 
-    engine                      every feature, in the order in which they were made
+    engine                      every feature, in the order of creation
     initialize          ->      adjust_groups(groups)                 before the optimizer gets its parameters
                         ->      begin(tools)                          the engine is complete
-    a loader is made    ->      loader_options(draw)                  which samples it takes, and how
-    a loader's batch    ->      on_batch(progress, batch)             a training batch, before anything is counted
+    a loader is made    ->      loader_options(draw)                  how it chooses and loads samples
+    a loader's batch    ->      on_batch(progress, batch)             may replace a training batch
     forward(**batch)    ->      before_forward(progress, keywords)    may replace the model's keywords
                         ->      after_forward(progress, ..., output)  may replace what forward returns
-    backward(loss)      ->      after_backward(progress, loss)        gradients of this rank are there
-    step() at a boundary ->     before_step(progress)                 gradients are there, nothing is clipped yet
-                        ->      after_step(progress, applied)         weights and counters are new
-    save_checkpoint     ->      state_dict()                          under its name, in the model's file
-    load_checkpoint     ->      load_state_dict(state, progress)      also without a state: the counters say a lot
+    backward(loss)      ->      after_backward(progress, loss)        gradients of this rank are complete
+    step() at a boundary ->     before_step(progress)                 gradients are reduced, but not clipped
+                        ->      after_step(progress, applied)         weights and counters are updated
+    save_checkpoint     ->      state_dict()                          saved under its name in the model's file
+    load_checkpoint     ->      load_state_dict(state, progress)      also called without a state, for the counters
     destroy             ->      close()
 
-A feature acts on the model by itself (hooks, a forward of its own): the engine only says when.
+A feature acts on the model itself (with hooks or a replaced forward); the engine only calls it at the right times.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# What a program has asked for before there is an engine, such as "comms" (`deepspeed.comm.configure`).
+# Settings that a program made before there is an engine, such as "comms" (`deepspeed.comm.configure`).
 ASKED: dict[str, Any] = {}
 
-# Kinds of parallelism beside ZeRO's own: subclasses of `hf_zero.comm.ProgramGroups`, those first whose ranks are to be
-# neighbours.
+# Kinds of parallelism in addition to ZeRO: subclasses of `hf_zero.comm.ProgramGroups`, beginning with the innermost
+# dimension.
 DIMENSIONS = [
     "hf_zero.tensor.groups:TensorGroups",
     "hf_zero.sequence.groups:SequenceGroups",
 ]
-# The same of which the config alone says something, by the feature that it switches on.
+# Those that only the config defines, by the feature that it enables.
 DIMENSIONS_OF_FEATURES = {"experts": "hf_zero.extras.experts.spread:ExpertGroups"}
 
 _ASKED_OF_MODEL = "_hf_zero_asks_for"
 
 
 def ask_for(model: Any, extra: str) -> None:
-    """Have the features of an extra made for `model` whatever the config says: a program has begun with it already."""
+    """Enable the features of an extra for `model` regardless of the config, because a program uses it already."""
     vars(model).setdefault(_ASKED_OF_MODEL, set()).add(extra)
 
 
 def asked_of(model: Any) -> set[str]:
-    """Names of the extras that `ask_for` has been told."""
+    """Return the names of the extras passed to `ask_for`."""
     names: set[str] = vars(model).get(_ASKED_OF_MODEL, set())
     return names
 
 
 def unwrapped(model: Any) -> Any:
-    """The model of transformers in PEFT's."""
+    """Return the transformers model inside a PEFT model."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
 def text_config(config: Any) -> Any:
-    """Of the part that reads text, in a model of several."""
+    """Return the configuration of the text part of a multimodal model."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -64,11 +64,11 @@ class Progress:
     """The progress of training.
 
     Attributes:
-        step: updates so far.
-        micro_step: backward passes since the last update, which numbers the forwards of one from 0.
+        step: the number of updates so far.
+        micro_step: the number of backward passes since the last update: the index of the current forward.
         accumulation_steps: micro-batches per update.
-        training: the model is in train mode.
-        rank: of this process among those that see other data.
+        training: whether the model is in train mode.
+        rank: the data-parallel rank of this process.
     """
 
     step: int
@@ -80,13 +80,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Data and ranks of a training loader.
+    """The data and ranks of a training loader.
 
     Attributes:
-        num_samples: of the data set; None where it is only iterated over.
-        per_update: samples, over all ranks.
+        num_samples: the length of the dataset; None for an iterable dataset.
+        per_update: samples per update over all ranks.
         micro_batch_size: samples per forward on one rank.
-        world: ranks that see other data; `rank` is this one.
+        world: the number of data-parallel ranks; `rank` is this one.
     """
 
     num_samples: int | None
@@ -101,12 +101,12 @@ class EngineTools:
     """A feature's access to its engine.
 
     Attributes:
-        full_gradient: of a parameter, whole, reduced since the last step; None where there is none. Collective.
-        forward_only: places another model as the engine's own is, without training it, and returns what runs its
-            forward.
+        full_gradient: returns the full reduced gradient of a parameter since the last step, or None. Collective.
+        forward_only: places another model like the engine's own, without training it, and returns a function that runs
+            its forward.
         world: the collectives of all ranks.
-        engine: a weak proxy of it, to read and not to change.
-        phases: of the engine, which have observers (`hf_zero.api.engine_module.Phases`).
+        engine: a weak proxy of the engine, for reading only.
+        phases: the engine's phases, which have observers (`hf_zero.api.engine_module.Phases`).
     """
 
     full_gradient: Callable[[Any], Any]
@@ -117,78 +117,78 @@ class EngineTools:
 
 
 class TrainingFeature:
-    """One feature; every verb does nothing unless a subclass says otherwise.
+    """Base class of features. By default, the methods do nothing.
 
     Attributes:
-        name: key of its state in checkpoints; also what `Features.named` finds it by.
-        waits_for_outcome: whether `after_step` has to know if the update was skipped; the host waits for the device
-            then. Without, an update whose outcome is not known yet counts as applied.
+        name: the key of its state in checkpoints and in `Features.named`.
+        waits_for_outcome: whether `after_step` must know if the update was skipped, for which the host waits for the
+            device. Otherwise an update whose outcome is not known yet counts as applied.
     """
 
     name = ""
     waits_for_outcome = True
 
     def on_batch(self, progress: Progress, batch: Any) -> Any:
-        """Replace a training batch, before anything in it is counted."""
+        """Return the batch to train on. Called before samples and tokens are counted."""
         return batch
 
     def loader_options(self, draw: Draw) -> dict[str, Any]:
-        """Arguments of torch's DataLoader by which samples are chosen (`batch_sampler`) or loaded (`num_workers`)."""
+        """Return arguments of DataLoader that choose (`batch_sampler`) or load (`num_workers`) samples."""
         return {}
 
     def adjust_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Put parameters of its own into the optimizer's groups, in place, or take out what has left the model."""
+        """Add the feature's parameters to the optimizer's groups in place, or remove those no longer in the model."""
 
     def begin(self, tools: EngineTools) -> None:
-        """Parameters are where they stay, equal on all ranks. May be collective."""
+        """Called when parameters are in place and equal on all ranks. May be collective."""
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
-        """The keywords that the model's forward gets; called for evaluation, too."""
+        """Return the keywords for the model's forward. Also called in evaluation."""
         return keywords
 
     def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
-        """Replace the output of the engine's forward; `inputs` and `keywords` are the model's."""
+        """Return the output of the engine's forward; `inputs` and `keywords` are those of the model."""
         return output
 
     def after_backward(self, progress: Progress, loss: Any) -> None:
-        """`loss`: as `engine.backward` returns it; its mean over micro-batches is their sum."""
+        """`loss`: the return value of `engine.backward`; the sum over micro-batches is the mean loss."""
 
     def before_step(self, progress: Progress) -> None:
-        """An update is about to be made of reduced gradients."""
+        """Called with reduced gradients before an update."""
 
     def after_step(self, progress: Progress, *, applied: bool) -> None:
-        """An update has been made; not `applied`: it was skipped on all ranks (overflow)."""
+        """Called after an update. If not `applied`, it was skipped on all ranks (overflow)."""
 
     def holds_schedule(self, progress: Progress) -> bool:
-        """Whether the learning-rate schedule stays where it is after the update that was just made."""
+        """Whether the learning-rate schedule does not advance after the current update."""
         return False
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """Plain values and CPU tensors, equal on all ranks; None: nothing has to be kept."""
+        """Return plain values and CPU tensors, equal on all ranks; None if there is no state."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any] | None, progress: Progress) -> None:
-        """Go on from a checkpoint; `state` is None where it holds none of this feature."""
+        """Resume from a checkpoint; `state` is None if it has no state of this feature."""
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Restore the original model."""
 
 
 class Features(list[TrainingFeature]):
-    """The features of one engine, told as one."""
+    """The features of an engine, called in order."""
 
     def add(self, feature: TrainingFeature) -> None:
-        """One more, after the others; its name must be its own.
+        """Append a feature with a unique name.
 
         Raises:
-            ValueError: there is one of this name.
+            ValueError: a feature of this name exists.
         """
         if self.named(feature.name) is not None:
             raise ValueError(f"the engine already has a training feature named {feature.name!r}; close that one first")
         self.append(feature)
 
     def named(self, name: str) -> Any:
-        """The feature of this name, or None."""
+        """Return the feature of this name, or None."""
         return next((feature for feature in self if feature.name == name), None)
 
     def adjust_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -237,7 +237,7 @@ class Features(list[TrainingFeature]):
         return any(feature.waits_for_outcome for feature in self)
 
     def state_dict(self) -> dict[str, Any]:
-        """By name, of those that keep something."""
+        """Return the states of all features that have one, by name."""
         states = {feature.name: feature.state_dict() for feature in self}
         return {name: dict(state) for name, state in states.items() if state is not None}
 

@@ -1,6 +1,6 @@
-"""Alternatives to what DeepSpeed has and hf_zero lacks: modules, and names on engine and optimizer.
+"""Alternatives to modules and to attributes of engine and optimizer that DeepSpeed has and hf_zero lacks.
 
-The first table is asked by path, longest match first; in the others a row has the names that share an answer.
+The first table is searched by path, longest match first. In the others, each row has the names that share an answer.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ OPTIMIZER = {
 
 
 def alternative(path: str) -> str:
-    """What to use instead of `path` (without `deepspeed.`); empty where there is nothing to say."""
+    """Return what to use instead of `path` (without `deepspeed.`), or "" if there is no alternative."""
     while path:
         if path in MODULES:
             return MODULES[path]

@@ -1,4 +1,4 @@
-"""The `hf_zero` logger: one handler; only rank 0 logs what is below a warning."""
+"""The `hf_zero` logger with one handler. Only rank 0 logs messages below warnings."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def tracked(items: Sequence[T], words: str) -> Iterator[T]:
-    """The items, with a progress bar where rank 0 has a terminal."""
+    """Yield the items, with a progress bar if rank 0 has a terminal."""
     if _rank() != 0 or not sys.stderr.isatty():
         yield from items
         return
-    from rich.console import Console  # not loaded without a terminal
+    from rich.console import Console  # only needed with a terminal
     from rich.progress import track
 
     yield from track(items, words, console=Console(stderr=True), transient=True)
@@ -41,7 +41,7 @@ def _speaks(record: logging.LogRecord) -> bool:
 
 
 def _root_is_silent(record: logging.LogRecord) -> bool:
-    """Where the program configured logging itself, its root handlers print the record: do not print it twice."""
+    """Whether the root logger prints nothing. If it has handlers, it prints the record, which must not appear twice."""
     return not logging.getLogger().handlers
 
 

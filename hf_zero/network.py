@@ -1,4 +1,4 @@
-"""Which network interface leads to the other ranks, where a host's own name does not say so."""
+"""Finds the network interface towards the other ranks if the host's own name does not resolve to it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def name_gloo_interface(environment: MutableMapping[str, str] = os.environ, peers: Sequence[str] = ()) -> None:
-    """Set GLOO_SOCKET_IFNAME where gloo would listen on a loopback address that no other host can reach.
+    """Set GLOO_SOCKET_IFNAME if gloo would listen on a loopback address, which other hosts cannot reach.
 
-    gloo takes the address that the host's own name resolves to, which many distributions set to 127.0.1.1.
-    The interface is then the one that leads to MASTER_ADDR or one of the `peers`, or the only one.
-    Nothing is set for a job on this host alone, and the user's own setting stays.
+    gloo uses the address that the host's own name resolves to, which many distributions set to 127.0.1.1.
+    The chosen interface is the one towards MASTER_ADDR or one of the `peers`, or the only one.
+    Does nothing for a job on a single host, or if the user has set the variable.
     """
     master = environment.get("MASTER_ADDR", "")
     if environment.get(GLOO_INTERFACE) or not master or _is_one_host(environment):
@@ -32,7 +32,7 @@ def name_gloo_interface(environment: MutableMapping[str, str] = os.environ, peer
 
 
 def address_towards(host: str) -> str | None:
-    """This host's address on the route to `host`; None without one. Nothing is sent."""
+    """Return this host's address on the route to `host`, or None without a route. Sends nothing."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -48,7 +48,7 @@ def _is_one_host(environment: MutableMapping[str, str]) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether gloo would end up on the loopback interface with this name; it also does where a name is unknown."""
+    """Whether gloo would use the loopback interface for this name, as it also does for an unknown name."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     except (OSError, ValueError, UnicodeError):

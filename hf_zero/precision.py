@@ -1,5 +1,5 @@
-"""Dtypes of parameters, masters, reduced gradients and accumulated gradients; and loss scales for fp16: one that stays,
-and one that falls at overflows and grows while there are none."""
+"""Dtypes of parameters, master weights, reduced gradients and accumulated gradients; and static and dynamic loss scales
+for fp16."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Precision:
     """The dtypes of one engine. None means the parameter's own dtype.
 
     Attributes:
-        low_precision_masters: 16-bit weights are their own masters; otherwise they have one in fp32.
-        low_precision_states: optimizer states have the masters' dtype; otherwise at least fp32.
-        rounds_stochastically: how bf16 masters are rounded after an update; otherwise to nearest.
+        low_precision_masters: whether 16-bit weights are their own masters; otherwise masters are in fp32.
+        low_precision_states: whether optimizer states have the masters' dtype; otherwise at least fp32.
+        rounds_stochastically: whether updates of bf16 masters use stochastic rounding; otherwise to nearest.
     """
 
     model: torch.dtype | None
@@ -40,11 +40,11 @@ class Precision:
 
     @property
     def model_name(self) -> str:
-        """bf16 or fp16; fp32 where parameters keep their dtype."""
+        """Return bf16 or fp16, or fp32 if parameters keep their dtype."""
         return next((name for name, dtype in _BY_NAME.items() if dtype == self.model), "fp32")
 
     def parameter_dtype(self, original: torch.dtype) -> torch.dtype:
-        """Dtype a floating parameter is trained in; integer and complex ones are left alone."""
+        """Return the dtype in which a parameter is trained; integer and complex dtypes are unchanged."""
         return self.model if self.model is not None and original.is_floating_point else original
 
     def communication_dtype(self, parameter: torch.dtype) -> torch.dtype:
@@ -54,12 +54,12 @@ class Precision:
         return self.accumulation or parameter
 
     def master_dtype(self, parameter: torch.dtype) -> torch.dtype:
-        """Dtype in which a parameter is kept between updates; those compute in fp32 at least."""
+        """Return the dtype of a parameter's master weight. Updates compute at least in fp32."""
         return torch.float32 if parameter in _LOW_PRECISION and not self.low_precision_masters else parameter
 
 
 def precision_from(policy: PrecisionPolicy) -> Precision:
-    """Turn the resolved names into dtypes. "fp32" as the model's precision leaves every parameter as it is."""
+    """Convert the resolved names to dtypes. With the model precision "fp32", every parameter keeps its dtype."""
     return Precision(
         model=None if policy.model == "fp32" else _BY_NAME[policy.model],
         communication=None if policy.communication is None else _BY_NAME[policy.communication],
@@ -71,24 +71,24 @@ def precision_from(policy: PrecisionPolicy) -> Precision:
 
 
 def is_packed(parameter: torch.Tensor) -> bool:
-    """Whether the elements are codes of several weights each, as those of bitsandbytes' `Params4bit` are: their dtype,
-    integer or floating, is that of a storage, never to be cast."""
+    """Whether each element encodes several weights, as in bitsandbytes' `Params4bit`. Their integer or floating dtype
+    is only a storage format and must not be cast."""
     return getattr(parameter, "quant_state", None) is not None
 
 
 def is_wrapped(parameter: torch.Tensor) -> bool:
-    """Whether it is one of torchao's quantised tensors: several tensors that answer as one."""
+    """Whether it is one of torchao's quantised tensors, which wrap several tensors."""
     return type(parameter).__module__.startswith("torchao.")
 
 
 def can_be_cut(parameter: torch.Tensor) -> bool:
-    """Whether stage 3 cuts it: not integers that are no packed weights, nor what is empty or several tensors."""
+    """Whether stage 3 shards it. It does not shard unpacked integers, empty tensors and wrapped tensors."""
     held = parameter.is_floating_point() and not is_wrapped(parameter) or is_packed(parameter)
     return held and parameter.numel() > 0
 
 
 def tensors_of(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of a parameter: its data, for packed weights followed by their scales; or those it wraps."""
+    """Return the tensors of a parameter: its data and the scales of packed weights, or the wrapped tensors."""
     if is_wrapped(parameter):
         names: list[str] = parameter.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         return [tensor for name in names for tensor in tensors_of(getattr(parameter, name))]
@@ -99,7 +99,7 @@ def tensors_of(parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 class ForwardPrecision:
-    """How forward runs: under torch.autocast, with inputs cast to the model's dtype, or as it is."""
+    """How forward runs: under torch.autocast, with inputs cast to the model's dtype, or unchanged."""
 
     def __init__(self, policy: PrecisionPolicy, device: torch.device) -> None:
         self._autocast = policy.autocast
@@ -115,7 +115,7 @@ class ForwardPrecision:
         return torch.autocast(self._device, dtype=None if name is None else _BY_NAME[name])
 
     def cast(self, arguments: Any) -> Any:
-        """Floating tensors in `arguments`, also inside lists, tuples and dicts, in the model's dtype."""
+        """Cast floating tensors in `arguments`, including nested lists, tuples and dicts, to the model's dtype."""
         if self._inputs is None:
             return arguments
         if isinstance(arguments, torch.Tensor):
@@ -133,10 +133,10 @@ _FACTOR = 2.0
 
 
 class LossScaler:
-    """A scale that never changes; 1.0 where nothing needs scaling.
+    """A static loss scale; 1.0 if no scaling is needed.
 
     Attributes:
-        scale: factor on the loss before backward.
+        scale: the factor on the loss before backward.
     """
 
     dynamic = False
@@ -146,25 +146,25 @@ class LossScaler:
 
     @property
     def is_at_minimum(self) -> bool:
-        """Whether another overflow could no longer be answered by a smaller scale."""
+        """Whether the scale cannot be reduced after another overflow."""
         return False
 
     def update(self, overflow: bool) -> None:
-        """Record one update: whether a gradient was not finite anywhere."""
+        """Record an update. `overflow`: whether any gradient was not finite."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Under the names that DeepSpeed's checkpoints use."""
+        """Return the state under the names in DeepSpeed's checkpoints."""
         return {"cur_scale": self.scale, "dynamic": self.dynamic}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """A no-op: a fixed scale comes from the config."""
+        """Do nothing: a static scale comes from the config."""
 
 
 class DynamicLossScaler(LossScaler):
-    """Halves at overflows, doubles after a window of clean updates.
+    """A dynamic loss scale: it is halved at overflows and doubled after a window of clean updates.
 
-    The first `hysteresis - 1` overflows since the last growth are forgiven; with `consecutive`, since the last clean
-    update. Growth comes at the (window + 1)-th clean update after the start or an overflow, then every `window`.
+    The first `hysteresis - 1` overflows since the last growth are ignored; with `consecutive`, since the last clean
+    update. It grows at the (window + 1)-th clean update after the start or an overflow, then every `window` updates.
     """
 
     dynamic = True
@@ -172,7 +172,7 @@ class DynamicLossScaler(LossScaler):
     def __init__(self, policy: LossScalePolicy) -> None:
         super().__init__(policy.initial)
         self._policy = policy
-        # 0 would never reach 1, and the scale would never fall; it means what 1 means.
+        # 0 would never reach 1, so that the scale would never be reduced; it is treated as 1.
         self._patience = max(1, policy.hysteresis)
         self._left = self._patience
         self._updates = 0
@@ -219,7 +219,7 @@ class DynamicLossScaler(LossScaler):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the saved scale; window, minimum and hysteresis stay those of this run's config."""
+        """Restore the saved scale. Window, minimum and hysteresis come from this run's config."""
         if not state.get("dynamic", "cur_iter" in state):
             return
         self.scale = float(state["cur_scale"])
@@ -229,7 +229,7 @@ class DynamicLossScaler(LossScaler):
 
 
 def loss_scaler_from(policy: LossScalePolicy | None) -> LossScaler:
-    """None: nothing is scaled."""
+    """Create the loss scaler; None means no scaling."""
     if policy is None:
         return LossScaler()
     return DynamicLossScaler(policy) if policy.fixed is None else LossScaler(policy.fixed)

@@ -14,13 +14,13 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
 def count_of(text: str) -> float | None:
-    """7b, 350M, 40G, 1.5e9, 7000000000; None for anything else."""
+    """Parse a count like 7b, 350M, 40G, 1.5e9 or 7000000000; return None for anything else."""
     match = _NUMBER.fullmatch(text.strip())
     return float(match[1]) * _FACTORS[match[2].lower()] if match else None
 
 
 def bytes_of(text: str) -> float | None:
-    """80G, 1.5 TB, 5e10: powers of 1000; 24GiB: of 1024; None for anything else."""
+    """Parse bytes: 80G, 1.5 TB and 5e10 use powers of 1000, 24GiB of 1024. Return None for anything else."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -28,10 +28,10 @@ def bytes_of(text: str) -> float | None:
 
 
 def nearest_flag(flag: str, known: Iterable[str], meant: Mapping[str, str]) -> str:
-    """The known flag most like this one; "" where none is.
+    """Return the known flag with the most similar spelling, or "".
 
     Args:
-        meant: names that other programs have for the same.
+        meant: names of the same flags in other programs.
     """
     shown = {each.replace("_", "-"): each for each in known}
     name = flag.partition("=")[0].replace("_", "-")
@@ -45,7 +45,7 @@ def nearest_flag(flag: str, known: Iterable[str], meant: Mapping[str, str]) -> s
 def parse_all(
     parser: argparse.ArgumentParser, words: Sequence[str], meant: Mapping[str, str] | None = None
 ) -> argparse.Namespace:
-    """The arguments; a flag that `parser` does not have ends the program with one that it has."""
+    """Parse the arguments. An unknown flag ends the program with a suggestion."""
     known, more = parser.parse_known_args(words)
     if not more:
         return known

@@ -1,4 +1,4 @@
-"""Which rank a process is, from the variables of the program that started it: torchrun, MPI or Slurm. Pure strings."""
+"""Finds the rank of a process in the variables set by torchrun, MPI or Slurm."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ LOCAL_ADDRESS = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """A process's place among those that one program started.
+    """A process's rank among those started by one launcher.
 
     Attributes:
-        source: which launcher said so.
-        first_host: a name of the host of rank 0; None where the starter does not tell.
+        source: the launcher that set the variables.
+        first_host: a name of rank 0's host; None if the launcher does not provide it.
     """
 
     rank: int
@@ -26,7 +26,7 @@ class RankEnvironment:
     first_host: str | None = None
 
     def variables(self) -> dict[str, str]:
-        """Torchrun's variables for it."""
+        """Return torchrun's variables for this rank."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -44,15 +44,15 @@ _MPI = {
 
 
 def find_rank_environment(environment: Mapping[str, str]) -> RankEnvironment | None:
-    """The place given by MPI's mpirun or Slurm's srun; None without either.
+    """Return the rank assigned by mpirun or srun; None without either.
 
     Raises:
-        ValueError: when the variables do not make sense together.
+        ValueError: the variables are inconsistent.
     """
     for source, names in _MPI.items():
         if names[0] in environment and names[1] in environment:
             return _checked([_number(environment, name) for name in names], source, names[:2])
-    # Only srun sets the step's number of tasks. A batch script has SLURM_PROCID too, and is no rank of anything.
+    # Only srun sets the step's number of tasks. A batch script also has SLURM_PROCID, but is not a rank.
     if "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment:
         numbers = [_number(environment, name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")]
         per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -64,10 +64,10 @@ def find_rank_environment(environment: Mapping[str, str]) -> RankEnvironment | N
 
 
 def set_rank_environment(environment: MutableMapping[str, str], port: int) -> None:
-    """Set torchrun's variables where only MPI or Slurm said which rank this is.
+    """Set torchrun's variables if only those of MPI or Slurm are set.
 
     Raises:
-        ValueError: when rank 0's address is not given.
+        ValueError: rank 0's address is not known.
     """
     if environment.get("RANK") or environment.get("WORLD_SIZE"):
         return
@@ -89,13 +89,13 @@ def set_rank_environment(environment: MutableMapping[str, str], port: int) -> No
 
 
 def first_host(hosts: str) -> str | None:
-    """The first name of a Slurm host list: `gpu[07-09,12],login1` -> `gpu07`."""
+    """Return the first name of a Slurm host list: `gpu[07-09,12],login1` -> `gpu07`."""
     match = re.match(r"([\w.-]+)(?:\[(\d+)[\d,-]*\]([\w.-]*))?", hosts)
     return None if match is None else "".join(part or "" for part in match.groups())
 
 
 def tasks_per_node(words: str) -> list[int]:
-    """Slurm's short form, written out: `2(x3),1` -> [2, 2, 2, 1]."""
+    """Expand Slurm's short form: `2(x3),1` -> [2, 2, 2, 1]."""
     counts: list[int] = []
     for tasks, _, repeated in re.findall(r"(\d{1,6})(\(x(\d{1,6})\))?", words):
         counts += [int(tasks)] * int(repeated or 1)
@@ -120,5 +120,5 @@ def _checked(
     if rank >= world:
         raise ValueError(f"{names[0]}={rank} and {names[1]}={world} contradict one another: ranks are below the size")
     if local_rank is None or local_world is None:
-        local_rank, local_world = rank, world  # old starters do not say; then it was one host
+        local_rank, local_world = rank, world  # old launchers do not set them, and only support one host
     return RankEnvironment(rank, world, local_rank, local_world, source, first_host)

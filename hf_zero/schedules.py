@@ -1,9 +1,9 @@
 """Learning-rate schedules by the names that a config uses: ours, or a class of torch.optim.lr_scheduler.
 
-WarmupLR, WarmupDecayLR, WarmupCosineLR: constant, linear or cosine after the warm-up. LRRangeTest and OneCycle are
-Smith's (2018, arXiv 1803.09820): a rate that grows without end, to find the largest one that still trains; and the rate
-up and down once, momentum mirrored, then a slow decay. Also a mark of any schedule's state, to take an advance back: a
-host that runs ahead of its device may learn of a skipped update when the schedule has already moved.
+WarmupLR, WarmupDecayLR, WarmupCosineLR: constant, linear or cosine after the warm-up. LRRangeTest and OneCycle follow
+Smith (2018, arXiv 1803.09820): the first increases the rate continuously to find the largest usable one; the second
+increases and decreases it once, with the momentum mirrored, and then decays it. `ScheduleMark` undoes an advance: a
+host that runs ahead of its device may learn of a skipped update after the schedule has advanced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LAST = "_last_lr"
 
 
 class HasParamGroups(Protocol):
-    """A torch optimizer, or a wrapper that shows the groups of one."""
+    """A torch optimizer, or a wrapper with the groups of one."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -45,11 +45,11 @@ class Schedule(Protocol):
 
 
 def write_rates(optimizer: HasParamGroups, rates: Sequence[float]) -> None:
-    """One for each parameter group."""
-    # The groups are read anew each time: loading a state dict into a torch optimizer replaces them.
+    """Write one rate to each parameter group."""
+    # Read the groups every time, because loading a state dict into a torch optimizer replaces them.
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)  # a captured or compiled update reads this very tensor
+            group["lr"].fill_(rate)  # a captured or compiled update reads this tensor
         else:
             group["lr"] = rate
 
@@ -65,22 +65,22 @@ class StepSchedule:
             self._apply(self._rates_at_start())
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Advance by one update, or go to the update given."""
+        """Advance by one update, or go to the given update."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration = last_batch_iteration
         self._apply(self.get_lr())
 
     def get_lr(self) -> list[float]:
-        """The rate of each parameter group at the present update."""
+        """Return the rate of each parameter group at the current update."""
         if self.last_batch_iteration < 0:
             logger.warning("%s: the learning rate was asked for before the first step", type(self).__name__)
             return self._rates_at_start()
         return self._rates(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The rates last written; a schedule that was only loaded has written none."""
-        # Trainer looks for these very words in the message.
+        """Return the last written rates. There are none directly after loading."""
+        # Trainer searches for exactly these words in the message.
         assert self._last_lr is not None, "need to call step() first"
         return self._last_lr
 
@@ -88,7 +88,7 @@ class StepSchedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Only the counter: the rates themselves come back with the optimizer's groups."""
+        """Load only the counter: the rates are restored with the optimizer's groups."""
         self.last_batch_iteration = state_dict["last_batch_iteration"]
 
     def _apply(self, rates: list[float]) -> None:
@@ -112,11 +112,11 @@ def per_group(rate: Rate, num_groups: int, name: str) -> list[float]:
 
 
 class ScheduleMark:
-    """A schedule's state and the numbers in its optimizer's groups, before one advance."""
+    """A snapshot of a schedule's state and of the numbers in its optimizer's groups before an advance."""
 
     @staticmethod
     def fits(schedule: Any) -> bool:
-        """Whether this schedule's state can be read and set."""
+        """Whether the schedule's state can be read and set."""
         return hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict")
 
     def __init__(self, schedule: Any, optimizer: HasParamGroups) -> None:
@@ -132,7 +132,7 @@ class ScheduleMark:
         self._after = self._numbers()
 
     def go_back(self) -> None:
-        """Undo the advance. Values that others have written into a group since then stay."""
+        """Undo the advance. Values that others have written to a group since then are kept."""
         self._schedule.load_state_dict(self._state)
         if self._last is not None:
             setattr(self._schedule, _LAST, self._last)
@@ -147,7 +147,7 @@ class ScheduleMark:
                     group[key] = value
 
     def _numbers(self) -> list[dict[str, Any]]:
-        """Current numbers of every group; those in one-element tensors are copied."""
+        """Return the current numbers of every group; one-element tensors are copied."""
         return [
             {key: _kept(value) for key, value in group.items() if _is_number(value)}
             for group in self._optimizer.param_groups
@@ -162,7 +162,7 @@ def _kept(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-_BETA2 = 0.99  # what the schedule's own momentum range is meant for; an optimizer's beta2 is replaced by it
+_BETA2 = 0.99  # replaces the optimizer's beta2; the schedule's momentum range is meant for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,15 +186,15 @@ class Cycle:
         return self.first + self.second
 
     def height(self, updates: int) -> float:
-        """Between 0 and 1, inside the cycle (`updates` <= length)."""
+        """Return the height from 0 to 1 inside the cycle (`updates` <= length)."""
         if updates >= self.length:
-            return 0.0  # also without a way down
+            return 0.0  # also if `second` is 0
         if updates <= self.first:
             return _in_stairs(updates, self.first, self.first_stairs)
         return _in_stairs(self.length - updates, self.second, self.second_stairs)
 
     def decay_intervals(self, updates: int) -> float:
-        """How many decay steps lie between the end of the cycle and `updates`; 0 without decay."""
+        """Return the number of decay steps from the end of the cycle to `updates`; 0 without decay."""
         return (updates - self.length) / self.decay_step if self.decay_step else 0.0
 
 
@@ -248,7 +248,7 @@ class OneCycle(StepSchedule):
             self._apply_momentum([beta1 for beta1, _ in self.get_mom() or []])
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """The betas of each group at the present update; None when momentum is not cycled."""
+        """Return the betas of each group at the current update; None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         updates = self.last_batch_iteration + 1
@@ -413,7 +413,7 @@ class WarmupCosineLR(StepSchedule):
         return [lr * ratio for lr in self.org_lrs]
 
     def get_lr_ratio(self, iteration: int | None = None) -> float:
-        """The factor on each group's rate; 0 before the first step."""
+        """Return the factor on each group's rate; 0 before the first step."""
         iteration = self.last_batch_iteration if iteration is None else iteration
         if iteration < 0:
             return 0.0 if self.warmup_num_steps else 1.0
@@ -455,18 +455,18 @@ VALID_LR_SCHEDULES = list(_BUILT)
 
 
 def build_scheduler(policy: SchedulerPolicy, optimizer: HasParamGroups) -> Schedule:
-    """The schedule that the config names: one of ours on the optimizer given, or torch's on the one inside it."""
+    """Build the schedule of the config: one of ours for the given optimizer, or torch's for the wrapped one."""
     ours = _BUILT.get(policy.type)
     if ours is not None:
         return _without_warmup(ours, optimizer, policy) or _constructed(ours, optimizer, policy)
-    # torch's schedules insist on a real torch optimizer; our wrapper keeps it in the attribute `optimizer`.
+    # torch's schedules require a torch optimizer, which our wrapper has in the attribute `optimizer`.
     base = getattr(optimizer, "optimizer", optimizer)
     return _constructed(_torch_class(policy.type), base, policy)
 
 
 def _without_warmup(cls: type[Any], optimizer: object, policy: SchedulerPolicy) -> Schedule | None:
-    """The schedule where the config says that there is no warm-up, and the first update runs at the full rate; the
-    classes themselves need a positive number."""
+    """Return the schedule for a config without warm-up, in which the first update runs at the full rate. The classes
+    themselves need a positive number of warm-up steps."""
     if policy.params.get("warmup_num_steps") != 0 or not issubclass(cls, (WarmupLR, WarmupCosineLR)):
         return None
     schedule: Any = _constructed(cls, optimizer, replace(policy, params={**policy.params, "warmup_num_steps": 1}))

@@ -1,12 +1,12 @@
-"""Intervals of work: seconds of the host by kind, added up, and reported to a watcher where there is one.
+"""Spans: times of the host's work, summed by kind and reported to a watcher if there is one.
 
     engine, reducer, prefetcher ...      with SPANS.span("reduce", "bucket 3"): ...
-    hf_zero.profiling.recorder           is the watcher, where the config asks for times or a trace
-    a profile of PyTorch's that runs     has a range "hf_zero gather model.layers.3 (backward)" for each that has a name
+    hf_zero.profiling.recorder           is the watcher, if the config enables times or a trace
+    an active PyTorch profiler           has a range "hf_zero gather model.layers.3 (backward)" for each named span
 
-Kinds: forward, backward, step, save (the engine's phases); reduce, gather (a rank's part in communication, whatever
-it is in). They nest; what a span takes without those inside it is its own. The sums are of the host's clock: on an
-accelerator, which works later, they are what the host spent on asking and waiting.
+Kinds: forward, backward, step, save (the engine's phases); reduce, gather (a rank's part in communication, in any
+phase). Spans nest; the time of a span excludes nested spans. The sums use the host's clock: with an accelerator, which
+runs asynchronously, they are the time that the host spent on launching and waiting.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch.profiler import record_function
 
 
 class Watcher(Protocol):
-    """Receives the spans. Every begin has its end, also where an error passes through."""
+    """Receives the spans. Every begin has an end, even after an exception."""
 
     def begin(self, kind: str, name: str) -> object: ...
 
     def end(self) -> object: ...
 
     def transfer(self, lane: str, num_bytes: int, begin: Any, end: Any) -> None:
-        """A copy between host memory and the device's, between two marks of the device's runtime."""
+        """Record a copy between host and device memory, between two marks of the device's runtime."""
 
     def request(self, verb: str, num_bytes: int, completion: Any) -> None:
-        """A file request of an NVMe drive: has `started_at` and, once `is_done`, `ended_at` (time.perf_counter)."""
+        """Record an NVMe request; it has `started_at` and, once `is_done`, `ended_at` (time.perf_counter)."""
 
 
 class _Span:
@@ -68,19 +68,19 @@ class _Span:
 
 
 class _Open(threading.local):
-    """For each open span of this thread, the seconds of spans that have ended inside it."""
+    """For each open span of this thread, the seconds of completed nested spans."""
 
     def __init__(self) -> None:
         self.inside: list[float] = []
 
 
 class Spans:
-    """The one place that work is reported to, and where a watcher is set.
+    """The registry that all spans are reported to, and that holds the watcher.
 
     Attributes:
-        watcher: None: only the sums are kept.
-        seconds: of the host, by kind, each without the spans inside it, since the process has begun.
-        open: spans of the thread that have not ended.
+        watcher: receives the spans; None: only the sums are kept.
+        seconds: host seconds by kind since the start of the process, excluding nested spans.
+        open: the open spans of the thread.
     """
 
     __slots__ = ("watcher", "seconds", "open")
@@ -91,11 +91,11 @@ class Spans:
         self.open = _Open()
 
     def span(self, kind: str, name: str = "", phase: str = "") -> AbstractContextManager[None]:
-        """Time what runs inside under this kind.
+        """Return a context that times its body under this kind.
 
         Args:
-            name: of the unit or bucket; without one, PyTorch's profiles do not show it.
-            phase: of the pass, for these profiles.
+            name: the name of the unit or bucket; PyTorch's profiles only show spans with names.
+            phase: the phase of the pass, for these profiles.
         """
         is_profiled = name != "" and _profiler_enabled()
         shown = f"hf_zero {kind} {name} ({phase})" if phase else f"hf_zero {kind} {name}"

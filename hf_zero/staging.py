@@ -1,7 +1,7 @@
-"""Where files and folders are written before they get their names: places that no two processes share.
+"""Temporary places for files and folders before they are renamed, unique to each process.
 
-Programs do not always know that they are several: a launcher starts the same conversion on every rank, two jobs save
-into one folder. Each writes under a name of its own; the last to finish replaces the whole folder.
+Several processes may write the same folder without knowing of each other: a launcher starts a conversion on every rank,
+or two jobs save to one folder. Each writes under its own name, and the last one to finish replaces the whole folder.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ PARTIAL = ".partial"
 
 
 def staging_file(path: Path) -> Path:
-    """A unique name beside `path`."""
+    """Return a unique name beside `path`."""
     return path.with_name(f".{path.name}{PARTIAL}.{uuid.uuid4().hex}")
 
 
 class StagingFolder:
-    """A new folder `.NAME.RANDOM.partial`, held by a lock as long as its process lives or until `release`.
+    """A new folder `.NAME.RANDOM.partial`, locked until its process ends or `release` is called.
 
-    Folders of the same name whose process was killed are removed first; the lock tells them from those in use. Where
-    the file system has no locks, they stay.
+    Leftover folders of the same NAME from killed processes are removed first; the lock distinguishes them from folders
+    in use. They are kept if the file system does not support locks.
 
     Args:
-        around: the folder that it is made in, which is made as well.
+        around: the parent folder, which is created if needed.
     """
 
     def __init__(self, around: Path, name: str) -> None:
@@ -42,25 +42,25 @@ class StagingFolder:
         while self._lock is None:
             self.path = around / f".{name}.{uuid.uuid4().hex[:12]}{PARTIAL}"
             self.path.mkdir()
-            # A process that looked between these two lines took it for a leftover.
+            # Another process may have checked between these two lines and removed it as a leftover.
             with suppress(FileNotFoundError):
                 self._lock = _locked(self.path)
 
     def release(self) -> None:
-        """Release the folder, under its present name, to others."""
+        """Unlock the folder under its current name."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def remove(self) -> None:
-        """Remove what is still there under its own name."""
+        """Remove the folder if it still has its temporary name."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold a lock against other users of this: for several renames that belong together."""
+    """Lock a folder against other users of this function, to make several renames atomic for them."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -71,7 +71,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds the folder, where the file system can. FileNotFoundError: it is gone."""
+    """Lock a folder if the file system supports it, and return its descriptor. FileNotFoundError: it is gone."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -92,6 +92,6 @@ def _remove_unless_held(folder: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        pass  # in use, or unknown
+        pass  # in use, or locks are not supported
     finally:
         os.close(lock)

@@ -1,7 +1,7 @@
-"""Names of DeepSpeed beside a class of ours: what they read or call, and what to use instead of those we lack.
+"""DeepSpeed's names on our classes: what they read or call, and what to use instead of unsupported ones.
 
-The class asks in its `__getattr__`, so that it has only what it needs itself. Whatever a program assigns under such a
-name wins, as with any attribute.
+Our classes look them up in `__getattr__`, so that the classes only define what they need themselves. A value that a
+program assigns to such a name takes precedence, as with any attribute.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from functools import partial, update_wrapper
 from typing import Any
 
 VERSION = "0.19.8+hf.zero"
-"""The DeepSpeed version whose interface we answer with; the local part tells that it is hf_zero."""
+"""The DeepSpeed version whose interface we provide; its local part identifies hf_zero."""
 
 GIT_HASH = GIT_BRANCH = "hf_zero"
-"""Not built from DeepSpeed's repository: no commit of it would be true."""
+"""There is no commit hash, because this is not built from DeepSpeed's repository."""
 
 
 def announcement() -> str:
-    """The log line by which tools recognise DeepSpeed's version."""
+    """Return the log line in which tools look for DeepSpeed's version."""
     return f"DeepSpeed info: version={VERSION}, git-hash={GIT_HASH}, git-branch={GIT_BRANCH}"
 
 
 NamesOf = Callable[[], "Surface"]
-"""Gives the tables; they are imported when the first such name is asked for."""
+"""Returns the tables, which are imported at the first access to such a name."""
 
 
 class Surface:
     """Tables of names.
 
     Attributes:
-        values: read as attributes; each is computed from the object when it is asked for.
-        methods: functions that take the object first.
+        values: attributes, computed from the object on each access.
+        methods: functions that take the object as the first argument.
         refused: name -> what to use instead.
-        parts: name -> attribute under which the object has the part that answers it.
+        parts: name -> the object's attribute that provides the name.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Surface:
     ) -> None:
         """
         Args:
-            refused: names, separated by blanks -> what to use instead of them.
-            parts: attribute of the object -> names, separated by blanks, that this part of it answers.
+            refused: names separated by blanks -> what to use instead.
+            parts: attribute of the object -> names separated by blanks that it provides.
         """
         self._owner = owner
         self.values = values
@@ -59,7 +59,7 @@ class Surface:
         return name in self.values or name in self.methods or name in self.parts
 
     def get(self, thing: Any, name: str) -> Any:
-        """The value of `name` on `thing`; only for names that are in here."""
+        """Return the value of `name` on `thing`; only for names in the tables."""
         if name in self.parts:
             return getattr(getattr(thing, self.parts[name]), name)
         if name in self.values:
@@ -68,7 +68,7 @@ class Surface:
         return update_wrapper(partial(method, thing), method)
 
     def missing(self, name: str) -> AttributeError | None:
-        """The error for a name of DeepSpeed that is not supported; None for any other."""
+        """Return the error for an unsupported name of DeepSpeed; None for any other name."""
         if name not in self.refused:
             return None
         return AttributeError(

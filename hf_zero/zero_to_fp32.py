@@ -1,4 +1,4 @@
-"""`python -m hf_zero.zero_to_fp32 CHECKPOINT_DIR OUTPUT`: ordinary weights from a sharded checkpoint, streamed."""
+"""`python -m hf_zero.zero_to_fp32 CHECKPOINT_DIR OUTPUT` writes consolidated weights from a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _OUTPUT = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command and return its exit status."""
     options = parse_all(_parser(), sys.argv[1:] if arguments is None else arguments)
-    from rich.console import Console  # not before the arguments have been read: torch takes seconds
+    from rich.console import Console  # after parsing arguments, because importing torch takes seconds
 
     from hf_zero.checkpoint import CheckpointError, open_checkpoint
     from hf_zero.checkpoint.consolidate import DTYPES, target_for, weights_of
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint_dir", help="the folder that holds the checkpoint, such as output/checkpoint-100")
     parser.add_argument("output", metavar="OUTPUT", help="file or folder to write")
     parser.add_argument("-t", "--tag", help="which checkpoint in the folder; default: the one that `latest` names")
-    # The spellings with underscores are those of DeepSpeed's script.
+    # DeepSpeed's script spells them with underscores.
     parser.add_argument("--safetensors", "--safe_serialization", action="store_true", help="shards as safetensors")
     parser.add_argument("--max-shard-size", "--max_shard_size", default="5GB", help="of a folder's shards (5GB)")
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of floating tensors (fp32)")

@@ -1,4 +1,4 @@
-"""ds.json in, frozen typed policies out."""
+"""Parses ds.json and resolves it into frozen, typed policies."""
 # ruff: noqa: F401  (what other packages import from here)
 
 from __future__ import annotations

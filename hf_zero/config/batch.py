@@ -1,4 +1,4 @@
-"""The batch triad: two of three numbers give the third, and the equation must hold."""
+"""The three batch sizes: two of them determine the third, and their equation must hold."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def resolve_batch(
     sequence_size: int = 1,
     autos: Collection[str] = (),
 ) -> BatchPolicy:
-    """Fill what is missing (None) and check train == micro * steps * data ranks; raises ConfigError.
+    """Derive missing (None) batch sizes and check train == micro * steps * data ranks; raises ConfigError.
 
     Args:
-        world_size: of tensor-parallel training, too, all ranks count, as DeepSpeed and the programs around it have it.
-        sequence_size: ranks that share each sequence and so count as one.
+        world_size: the number of all ranks, also with tensor parallelism, as DeepSpeed and Hugging Face count them.
+        sequence_size: the number of ranks that share each sequence, which count as one data rank.
     """
     data_ranks, shown = world_size // sequence_size, "world size"
     if sequence_size > 1:

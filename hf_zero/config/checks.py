@@ -1,4 +1,4 @@
-"""Rules between keys: what no single field can check."""
+"""Rules that involve several keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEQUENCE = "sequence_parallel_size"
 
 
 def contradictions(config: Root, world_size: int, sequence_size: int = 1) -> Iterator[Problem]:
-    """Every rule that the config breaks."""
+    """Yield a problem for every rule that the config violates."""
     yield from _zero_problems(config.zero_optimization or Zero())
     yield from _precision_problems(config)
     yield from _top_problems(config, world_size, sequence_size)
@@ -26,14 +26,14 @@ def contradictions(config: Root, world_size: int, sequence_size: int = 1) -> Ite
 
 
 def model_dtype(config: Root) -> DtypeName:
-    """The dtype that the parameters get; "fp32": the one they came with."""
+    """Return the dtype of the parameters; "fp32" means that they keep their own."""
     if (config.bf16 or Bf16()).enabled:
         return "bf16"
     return "fp16" if (config.fp16 or Fp16()).enabled else "fp32"
 
 
 def autocast_of(config: Root) -> AutocastPolicy | None:
-    """Whether forward runs under torch.autocast."""
+    """Return the autocast policy, or None if forward runs without torch.autocast."""
     autocast, amp = config.torch_autocast or TorchAutocast(), config.amp or Amp()
     if amp.enabled and amp.opt_level != "O0":
         return AutocastPolicy(dtype="fp16")
@@ -45,7 +45,7 @@ def _zero_problems(zero: Zero) -> Iterator[Problem]:
     if zero.stage not in (0, 1, 2, 3):
         yield Problem(path, zero.stage, "must be 0, 1, 2 or 3", "choose 1, 2 or 3; 0 is plain data parallelism")
     if zero.sub_group_size == 0 and zero.stage != 3:
-        # At stage 3 published files have 0: as in DeepSpeed no parameter shares a sub-group there.
+        # Published stage-3 configs use 0, which in DeepSpeed gives every parameter its own sub-group.
         path, fix = "zero_optimization.sub_group_size", "remove it (1_000_000_000), or write 10 to 50 million"
         yield Problem(path, 0, "must be at least 1 below stage 3", fix)
     yield from _offload_problems("offload_optimizer", zero.offload_optimizer, zero.stage)
@@ -62,7 +62,7 @@ def _loco_problems(zero: Zero) -> Iterator[Problem]:
 
 def _offload_problems(name: str, offload: OffloadOptimizer | OffloadParam | None, stage: int) -> Iterator[Problem]:
     if offload is None or offload.device in (None, "none") or (name == "offload_param" and stage in (0, 1, 2)):
-        return  # without effect, which gets a remark
+        return  # it has no effect, which gives a remark
     path = f"zero_optimization.{name}.device"
     if offload.device == "nvme" and stage < 1:
         rule = "at stage 0 every rank would write all states to the drive"
@@ -86,7 +86,7 @@ def _precision_problems(config: Root) -> Iterator[Problem]:
 
 
 def _master_problems(config: Root, fp16: Fp16, bf16: Bf16) -> Iterator[Problem]:
-    """A key about 16-bit masters needs what it builds on."""
+    """Check that keys about 16-bit masters have the keys that they require."""
     own = config.hf_zero is not None and config.hf_zero.stochastic_rounding
     masters = "bf16.bf16_master_weights_and_grads"
     for path, is_set, needed, is_there in (
@@ -146,7 +146,7 @@ def _top_problems(config: Root, world_size: int, sequence_size: int) -> Iterator
 
 
 def advice(config: Root) -> Iterator[Remark]:
-    """Remarks on what is allowed and could be better."""
+    """Yield remarks on settings that are allowed but could be better."""
     amp = config.amp or Amp()
     if amp.enabled and amp.opt_level == "O1":
         yield Remark("amp", "O1 runs as torch.autocast in fp16, not through Apex; bf16.enabled needs no loss scale")

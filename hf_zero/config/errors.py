@@ -1,10 +1,9 @@
 """Errors in a config, worded so that its author can fix them.
 
-An error also is of the type that DeepSpeed raises, and says its words. Scripts that catch DeepSpeed's errors, suites
-with `pytest.raises(..., match=...)`, and people who search for a message know a type and a few distinctive words. So an
-error of ours is of that type too, and shows those words with its own rule: they are an interface, as names of keys are,
-and the rest of the sentence is ours. `tests/config/wrong_setups.py` has them for each set-up, or why it has none, and a
-test asks a real DeepSpeed.
+An error also has the type and the distinctive words of DeepSpeed's error for the same problem, because scripts catch
+the type, test suites use `pytest.raises(..., match=...)`, and people search for the words. These words are an interface
+like the names of keys; the rest of the message is ours. `tests/config/wrong_setups.py` lists them for each set-up, or
+the reason why there are none, and a test compares them with a real DeepSpeed.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ _EQUATION = "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc
 _EITHER = "train_batch_size or train_micro_batch_size_per_gpu"
 _SOURCE = "Expected a string path to an existing deepspeed config, or a dictionary"
 
-# As DeepSpeed 0.19.8 has it: a regex for the whole path of the problem, one found in our rule, the type (None: a
-# ValueError or its own DeepSpeedConfigError, as all of ours are), and how our rule is shown ("": as it is).
+# From DeepSpeed 0.19.8: a regex for the whole path of the problem, one to search in our rule, the type (None: a
+# ValueError or DeepSpeedConfigError, as all of ours are), and the format of our rule ("": unchanged).
 _ANSWERS: tuple[tuple[str, str, type[Exception] | None, str], ...] = (
     (_BATCH, "must be at least 1", AssertionError, "has to be greater than 0: {rule}"),
     (_BATCH, "must be given", AssertionError, f"{_EITHER} needs to be provided: {{rule}}"),
@@ -57,7 +56,7 @@ _ANSWERS: tuple[tuple[str, str, type[Exception] | None, str], ...] = (
 
 
 def _answer(path: str, rule: str) -> tuple[type[Exception] | None, str, str]:
-    """The first row that fits: type, how the rule is shown, and the last key of the path."""
+    """Return type, rule format and the last key of the path from the first matching row."""
     for pattern, words, kind, shown in _ANSWERS:
         match = re.fullmatch(pattern, path)
         if match and re.search(words, rule):
@@ -66,22 +65,22 @@ def _answer(path: str, rule: str) -> tuple[type[Exception] | None, str, str]:
 
 
 def kinds_of(path: str, rule: str, value: object) -> Iterator[type[Exception]]:
-    """The types, besides our own, of the error that DeepSpeed raises for such a problem."""
+    """Yield the types, besides our own, of DeepSpeed's error for such a problem."""
     kind, _, _ = _answer(path, rule)
     if kind is not None:
         yield kind
     if value == "auto" and path.rpartition(", ")[2].startswith("train_"):
-        yield TypeError  # it computes with the text
+        yield TypeError  # DeepSpeed does arithmetic with the text
 
 
 def shown_rule(path: str, rule: str, value: str) -> str:
-    """Our rule with DeepSpeed's words; `value` as it is shown."""
+    """Return our rule with DeepSpeed's words; `value` is already formatted."""
     _, shown, key = _answer(path, rule)
     return sentence(shown.format(rule=rule, value=value, key=key) if shown else rule)
 
 
 def sentence(rule: str) -> str:
-    """With its subject, which stands in the line before: "must be text" becomes "it must be text"."""
+    """Add the subject, which the previous line names: "must be text" becomes "it must be text"."""
     first = rule.partition(" ")[0]
     if first in ("not", "neither"):
         return f"it is {rule}"
@@ -105,7 +104,7 @@ ABSENT = _Absent()
 
 
 def show(value: object) -> str:
-    """A value as the user wrote it, short, and never raising: this text goes into error messages."""
+    """Format a value as the user wrote it, shortened, for error messages. Never raises."""
     if value is True or value is False or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     try:
@@ -115,14 +114,14 @@ def show(value: object) -> str:
 
 
 def key_path(around: str, key: str) -> str:
-    """The path of a key inside a section; a key that would not read well bare is quoted."""
+    """Return the path of a key inside a section. Unusual keys are quoted."""
     shown = key if _BARE.fullmatch(key) else show(key)
     return f"{around}.{shown}" if around else shown
 
 
 @dataclass(frozen=True, slots=True)
 class Other:
-    """The second of two values that contradict each other: its name, and where it came from."""
+    """The second of two contradicting values: its name and its source."""
 
     name: str
     value: object
@@ -134,7 +133,7 @@ class Other:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """An automatic fix of a key: another place for it, another value, or, with neither, removal."""
+    """An automatic fix of a key: a new path, a new value, or, with neither, its removal."""
 
     path: tuple[str, ...]
     to: tuple[str, ...] = ()
@@ -149,12 +148,12 @@ class Edit:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """Something worth saying about a key that stops nothing."""
+    """A note about a key that is not an error."""
 
     path: str
     text: str
     value: object = ABSENT
-    ignored: bool = False  # the setting asks for something that does not happen: a warning
+    ignored: bool = False  # the setting has no effect although it requests something, which gives a warning
     edit: Edit | None = None
 
     def __str__(self) -> str:
@@ -163,13 +162,13 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing to mend: where it is, what stands there, what contradicts it, the rule, and what to do."""
+    """One error: its key path, the value, a contradicting value, the violated rule and the fix."""
 
     path: str
     value: object
     rule: str
     fix: str
-    origin: str = ""  # where the value came from: ds.json:7, a flag, a default
+    origin: str = ""  # the source of the value: ds.json:7, a flag, a default
     other: Other | None = None
     edit: Edit | None = None  # for `explain --fix`
 
@@ -182,14 +181,14 @@ class Problem:
 
 
 class DeepSpeedConfigError(Exception):
-    """DeepSpeed's error for an unusable config; ours is one, so that callers who catch it catch ours."""
+    """DeepSpeed's error for an invalid config. ConfigError derives from it, so that its handlers catch ours, too."""
 
 
 class ConfigError(DeepSpeedConfigError, ValueError):
-    """A configuration that cannot be used; lists every problem found, not only the first.
+    """An invalid configuration; lists every problem found, not only the first.
 
-    An instance also is of the types that DeepSpeed raises for such problems (AssertionError, TypeError ...), so that
-    what was written to catch those catches it.
+    An instance also has the types that DeepSpeed raises for such problems (AssertionError, TypeError ...), so that
+    existing handlers catch it.
     """
 
     def __new__(
@@ -198,7 +197,7 @@ class ConfigError(DeepSpeedConfigError, ValueError):
         given = (problems,) if isinstance(problems, Problem) else tuple(problems)
         kinds = frozenset(kind for one in given for kind in kinds_of(one.path, one.rule, one.value))
         error: ConfigError = super().__new__(_raised_as(kinds))
-        error.problems = given  # may have been an iterator, which gives its entries once
+        error.problems = given  # `problems` may have been an iterator, which cannot be read twice
         return error
 
     def __init__(self, problems: Problem | Iterable[Problem], headline: str = "this config cannot be used") -> None:
@@ -210,13 +209,13 @@ class ConfigError(DeepSpeedConfigError, ValueError):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], str]]:
-        # Errors travel between processes; the default would hand the finished text back to __init__.
+        # Errors are pickled between processes; by default, __init__ would receive the finished text.
         return (ConfigError, (self.problems, self.headline))
 
 
 @functools.cache
 def _raised_as(kinds: frozenset[type[Exception]]) -> type[ConfigError]:
     bases: tuple[type, ...] = (ConfigError, *sorted(kinds, key=lambda kind: kind.__name__))
-    # Under the name by which it is known: tracebacks show it.
+    # The class keeps the documented name, which tracebacks show.
     named = {"__module__": ConfigError.__module__, "__doc__": ConfigError.__doc__}
     return type(ConfigError.__name__, bases, named) if kinds else ConfigError

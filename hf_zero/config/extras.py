@@ -1,13 +1,13 @@
 """Extras: rarely used features, each with its own sections, rules, policy and code, imported on demand.
 
-An extra is a package that has an `EXTRA`. `ASKED_BY` names ours by what in a config asks for them: the path of a
-section, or an optimizer's type. Those of other packages are named the same way, by entry points of one group:
+An extra is a package that has an `EXTRA`. `ASKED_BY` lists ours by the part of a config that requests them: the path
+of a section, or an optimizer's type. Other packages register theirs in the same way with entry points of one group:
 
     [project.entry-points."hf_zero.extras"]
     my_section = "my_package.extra:EXTRA"
     "optimizer.MyOptimizer" = "my_package.extra:EXTRA"
 
-Nothing else in hf_zero names an extra: code that needs one asks here, and gets it or an error naming what is missing.
+Nothing else in hf_zero names an extra: code gets one here, or an error that names the missing package.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _GROUP = "hf_zero.extras"
 _OPTIMIZER = "optimizer."
 INSTALL = "install it (hf_zero's own come with the whole package)"
 
-# What asks for it -> the extra, a package in hf_zero/extras. Features see a forward in this order. What begins with
-# "service." is asked for by a command.
+# Section or optimizer type -> the extra, a package in hf_zero/extras. Features see a forward in this order. Keys that
+# begin with "service." are requested by commands.
 ASKED_BY: dict[str, str] = {
     "curriculum_learning": "data_efficiency",
     "data_efficiency": "data_efficiency",
@@ -58,7 +58,7 @@ ASKED_BY: dict[str, str] = {
 
 
 class ExtraMissing(ImportError):
-    """An extra that is asked for is not there."""
+    """A requested extra is not installed."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"the extra {name!r} is not installed ({reason})")
@@ -66,16 +66,16 @@ class ExtraMissing(ImportError):
 
 
 def loaded(target: str) -> Any:
-    """The object at "module:name"."""
+    """Import and return the object "module:name"."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
 
 def extra_named(name: str) -> Extra:
-    """One of ours.
+    """Return one of our extras.
 
     Raises:
-        ExtraMissing: its package is not there.
+        ExtraMissing: its package is not installed.
     """
     try:
         extra: Extra = import_module(f"{_PACKAGE}.{name}").EXTRA
@@ -87,10 +87,10 @@ def extra_named(name: str) -> Extra:
 
 
 def extra_asked_by(key: str) -> Extra | None:
-    """The extra that has this section or `optimizer.TYPE`; None: none has.
+    """Return the extra with this section or `optimizer.TYPE`, or None.
 
     Raises:
-        ExtraMissing: it is not there.
+        ExtraMissing: it is not installed.
     """
     known = next((asking for asking in ASKED_BY if asking.lower() == key.lower()), None)
     if known is not None:
@@ -107,43 +107,43 @@ def extra_asked_by(key: str) -> Extra | None:
 
 @functools.cache
 def _others() -> dict[str, EntryPoint]:
-    """Extras of other packages; the look-up takes milliseconds, and is done for unknown keys only."""
+    """Return the extras of other packages. The look-up takes milliseconds, so it only happens for unknown keys."""
     return {entry.name.lower(): entry for entry in entry_points(group=_GROUP)}
 
 
 def service(name: str) -> Any:
-    """An extra's service for a command.
+    """Return an extra's service for a command.
 
     Raises:
-        ExtraMissing: it is not there.
+        ExtraMissing: it is not installed.
     """
     extra = extra_asked_by(f"service.{name}")
-    assert extra is not None, "the table says whose it is"
+    assert extra is not None, "ASKED_BY lists every service"
     return loaded(extra.services[name])
 
 
 def services_for(tree: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """Services of this name of the extras that a config asks for."""
+    """Yield the services of this name from the extras that a config requests."""
     for extra in schema_for(tree)[0].features:
         if name in extra.services:
             yield loaded(extra.services[name])
 
 
 def is_section(key: str) -> bool:
-    """Whether an extra, there or not, has this key of the top level."""
-    return key in ASKED_BY or key.lower() in _others()  # no service: those have a dot, keys of the top level none
+    """Whether an extra, installed or not, has this top-level key."""
+    return key in ASKED_BY or key.lower() in _others()  # names of services contain a dot, top-level keys do not
 
 
 def section_names() -> tuple[str, ...]:
-    """Keys of the top level that our extras have."""
+    """Return the top-level keys of our extras."""
     return tuple(key for key in ASKED_BY if "." not in key)
 
 
 def optimizer_type(name: str) -> OptimizerType | None:
-    """The type that the config means by this name, an extra's included; None: there is none.
+    """Return the optimizer type for a name in a config, including those of extras, or None.
 
     Raises:
-        ExtraMissing: the extra is not there.
+        ExtraMissing: the extra is not installed.
     """
     kind = known_type(name)
     if kind is not None:
@@ -154,12 +154,12 @@ def optimizer_type(name: str) -> OptimizerType | None:
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """Types that our extras add, installed or not."""
+    """Return the optimizer types of our extras, installed or not."""
     return tuple(key.removeprefix(_OPTIMIZER) for key in ASKED_BY if key.startswith(_OPTIMIZER))
 
 
 def installed() -> tuple[Extra, ...]:
-    """Those of ours that are there."""
+    """Return our installed extras."""
     return tuple(_installed(dict.fromkeys(ASKED_BY.values())))
 
 
@@ -172,7 +172,7 @@ def _installed(names: Iterable[str]) -> Iterator[Extra]:
 
 
 def sections_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(path, value) of every section in a config that only an extra can know."""
+    """Yield (path, value) of every section in a config that belongs to an extra."""
     own = tree.get("hf_zero")
     for path, value in tree.items():
         if isinstance(path, str) and path not in Root.model_fields and is_section(path):
@@ -183,7 +183,7 @@ def sections_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def schema_for(tree: Mapping[str, Any]) -> tuple[type[Root], list[Problem]]:
-    """The schema with the sections that `tree` asks for, and a problem for each whose extra is missing."""
+    """Return the schema with the extra sections in `tree`, and a problem for each whose extra is missing."""
     asked: set[Extra | None] = set()
     problems = []
     for path, value in sections_in(tree):
@@ -200,13 +200,13 @@ def schema_for(tree: Mapping[str, Any]) -> tuple[type[Root], list[Problem]]:
 
 
 def whole_schema() -> type[Root]:
-    """With the sections of all our extras that are there: for pages, and for what a wrong key may have meant."""
+    """Return the schema with the sections of all installed extras, for the pages and for suggested keys."""
     return schema_with(installed())
 
 
 @functools.cache
 def schema_with(extras: tuple[Extra, ...]) -> type[Root]:
-    """The core's sections and those of `extras`, whose `features` are these and the core's."""
+    """Return the schema with the sections and features of the core and of `extras`."""
     if not extras:
         return Root
     fields: dict[str, Any] = {}

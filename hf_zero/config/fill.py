@@ -1,9 +1,9 @@
-"""Replace every "auto" whose value is known, and compare every fixed value with what it must agree with.
+"""Replaces every "auto" whose value is known, and compares fixed values with the values they must match.
 
-`offers` says which value each key would get from whom. `left_out` finds keys that are absent from the config but stated
-in code: they mean "auto". Trainer states all of its arguments, and a script what it gives to accelerate's DummyOptim
-and DummyScheduler beyond their defaults. An absent section stays absent: without an optimizer section the optimizer is
-the script's. Only a precision that TrainingArguments ask for makes its section, as accelerate would.
+`offers` lists the value for each key and its source. `left_out` finds keys that are absent from the config but stated
+in code; they mean "auto". Trainer states all of its arguments, and a script states the non-default arguments of
+accelerate's DummyOptim and DummyScheduler. An absent section stays absent: without an optimizer section, the script
+provides the optimizer. Only a precision requested by TrainingArguments creates its section, as in accelerate.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ SIZED_BY_MODEL = {
     "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
 
-# Where the configuration of a model keeps its hidden size.
+# Names of the hidden size in model configurations.
 _NAMES = ("d_model", "n_embd", "model_dim", "embed_dim", "embedding_size", "dim", "hidden_dim")
-# The part that carries most of the parameters in models made of several; others follow in their own order.
+# Sub-configurations with most of the parameters, tried first; the others follow in their own order.
 _PARTS = ("text_config", "language_config", "llm_config", "decoder", "encoder", "vision_config", "audio_config")
 _DEEPEST = 4
 _OTHER_SPELLINGS = {
@@ -55,7 +55,7 @@ _OTHER_SPELLINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A value for a key. A fixed value in the config that differs is wrong where `must_match` says so."""
+    """A value for a key. With `must_match`, a different fixed value in the config is an error."""
 
     value: object
     source: Source
@@ -65,7 +65,7 @@ class Offer:
 
 
 def offers(config: Mapping[str, Any], views: Views) -> dict[str, Offer]:
-    """By path of the key; where several know a value, Trainer goes before Accelerate, and both before the rest."""
+    """Return offers by key path. Trainer takes precedence over Accelerate, and both over other sources."""
     by_path: dict[str, Offer] = {}
     for path, offer in _all(config, views):
         by_path.setdefault(path, offer)
@@ -167,11 +167,11 @@ def _fixed(value: object) -> int | None:
     try:
         return None if value is None or is_auto(value) else as_whole(value)
     except ValueError:
-        return None  # a problem of its own
+        return None  # reported as a separate problem
 
 
 def _from_config(config: Mapping[str, Any]) -> Iterator[tuple[str, Offer]]:
-    """Values that one section of the config gives another."""
+    """Yield values that one section of the config determines for another."""
     rate = _at(config, "optimizer", "params", "lr")
     if isinstance(rate, (int, float)) and not isinstance(rate, bool):
         yield "scheduler.params.warmup_max_lr", Offer(rate, Source("derived", "optimizer.params.lr"), "lr")
@@ -184,7 +184,7 @@ def _at(config: object, *path: str) -> object:
 
 
 def hidden_size(model: ModelView | None) -> Given | None:
-    """The size that bucket sizes follow from, or None when there is nothing to read it from."""
+    """Return the hidden size, which determines bucket sizes, or None if it is not known."""
     if model is None:
         return None
     if model.config is not None:
@@ -200,7 +200,7 @@ def _in_config(config: Mapping[str, object], where: str, depth: int = 0) -> Iter
         if size is not None:
             yield Given(value=size, source=Source("model", f"{where}.{name} = {size}"))
         if name == "hidden_sizes":
-            # What transformers looks at next, before any other name.
+            # transformers tries this name next.
             yield from _part(config, "text_config", where, depth)
     for name in (*_PARTS, *(key for key in config if isinstance(key, str) and key not in _PARTS)):
         yield from _part(config, name, where, depth)
@@ -222,7 +222,7 @@ def _as_size(value: object) -> int | None:
 
 
 def _from_shapes(shapes: Iterable[tuple[int, ...]]) -> Given | None:
-    """The extent that most matrices share: each layer reads from or writes to the hidden state."""
+    """Return the most frequent matrix extent: each layer reads from or writes to the hidden state."""
     extents = Counter(extent for shape in shapes if len(shape) >= 2 for extent in {*shape[:2]} if extent > 1)
     if not extents:
         return None
@@ -232,11 +232,11 @@ def _from_shapes(shapes: Iterable[tuple[int, ...]]) -> Given | None:
 
 Path = tuple[str, ...]
 _STEP_COUNTS = ("total_num_steps", "warmup_num_steps")
-_STAND_IN_DEFAULTS = {"lr": 0.001, "weight_decay": 0}  # of DummyOptim
+_STAND_IN_DEFAULTS = {"lr": 0.001, "weight_decay": 0}  # the defaults of DummyOptim
 
 
 def left_out(config: Mapping[str, Any], views: Views, known: Mapping[str, Offer]) -> Iterator[tuple[Path, Offer]]:
-    """Values stated for absent keys, by path; an offer of "auto" is answered when training starts."""
+    """Yield values stated in code for absent keys. An offer of "auto" is filled when training starts."""
     if views.training is not None:
         yield from _by_trainer(config, views.training, known)
     elif views.accelerator is not None:
@@ -256,7 +256,7 @@ def _by_trainer(
         if offered is not None and _lacks_argument(optimizer, name) and _states(view, name, optimizer):
             yield ("optimizer", "params", name), offered
     for name in ("warmup_max_lr", *_STEP_COUNTS):
-        # No warm-up is what TrainingArguments say by default; a schedule that warms up then keeps its own number.
+        # TrainingArguments have no warm-up by default; a schedule with warm-up then keeps its own number.
         if _lacks_step(scheduler, name) and not (name == "warmup_num_steps" and view.is_default("warmup_steps")):
             later = Offer("auto", view.source("max_steps"), name)
             offered = known.get(f"scheduler.params.{name}", later if name in _STEP_COUNTS else None)
@@ -277,7 +277,7 @@ def _by_script(
 
 
 def _top_level(config: Mapping[str, Any], view: TrainingView) -> Iterator[str]:
-    """`train_batch_size` is never made up: it follows from the other two."""
+    """Yield absent batch sizes. `train_batch_size` is never added, because it follows from the other two."""
     if view.steps_only:
         return
     wanted = ["gradient_clipping", STEPS]
@@ -303,7 +303,7 @@ def _precision(
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """A section with a type and readable params, or None; its errors are reported elsewhere."""
+    """Return a section with a type and valid params, or None; its errors are reported elsewhere."""
     section = config.get(name)
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
         return None
@@ -324,7 +324,7 @@ def _lacks_step(section: Mapping[str, Any] | None, name: str) -> bool:
 
 
 def _states(view: TrainingView, name: str, optimizer: Mapping[str, Any] | None) -> bool:
-    """adam_beta1, adam_beta2 and adam_epsilon are Adam's: their defaults say nothing about other optimizers."""
+    """Whether the argument is stated. The defaults of adam_beta1 and the like only apply to Adam."""
     stated = {
         "betas": not (view.is_default("adam_beta1") and view.is_default("adam_beta2")),
         "eps": not view.is_default("adam_epsilon"),
@@ -332,13 +332,13 @@ def _states(view: TrainingView, name: str, optimizer: Mapping[str, Any] | None) 
     return stated.get(name, True) or (optimizer is not None and is_adam(optimizer["type"]))
 
 
-# Arguments that TrainingArguments has for Adam, and not every optimizer takes.
+# Arguments that TrainingArguments has for Adam, and that not every optimizer accepts.
 _OF_ADAM = ("optimizer.params.betas", "optimizer.params.eps")
 
 
 @dataclass(slots=True)
 class Changes:
-    """The changes that fill a config; the config itself is left alone."""
+    """The changes that fill a config. The config itself is not modified."""
 
     values: dict[tuple[str, ...], object] = field(default_factory=dict)
     sources: dict[str, Source] = field(default_factory=dict)
@@ -346,7 +346,7 @@ class Changes:
 
 
 def fill(config: Mapping[str, Any], views: Views) -> Changes:
-    """The known values for autos and for keys left to the code; a problem per contradiction."""
+    """Return the known values for autos and for keys stated in code, and a problem per contradiction."""
     known, changes = offers(config, views), Changes()
     for path, value in leaves(config):
         name = dotted(path)
@@ -368,7 +368,7 @@ def fill(config: Mapping[str, Any], views: Views) -> Changes:
 
 
 def _one_writer_per_node(config: Mapping[str, Any], changes: Changes, training: TrainingView) -> None:
-    """The one key that Trainer sets whether or not the config has it."""
+    """Set the only key that Trainer sets even if the config does not have it."""
     if isinstance(config.get("checkpoint", {}), Mapping):
         path = ("checkpoint", "use_node_local_storage")
         changes.values[path] = True
@@ -376,18 +376,18 @@ def _one_writer_per_node(config: Mapping[str, Any], changes: Changes, training: 
 
 
 def apply(config: dict[str, Any], changes: Changes) -> None:
-    """Write the values into the config, in place, and remember who gave them."""
+    """Write the values to the config in place, and record their sources."""
     for path, value in changes.values.items():
-        _set(config, path, value, lambda section: section or {})  # null is as good as absent
+        _set(config, path, value, lambda section: section or {})  # a null section counts as absent
     if isinstance(config, ConfigDict):
         config.filled.update(changes.sources)
 
 
 def drop_unfilled(config: dict[str, Any], keep: str = "") -> None:
-    """Remove, in place, every unfilled "auto": absent means the default, everywhere.
+    """Remove every unfilled "auto" in place; an absent key means the default.
 
     Args:
-        keep: leave what stands below this path.
+        keep: do not change anything below this path.
     """
     for path in unfilled_autos(config):
         if keep and dotted(path).startswith(f"{keep}."):
@@ -399,7 +399,7 @@ def drop_unfilled(config: dict[str, Any], keep: str = "") -> None:
 
 
 def filled(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
-    """A copy of the config with the values written in; sections that no value touches are shared."""
+    """Return a copy of the config with the values. Sections without changes are shared."""
     result: dict[str, Any] = dict(config)
     for path, value in changes.values.items():
         _set(result, path, value, lambda section: dict(section or {}))
@@ -407,7 +407,7 @@ def filled(config: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
 
 
 def _set(holder: dict[str, Any], path: tuple[str, ...], value: object, opened: Callable[[Any], dict[str, Any]]) -> None:
-    """Write a value below sections, each of which is replaced by what `opened` makes of it."""
+    """Write a nested value, replacing each section on the way with the result of `opened`."""
     for key in path[:-1]:
         holder[key] = opened(holder.get(key))
         holder = holder[key]
@@ -415,12 +415,12 @@ def _set(holder: dict[str, Any], path: tuple[str, ...], value: object, opened: C
 
 
 def unfilled_autos(config: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The paths that still say "auto"."""
+    """Return the paths whose value is still "auto"."""
     return [path for path, value in leaves(config) if is_auto(value)]
 
 
 def same(left: object, right: object) -> bool:
-    """Equal as settings: 8, 8.0 and "8" are; true and 1 are not."""
+    """Whether two settings are equal: 8, 8.0 and "8" are, true and 1 are not."""
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     left, right = _plain(left), _plain(right)
@@ -441,9 +441,9 @@ def _plain(value: object) -> object:
 
 
 def conflict(config: Mapping[str, Any], keys: tuple[str, ...], value: object, offer: Offer) -> Problem:
-    """The problem of a fixed value that is stated differently elsewhere.
+    """Return the problem of a fixed value that differs from the one stated elsewhere.
 
-    Only a flag says which of the two its author wants: a default of TrainingArguments must not replace what is written.
+    Only an explicit flag can replace the written value; a default of TrainingArguments cannot.
     """
     shown = offer.value if isinstance(offer.value, (numbers.Number, list)) else str(offer.value)
     path, rule = dotted(keys), "the config and TrainingArguments must say the same"
@@ -454,7 +454,7 @@ def conflict(config: Mapping[str, Any], keys: tuple[str, ...], value: object, of
 
 
 def _is_foreign(config: Mapping[str, Any], path: str) -> bool:
-    """Whether the optimizer or schedule in the config does not take the argument on offer."""
+    """Whether the optimizer or schedule in the config does not accept the offered argument."""
     section = config.get("optimizer") if path in _OF_ADAM else None
     kind = section.get("type") if isinstance(section, Mapping) else None
     if not isinstance(kind, str) or not isinstance(section, Mapping):

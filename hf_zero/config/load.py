@@ -1,4 +1,4 @@
-"""Any form in which a config may arrive becomes one plain dict, which other libraries can read, too."""
+"""Loads a config from any supported form into a plain dict that other libraries can read, too."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hf_zero.config.validate import ZERO_SPELLINGS, drop_null_sections, translat
 
 
 def load_config(source: object) -> ConfigDict:
-    """The config as a dict of its own (a dict given is copied), or ConfigError saying what to mend.
+    """Return the config as a new dict, or raise ConfigError with the fix.
 
-    What comes back remembers the file and line of each key.
+    The result remembers the file and line of each key.
     """
     if isinstance(source, Mapping):
         return _copied(source)
-    from hf_zero.config.text import FORMS, from_text_or_path  # in a dict there is nothing to parse
+    from hf_zero.config.text import FORMS, from_text_or_path  # not needed for a dict
 
     if isinstance(source, (str, os.PathLike)):
         return from_text_or_path(source)
@@ -44,10 +44,10 @@ _NUMBERS = ((MICRO,), (STEPS,), (TRAIN,), ("zero_optimization", "stage"))
 
 
 def normalise(config: dict[str, Any]) -> None:
-    """Change the few settings that other libraries read from the raw config into the form that they expect, in place.
+    """Convert the settings that other libraries read from the raw config to the form that they expect, in place.
 
     Raises:
-        ConfigError: a section is no section; with all else that is wrong.
+        ConfigError: a section is not an object; lists all other problems, too.
     """
     if "zero_optimization" in config and config["zero_optimization"] is None:
         config["zero_optimization"] = {}
@@ -61,7 +61,7 @@ def normalise(config: dict[str, Any]) -> None:
 
 
 def _rename(config: dict[str, Any], zero: object) -> None:
-    """Rename keys to what accelerate looks for; a key under two names is reported when the config is resolved."""
+    """Rename keys to the names that accelerate reads. Duplicates are reported when the config is resolved."""
     if not isinstance(zero, dict):
         return
     for written, name in ZERO_SPELLINGS.items():

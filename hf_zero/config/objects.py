@@ -1,6 +1,6 @@
-"""A config under the names of DeepSpeed's config objects, for tools that read them: views over what the resolver says.
+"""DeepSpeed's config objects for tools that read them: read-only views of a resolved config.
 
-Changing them changes nothing: engines are built from policies.
+Changing them has no effect, because engines are built from policies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ S = TypeVar("S", bound=Section)
 
 
 class DeepSpeedZeroConfig(Zero):
-    """The section zero_optimization; stage 3's keys also by their names without `stage3_`."""
+    """The section zero_optimization. Stage-3 keys are also available without the prefix `stage3_`."""
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith(("_", _STAGE3)) and _STAGE3 + name in type(self).model_fields:
@@ -37,7 +37,7 @@ class DeepSpeedZeroConfig(Zero):
 
 @dataclass(frozen=True)
 class MonitorSections:
-    """The monitors' sections, with their defaults where the config does not name them."""
+    """The monitors' sections, with defaults for those that the config does not have."""
 
     tensorboard: TensorBoard
     csv_monitor: CsvMonitor
@@ -60,7 +60,7 @@ class DeepSpeedFP16Config(Fp16):
         return int(2**self.initial_scale_power)
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        """Arguments of a dynamic loss scaler, by DeepSpeed's names."""
+        """Return the arguments of a dynamic loss scaler, by DeepSpeed's names."""
         return {
             "init_scale": self.initial_dynamic_scale(),
             "scale_window": self.loss_scale_window,
@@ -83,10 +83,10 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
 
 
 def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
-    """One section of a config in whatever spelling DeepSpeed takes; nothing else of the config is looked at.
+    """Parse one section of a config in any spelling that DeepSpeed accepts, ignoring the rest of the config.
 
     Raises:
-        ConfigError: for what is wrong in this section.
+        ConfigError: the section has problems.
     """
     keys = {"bf16": ("bf16", "bfloat16")}.get(name, (name,))
     alone = {key: param_dict[key] for key in keys if key in param_dict}
@@ -99,27 +99,27 @@ def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
 
 
 def _as(kind: type[S], section: Any) -> S:
-    """The same values in one of the classes above; what was not set stays unset."""
+    """Convert a section to one of the classes above; unset fields stay unset."""
     given = {} if section is None else {name: getattr(section, name) for name in section.model_fields_set}
     return kind.model_construct(**given)
 
 
 class ConfigView:
-    """A config for a number of ranks, by DeepSpeed's attribute names.
+    """A config for a given number of ranks, with DeepSpeed's attribute names.
 
     Attributes:
-        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: as resolved.
-        zero_config, float16_config, bfloat16_config, aio_config, ...: sections.
-        Every other key of the top level has its own name.
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: the resolved values.
+        zero_config, float16_config, bfloat16_config, aio_config, ...: the sections.
+        Every other top-level key is an attribute of the same name.
     """
 
     def __init__(self, config: object, world_size: int) -> None:
         """
         Args:
-            config: dict, path, JSON text or base64.
+            config: a dict, a path, JSON text or base64.
 
         Raises:
-            ConfigError: with all problems at once.
+            ConfigError: the config is invalid; lists all problems.
         """
         self._param_dict: Mapping[str, Any] = load_config(config)
         findings = examine(self._param_dict, Views(world_size=world_size))
@@ -130,7 +130,7 @@ class ConfigView:
 
     @classmethod
     def of(cls, resolved: Resolved, world_size: int) -> ConfigView:
-        """The view of a resolved config."""
+        """Create the view of a resolved config."""
         view = cls.__new__(cls)
         view._param_dict = resolved.raw
         view.world_size = world_size
@@ -178,9 +178,9 @@ class ConfigView:
         if root is not None and name in type(root).model_fields:
             return getattr(root, name)
         if name in section_names():
-            return None  # of an unused extra
+            return None  # the section of an unused extra
         raise AttributeError(f"this config has no attribute {name!r}")
 
     def print_user_config(self) -> str:
-        """The config as it was given, as text."""
+        """Return the original config as text."""
         return repr(dict(self._param_dict))

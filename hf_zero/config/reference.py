@@ -1,4 +1,4 @@
-"""docs/config.md, written by the schema itself: `python -m hf_zero.config.reference > docs/config.md`."""
+"""Renders docs/config.md from the schema: `python -m hf_zero.config.reference > docs/config.md`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from hf_zero.config.schema.root import HfZero, Root
 _HEAD = """\
 # Every key of ds.json
 
-This page is rendered from the schema (`python -m hf_zero.config.reference > docs/config.md`); a test fails when they
-differ. A key of `zero_optimization` named `stage3_...` may also be written without `stage3_`, as DeepSpeed's fields are
-called. A key that is not listed is ignored with a warning where DeepSpeed ignores it (at the top level and in sections
-that it does not check), unless it resembles one that is: then, and in all other sections, it is an error.
+This page is rendered from the schema (`python -m hf_zero.config.reference > docs/config.md`); a test checks that they
+agree. A key of `zero_optimization` named `stage3_...` may also be written without the prefix, as in DeepSpeed's fields.
+Unlisted keys are ignored with a warning where DeepSpeed ignores them (at the top level and in sections that it does not
+check), unless they resemble a listed key. In that case, and in all other sections, they are errors.
 
-The literal `"auto"` means: filled in from Trainer's arguments, from Accelerate, or from the model, else the default. A
-key that is left out although TrainingArguments (or DummyOptim, DummyScheduler) state it means `"auto"`, too.
-`python -m hf_zero explain ds.json` shows with what; [differences.md](differences.md) says where that is not what
-DeepSpeed does.
+The literal `"auto"` is replaced by a value from Trainer's arguments, from Accelerate or from the model, or else by the
+default. Keys that are absent but stated by TrainingArguments (or DummyOptim, DummyScheduler) also mean `"auto"`.
+`python -m hf_zero explain ds.json` shows the values; [differences.md](differences.md) lists where they differ from
+DeepSpeed's.
 
 - **works**: the engine does what the key says.
-- **no effect**: accepted, changes nothing, for the reason given. Where the file asks for something that does not
-  happen, the engine warns of it once when it starts; with `"hf_zero": {"strict": true}` it is an error.
-- **refused**: an error that names the key, unless it holds its default (for a section: unless it is switched off).
+- **no effect**: accepted, but ignored for the given reason. If the config requests something that does not happen, the
+  engine warns once at the start; with `"hf_zero": {"strict": true}`, this is an error.
+- **refused**: an error that names the key, unless it has its default value (for a section: unless it is switched off).
 """
 
 
 def render() -> str:
-    """The whole page, one table per section."""
+    """Render the page, with one table per section."""
     return "\n".join([_HEAD, *_section("Top level", "", whole_schema())]) + "\n"
 
 
@@ -54,7 +54,7 @@ def _section(title: str, prefix: str, section: type[Section]) -> Iterator[str]:
 
 
 def _place(section: type[Section]) -> Callable[[str], int]:
-    """Keys of a section itself come before those that features add to it, and these before those of extras."""
+    """Return the sort key: a section's own keys, then those added by features, then those added by extras."""
     core = next((kind for kind in (Root, HfZero) if issubclass(section, kind)), section)
     own = vars(core).get("__annotations__", {})
     return lambda name: 0 if name in own else 1 if name in core.model_fields else 2

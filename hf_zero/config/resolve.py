@@ -1,4 +1,4 @@
-"""The resolver: a config and what is known around it in, typed frozen policies out, or every problem at once."""
+"""The resolver: turns a config and its context into typed, frozen policies, or reports all problems at once."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def resolve(
     sequence_size: int | None = None,
     tensor_size: int | None = None,
 ) -> policies.Resolved:
-    """Answer every question that the config leaves open.
+    """Resolve a config: fill in every open value and validate the result.
 
     Args:
-        raw: the config as a dict. One from `load_config` lets messages name file and line.
-        training_args: TrainingArguments, where there is a Trainer.
-        accelerator_view: what a launcher, an Accelerator and the objects given to `prepare` say.
-        model: for the sizes that follow from it.
-        world_size: number of ranks.
-        host_sizes: how many of them each host has, where that is known.
-        sequence_size: how many of them share a sequence, where an mpu or a mesh says so; default: the config's key.
-        tensor_size: how many hold parts of the same matrices, where a program says so; default: the config's key.
+        raw: the config as a dict. If it comes from `load_config`, messages name file and line.
+        training_args: TrainingArguments, if there is a Trainer.
+        accelerator_view: the values from a launcher, an Accelerator and the objects given to `prepare`.
+        model: the model, for sizes that depend on it.
+        world_size: the number of ranks.
+        host_sizes: the number of ranks of each host, if known.
+        sequence_size: the number of ranks that share a sequence, from an mpu or a mesh; default: the config's key.
+        tensor_size: the tensor-parallel size, if a program sets it; default: the config's key.
 
     Raises:
-        ConfigError: with all problems at once.
+        ConfigError: the config is invalid; lists all problems.
     """
     views = Views(
         world_size=world_size,
@@ -81,17 +81,17 @@ def resolve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """Results of examining a config, right or wrong."""
+    """Results of examining a valid or invalid config."""
 
-    config: Root  # without the keys that failed
-    batch: policies.BatchPolicy | None  # None: it does not follow from what is known
+    config: Root  # without the invalid keys
+    batch: policies.BatchPolicy | None  # None: not enough is known to derive it
     optimizer: policies.OptimizerPolicy | None
     scheduler: policies.SchedulerPolicy | None
-    extras: Mapping[str, Any]  # by name: policies of the features that are switched on
+    extras: Mapping[str, Any]  # policies of the enabled features by name
     problems: tuple[Problem, ...]
     remarks: tuple[Remark, ...]
     provenance: Mapping[str, policies.Provenance]
-    autos: frozenset[str]  # what still says "auto"
+    autos: frozenset[str]  # the keys that are still "auto"
     world_size: int
     sequence_size: int  # ranks per sequence
     tensor_size: int  # ranks that hold parts of the same matrices
@@ -103,15 +103,15 @@ class Findings:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Settings that ask for something and have no effect."""
+        """Requested settings that have no effect."""
         return tuple(str(remark) for remark in self.remarks if remark.ignored)
 
 
 def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -> Findings:
-    """Look at a config from all sides.
+    """Validate a config and collect all findings.
 
     Args:
-        complete: False while more is still to become known: an unfilled "auto" is then no problem.
+        complete: whether all values are known. Otherwise an unfilled "auto" is not a problem.
     """
     _check_call(raw, views.world_size)
     changes = fill(raw, views)
@@ -165,7 +165,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
 
 
 def _decided_sizes(config: Root, data_ranks: int, origins: Origins, tensor_size: int) -> Iterator[Sizes]:
-    """Sizes from the extras that decide batch sizes."""
+    """Yield the sizes from extras that determine batch sizes."""
     for extra in config.features:
         sizes = extra.sizes(config, data_ranks, origins.is_written, tensor_size) if extra.sizes is not None else None
         if sizes is not None:
@@ -188,7 +188,7 @@ def _batch(
     config: Root, translated: Translated, world_size: int, sequence_size: int, broken: set[str]
 ) -> tuple[policies.BatchPolicy | None, list[Problem]]:
     if broken & {*_BATCH_KEYS, SEQUENCE, TENSOR}:
-        return None, []  # the equation would only repeat what is wrong
+        return None, []  # checking the equation would repeat these problems
     try:
         batch = resolve_batch(
             config.train_batch_size,
@@ -228,10 +228,10 @@ def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolve
 
 
 def resolve_for_init(raw: Mapping[str, object], world_size: int, host_sizes: tuple[int, ...]) -> policies.InitPolicy:
-    """The policy for building a model, from a config that may still have unfilled autos.
+    """Return the policy for building a model, from a config that may have unfilled autos.
 
     Raises:
-        ConfigError: for errors in dtypes and shard groups; the rest is reported when all is known.
+        ConfigError: errors in dtypes and shard groups. Others are reported when all values are known.
     """
     findings = examine(raw, Views(world_size=world_size, host_sizes=host_sizes), complete=False)
     dtypes = ("bf16", "fp16", "data_types")
@@ -248,12 +248,12 @@ def resolve_for_init(raw: Mapping[str, object], world_size: int, host_sizes: tup
 
 
 def resolve_extra(raw: Mapping[str, object], name: str) -> Any:
-    """Only the policy of one of our extras, from a config that may still have open ends (before Trainer fills them);
-    None where nothing is asked of it.
+    """Return the policy of one of our extras, from a config that may have unfilled autos (before Trainer fills them),
+    or None if the config does not use the extra.
 
     Raises:
-        ConfigError: for what is wrong in its sections.
-        ExtraMissing: it is not there.
+        ConfigError: its sections have problems.
+        ExtraMissing: it is not installed.
     """
     findings = examine(raw, Views(world_size=1), complete=False)
     paths = tuple(section.path for section in extra_named(name).sections)
@@ -289,7 +289,7 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, findings: Findings) -> policies.Zer
 
 
 def _placed(section: Place | None) -> Place | None:
-    """None where the section leaves things on the device."""
+    """Return the section, or None if it does not offload anything."""
     return None if section is None or section.device in (None, "none") else section
 
 
@@ -327,7 +327,7 @@ def _loss_scale(config: Root, autocast: policies.AutocastPolicy | None) -> polic
         )
     if autocast is None or autocast.dtype != "fp16":
         return None
-    # What torch's GradScaler starts from.
+    # The initial scale of torch's GradScaler.
     fixed = None if amp.loss_scale == "dynamic" else float(amp.loss_scale)
     minimum = 1.0 if amp.min_loss_scale is None else amp.min_loss_scale
     return policies.LossScalePolicy(fixed=fixed or None, window=2000, hysteresis=1, minimum=minimum)
@@ -341,8 +341,8 @@ def _gradients(config: Root, world_size: int) -> policies.GradientPolicy:
     )
 
 
-# Provenance of every key: where its value came from, and whether it does what it says. None is ignored in silence: each
-# one set is supported, noted as without effect, or refused with the reason.
+# Provenance of every key: the source of its value, and whether it has an effect. No key is ignored silently: every key
+# that is set is supported, noted as without effect, or refused with the reason.
 
 BATCH_FIELDS = {
     "train_batch_size": "train_batch_size",
@@ -354,11 +354,11 @@ _WITH_DEFAULT = ("supported", "check")
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """Answers where the value at a path came from."""
+    """Looks up the source of the value at a path."""
 
     raw: Mapping[str, object]
     filled: Mapping[str, Source]
-    renamed: Mapping[str, str]  # present path -> the path that the file has
+    renamed: Mapping[str, str]  # current path -> path in the file
 
     def of(self, path: str) -> Source:
         for new, old in self.renamed.items():
@@ -368,17 +368,17 @@ class Origins:
         return self.filled.get(path) or source_in(self.raw, path)
 
     def is_written(self, path: str) -> bool:
-        """Whether the author of the config wrote this value, and it was not filled in for an "auto"."""
+        """Whether the author of the config wrote this value, as opposed to a filled "auto"."""
         return self.of(path).kind in ("file", "text", "dict")
 
     def words(self, path: str) -> str:
-        """For a message; several paths may be named at once. A plain dict has nothing to tell."""
+        """Describe the source for a message; `path` may list several paths. Empty for a plain dict."""
         sources = [self.of(part.partition("[")[0]) for part in path.split(", ")]
         return ", ".join(str(source) for source in sources if source.kind not in ("dict", "default"))
 
 
 def with_origins(problems: Iterable[Problem], origins: Origins) -> list[Problem]:
-    """The problems, each with the place that its value came from."""
+    """Add the source of its value to each problem."""
     return [
         problem if problem.origin else dataclasses.replace(problem, origin=origins.words(problem.path))
         for problem in problems
@@ -386,7 +386,7 @@ def with_origins(problems: Iterable[Problem], origins: Origins) -> list[Problem]
 
 
 def record(config: Root, batch: BatchPolicy | None, origins: Origins) -> dict[str, Provenance]:
-    """By path, in the order of the schema: all that was set, and the defaults of what the engine supports."""
+    """Return provenance by path in schema order: all keys that were set, and the defaults of supported keys."""
     entries = {entry.path: entry for entry in _entries(config, "", origins)}
     for path, field in BATCH_FIELDS.items():
         if batch is not None and getattr(config, path) is None:
@@ -412,13 +412,13 @@ def _entries(section: Section, prefix: str, origins: Origins) -> Iterator[Proven
 
 
 Finding = Problem | Remark
-IsWritten = Callable[[str], bool]  # whether the value at a path is its author's, and not one filled in for an "auto"
+IsWritten = Callable[[str], bool]  # whether the author wrote the value at a path, as opposed to a filled "auto"
 Path = tuple[str, ...]
 
 
 def judge(config: Root, stage: int, is_written: IsWritten) -> Iterator[Finding]:
-    """One finding for every key that the user set and that does not simply do what it says."""
-    # A stage that does not exist is a problem of its own; it must not excuse the other keys.
+    """Yield a finding for every key that the user set and that is ignored or refused."""
+    # An invalid stage is reported separately; the other keys must be checked in spite of it.
     yield from _judge(config, (), stage if stage in ALL_STAGES else max(ALL_STAGES), is_written)
 
 
@@ -429,7 +429,7 @@ def _judge(section: Section, around: Path, stage: int, is_written: IsWritten) ->
         value, verdict, path = getattr(section, name), verdict_of(field), (*around, name)
         ignored = not verdict.met and is_written(".".join(path)) and _asks(value, field.default)
         if stage not in verdict.stages:
-            # The name says for which stage it is: a config that serves several stages is not a mistake.
+            # The key's name contains the stage, and a config for several stages is not a mistake.
             ignored = ignored and not name.startswith("stage3_")
             yield _without_effect(path, value, _elsewhere(verdict, stage), ignored)
         elif verdict.kind == "ignored":
@@ -451,7 +451,7 @@ def _elsewhere(verdict: Verdict, stage: int) -> str:
 
 
 def _asks(value: object, default: object) -> bool:
-    """Whether a value asks for anything that would not be so without it. A section that is switched off does not."""
+    """Whether a value requests something other than the default. A section that is switched off does not."""
     if not isinstance(value, Section):
         return value != default
     if getattr(value, "device", "") in (None, "none") or getattr(value, "enabled", None) is False:
@@ -479,7 +479,7 @@ def _refusal(around: Path, value: object, default: object, verdict: Verdict) -> 
 
 
 def _is_off(section: dict[str, object], switch: str) -> bool:
-    """Off when no switch in it, at any depth, is on; without a switch, only when nothing is in it."""
+    """Whether no switch in the section is on, at any depth; without a switch, whether the section is empty."""
     return not any(_switches(section, switch)) if switch else not section
 
 

@@ -1,6 +1,6 @@
-"""Where a value came from: the place of each key in a file, and what filled in each "auto".
+"""Sources of values: the place of each key in a file, and what filled in each "auto".
 
-Views are what may fill it in: small frozen forms of TrainingArguments, Accelerator and model.
+Views provide the values for "auto": they are small frozen forms of TrainingArguments, Accelerator and model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_DEPTH = 24  # deeper than any real config; keeps recursion shallow
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something stands in the text, counted from 1."""
+    """A position in a text, counted from 1."""
 
     line: int
     column: int
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One origin of a value; `text` is what people read ("ds.json:7", "--learning_rate")."""
+    """The source of a value; `text` is for messages ("ds.json:7", "--learning_rate")."""
 
     kind: Kind
     text: str
@@ -46,16 +46,16 @@ DEFAULT = Source("default", "default")
 
 
 class ConfigDict(dict[str, Any]):
-    """A config as a plain dict that remembers where its keys stand, and who filled in which "auto".
+    """A config as a plain dict that remembers the places of its keys, and what filled in each "auto".
 
-    It stays with the config through the hands of transformers and accelerate, which copy it and pass it on.
+    This information survives when transformers and accelerate copy the config and pass it on.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.name = ""  # the file; "" for a dict
         self.places: dict[str, Place] = {}  # by dotted path
-        self.filled: dict[str, Source] = {}  # by dotted path: what once said "auto", and who replaced it
+        self.filled: dict[str, Source] = {}  # by dotted path: keys that were "auto", and the source of their value
         self._assumed: dict[str, object] = {}
 
     def __setitem__(self, key: str, value: Any) -> None:
@@ -63,7 +63,7 @@ class ConfigDict(dict[str, Any]):
         super().__setitem__(key, value)
 
     def assume(self, key: str, value: object) -> None:
-        """Put a placeholder where there is no value, for code that reads it before it is known."""
+        """Set a placeholder for a missing value, for code that reads it before it is known."""
         if key not in self:
             self[key] = value
             self._assumed[key] = value
@@ -81,18 +81,18 @@ class ConfigDict(dict[str, Any]):
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Trainer pickles its arguments (training_args.bin): such a file must open where there is no hf_zero.
+        # Trainer pickles its arguments (training_args.bin); the file must load without hf_zero.
         return (dict, (dict(self),))
 
     def rename(self, old: str, new: str) -> None:
-        """Move what is known of one key to another."""
+        """Move the information about one key to another."""
         if old in self.places:
             self.places[new] = self.places.pop(old)
         if old in self.filled:
             self.filled[new] = self.filled.pop(old)
 
     def source_of(self, path: str) -> Source:
-        """Where the value at a dotted path came from."""
+        """Return the source of the value at a dotted path."""
         if path in self.filled:
             return self.filled[path]
         if self.assumes(path):
@@ -106,22 +106,22 @@ class ConfigDict(dict[str, Any]):
 
 
 def source_in(config: object, path: str) -> Source:
-    """The same for any config: a plain dict has no places."""
+    """Like `ConfigDict.source_of`, for any config; a plain dict has no places."""
     return config.source_of(path) if isinstance(config, ConfigDict) else Source("dict", "the config")
 
 
 def is_auto(value: object) -> bool:
-    """Whether this is the literal that asks to be filled in."""
+    """Whether this is the literal "auto"."""
     return isinstance(value, str) and value == "auto"
 
 
-# Who may come again with another value for what they once filled in: Trainer, when its arguments or the number of
-# steps have changed, and the model. What a launcher or a script gave once stays.
+# Sources that may replace a value that they filled in earlier: Trainer, when its arguments or the number of steps have
+# changed, and the model. Values from a launcher or a script are final.
 _MAY_RETURN = ({"training", "flag"}, {"model"})
 
 
 def is_open(config: object, path: str, value: object, offered: Source) -> bool:
-    """Whether the value is "auto", or was, and comes from a source that offers another one now, or from none."""
+    """Whether the value is "auto", or was "auto" and may be replaced by the offering source."""
     if is_auto(value):
         return True
     if not isinstance(config, ConfigDict):
@@ -133,7 +133,7 @@ def is_open(config: object, path: str, value: object, offered: Source) -> bool:
 
 
 def dotted(path: Path) -> str:
-    """zero_optimization.leaf_module.classes[0]"""
+    """Format a path like zero_optimization.leaf_module.classes[0]."""
     text = ""
     for step in path:
         text = f"{text}[{step}]" if isinstance(step, int) else key_path(text, step)
@@ -143,7 +143,7 @@ def dotted(path: Path) -> str:
 def leaves(
     config: Mapping[Any, Any], path: tuple[str, ...] = (), around: frozenset[int] = frozenset()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every path with text keys that does not hold a section, with its value; a section inside itself is skipped."""
+    """Yield every path of text keys that leads to a non-section value, and the value. Skips recursive sections."""
     around |= {id(config)}
     for key, value in list(config.items()):
         if not isinstance(key, str):
@@ -156,7 +156,7 @@ def leaves(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingView:
-    """The fields of TrainingArguments that ds.json repeats. Defaults are those of transformers."""
+    """The fields of TrainingArguments that have keys in ds.json. Defaults are those of transformers."""
 
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
@@ -170,15 +170,15 @@ class TrainingView:
     fp16_full_eval: bool = False
     bf16: bool = False
     bf16_full_eval: bool = False
-    warmup_steps: float = 0.0  # from 1 on a number of updates, below a share of all updates
-    total_steps: int | None = None  # updates of the whole run; None: not known yet
+    warmup_steps: float = 0.0  # at least 1: a number of updates; below 1: a fraction of all updates
+    total_steps: int | None = None  # number of updates of the whole run; None: not known yet
     save_on_each_node: bool = False
-    batch_size_may_vary: bool = False  # auto_find_batch_size looks for it by itself
-    steps_only: bool = False  # the rest has been filled in and compared before; only the numbers of steps are new
+    batch_size_may_vary: bool = False  # auto_find_batch_size searches for the batch size
+    steps_only: bool = False  # only the numbers of steps are new; all else was filled and compared before
     origins: Mapping[str, str] = field(default_factory=dict)  # field -> "--learning_rate" where a flag set it
 
     def source(self, *names: str) -> Source:
-        """Where fields come from: a flag on the command line, or the script."""
+        """Return the source of fields: a command-line flag or the script."""
         flags = [self.origins[name] for name in names if name in self.origins]
         if flags:
             return Source("flag", ", ".join(flags))
@@ -191,7 +191,7 @@ class TrainingView:
         return bool(getattr(self, name, ...) == default)
 
     def warmup(self) -> int | None:
-        """Updates of warm-up, at least 1; None when it is a share of an unknown total."""
+        """The number of warm-up updates, at least 1; None if it is a fraction of an unknown total."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         if self.warmup_steps == 0:
@@ -209,21 +209,21 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceleratorView:
-    """Values from `Accelerator.prepare` and the launcher. Empty fields: nothing was given."""
+    """Values from `Accelerator.prepare` and the launcher. Fields are empty if nothing was given."""
 
-    prepares: bool = False  # `prepare` has been called, so what was not given gets Accelerate's defaults
+    prepares: bool = False  # `prepare` has been called, so missing values get Accelerate's defaults
     accumulation_steps: int | None = None
-    batch_sizes: tuple[int, ...] = ()  # per process, of the loaders that were prepared
+    batch_sizes: tuple[int, ...] = ()  # per process, for each prepared loader
     take_largest_batch: bool = False  # is_train_batch_min=False
     launched: Mapping[str, Given] = field(default_factory=dict)  # config path -> plugin field or environment variable
     optimizer: Mapping[str, object] = field(default_factory=dict)  # arguments of DummyOptim
     schedule: Mapping[str, object] = field(default_factory=dict)  # arguments of DummyScheduler; total per process
-    max_lr: float | None = None  # rate of the optimizer that the schedule drives
+    max_lr: float | None = None  # learning rate of the optimizer that the schedule controls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelView:
-    """A model's configuration, and the shapes of its parameters where there is a model."""
+    """A model's configuration, and the shapes of its parameters if there is a model."""
 
     config: Mapping[str, object] | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -234,9 +234,9 @@ class Views:
     """The views that a config is resolved against."""
 
     world_size: int
-    host_sizes: tuple[int, ...] = ()  # ranks of every host, where that is known
+    host_sizes: tuple[int, ...] = ()  # number of ranks of every host, if known
     training: TrainingView | None = None
     accelerator: AcceleratorView | None = None
     model: ModelView | None = None
-    sequence_size: int | None = None  # ranks per sequence, where stated outside the config
-    tensor_size: int | None = None  # ranks that hold parts of the same matrices, likewise
+    sequence_size: int | None = None  # ranks per sequence, if set outside the config
+    tensor_size: int | None = None  # tensor-parallel size, if set outside the config

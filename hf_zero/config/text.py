@@ -1,8 +1,8 @@
-"""Text that may be a config: the path of a file, JSON as people write it, base64 of it, or Hjson.
+"""Parses a config from text: the path of a file, JSON, base64 of JSON, or Hjson.
 
-JSON may have comments and trailing commas; every key keeps its place, and none may be given twice. DeepSpeed reads its
-files as Hjson: unquoted keys and text, a line end for a comma. The parser is the one that it uses, and knows no places,
-so keys are looked up in the text once it has read them.
+JSON may have comments and trailing commas. The place of every key is recorded, and repeated keys are errors. DeepSpeed
+reads its files as Hjson, which allows unquoted keys and text, and line ends instead of commas. We use the same Hjson
+parser, which does not record places, so keys are located in the text afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORDS = {
     "-Infinity": float("-inf"),
 }
 _LOOKALIKES = {"True": "true", "False": "false", "None": "null", "nan": "NaN", "inf": "Infinity"}
-# Text in quotes is kept, for it may hold what looks like a comment.
+# Quoted text is matched first, because it may contain something that looks like a comment.
 _QUOTED_OR_COMMENT = re.compile(r"\"(?:\\.|[^\"\\\n])*\"|'''.*?'''|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
@@ -60,7 +60,7 @@ def from_text_or_path(source: str | os.PathLike[str]) -> ConfigDict:
 def _exists(name: str) -> bool:
     try:
         return os.path.exists(name)
-    except ValueError:  # a NUL inside: certainly no path
+    except ValueError:  # it contains a NUL character, so it is not a path
         return False
 
 
@@ -107,7 +107,7 @@ def _from_text(text: str, name: str, file: str = "") -> ConfigDict:
 
 
 def _parsed(text: str) -> Document:
-    """JSON as a rule; what is none may be Hjson. Where it is neither, the complaint is that of JSON."""
+    """Parse JSON or, if that fails, Hjson. If both fail, raise the error of JSON."""
     try:
         return parse(text)
     except SyntaxProblem as error:
@@ -126,23 +126,23 @@ def _parsed(text: str) -> Document:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """The parsed value, and where each of its keys stands (by path, for example ("zero_optimization", "stage"))."""
+    """The parsed value, and the place of each key by path, for example ("zero_optimization", "stage")."""
 
     value: object
     places: dict[tuple[str | int, ...], Place]
 
 
 class SyntaxProblem(ValueError):
-    """The text is not JSON; says where, what is wrong and what to write instead."""
+    """The text is not JSON; the error has the place, the problem and the fix."""
 
     def __init__(self, place: Place, what: str, fix: str, *, is_final: bool = True) -> None:
         super().__init__(f"{place}: {what}")
         self.place, self.what, self.fix = place, what, fix
-        self.is_final = is_final  # wrong in any other notation as well
+        self.is_final = is_final  # whether it is also an error in Hjson
 
 
 def repeated_key(path: tuple[str | int, ...], place: Place, first: Place) -> SyntaxProblem:
-    """One object has a key twice: readers would disagree about which one counts."""
+    """Return the error for a repeated key, because parsers disagree about which value to use."""
     name = ".".join(str(part) for part in path)
     return SyntaxProblem(place, f"key {name!r} is given twice, first at {first}", "keep one of the two")
 
@@ -270,7 +270,7 @@ class _Reader:
 
 
 def _to_number(digits: str) -> int | float:
-    # Past 300 digits a float keeps all that matters (the size), and Python refuses to read very long ints.
+    # Beyond 300 digits a float is precise enough, and Python refuses to parse very long ints.
     whole = len(digits) < 300 and not any(mark in digits for mark in ".eE")
     return int(digits) if whole else float(digits)
 
@@ -279,17 +279,17 @@ def _to_number(digits: str) -> int | float:
 
 
 def parse_hjson(text: str) -> Document | None:
-    """The document, or None where the text is no Hjson either.
+    """Parse Hjson; return None if the text is not Hjson.
 
     Raises:
         ImportError: the parser is not installed.
-        SyntaxProblem: for a key that is given twice in one object.
+        SyntaxProblem: an object has a repeated key.
     """
-    import hjson  # only here: nearly every config is JSON
+    import hjson  # imported here, because nearly every config is JSON
 
     try:
         value = hjson.loads(text, object_pairs_hook=_Pairs)
-    except (ValueError, IndexError, RecursionError):  # its own error is a ValueError; some texts end too early for it
+    except (ValueError, IndexError, RecursionError):  # HjsonDecodeError is a ValueError; truncated text raises others
         return None
     if any(_is_doubtful(word) for word in _texts(value)):
         return None
@@ -309,12 +309,12 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _is_doubtful(text: str) -> bool:
-    """Unquoted text runs to the end of its line: what it swallows on the way was rather meant as JSON."""
+    """Whether unquoted text, which extends to the end of its line, includes something probably meant as JSON."""
     return '":' in text or text.endswith((",", "}", "]")) or text in ("None", "nan", "inf")
 
 
 class _Pairs(list[tuple[str, Any]]):
-    """An object as its key-value pairs, so that a repeated key can be told."""
+    """An object as its key-value pairs, so that repeated keys can be detected."""
 
 
 def _plain(value: object, path: tuple[str | int, ...], locator: _Locator) -> object:
@@ -336,7 +336,7 @@ def _plain(value: object, path: tuple[str | int, ...], locator: _Locator) -> obj
 
 
 class _Locator:
-    """Where keys stand: asked in the order of the text, each is looked for behind the one before."""
+    """Locates keys in the text. Must be called in text order: it searches for each key after the previous one."""
 
     def __init__(self, text: str) -> None:
         self._text = "".join(_without_comments(text))
@@ -353,7 +353,7 @@ class _Locator:
 
 
 def _without_comments(text: str) -> Iterator[str]:
-    """The text with blanks for comments, so that every character stays where it is."""
+    """Yield the text with comments replaced by blanks, so that positions do not change."""
     end = 0
     for match in _QUOTED_OR_COMMENT.finditer(text):
         yield text[end : match.start()]

@@ -1,5 +1,5 @@
-"""Old spellings, shorthands and leftovers become the one form that the schema describes; and that is checked, with
-every complaint worded for the person who wrote the config."""
+"""Translates old spellings and shorthands to the form of the schema, and validates the result, with messages for the
+author of the config."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from hf_zero.config.schema.fields import Resemblance, leading_paths, resemblance
 from hf_zero.config.sources import MAX_DEPTH, dotted
 
 _REMARK_MARKS = ("_", "//", "#", "$")
-# DeepSpeed reads these keys of zero_optimization by the names of its fields as well as by their aliases.
+# DeepSpeed accepts these keys of zero_optimization under the names of its fields and under their aliases.
 _FIELD_NAMES = (
     "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
     "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
     "use_all_reduce_for_fetch_params", "allgather_sequential",
 )  # fmt: skip
 OLD_SPELLINGS = ("cpu_offload", "cpu_offload_param", "stage3_gather_fp16_weights_on_model_save")
-# As it may be written -> the one name that everything else knows.
+# Accepted spelling -> canonical name.
 ZERO_SPELLINGS = {
     **{name: f"stage3_{name}" for name in _FIELD_NAMES},
     "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
 }
-# Here "auto" is a value with a meaning of its own.
+# For these keys, "auto" is a regular value.
 _AUTO_IS_A_VALUE = ("data_types.keep_in_fp32_modules", "pipeline", "zero_optimization.zenflow")
 
 
 @dataclass(slots=True)
 class Translated:
-    """The config in its one form, with all that was found on the way."""
+    """The config in canonical form, with the findings of the translation."""
 
     tree: dict[str, Any]
     autos: set[str] = field(default_factory=set)  # paths that held a literal "auto"
     remarks: list[Remark] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    renamed: dict[str, str] = field(default_factory=dict)  # path in the tree -> path as it was written
+    renamed: dict[str, str] = field(default_factory=dict)  # path in the tree -> original path
 
 
 def translate(raw: Mapping[str, Any]) -> Translated:
-    """A new tree (the one given is not changed) without autos, old names and remarks."""
+    """Return a new tree without autos, old names and comment keys. Does not modify `raw`."""
     result = Translated(tree={})
     copied = _copy(raw, "", (), result)
     result.tree = copied if isinstance(copied, dict) else {}
@@ -57,13 +57,13 @@ def translate(raw: Mapping[str, Any]) -> Translated:
     _bfloat16(result)
     _tensor_parallel(result)
     if result.tree.get("amp") is False:
-        del result.tree["amp"]  # the short way to say that it is off
+        del result.tree["amp"]  # false is a shorthand for disabled
     _drop_unknown(result)
     return result
 
 
 def _copy(value: object, path: str, around: tuple[int, ...], result: Translated) -> object:
-    """`around` identifies the containers on the way down: a dict from Python may contain itself."""
+    """Copy a value. `around` has the ids of the enclosing containers, because a Python dict may contain itself."""
     if not isinstance(value, (Mapping, list, tuple)):
         return value
     if len(around) > MAX_DEPTH or id(value) in around:
@@ -101,12 +101,12 @@ def _drop_remarks(result: Translated) -> None:
 
 
 def _drop_dotted(result: Translated) -> None:
-    """TRL writes literal keys like "zero_optimization.reduce_bucket_size"; DeepSpeed never reads them either."""
+    """Drop literal keys like "zero_optimization.reduce_bucket_size", which TRL writes and DeepSpeed ignores, too."""
     for key in [key for key in result.tree if "." in key]:
         *parents, name = key.split(".")
         section = section_of(whole_schema(), parents)
         if section is None or name not in section.model_fields:
-            continue  # left in the tree, where the schema will not know it
+            continue  # kept in the tree, so that the schema reports it
         del result.tree[key]
         text = "a dotted key at the top level has no effect (a nested key of that name has)"
         result.remarks.append(Remark(key, text, edit=Edit((key,))))
@@ -191,7 +191,7 @@ def _bfloat16(result: Translated) -> None:
 
 
 def _tensor_parallel(result: Translated) -> None:
-    """The group of its ranks goes by two names."""
+    """Translate the two names of the tensor-parallel size."""
     section = result.tree.get("tensor_parallel")
     if isinstance(section, dict) and "tensor_parallel" in section and "tp" not in section:
         section["tp"] = section.pop("tensor_parallel")
@@ -199,7 +199,7 @@ def _tensor_parallel(result: Translated) -> None:
 
 
 def _drop_unknown(result: Translated) -> None:
-    """DeepSpeed's way, for those who ask for it: what stands at the top level and means nothing is ignored."""
+    """With hf_zero.ignore_unknown_keys, drop unknown top-level keys, as DeepSpeed does."""
     own = result.tree.get("hf_zero")
     if not isinstance(own, dict) or str(own.get("ignore_unknown_keys")).lower() != "true":
         return
@@ -209,14 +209,14 @@ def _drop_unknown(result: Translated) -> None:
         result.remarks.append(Remark(key_path("", key), text, edit=Edit((key,))))
 
 
-# Where programs leave notes of their own, which DeepSpeed passes over. Its other sections have known keys, whether it
-# reads them all or one by one: a key that none of them is was meant to do something.
+# Sections in which programs store their own values, which DeepSpeed ignores. The keys of its other sections are known,
+# so an unknown key there is a mistake.
 _LOOSE = {"", "checkpoint"}
-_ROUNDS = 20  # every round removes what failed; a round more than the deepest section is enough
+_ROUNDS = 20  # every round removes the invalid keys; at most the depth of the config plus one are needed
 
 
 def validate(tree: dict[str, Any]) -> tuple[Root, list[Problem | Remark]]:
-    """The typed config without the keys that failed, and a finding for each of those."""
+    """Return the typed config without invalid keys, and a finding for each of those."""
     drop_null_sections(tree)
     schema, missing = schema_for(tree)
     problems: list[Problem | Remark] = [*missing]
@@ -235,7 +235,7 @@ def validate(tree: dict[str, Any]) -> tuple[Root, list[Problem | Remark]]:
 
 
 def drop_null_sections(tree: dict[str, Any]) -> None:
-    """A section that is null is as good as absent; takes them out, in place."""
+    """Remove null sections in place, because null means absent."""
     for path in [path for path, value in sections_in(tree) if value is None]:
         _remove(tree, path.split("."))
     _drop_null(tree, schema_for(tree)[0])
@@ -251,7 +251,7 @@ def _drop_null(tree: dict[str, Any], section: type[Section]) -> None:
 
 
 def _inside(tree: object, location: Sequence[str | int]) -> tuple[str | int, ...]:
-    """The part of pydantic's location that exists in the tree (unions add steps of their own)."""
+    """Return the part of pydantic's location that exists in the tree (unions add extra steps)."""
     path: list[str | int] = []
     for step in location:
         if isinstance(tree, dict) and step in tree or isinstance(tree, list) and isinstance(step, int):
@@ -267,7 +267,7 @@ def _at(tree: Any, path: Sequence[str | int]) -> Any:
 
 
 def _remove(tree: dict[str, Any], path: Sequence[str | int]) -> None:
-    """Take the failed value out, together with any list around it."""
+    """Remove an invalid value, together with any list around it."""
     last = max(index for index, step in enumerate(path) if isinstance(step, str))
     _at(tree, path[:last]).pop(path[last], None)  # two entries of one list may both have failed
 
@@ -283,14 +283,14 @@ def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails) -> Pr
 
 
 def unknown_key(path: Sequence[str], value: object) -> Problem | Remark:
-    """The finding for a key that no section has: in some places it is ignored, with a remark, unless it looks like a
-    key that we know."""
+    """Return the finding for an unknown key. In some places it is ignored with a remark, unless it resembles a known
+    key."""
     *parents, key = path
     schema = whole_schema()
     section = section_of(schema, parents)
     siblings = [name for name in section.model_fields if parents or name != "hf_zero"] if section else []
     where = f"in {'.'.join(parents)}" if parents else "at the top level"
-    # What our own settings are called says nothing about DeepSpeed's.
+    # The names of our own settings are not suggested for DeepSpeed's.
     alike = resemblance(key, siblings, () if parents == ["hf_zero"] else leading_paths(schema))
     rule, edit, name = f"there is no such key {where}", _renamed(path, alike), dotted(tuple(path))
     if ".".join(parents) in _LOOSE and not alike and "." not in key:
@@ -337,7 +337,7 @@ def _fix(path: Sequence[str | int], value: object) -> str:
 
 
 def _example(section: type[Section] | None, value: object) -> str:
-    """The section that the author of this value probably meant."""
+    """Return an example of the section that the author of this value probably meant."""
     fields = section.model_fields if section is not None else {}
     kinds = {"enabled": bool, "stage": int, "device": str, "type": str}
     key = next((key for key, kind in kinds.items() if key in fields and type(value) is kind), None)

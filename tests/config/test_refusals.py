@@ -145,7 +145,7 @@ NOTED: list[tuple[str, Any, int, str]] = [
     ("zero_optimization.elastic_checkpoint", True, 2, "loads at any world size and stage"),
     ("activation_checkpointing.partition_activations", True, 2, "no two ranks have the same activations"),
     ("checkpoint.checkpoint_serialization", False, 2, "files are always in torch's zip format"),
-    ("checkpoint.writer", {"type": "FAST"}, 2, "every rank streams its own files"),
+    ("checkpoint.writer", {"type": "FAST"}, 2, "every rank writes its own files"),
     ("aio", {"block_size": 262144, "thread_count": 1}, 2, "nothing is offloaded to NVMe"),
     ("zero_allow_untested_optimizer", True, 2, "any torch optimizer is accepted"),
     ("zero_force_ds_cpu_optimizer", False, 2, "never replaced"),

@@ -1,1 +1,1 @@
-"""The sections that choose an optimizer and a schedule: their types, and the arguments that each takes."""
+"""The sections optimizer and scheduler: their types and the arguments of each type."""

@@ -1,4 +1,4 @@
-"""Types and keyword arguments of an optimizer or a schedule, checked against tables; those of torch without torch."""
+"""Checks types and arguments of optimizers and schedules against tables, without importing torch."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ SCHEDULES = (
 
 
 def is_class_of(module: str, name: str, listed: Iterable[str]) -> bool:
-    """Whether torch has a class of this name, as far as can be said: one that is younger than the list counts, too."""
+    """Whether torch has a class of this name: a listed one or, if torch is imported, any newer one."""
     return name in listed or isinstance(getattr(sys.modules.get(module), name, None), type)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name that is spelled most like this one; "" where none is."""
+    """Return the known name with the most similar spelling, or "" if there is none."""
     by_lower = {entry.lower(): entry for entry in known}
     close = difflib.get_close_matches(name.lower()[:100], by_lower, n=1, cutoff=0.7)
     return by_lower[close[0]] if close else ""
 
 
 def unknown_autos(path: str, autos: Collection[str], table: Table | None) -> Iterator[Problem]:
-    """An "auto" has left the section by now; it may have stood at an argument that does not exist."""
+    """Yield problems for unknown arguments that were "auto" and have been removed from the section already."""
     for auto in sorted(autos):
         name = auto.removeprefix(f"{path}.")
         if name != auto and table is not None and name not in table:
             yield no_such_argument(auto, name, "auto", table)
 
 
-# What Trainer and other optimizers call an argument.
+# Names of arguments in Trainer and in other optimizers.
 _MEANT = {
     "learning_rate": "lr",
     "adam_beta1": "betas",
@@ -86,7 +86,7 @@ def checked(path: str, params: Mapping[str, Any], table: Table | None) -> Checke
 
 
 def any_value(value: object) -> object:
-    """Arguments of a torch class are checked by that class; NaN and infinity never help it."""
+    """Accept any value except NaN and infinity; the torch class checks its own arguments."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("must be a finite number")
     return value
@@ -94,7 +94,7 @@ def any_value(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A number between bounds."""
+    """A check for a number within bounds."""
 
     low: float = 0.0
     below: float = math.inf
@@ -118,7 +118,7 @@ def betas(value: object) -> tuple[float, float]:
 
 
 def rate(value: object) -> object:
-    """One learning rate, or one per parameter group."""
+    """Check one learning rate, or one per parameter group."""
     return [at_least_zero(entry) for entry in value] if isinstance(value, (list, tuple)) else at_least_zero(value)
 
 
@@ -127,7 +127,7 @@ def optional_rate(value: object) -> object:
 
 
 def whole_from(low: int) -> Callable[[object], int]:
-    """A whole number that is not below this."""
+    """Return a check for a whole number of at least `low`."""
 
     def check(value: object) -> int:
         number = as_whole(value)
@@ -143,11 +143,11 @@ steps, count = whole_from(1), whole_from(0)
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A switch that has one position.
+    """A check for an argument that has only one valid value.
 
     Attributes:
-        rule: why.
-        is_passed: whether what is made of the section has an argument for it at all.
+        rule: the reason.
+        is_passed: whether the optimizer or schedule has such an argument.
     """
 
     expected: bool
@@ -184,5 +184,5 @@ def optional_count(value: object) -> object:
 
 
 def optional_stairs(value: object) -> object:
-    """A negative number of stairs means none, as 0 does."""
+    """Treat a negative number of stairs like 0, which means none."""
     return None if value is None else as_whole(value)

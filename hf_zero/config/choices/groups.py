@@ -1,4 +1,4 @@
-"""Over how many ranks states, gathers and matrices are shared: what the keys say, and whether ranks can be cut so."""
+"""Sizes of the groups that share states, gathers and matrices: their keys, and whether they divide the world."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ GROUP_KEYS = (MICS, SHARD_GROUP)
 
 
 def shard_size_in(zero: Zero, own: HfZero) -> int | Literal["host"] | None:
-    """Ranks that share the states of one copy of the model; None: all of them."""
+    """Return the number of ranks that share the states of one model copy; None: all ranks."""
     if zero.stage == 0:
         return None
     return zero.mics_shard_size if zero.mics_shard_size > 0 else own.shard_group
 
 
 def gather_size_in(zero: Zero, own: HfZero) -> int | Literal["host"] | None:
-    """Ranks that gather around use among themselves; "host": those of a host; None: all that share the states."""
+    """Return the size of the groups that gather parameters for use; "host": one host; None: the whole shard group."""
     if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
         return zero.zero_hpz_partition_size
     in_two_hops = zero.stage == 3 and zero.mics_hierarchical_params_gather and shard_size_in(zero, own) is not None
@@ -36,12 +36,12 @@ def group_problems(
 ) -> Iterator[Problem]:
     """
     Args:
-        host_sizes: ranks of every host; empty where that is not known yet.
+        host_sizes: the number of ranks of every host; empty if not known yet.
         tensor_size: of so many ranks, which stand side by side, one has the same parts of the weights as one of others:
             states are shared among these.
     """
     if world_size % tensor_size:
-        return  # a problem of its own
+        return  # reported as a separate problem
     world_size //= tensor_size
     whole = all(size % tensor_size == 0 for size in host_sizes)
     host_sizes = tuple(size // tensor_size for size in host_sizes) if whole else ()
@@ -66,7 +66,7 @@ def group_problems(
 
 
 def _second_shard_problems(zero: Zero, own: HfZero, world_size: int, host_sizes: tuple[int, ...]) -> Iterator[Problem]:
-    """hpZ's groups lie in one host and in one shard group. On one host, more than there are is all of them."""
+    """Check that hpZ's groups lie in one host and one shard group. On a single host, larger values mean all ranks."""
     size, shard = gather_size_in(zero, own), shard_size_in(zero, own)
     if not isinstance(size, int):
         return
@@ -89,7 +89,7 @@ TENSOR = "tensor_parallel.autotp_size"
 
 
 def tensor_size_in(config: Root) -> int:
-    """Ranks that hold parts of the same matrices, as the config says."""
+    """Return the configured size of the tensor-parallel groups."""
     return max(1, (config.tensor_parallel or TensorParallel()).autotp_size)
 
 

@@ -1,6 +1,6 @@
-"""The optimizers by name: one object says everything about each that is known without its code, and without torch.
+"""The optimizers by name: one object describes what is known of each without importing its code or torch.
 
-The code is the class behind `made_by`; an elementwise one names its states and its kernel in its `family`
+`made_by` names the class with the code; an elementwise one names its states and its kernel in its `family`
 (`hf_zero.optim.elementwise`). The resolver, what makes optimizers (`hf_zero.optim.registry`), how they run
 (`hf_zero.optim.traits`) and planning ask here. Extras bring types of their own (`hf_zero.config.extras`), and so may
 programs, by `register`.
@@ -22,22 +22,22 @@ LAST_STAGE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerType:
-    """The optimizers of one name.
+    """Description of an optimizer type.
 
     Attributes:
-        name: as `optimizer.type` spells it; also that of a class which a program passes.
-        any_case: whether the config may spell it otherwise; as for DeepSpeed, classes of torch.optim not.
-        made_by: "module:callable" of parameter groups and arguments; "": it cannot be made from ds.json.
-        arguments: what `optimizer.params` may have, with what checks each; None: the class checks them itself.
-        switch: an argument that, when true, makes something else of it, and the arguments that this takes.
-        takes: which of the arguments that TrainingArguments knows the class has; only where there are no `arguments`.
-        highest_stage: the last ZeRO stage at which it works.
+        name: the value of `optimizer.type`, and the name of the class that a program may pass.
+        any_case: whether the name is case-insensitive; as in DeepSpeed, names of torch.optim classes are not.
+        made_by: "module:callable" that takes parameter groups and arguments; "": it cannot be created from ds.json.
+        arguments: the arguments in `optimizer.params` with their checks; None: the class checks them itself.
+        switch: an argument that selects another implementation when true, and that implementation's arguments.
+        takes: arguments of TrainingArguments that the class accepts; only used without `arguments`.
+        highest_stage: the highest supported ZeRO stage.
         stands_in: "module:function" of an instance that tells how hf_zero runs it instead of its own step: a `Family`,
             `Traits`, or None where this one must run as itself. Only for classes that do not say so themselves.
         whole_tensors: its update depends on whole matrices, which a flat shard does not have.
-        needs: what it needs that does not reach a sharded step.
-        is_adam: whether TrainingArguments' adam_beta1, adam_beta2 and adam_epsilon speak of it.
-        refused: why there is none in spite of DeepSpeed's having one.
+        needs: a requirement that a sharded step cannot meet.
+        is_adam: whether TrainingArguments' adam_beta1, adam_beta2 and adam_epsilon apply to it.
+        refused: why it is not available although DeepSpeed has it.
     """
 
     name: str
@@ -54,18 +54,18 @@ class OptimizerType:
     refused: str = ""
 
     def arguments_beside(self, params: Mapping[str, object]) -> Mapping[str, Check] | None:
-        """The arguments that it takes beside these."""
+        """Return the arguments that it accepts together with `params`."""
         if self.switch is not None and params.get(self.switch[0]) in (True, "true"):
             return self.switch[1]
         return self.arguments
 
     def takes_beside(self, params: Mapping[str, object], argument: str) -> bool:
-        """Whether it takes lr, betas, eps or weight_decay beside these arguments."""
+        """Whether it accepts lr, betas, eps or weight_decay together with `params`."""
         arguments = self.arguments_beside(params)
         return argument in (self.takes if arguments is None else arguments)
 
     def passed(self, params: Mapping[str, object]) -> dict[str, object]:
-        """`params` without switches that its maker has no argument for."""
+        """Return `params` without switches that `made_by` has no argument for."""
         table = self.arguments_beside(params) or {}
         kept = {}
         for key, value in params.items():
@@ -76,7 +76,7 @@ class OptimizerType:
 
 
 def known_type(name: str) -> OptimizerType | None:
-    """The type for a name in `optimizer.type`, without extras'. Torch may have classes newer than this file."""
+    """Return the type for a name in `optimizer.type`, except those of extras. Includes newer classes of torch."""
     kind = _TYPES.get(name.lower())
     if kind is not None and (kind.any_case or kind.name == name):
         return kind
@@ -87,17 +87,17 @@ def known_type(name: str) -> OptimizerType | None:
 
 
 def type_of_class(kind: type) -> OptimizerType | None:
-    """The type for a class, by its name."""
+    """Return the type for a class by its name."""
     return _TYPES.get(kind.__name__.lower())
 
 
 def known_names() -> Iterator[str]:
-    """Optimizer types that ds.json may name, without those of extras."""
+    """Yield the optimizer types that ds.json may name, except those of extras."""
     return (kind.name for kind in _TYPES.values() if kind.made_by)
 
 
 def register(kind: OptimizerType) -> None:
-    """One more type.
+    """Register another type.
 
     Raises:
         ValueError: the name is taken.
@@ -166,7 +166,7 @@ def _ours(made_by: str, arguments: Mapping[str, Check], *names: str, **more: Any
 
 
 def _torchs(*takes: str, names: str, any_case: bool = False, **more: Any) -> Iterator[OptimizerType]:
-    """Classes of torch.optim; every one takes `lr`."""
+    """Yield types for classes of torch.optim, all of which accept `lr`."""
     for name in names.split():
         yield OptimizerType(name=name, made_by=f"torch.optim:{name}", takes=("lr", *takes), any_case=any_case, **more)
 

@@ -1,4 +1,4 @@
-"""The sections optimizer and scheduler: what they ask for, and what is wrong with them."""
+"""Resolves the sections optimizer and scheduler, and reports their problems."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hf_zero.config.schema.training import Optimizer, Scheduler
 def resolve_optimizer(
     section: Optimizer | None, autos: Collection[str] = ()
 ) -> tuple[OptimizerPolicy | None, list[Problem]]:
-    """The optimizer to build (None: the script brings it), with the problems found in its section."""
+    """Return the optimizer to build (None: the script provides it) and the problems in its section."""
     if section is None or (section.type is None and not section.params):
         return None, []
     name = section.type
@@ -52,19 +52,19 @@ def resolve_optimizer(
 
 
 def optimizer_takes(name: str, params: Mapping[str, object], argument: str) -> bool:
-    """Whether the optimizer of this type, with these arguments beside it, takes lr, betas, eps or weight_decay."""
+    """Whether an optimizer of this type accepts lr, betas, eps or weight_decay together with `params`."""
     kind = _known(name)
     return kind is not None and kind.takes_beside(params, argument)
 
 
 def is_adam(name: str) -> bool:
-    """Whether this type is Adam or AdamW, whoever runs it."""
+    """Whether this type is Adam or AdamW, in any implementation."""
     kind = _known(name)
     return kind is not None and kind.is_adam
 
 
 def stage_problem(section: Optimizer | None, stage: int) -> Problem | None:
-    """Not every optimizer works at every stage: some average gradients themselves, whole."""
+    """Return a problem if the optimizer does not support the stage: some reduce full gradients themselves."""
     name = section.type if section is not None else None
     kind = _known(name) if name is not None else None
     highest = LAST_STAGE if kind is None else kind.highest_stage
@@ -78,7 +78,7 @@ def _known(name: str) -> OptimizerType | None:
     try:
         return optimizer_type(name)
     except ExtraMissing:
-        return None  # reported where the section is resolved
+        return None  # reported when the section is resolved
 
 
 def _refusal(name: str, kind: OptimizerType | None) -> Problem:
@@ -97,7 +97,7 @@ def _refusal(name: str, kind: OptimizerType | None) -> Problem:
 def resolve_scheduler(
     section: Scheduler | None, autos: Collection[str] = ()
 ) -> tuple[SchedulerPolicy | None, list[Problem]]:
-    """The schedule to build (None: the script brings it), with the problems found in its section."""
+    """Return the schedule to build (None: the script provides it) and the problems in its section."""
     if section is None or (section.type is None and not section.params):
         return None, []
     name = section.type
@@ -114,7 +114,7 @@ def resolve_scheduler(
 
 
 def schedule_takes(name: str, argument: str) -> bool:
-    """Whether one of our schedules has that name and takes the argument."""
+    """Whether one of our schedules has this name and accepts the argument."""
     return argument in _SCHEDULE_CHECKS.get(name, {})
 
 

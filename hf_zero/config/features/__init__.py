@@ -1,8 +1,8 @@
-"""A feature's declaration: its keys of ds.json, their rules, what the engine reads of them, and who makes it.
+"""Declarations of features: their keys of ds.json, the rules for them, and the function that creates the feature.
 
-Those of the core have a file each in this folder: the keys (sections, which are also what the engine reads:
-`Resolved.section(kind)`), `examine`, and an `Extra` that `Root.features` lists. What few configs
-ask for does the same in a package of its own (`hf_zero.config.extras`).
+Each feature of the core has a file in this folder with its keys (sections, which the engine reads through
+`Resolved.section(kind)`), `examine`, and an `Extra` that `Root.features` lists. Rarely used features do the same in
+packages of their own (`hf_zero.config.extras`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSection:
-    """A section of ds.json; `path` is a key of the top level, or `hf_zero.KEY`."""
+    """A section of ds.json; `path` is a top-level key or `hf_zero.KEY`."""
 
     path: str
     kind: type[Section]
@@ -30,7 +30,7 @@ class OwnSection:
 
 @dataclass(slots=True)
 class Examined:
-    """Findings about an extra's sections; no policy where they are off or have problems."""
+    """Findings about a feature's sections; the policy is None if they are off or have problems."""
 
     problems: list[Problem] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Examined:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The batch sizes of a config whose extra decides them; none where it has problems."""
+    """The batch sizes of a config whose extra determines them; None if it has problems."""
 
     batch: BatchPolicy | None = None
     problems: tuple[Problem, ...] = ()
@@ -47,16 +47,16 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extra:
-    """Declaration of a feature: of an extra in its package, of the core in this folder; without torch.
+    """Declaration of a feature of the core or of an extra. It must not import torch.
 
     Attributes:
-        sections: of ds.json; those of the core's features are fields of `Root` and `HfZero`.
+        sections: the sections in ds.json; those of the core's features are fields of `Root` and `HfZero`.
         examine: looks at a whole config; a section that is not there, or wrong as a whole, is None. Features are made
             where there is a policy.
         features: "module:function" of model and `Resolved`, which returns a TrainingFeature or None.
         sizes: decides batch sizes by config, number of data ranks, whether the author has written the value at a path,
             and ranks per tensor group; None where the config leaves them alone.
-        optimizers: types of the optimizer section.
+        optimizers: the optimizer types that it adds.
         services: what else the core calls by a name of its own -> "module:function".
     """
 

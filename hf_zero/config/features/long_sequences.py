@@ -17,41 +17,41 @@ _PARTITION = (
 )
 
 
-LOSS_BYTES = 8  # of a logit beside itself: in fp32, and its gradient
-_ON_DEVICE = 2  # with cpu_checkpointing: of the layer at work, and of the next on its way back
+LOSS_BYTES = 8  # additional bytes per logit: its fp32 copy and its gradient
+_ON_DEVICE = 2  # inputs on the device with cpu_checkpointing: the current layer's and the next one, being copied
 
 
 def on_host(input_bytes: int, layers: int) -> int:
-    """How many inputs of checkpointed layers `cpu_checkpointing` has in host memory. For `plan` and
+    """Return how many inputs of checkpointed layers `cpu_checkpointing` keeps in host memory. For `plan` and
     out-of-memory messages."""
     return input_bytes * max(0, layers - _ON_DEVICE)
 
 
 class ActivationCheckpointing(Section):
-    """Inputs that gradient checkpointing (`gradient_checkpointing=True`) keeps (docs/long_sequences.md)."""
+    """Storage of the inputs that gradient checkpointing keeps (docs/long_sequences.md)."""
 
     partition_activations: Flag = ignored(
-        False, "Each rank of a tensor-parallel group keeps a part of what they all have.", why=_PARTITION
+        False, "Each rank of a tensor-parallel group keeps a part of the inputs that all of them have.", why=_PARTITION
     )
     cpu_checkpointing: Flag = supported(
-        False, "Keep the inputs of checkpointed layers in host memory, copied beside the computation."
+        False, "Keep the inputs of checkpointed layers in host memory; copies overlap with computation."
     )
     contiguous_memory_optimization: Flag = supported(
-        False, "Copy them into one buffer, so that memory between them is not broken into pieces."
+        False, "Copy the inputs into one buffer to avoid fragmentation of memory."
     )
     number_checkpoints: Count | None = supported(
-        None, "How many that buffer has room for; by default as many as the model has layers."
+        None, "The number of inputs that the buffer can hold. Unset: the number of layers."
     )
     synchronize_checkpoint_boundary: Flag = supported(
-        False, "Wait for the device before and after each checkpointed layer, in forward and when it runs again."
+        False, "Synchronise the device before and after each checkpointed layer, in forward and recomputation."
     )
     profile: Flag = supported(
-        False, "Log how long the checkpointed layers of a micro-batch took, in forward and when they ran again."
+        False, "Log the time of a micro-batch's checkpointed layers in forward and in recomputation."
     )
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is asked for that a layer of the model can have."""
+        """Whether any option is enabled that applies to a layer of the model."""
         moves = self.cpu_checkpointing or self.contiguous_memory_optimization
         return moves or self.synchronize_checkpoint_boundary or self.profile
 
@@ -76,16 +76,16 @@ ACTIVATIONS = Extra(
 
 
 class Tiling(Section):
-    """Computation over a few tokens at a time (docs/long_sequences.md)."""
+    """Tiled computation, over a few tokens at a time (docs/long_sequences.md)."""
 
     tiled_loss: Flag = supported(
         False,
-        "Compute the head and the loss of a causal language model over a few tokens at a time, and never the logits of "
-        "a whole sequence (docs/long_sequences.md).",
+        "Compute the head and the loss of a causal language model over a few tokens at a time, without ever holding "
+        "the logits of a whole sequence (docs/long_sequences.md).",
     )
     tiled_mlp: Flag = supported(
         False,
-        "Compute dense MLPs and norms over a few tokens at a time, in backward once more (docs/long_sequences.md).",
+        "Compute dense MLPs and norms over a few tokens at a time, and again in backward (docs/long_sequences.md).",
     )
 
 

@@ -1,4 +1,4 @@
-"""Observation of a run (docs/profiling.md): lines in the log, times, operations, collectives, monitors, a trace."""
+"""Settings for profiling a run (docs/profiling.md): log lines, times, FLOPs, collectives, monitors, a trace."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def _as_interval(value: object) -> object:
-    # Accelerate writes float infinity for "never".
+    # Accelerate uses float infinity for "never".
     return None if value is None or (isinstance(value, float) and value == math.inf) else as_whole(value)
 
 
@@ -38,71 +38,71 @@ Depth = Annotated[int, BeforeValidator(as_whole), Field(ge=-1)]
 
 
 class FlopsProfiler(Section):
-    """One update's forward, counted operation by operation on rank 0."""
+    """Counts the FLOPs of one update's forward on rank 0."""
 
     enabled: Flag = supported(False, "Profile one update.")
-    profile_step: Count = supported(1, "Updates before the one that is profiled; 1: the second.", unit="updates")
-    module_depth: Depth = supported(-1, "Depth of the table of modules; -1: the deepest.")
-    top_modules: Positive = supported(1, "Names per depth and quantity in that table.")
-    detailed: Flag = supported(True, "Also the tree of all modules with their numbers.")
-    output_file: PathText | None = supported(None, "Where the report goes; unset: the log.")
+    profile_step: Count = supported(1, "Updates before the profiled one; 1: profile the second.", unit="updates")
+    module_depth: Depth = supported(-1, "Depth of the module table; -1: all levels.")
+    top_modules: Positive = supported(1, "Modules per depth and quantity in that table.")
+    detailed: Flag = supported(True, "Print the tree of all modules with their numbers, too.")
+    output_file: PathText | None = supported(None, "File for the report. Unset: the log.")
     recompute_fwd_factor: NonNegative = supported(
-        0.0, "Backward is taken for 2 + this times the operations of forward; 1 under full gradient checkpointing."
+        0.0, "Backward is assumed to take (2 + this) times the FLOPs of forward; 1 for full gradient checkpointing."
     )
 
 
 class CommsLogger(Section):
-    """Times and sizes of the engine's collectives; `deepspeed.comm.log_summary()` has the tables."""
+    """Times and sizes of the engine's collectives; `deepspeed.comm.log_summary()` logs the tables."""
 
     enabled: Flag = supported(False, "Log collectives.")
-    verbose: Flag = supported(False, "A line for every call, once it has been timed.")
+    verbose: Flag = supported(False, "Log a line for every call when its time is known.")
     prof_all: Flag = supported(True, "All operations.")
-    prof_ops: Names = supported([], "Otherwise those with these names.")
-    debug: Flag = supported(False, "Tell calls apart by the function that makes them.")
+    prof_ops: Names = supported([], "Without prof_all, the names of the operations to log.")
+    debug: Flag = supported(False, "Distinguish calls by the calling function.")
 
 
 class _FileMonitor(Section):
     enabled: Flag = supported(False, "Write learning rate, loss, loss scale and times after every update, on rank 0.")
-    output_path: PathText = supported("", "Folder; empty: one in the current directory.")
+    output_path: PathText = supported("", "Folder of the files; empty: a folder in the current directory.")
     job_name: str = supported("DeepSpeedJobName", "Folder in it.")
 
     def folder(self, default: str) -> Path:
-        """Folder of the files; below `default` where no path is given."""
+        """Return the folder of the files; it is below `default` if no path is given."""
         return Path(self.output_path or default) / self.job_name
 
 
 class TensorBoard(_FileMonitor):
-    """Scalars for TensorBoard. Needs the package tensorboard."""
+    """Writes scalars for TensorBoard. Needs the package tensorboard."""
 
 
 class CsvMonitor(_FileMonitor):
-    """One CSV file per quantity."""
+    """Writes one CSV file per quantity."""
 
 
 class WandB(Section):
-    """Weights & Biases; offline with WANDB_MODE=offline. Needs the package wandb."""
+    """Logs to Weights & Biases, or offline with WANDB_MODE=offline. Needs the package wandb."""
 
     enabled: Flag = supported(False, "Log learning rate, loss, loss scale and times after every update, on rank 0.")
     group: str | None = supported(None, "Group of runs.")
-    team: str | None = supported(None, "Entity that the run belongs to.")
+    team: str | None = supported(None, "Entity of the run.")
     project: str = supported("deepspeed", "Project.")
 
 
 class Comet(Section):
-    """Comet. Needs the package comet_ml."""
+    """Logs to Comet. Needs the package comet_ml."""
 
     enabled: Flag = supported(False, "Log learning rate, loss, loss scale and times, on rank 0.")
-    samples_log_interval: Positive = supported(100, "Each quantity at most every so often.", unit="samples")
+    samples_log_interval: Positive = supported(100, "The interval at which a quantity is logged.", unit="samples")
     project: str | None = supported(None, "Project.")
     workspace: str | None = supported(None, "Workspace.")
-    api_key: str | None = supported(None, "Key; unset: Comet's own configuration.")
+    api_key: str | None = supported(None, "API key. Unset: Comet's own configuration.")
     experiment_name: str | None = supported(None, "Name of the experiment.")
     experiment_key: str | None = supported(None, "Key of the experiment.")
-    online: Flag | None = supported(None, "false: files for a later upload.")
+    online: Flag | None = supported(None, "false: write files for a later upload.")
     mode: Literal["get_or_create", "create", "get"] | None = supported(None, "Whether the experiment may exist.")
 
     def arguments(self) -> dict[str, object]:
-        """Arguments of comet_ml.start, as far as given."""
+        """Return the given arguments of comet_ml.start."""
         names = {"project": "project_name"}
         keys = ("api_key", "workspace", "project", "experiment_key", "mode", "online")
         return {names.get(key, key): getattr(self, key) for key in keys if getattr(self, key) is not None}
@@ -112,18 +112,18 @@ Monitor = TensorBoard | CsvMonitor | WandB | Comet
 
 
 class Trace(Section):
-    """A file for Perfetto (ui.perfetto.dev) or chrome://tracing, one per rank."""
+    """Writes a file per rank for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
     enabled: Flag = supported(False, "Write it.")
     output_path: PathText = supported("hf_zero_trace", "Folder of the files trace_rank0.json and so on.")
-    start_step: Count = supported(2, "Updates before the first that is in it.", unit="updates")
+    start_step: Count = supported(2, "Updates before the first traced one.", unit="updates")
     num_steps: Positive = supported(5, "Updates in it.", unit="updates")
 
 
 class ThroughputTimer(Section):
-    """Samples per second, every steps_per_print updates."""
+    """Logs samples per second every steps_per_print updates."""
 
-    enabled: Flag = supported(True, "Log it; without steps_per_print there is no line.")
+    enabled: Flag = supported(True, "Log samples per second; needs steps_per_print.")
     synchronized: Flag = ignored(
         True, "Synchronise the device first.", why="times are of the device's own events", met=True
     )
@@ -136,11 +136,11 @@ class Timers(Section):
 
 
 class Observation(Section):
-    """Keys of the top level."""
+    """Top-level keys for profiling."""
 
-    steps_per_print: Interval = supported(None, "A log line every so many updates; unset or infinity: never.")
+    steps_per_print: Interval = supported(None, "Updates between log lines; unset or infinity: no lines.")
     wall_clock_breakdown: Flag = supported(
-        False, "Where the time of every update went, and a table over ranks every steps_per_print (or 10) updates."
+        False, "Log the time of every update by part, and a table over ranks every steps_per_print (or 10) updates."
     )
     memory_breakdown: Flag = supported(False, "Log memory before and after forward, backward and step.")
     dump_state: Flag = supported(False, "Log the engine's attributes once.")
@@ -154,12 +154,12 @@ class Observation(Section):
 
     @property
     def throughput_every(self) -> int | None:
-        """Updates between two lines of samples per second; None: no line."""
+        """The number of updates between lines of samples per second; None: no lines."""
         return self.steps_per_print if self.section(ThroughputTimer).enabled else None
 
     @property
     def monitors(self) -> Mapping[str, Monitor]:
-        """By the name of the section."""
+        """The enabled monitors by section name."""
         return {
             "tensorboard": self.section(TensorBoard),
             "csv_monitor": self.section(CsvMonitor),

@@ -1,4 +1,4 @@
-"""Config fields: value types that accept several spellings, and the verdict of each field."""
+"""Config fields: value types that accept several spellings, and the verdict (effect) of each field."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """One object of the config. A key that it does not list is an error."""
+    """One object of the config. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, protected_namespaces=())
 
     def section(self, kind: type[S]) -> S:
-        """The section of this class in or below this one, wherever it stands; with its defaults where there is none.
+        """Return the section of this class in or below this one, or its defaults if there is none.
 
-        A class that a section inherits stands for it, so that keys of several owners may share one section.
+        `kind` may be a base class of a section, so that keys of several owners can share one section.
         """
         if isinstance(self, kind):
             return self
@@ -39,7 +39,7 @@ class Section(BaseModel):
 
 @functools.cache
 def _path_to(section: type[Section], kind: type[Section]) -> tuple[str, ...] | None:
-    """The keys that lead from one section to the first below it that is, or inherits, another."""
+    """Return the keys from a section to the first nested section of the given class or a subclass."""
     for name, field in section.model_fields.items():
         below = subsection(field)
         path = None if below is None else () if issubclass(below, kind) else _path_to(below, kind)
@@ -49,7 +49,7 @@ def _path_to(section: type[Section], kind: type[Section]) -> tuple[str, ...] | N
 
 
 def subsection(field: FieldInfo) -> type[Section] | None:
-    """The section class of a field that holds one."""
+    """Return the section class of a field, or None if the field is not a section."""
     for candidate in (field.annotation, *get_args(field.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
@@ -57,42 +57,42 @@ def subsection(field: FieldInfo) -> type[Section] | None:
 
 
 class Verdict(BaseModel):
-    """The effect of setting a field. Kept in the schema itself, so that documentation and checks cannot disagree."""
+    """The effect of setting a field. It is part of the schema, so that documentation and checks agree."""
 
     kind: Kind
-    why: str = ""  # ignored: why it changes nothing; unsupported: what is missing
-    stages: tuple[int, ...] = ALL_STAGES  # elsewhere the field changes nothing
+    why: str = ""  # ignored: why it has no effect; unsupported: what is missing
+    stages: tuple[int, ...] = ALL_STAGES  # the field has no effect at other stages
     unit: str = ""
     switch: str = "enabled"  # unsupported section: the key that turns it on; "": any content does
-    met: bool = False  # where the field changes nothing, what it asks for holds all the same
+    met: bool = False  # although the field has no effect, what it requests is always the case
 
 
 def supported(
     default: Any, doc: str, *, why: str = "", unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
 ) -> Any:
-    """The engine does what the field says; `why` is shown at stages where it does not."""
+    """A field that has an effect; `why` is shown at stages where it has none."""
     return _field(default, doc, Verdict(kind="supported", why=why, unit=unit, stages=stages, met=met))
 
 
 def ignored(
     default: Any, doc: str, *, why: str, unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
 ) -> Any:
-    """Accepted, and changes nothing, for the reason given; the user is told when the key is set."""
+    """A field that is accepted without effect for the given reason; the user is told when the key is set."""
     return _field(default, doc, Verdict(kind="ignored", why=why, unit=unit, stages=stages, met=met))
 
 
 def unsupported(default: Any, doc: str, *, why: str, switch: str = "enabled") -> Any:
-    """Refused by name unless it holds its default (for a section: unless it is switched off)."""
+    """A field that is refused unless it has its default value (for a section: unless it is switched off)."""
     return _field(default, doc, Verdict(kind="unsupported", why=why, switch=switch))
 
 
 def detail(default: Any, doc: str) -> Any:
-    """Belongs to a switch beside it; has no verdict of its own."""
+    """A field that belongs to another one and has no verdict of its own."""
     return _field(default, doc, Verdict(kind="detail"))
 
 
 def check(default: Any, doc: str, *, unit: str = "") -> Any:
-    """Only compared with other settings, by the rules in `resolve`."""
+    """A field that is only compared with other settings, by the rules in `resolve`."""
     return _field(default, doc, Verdict(kind="check", unit=unit))
 
 
@@ -101,7 +101,7 @@ def _field(default: Any, doc: str, verdict: Verdict) -> Any:
 
 
 def as_whole(value: object) -> int:
-    """8, 8.0, 5e8 and "5e8" are whole numbers; true, 8.5, inf and "eight" are not."""
+    """Parse a whole number: 8, 8.0, 5e8 and "5e8", but not true, 8.5, inf or "eight"."""
     number = _number(value, "must be a whole number")
     if isinstance(number, int):
         whole = number
@@ -115,7 +115,7 @@ def as_whole(value: object) -> int:
 
 
 def as_size(value: object) -> int:
-    """A number of elements: whole, and of what 0.9 * hidden_size ** 2 gives, the whole part."""
+    """Parse a number of elements. Fractions are truncated, as in 0.9 * hidden_size ** 2."""
     number = _number(value, "must be a whole number")
     if isinstance(number, float) and 1.0 <= number <= LARGEST:  # not NaN, and not something that becomes "off"
         return as_whole(math.floor(number))
@@ -123,7 +123,7 @@ def as_size(value: object) -> int:
 
 
 def as_number(value: object) -> float:
-    """Any finite number, also as text ("1e-3")."""
+    """Parse a finite number, which may be text ("1e-3")."""
     try:
         number = float(_number(value, "must be a number"))
     except OverflowError:
@@ -151,12 +151,12 @@ def _parsed(value: numbers.Real | str, rule: str) -> int | float:
 
 
 def as_lower(value: object) -> object:
-    """Text in lower case; anything else as it is."""
+    """Convert text to lower case; return other values unchanged."""
     return value.lower() if isinstance(value, str) else value
 
 
 def as_flag(value: object) -> bool:
-    """true and false, also as text in any case."""
+    """Parse true or false, which may be text in any case."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -165,7 +165,7 @@ def as_flag(value: object) -> bool:
 
 
 def as_free(value: object) -> dict[str, Any]:
-    """A section whose inside is not ours to judge; false and null say that it is not wanted."""
+    """Parse a section without checking its keys; false and null mean that it is off."""
     if value is False or value is None:
         return {}
     if not isinstance(value, dict):
@@ -177,7 +177,7 @@ DTYPE_SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half"
 
 
 def as_dtype(value: object) -> object:
-    """fp32, fp16 or bf16 in any case; a near miss is named."""
+    """Parse fp32, fp16 or bf16 in any case; the error suggests the nearest name."""
     if value is None:
         return None
     name = value.lower() if isinstance(value, str) else value
@@ -188,12 +188,12 @@ def as_dtype(value: object) -> object:
 
 
 def as_path(value: object) -> object:
-    """A path, as text."""
+    """Parse a path as text."""
     return str(value) if hasattr(value, "__fspath__") else value
 
 
 def as_names(value: object) -> object:
-    """A list of names; one name alone counts as a list of one."""
+    """Parse a list of names; a single name is a list of one."""
     return [value] if isinstance(value, str) else value
 
 
@@ -213,14 +213,14 @@ PathText = Annotated[str, BeforeValidator(as_path)]
 Names = Annotated[list[str], BeforeValidator(as_names)]
 
 
-_FEW = 12  # as many names as a message may list
-_SEVERAL = 3  # as many places as a message may offer
+_FEW = 12  # the most names in a message
+_SEVERAL = 3  # the most places in a message
 
 
 def section_of(root: type[Section], path: Iterable[str]) -> type[Section] | None:
-    """The section class at a path, or None if the schema has none there."""
+    """Return the section class at a path, or None if there is none."""
     section: type[Section] | None = root
-    by_name: type[Section] | None = None  # of a field that holds sections by names that the author chooses
+    by_name: type[Section] | None = None  # section class of a field with user-chosen names
     for key in path:
         if by_name is not None:
             section, by_name = by_name, None
@@ -233,7 +233,7 @@ def section_of(root: type[Section], path: Iterable[str]) -> type[Section] | None
 
 
 def named_sections(field: FieldInfo) -> type[Section] | None:
-    """The section class of a field dict[str, section]."""
+    """Return the section class of a field of type dict[str, section], or None."""
     if get_origin(field.annotation) is not dict:
         return None
     inner = get_args(field.annotation)[1]
@@ -241,13 +241,13 @@ def named_sections(field: FieldInfo) -> type[Section] | None:
 
 
 def verdict_of(field: FieldInfo) -> Verdict:
-    """The effect of setting this field."""
+    """Return the verdict of a field."""
     assert isinstance(field.json_schema_extra, dict), "every field of a section is made by supported, ignored, ..."
     return Verdict.model_validate(field.json_schema_extra)
 
 
 def all_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Every key path of the schema, sections included; `*` stands for a name that the author chooses."""
+    """Yield every key path of the schema, including sections; `*` stands for a user-chosen name."""
     for name, field in section.model_fields.items():
         yield prefix + name
         below = subsection(field)
@@ -257,7 +257,7 @@ def all_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Resemblance:
-    """Which known key an unknown one was probably meant to be: a sibling spelled alike, or the same name elsewhere."""
+    """The known key probably meant by an unknown one: a sibling with a similar name, or the same name elsewhere."""
 
     sibling: str = ""
     elsewhere: tuple[str, ...] = ()  # paths
@@ -266,7 +266,7 @@ class Resemblance:
         return bool(self.sibling or self.elsewhere)
 
     def words(self, siblings: Sequence[str]) -> str:
-        """The fix to tell."""
+        """Return the fix for the message."""
         if self.sibling:
             return f'did you mean "{self.sibling}"?'
         if self.elsewhere:
@@ -275,7 +275,7 @@ class Resemblance:
         return f"remove it, or write one of {few}" if few else "remove it; no key is spelled like it"
 
 
-# What Trainer and other libraries call a key of ours.
+# Names of our keys in Trainer and other libraries.
 _MEANT = {
     "max_grad_norm": "gradient_clipping",
     "grad_clip": "gradient_clipping",
@@ -290,12 +290,12 @@ _MEANT = {
 
 
 def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) -> Resemblance:
-    """The known key that an unknown one resembles, among its siblings first."""
+    """Return the known key that an unknown one resembles, trying its siblings first."""
     known = {name.lower(): name for name in siblings}
     if _MEANT.get(key.lower()) in known:
         return Resemblance(sibling=_MEANT[key.lower()])
     close = difflib.get_close_matches(key.lower()[:100], known, n=1, cutoff=0.7)
-    # "tetha": letters that have changed places count twice for difflib.
+    # difflib counts transposed letters twice, as in "tetha".
     close = close or [name for name in known if sorted(name) == sorted(key.lower())]
     if close:
         return Resemblance(sibling=known[close[0]])
@@ -304,5 +304,5 @@ def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) ->
 
 
 def leading_paths(root: type[Section]) -> tuple[str, ...]:
-    """The key paths that a fix may suggest: none in Apex's section, nor in our own."""
+    """Return the key paths that a fix may suggest, which excludes Apex's section and our own."""
     return tuple(path for path in all_paths(root) if not path.startswith(("amp.", "hf_zero.")))

@@ -1,4 +1,4 @@
-"""The top level of a config: every key a ds.json may have."""
+"""The top level of a config: all keys of a ds.json."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ShardGroup = Annotated[int | Literal["host"], BeforeValidator(_as_shard_group)]
 Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(as_lower)]
 
 
-# Made by a call, because the key is a keyword of Python and cannot be written as a field of a class.
+# Created by a call, because the key is a Python keyword and cannot be written as a field of a class.
 OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
     "OurCheckpoints",
     __base__=Section,
@@ -73,8 +73,8 @@ OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
             Flag,
             supported(
                 False,
-                "Training continues at once: what is saved is copied in host memory beside forward and backward, "
-                "and another process writes it. The next save and the exit wait, and errors come at the next step.",
+                "Save asynchronously: state is copied to host memory during forward and backward, and another process "
+                "writes it. The next save and the exit wait for it, and its errors are raised at the next step.",
             ),
         )
     },
@@ -85,55 +85,55 @@ _USE_TORCH_COMPILE = "its passes are DeepSpeed's own; use torch_compile of Train
 
 
 class HfZero(Tiling):
-    """Settings of our own: DeepSpeed's way where hf_zero goes another, and what DeepSpeed does not have."""
+    """Our own settings: features that DeepSpeed does not have, and DeepSpeed's behaviour where hf_zero differs."""
 
     broadcast_buffers: Flag = supported(
         False,
-        "true: after every update all ranks take rank 0's buffers, as DistributedDataParallel does before the next "
-        "forward (BatchNorm's running mean and variance); false: every rank keeps its own, as in DeepSpeed.",
+        "true: broadcast rank 0's buffers (BatchNorm's running mean and variance) after every update, as "
+        "DistributedDataParallel does before forward; false: every rank keeps its own, as in DeepSpeed.",
     )
     gather_order: Literal["planned", "negotiated"] = supported(
         "planned",
-        'Between hosts and on accelerators: "planned" gathers units in the order of the last pass that all ranks have '
-        'run alike, ahead and without messages, and agrees on each where there is none; "negotiated" always agrees on '
-        "each, for programs in which ranks do different things in every pass (docs/stage3.md). Ranks that share memory "
-        "always agree.",
+        'Between hosts and on accelerators: "planned" prefetches units in the order of the last pass that all ranks '
+        'ran alike, and negotiates each gather if there is none; "negotiated" always negotiates, for programs whose '
+        "ranks do different things in every pass (docs/stage3.md). Ranks that communicate through shared memory "
+        "always negotiate.",
         stages=(3,),
     )
     decay_biases_and_norms: Flag = supported(
         False,
-        "Under Trainer with an optimizer section: true makes one param group of all parameters, as DeepSpeed does; "
-        "false keeps Trainer's two, so that weight decay spares biases and norms.",
+        "Under Trainer with an optimizer section: true puts all parameters into one param group, as DeepSpeed does; "
+        "false keeps Trainer's two groups, which exclude biases and norms from weight decay.",
     )
     ignore_unknown_keys: Flag = supported(
-        False, "true: every unknown key at the top level is ignored, also one that resembles a known key."
+        False, "true: ignore every unknown top-level key, even one that resembles a known key."
     )
     strict: Flag = supported(False, "true: a setting that is ignored is an error instead of a warning.")
     optimizer_sees: Sees | None = supported(
         None,
-        'What an optimizer that is not built in works on: "whole_tensors", each updated by one rank, or "flat_shards", '
-        "as DeepSpeed has it. Unset: whole tensors for those known to need them (Muon, Shampoo, SOAP, LARS, LAMB), "
-        "flat shards for others. Adafactor has its means over whole matrices unless this says flat_shards.",
+        'The tensors that a custom optimizer updates: "whole_tensors", each on one rank, or "flat_shards", as in '
+        "DeepSpeed. Unset: whole tensors for optimizers known to need them (Muon, Shampoo, SOAP, LARS, LAMB), flat "
+        "shards for others. Adafactor computes its means over whole matrices unless this is flat_shards.",
         stages=(1, 2, 3),
     )
     quantized_gradient_bits: GradientBits = supported(
-        4, "zero_quantized_gradients: bits of an element on its way, 4 or 8.", unit="bits", stages=(3,)
+        4, "zero_quantized_gradients: bits per communicated element, 4 or 8.", unit="bits", stages=(3,)
     )
     stochastic_rounding: Flag = supported(
-        False, "With bf16 masters: round updates up or down by chance, in proportion, so that small ones are not lost."
+        False, "With bf16 master weights: use stochastic rounding, so that small updates are not lost."
     )
     shard_group: ShardGroup | None = supported(
         None,
-        'Hybrid sharding: over groups of so many ranks, or "host" for those of a host, each of which holds a copy of '
-        "the model's states (docs/hybrid_and_zeropp.md). Unset: over all ranks.",
+        'Hybrid sharding: shard over groups of this many ranks, or "host" for the ranks of a host. Each group holds a '
+        "copy of the model's states (docs/hybrid_and_zeropp.md). Unset: shard over all ranks.",
         why="nothing is sharded",
         unit="ranks",
         stages=(1, 2, 3),
     )
     hops: Hops = supported(
         "auto",
-        "Over several hosts gradients are reduced, and updated weights gathered, in 2 hops, within each host and then "
-        'across, or in 1. "auto": on CPUs 2 for what is large enough, on accelerators 1 (NCCL finds its own way).',
+        "On several hosts, reduce gradients and gather updated weights in 2 hops, within each host and then across "
+        'hosts, or in 1. "auto": 2 for large messages on CPUs, 1 on accelerators (NCCL optimizes this itself).',
         stages=(0, 1, 2),
     )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
@@ -143,8 +143,8 @@ class HfZero(Tiling):
 class Root(Observation):
     """The whole config; with sections of extras it is one of the classes that `hf_zero.config.extras` makes of it."""
 
-    # Whose keys a config of this class may have, in the order in which they see a forward; the last sees what the
-    # others have made of it.
+    # The features whose keys this class has, in the order in which they process a forward; each receives the result of
+    # the previous ones.
     features: ClassVar[tuple[Extra, ...]] = (ACTIVATIONS, TILING, PROFILING)
 
     train_batch_size: Positive | None = supported(None, "Samples per update, over all ranks.", unit="samples")
@@ -158,29 +158,29 @@ class Root(Observation):
 
     log_level: Level | None = supported(None, "debug, info, warning, error or critical.")
     disable_python_gc: Flag = unsupported(
-        False, "Switch Python's collector off.", why="call gc.disable() in the script"
+        False, "Disable Python's garbage collector.", why="call gc.disable() in the script"
     )
     vocabulary_size: Positive | None = check(None, "Only checked: a multiple of 8 is faster.")
     disable_allgather: Flag = ignored(False, "Stored, never read, also in DeepSpeed.", why="nothing reads it")
-    dataloader_drop_last: Flag = supported(False, "The engine's own loader leaves out an incomplete last batch.")
+    dataloader_drop_last: Flag = supported(False, "The engine's own loader drops an incomplete last batch.")
 
     gradient_clipping: NonNegative = supported(1.0, "Largest global L2 norm of the gradient; 0: no clipping.")
     communication_data_type: Dtype | None = supported(None, "Dtype of gradient reduction. Unset: the parameter's own.")
     seq_parallel_communication_data_type: Dtype | None = supported(
-        None, "The same where several ranks share a sequence; unset: as `communication_data_type` says."
+        None, "The same if several ranks share a sequence. Unset: `communication_data_type`."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(as_lower)] = supported(
         "mean", "Mean or sum of the ranks' gradients."
     )
     prescale_gradients: Flag = supported(
-        False, "Divide by the number of ranks before the reduction instead of after (by way of the loss)."
+        False, "Divide gradients by the number of ranks before the reduction instead of after (by scaling the loss)."
     )
     gradient_predivide_factor: PositiveNumber = supported(
-        1.0, "Divide by this before the reduction (by way of the loss), and correct the result after."
+        1.0, "Divide gradients by this before the reduction (by scaling the loss), and correct the result after it."
     )
     sparse_gradients: Flag = supported(
         False,
-        "Sum gradients of embeddings by the rows that a batch has looked up, where that is fewer bytes.",
+        "Reduce only the rows of embedding gradients that a batch has used, if that takes fewer bytes.",
         why="gradients are reduced dense there, which gives the same result",
         stages=(0,),
         met=True,
@@ -196,7 +196,7 @@ class Root(Observation):
         False, "Rank order of groups.", why="ranks that hold all experts between them are neighbours"
     )
     sequence_parallel_size: Positive = supported(
-        1, "Ranks that share each sequence (Ulysses); samples per update count the other ranks only."
+        1, "Ranks that share each sequence (Ulysses); they count as one data rank."
     )
     data_parallel_size: Positive | None = check(None, "Must be the number of ranks / sequence_parallel_size.")
     tensor_parallel: TensorParallel | None = detail(None, "Tensor parallelism.")

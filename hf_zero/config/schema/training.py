@@ -25,11 +25,11 @@ from hf_zero.config.schema.fields import (
     unsupported,
 )
 
-_WRITER = "every rank streams its own files from a few threads, fsynced and checksummed"
+_WRITER = "every rank writes its own files from a few threads, with fsync and checksums"
 
 
 class Optimizer(Section):
-    """The optimizer that the engine builds when the script brings none."""
+    """The optimizer that the engine builds if the script does not provide one."""
 
     type: str | None = supported(None, "Adam, AdamW, AdamW8bit, Lion ..., or the name of a torch.optim class.")
     params: Free | None = supported(None, "Its keyword arguments.")
@@ -69,11 +69,11 @@ class Checkpoint(Section):
     """How checkpoints are named, written and read."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_as_tag_rule)] = supported(
-        "Warn", "What to do when ranks name the tag differently; rank 0's is taken unless this is Fail."
+        "Warn", "What to do if ranks use different tags; rank 0's is used unless this is Fail."
     )
-    load_universal: Flag = supported(False, "Load what `latest_universal` names, if it is there.")
+    load_universal: Flag = supported(False, "Load the checkpoint that `latest_universal` names, if the file exists.")
     use_node_local_storage: Flag = supported(
-        False, "Every node writes into a folder of its own; to load, bring all files together in one."
+        False, "Every node writes to its own folder; to load, collect all files in one folder."
     )
     parallel_write: ParallelWrite | None = detail(None, "Parallel writing.")
     checkpoint_serialization: Flag = ignored(
@@ -83,7 +83,7 @@ class Checkpoint(Section):
 
 
 class Aio(Section):
-    """File access under NVMe offload. Every request under way has a thread, which holds nothing of the interpreter."""
+    """File access for NVMe offload. Every active request has a thread, which does not hold the GIL."""
 
     block_size: Positive = supported(1_048_576, "Request size, rounded up to 4096.", unit="bytes")
     queue_depth: Positive = supported(8, "Requests under way.")
@@ -97,14 +97,14 @@ class Aio(Section):
 
     @property
     def num_threads(self) -> int:
-        """Each has one request under way."""
+        """The number of threads, each with one active request."""
         return self.queue_depth * max(self.intra_op_parallelism, self.thread_count)
 
 
 class TensorParallelGroup(Section):
-    """Group of a tensor-parallel run."""
+    """The tensor-parallel group."""
 
-    tp_size: Positive = check(1, "Ranks per group: 1, or as autotp_size says.")
+    tp_size: Positive = check(1, "Ranks per group: 1 or autotp_size.")
     tp_group: Any = detail(None, "Group object.")
     mpu: Any = detail(None, "Model-parallel unit.")
 
@@ -112,16 +112,16 @@ class TensorParallelGroup(Section):
 class TensorParallel(Section):
     """Automatic tensor parallelism."""
 
-    autotp_size: Count = supported(0, "Ranks that hold parts of the same matrices; 0 and 1: none.", unit="ranks")
+    autotp_size: Count = supported(0, "Size of tensor-parallel groups; 0 and 1: no tensor parallelism.", unit="ranks")
     tp_overlap_comm: Flag = ignored(
         False, "Overlap its collectives.", why="gradients of inputs are summed where autograd wants them"
     )
     preset_model: str | None = ignored(
         None, "Known model family.", why="transformers' own plan says which layers are cut"
     )
-    partition_config: Any = check(None, "Own partition rules: refused beside autotp_size; set the model's tp_plan.")
+    partition_config: Any = check(None, "Custom partition rules: refused with autotp_size; set the model's tp_plan.")
     vocab_parallel_lm_head: Flag | None = check(
-        None, "Logits of a part of the vocabulary: true is refused beside autotp_size."
+        None, "Keep logits of a part of the vocabulary: true is refused with autotp_size."
     )
     vocab_parallel_ce_backend: str = ignored(
         "torch", "Loss implementation.", why="logits are whole on every rank, as losses expect them"
@@ -131,7 +131,7 @@ class TensorParallel(Section):
 
 
 def _as_autocast_dtype(value: object) -> object:
-    """Under torch_autocast every spelling of a dtype counts, "torch.bfloat16" too."""
+    """Parse a dtype in any spelling of torch_autocast, which includes "torch.bfloat16"."""
     name = value.lower().removeprefix("torch.") if isinstance(value, str) else value
     return as_dtype(DTYPE_SPELLINGS.get(name, name) if isinstance(name, str) else name)
 
@@ -148,10 +148,10 @@ class Fp16(Section):
     initial_scale_power: Count = supported(16, "The first dynamic scale is 2 to this power.")
     loss_scale_window: Positive = supported(1000, "Clean updates before the scale doubles.", unit="updates")
     min_loss_scale: NonNegative = supported(1, "Floor of the scale; an overflow there ends the run with an error.")
-    hysteresis: Count = supported(2, "The scale halves at this many overflows, earlier ones are forgiven; 0 means 1.")
-    consecutive_hysteresis: Flag = supported(False, "A clean update refills the forgiveness.")
+    hysteresis: Count = supported(2, "The scale is halved after this many overflows; 0 means 1.")
+    consecutive_hysteresis: Flag = supported(False, "A clean update resets the count of overflows.")
     fp16_master_weights_and_grads: Flag = supported(
-        False, "fp16 weights are their own masters: 10 bytes per parameter with Adam, and updates are rounded to fp16."
+        False, "Use fp16 weights as masters: 10 bytes per parameter with Adam, and updates are rounded to fp16."
     )
 
 
@@ -164,9 +164,9 @@ class Bf16(Section):
         False, "Add gradients to their buffer at once.", why="gradients always reach their bucket from a hook", met=True
     )
     bf16_master_weights_and_grads: Flag = supported(
-        False, "bf16 weights are their own masters, and updates are rounded to bf16; see hf_zero.stochastic_rounding."
+        False, "Use bf16 weights as masters; updates are rounded to bf16, see hf_zero.stochastic_rounding."
     )
-    bf16_optimizer_states: Flag = supported(False, "With bf16 masters: optimizer states in bf16 too, else in fp32.")
+    bf16_optimizer_states: Flag = supported(False, "With bf16 masters: keep optimizer states in bf16; else in fp32.")
 
 
 class TorchAutocast(Section):
@@ -182,11 +182,11 @@ class TorchAutocast(Section):
 
 
 class Amp(Section):
-    """Apex's mixed precision, carried out by torch.autocast."""
+    """Apex's mixed precision, implemented by torch.autocast."""
 
     enabled: Flag = supported(False, "Run forward under torch.autocast in fp16, with a scaled loss.")
     opt_level: Literal["O0", "O1", "O2", "O3"] = supported(
-        "O1", "O0: nothing is lowered; O1: torch.autocast; O2 and O3 are refused in favour of fp16.enabled."
+        "O1", "O0: full precision; O1: torch.autocast; O2 and O3 are refused in favour of fp16.enabled."
     )
     loss_scale: Literal["dynamic"] | NonNegative = supported("dynamic", "Fixed loss scale, or dynamic.")
     min_loss_scale: NonNegative | None = supported(None, "Floor of a dynamic scale.")
@@ -203,7 +203,7 @@ class Amp(Section):
 
 
 class DataTypes(Section):
-    """Dtypes of what is neither parameter nor optimizer state."""
+    """Dtypes of gradients and buffers."""
 
     grad_accum_dtype: Dtype | None = supported(None, "Dtype gradients are summed in. Unset: the model's.")
     param_dtype: Dtype | None = check(None, "Must agree with fp16.enabled and bf16.enabled.")

@@ -28,7 +28,7 @@ _BELOW_THREE = (0, 1, 2)
 _SHARDED = (1, 2, 3)
 
 
-_INTERNAL = "the update always has all of the CPU's threads"
+_INTERNAL = "the update always uses all CPU threads"
 
 
 class OffloadOptimizer(Section):
@@ -39,16 +39,16 @@ class OffloadOptimizer(Section):
     )
     nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.")
     buffer_count: Positive = supported(
-        4, "nvme: vectors of one sub-group in memory at once; Adam has 3. Reading ahead and writing behind add as many."
+        4, "nvme: vectors of one sub-group in memory; Adam has 3. pipeline_read and pipeline_write each add as many."
     )
     pin_memory: Flag = supported(True, "Page-locked host memory, where there is a GPU.")
     pipeline_read: Flag | None = supported(None, "nvme: read the next sub-group during an update. Unset: yes.")
     pipeline_write: Flag | None = supported(None, "nvme: write the last sub-group during an update. Unset: yes.")
     fast_init: Flag = supported(
-        False, "nvme: only reserve room for the optimizer's states at start, instead of writing it once."
+        False, "nvme: only reserve space for the optimizer states at the start, instead of writing it once."
     )
     ratio: Fraction = supported(
-        1.0, "Part of the elements whose states are offloaded and updated on the CPU; the rest stays on the device."
+        1.0, "Fraction of the elements whose states are offloaded and updated on the CPU; the rest stays on the device."
     )
     super_offload: Flag = unsupported(
         False, "Variant for machines that share memory between CPU and GPU.", why="it is an update that may be undone"
@@ -70,19 +70,19 @@ class OffloadParam(Section):
     device: Literal["none", "cpu", "nvme"] | None = supported("none", "Place of the parameters: none, cpu or nvme.")
     nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.")
     buffer_count: Positive = supported(
-        5, "nvme: shards in memory on their way, at most (three at least).", unit="buffers"
+        5, "nvme: the most shards in memory for transfers (at least three).", unit="buffers"
     )
     buffer_size: PositiveSize = supported(
-        100_000_000, "nvme: buffer_count times this is the most of all of them together.", unit="elements"
+        100_000_000, "nvme: buffer_count times this limits the total size of those shards.", unit="elements"
     )
     max_in_cpu: Size = supported(
-        1_000_000_000, "nvme: as much of a rank's shards stays in host memory.", unit="elements"
+        1_000_000_000, "nvme: this much of a rank's shards stays in host memory.", unit="elements"
     )
     pin_memory: Flag = supported(True, "Page-locked host memory, where there is a GPU.")
 
     @property
     def buffer_numel(self) -> int:
-        """Elements of all buffers together."""
+        """The total number of elements of all buffers."""
         return self.buffer_count * self.buffer_size
 
 
@@ -91,18 +91,18 @@ class LeafModule(Section):
 
     classes: Names = detail([], "Class names.")
     names: Names = detail([], "Module names.")
-    name_suffixes: Names = detail([], "Ends of module names.")
+    name_suffixes: Names = detail([], "Suffixes of module names.")
 
 
 class LocoParam(Section):
     """Error feedback of quantised gradients."""
 
-    err_beta: Fraction = supported(0.8, "How much of the old average of errors stays; below 1.")
-    reset_T: Positive = supported(1024, "Errors are forgotten after so many reductions of a bucket.")
+    err_beta: Fraction = supported(0.8, "Decay of the moving average of errors; below 1.")
+    reset_T: Positive = supported(1024, "Errors are reset after this many reductions of a bucket.")
 
 
 class Zero(Section):
-    """What is sharded over the ranks, and how it travels."""
+    """What is sharded over the ranks, and how it is communicated."""
 
     stage: Whole = supported(0, "What is sharded: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters.")
 
@@ -172,7 +172,7 @@ class Zero(Section):
     )
     stage3_prefetch_bucket_size: Size = supported(
         50_000_000,
-        "What may be on its way before its use, in whole units; more than 0: at least one (docs/stage3.md).",
+        "The most that may be prefetched, in whole units; above 0: at least one (docs/stage3.md).",
         unit="elements",
         stages=_THREE,
     )
@@ -180,7 +180,7 @@ class Zero(Section):
         100_000, "Parameters up to this size stay gathered.", unit="elements", stages=_THREE
     )
     stage3_model_persistence_threshold: Size = supported(
-        LARGEST, "Most that may stay gathered in all.", unit="elements", stages=_THREE
+        LARGEST, "Limit for all parameters that stay gathered.", unit="elements", stages=_THREE
     )
     stage3_gather_16bit_weights_on_model_save: Flag = supported(
         False,
@@ -224,28 +224,28 @@ class Zero(Section):
 
     zero_hpz_partition_size: Count = supported(
         1,
-        "hpZ: groups of this many ranks of a host keep second shards, and gather among themselves; 0 and 1: none do.",
+        "hpZ: groups of this many ranks of a host keep secondary shards and gather among themselves; 0 and 1: off.",
         why="every rank has all parameters",
         unit="ranks",
         stages=_THREE,
     )
     zero_quantized_weights: Flag = supported(
-        False, "qwZ: gathers around use bring weights rounded to int8; shards and masters stay exact.", stages=_THREE
+        False, "qwZ: gather weights quantized to int8; shards and masters stay exact.", stages=_THREE
     )
     zero_quantized_nontrainable_weights: Flag = supported(
-        False, "Frozen weights are kept in int8, and gathered so.", stages=_THREE
+        False, "Keep and gather frozen weights in int8.", stages=_THREE
     )
     zero_quantized_gradients: Flag = supported(
         False,
-        "qgZ: gradients travel in int4 (hf_zero.quantized_gradient_bits), within a host and then across.",
+        "qgZ: reduce gradients in int4 (hf_zero.quantized_gradient_bits), within a host and then across hosts.",
         stages=_THREE,
     )
     zeropp_loco_param: LocoParam | None = supported(
-        None, "LoCo: what quantised gradients leave out is added to later ones.", stages=_THREE
+        None, "LoCo: add the quantization errors of gradients to later gradients.", stages=_THREE
     )
     mics_shard_size: Whole = supported(
         -1,
-        "MiCS: shard over groups of this many ranks, which hold copies of the model's states; -1: over all ranks. The "
+        "MiCS: shard over groups of this many ranks, each with a copy of the model's states; -1: over all ranks. The "
         "same as hf_zero.shard_group.",
         why="nothing is sharded",
         unit="ranks",
@@ -253,7 +253,7 @@ class Zero(Section):
     )
     mics_hierarchical_params_gather: Flag = supported(
         False,
-        "MiCS: where a group spans hosts, weights cross between them once per update, and gathers stay within a host: "
+        "MiCS: if a group spans hosts, weights are sent across once per update, and gathers stay within a host: "
         "zero_hpz_partition_size with the ranks of a host.",
         stages=_THREE,
     )
