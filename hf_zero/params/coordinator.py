@@ -15,8 +15,10 @@ at the step (`reorder`).
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -30,6 +32,7 @@ from hf_zero.params.prefetcher import Prefetcher
 from hf_zero.params.unit import Unit
 
 _DEEPEST = 4  # nesting of objects in a module's output
+_HOOK: CodeType = uncompiled(len).__code__  # type: ignore[attr-defined]  # of what torch calls as a hook, see `watch`
 
 
 class Forward:
@@ -45,7 +48,8 @@ class Forward:
         self._order = order
         self._prefetcher = prefetcher
         self._gathered: list[list[Unit]] = []  # per forward: its own units, and those read from other modules
-        self._subtree: tuple[int, ...] = ()
+        self._first: HookedModule | None = None
+        self._caller: FrameType | None = None
         self.trains = False
         self.seen: list[int] = []
         self.is_out_of_order = False
@@ -66,8 +70,27 @@ class Forward:
     def begin(self, hooked: HookedModule, *, trains: bool) -> None:
         """Begin a pass that enters `hooked` first."""
         self.trains = self._prefetcher.trains = trains
-        self._subtree = hooked.subtree
+        self._first = hooked
+        self._caller = _caller_of_hooks()
         self.seen = []
+
+    def is_interrupted(self, hooked: HookedModule | None = None) -> bool:
+        """Whether the pass under way has ended unseen: torch runs no hook where Ctrl-C (KeyboardInterrupt) ends a
+        forward. The call that began it is then none of those that are being executed.
+
+        Args:
+            hooked: what is entered now; asked only where that may begin a pass, for the sake of time.
+        """
+        first, frame = self._first, sys._getframe()
+        if not self._gathered or self._caller is None or first is None:
+            return False
+        if hooked is not None and hooked is not first and id(hooked.module) in first.inside:
+            return False
+        while frame is not self._caller:
+            if frame.f_back is None:
+                return True
+            frame = frame.f_back
+        return False
 
     def enter(self, hooked: HookedModule) -> None:
         """Gather the units of `hooked`, and prefetch the next ones of this pass."""
@@ -80,7 +103,8 @@ class Forward:
         with ledger.phase("forward"):
             for unit in hooked.units:
                 self._prefetcher.gather(unit)
-            self._prefetcher.prefetch(position for position in self._subtree if position > here)
+            subtree = self._first.subtree if self._first is not None else ()
+            self._prefetcher.prefetch(position for position in subtree if position > here)
 
     def read(self, unit: Unit) -> None:
         """Gather a unit of another module that the innermost module reads."""
@@ -114,12 +138,14 @@ class Forward:
 
     def end(self) -> None:
         """End a pass, when the first entered module has been left. Collective."""
+        self._caller = None
         self._prefetcher.end_pass(in_backward=False)
         self.is_out_of_order = self.is_out_of_order or self.seen != sorted(self.seen)
 
     def abandon(self) -> None:
         """Forget running modules, because their ends will not be seen."""
         self._gathered.clear()
+        self._caller = None
 
     def forget_order(self) -> None:
         """Reset after a change of the execution order."""
@@ -317,6 +343,7 @@ class ParameterCoordinator:
         if _in_autograd():
             self.backward.gather(hooked, hooked.units)  # recomputation of a checkpointed forward
             return
+        self._forget_interrupted(hooked)
         if not self.forward.is_running:
             self._begin_forward(hooked)
         self.forward.enter(hooked)
@@ -362,6 +389,13 @@ class ParameterCoordinator:
 
     # Between passes
 
+    def _forget_interrupted(self, entered: HookedModule | None = None) -> None:
+        """Release what a forward was using that never came to its end: it would stay as it is beside every update."""
+        if self.forward.is_running and self.forward.is_interrupted(entered):
+            self.forward.abandon()
+            self.prefetcher.ahead.discard()
+            self.release_all()
+
     def _begin_forward(self, hooked: HookedModule) -> None:
         if self.backward.is_under_way:
             self.backward.end()
@@ -384,6 +418,7 @@ class ParameterCoordinator:
 
     def end_passes(self) -> None:
         """End running passes and release their units. Collective if a backward is running."""
+        self._forget_interrupted()
         self.end_backward()
         self.release_all()
 
@@ -396,6 +431,14 @@ class ParameterCoordinator:
     def release_all(self) -> None:
         """Release all units except persistent ones and those that a running forward uses."""
         self.prefetcher.release_all(except_for=self.forward.in_use)
+
+
+def _caller_of_hooks() -> FrameType | None:
+    """What has called the hook that is being executed: the call of a module, or its compiled form."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _HOOK:
+        frame = frame.f_back
+    return frame.f_back if frame is not None else None
 
 
 def _next_node() -> int:
