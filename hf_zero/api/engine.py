@@ -263,8 +263,17 @@ class ZeroEngine(nn.Module):
         self.module_view.to(*args, **kwargs)
         return self
 
-    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Compile the wrapped model in place with torch.compile."""
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the wrapped model in place with torch.compile. `schedule`, of passes of DeepCompile, is what
+        DeepSpeed, too, uses with DeepCompile alone."""
+        if compiled_autograd_enabled:
+            logger.warning("engine.compile(compiled_autograd_enabled=True): no effect, backward is not compiled")
         options = dict(compile_kwargs or {})
         if backend is not None:
             options["backend"] = backend

@@ -124,7 +124,9 @@ def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool 
         return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
     if engine.groups.holds_parts:
         return engine.module_view.consolidated(exclude_frozen_parameters)
-    return engine.module_state_dict(exclude_frozen_parameters) if engine.groups.world.rank == 0 else None
+    if engine.groups.world.rank != 0:
+        return None
+    return engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
 
 def _empty_partition_cache(engine: Any) -> None:

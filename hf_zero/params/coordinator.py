@@ -32,7 +32,7 @@ from hf_zero.params.prefetcher import Prefetcher
 from hf_zero.params.unit import Unit
 
 _DEEPEST = 4  # nesting of objects in a module's output
-_HOOK: CodeType = uncompiled(len).__code__  # type: ignore[attr-defined]  # of what torch calls as a hook, see `watch`
+_HOOK: CodeType = uncompiled(lambda: None).__code__  # of what torch calls as a hook, see `watch`
 
 
 class Forward:
