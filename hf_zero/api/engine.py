@@ -15,6 +15,7 @@ from hf_zero.api.engine_module import EngineSettings, ModuleView, Phases
 from hf_zero.comm import ParallelGroups, ProgramGroups
 from hf_zero.config import Resolved
 from hf_zero.config.schema.root import HfZero
+from hf_zero.errors import uncopied
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
 from hf_zero.params.store import ParameterStore
@@ -75,6 +76,11 @@ class ZeroEngine(nn.Module):
         gradients: computes reduced gradients from a loss, and knows when a step is due.
         phases: runs forward, backward, step and save, with observers.
     """
+
+    __reduce_ex__ = uncopied(
+        "an engine can be neither copied nor pickled: copy its model, engine.module (at stage 3 inside "
+        "hf_zero.gathered(engine), on every rank), or write everything with engine.save_checkpoint()"
+    )
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ Also stage 3 functions of DeepSpeed's API: removing and restoring hooks, paramet
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -253,7 +254,7 @@ class ParameterOffload:
         self.backward_hooks: list[Any] = []
         self.forward_hooks: list[Any] = [_Hooks(store)]
         self._store = store
-        module.ds_external_parameters = lambda: external_parameters(module)  # type: ignore[assignment]
+        vars(module)["ds_external_parameters"] = _OfThisModule(functools.partial(external_parameters, module))
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Restore the hooks on `module`, which must be the root."""
@@ -269,6 +270,19 @@ class _Hooks:
 
     def remove(self) -> None:
         self._store.detach()
+
+
+class _OfThisModule:
+    """A method that copies of the module, and pickles of these, do not have."""
+
+    def __init__(self, method: Callable[[], Any]) -> None:
+        self._method = method
+
+    def __call__(self) -> Any:
+        return self._method()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 class _FixedOrder:

@@ -158,8 +158,15 @@ def attach_fragments(assembly: Assembly, groups: ParallelGroups) -> None:
     """Attach `Fragments`, which the functions below need, to the parameters of `assembly`."""
     fragments = Fragments(assembly, groups)
     for parameter in assembly.store.parameters:
-        setattr(parameter, _ATTRIBUTE, weakref.ref(fragments))
+        setattr(parameter, _ATTRIBUTE, _Reference(fragments))
     assembly.optimizer.fragments = fragments
+
+
+class _Reference(weakref.ref[Fragments]):
+    """None in a pickled model, which no engine trains."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 def _fragments_of(parameter: nn.Parameter) -> Fragments | None:

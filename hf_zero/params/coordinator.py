@@ -18,7 +18,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,10 +29,10 @@ from hf_zero.comm import ledger, uncompiled
 from hf_zero.params.edits import ShardedEdits
 from hf_zero.params.hooked_modules import ExecutionOrder, HookedModule
 from hf_zero.params.prefetcher import Prefetcher
+from hf_zero.params.sharded_parameter import HOOK
 from hf_zero.params.unit import Unit
 
 _DEEPEST = 4  # nesting of objects in a module's output
-_HOOK: CodeType = uncompiled(lambda: None).__code__  # of what torch calls as a hook, see `watch`
 
 
 class Forward:
@@ -436,7 +436,7 @@ class ParameterCoordinator:
 def _caller_of_hooks() -> FrameType | None:
     """What has called the hook that is being executed: the call of a module, or its compiled form."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _HOOK:
+    while frame is not None and frame.f_code is not HOOK:
         frame = frame.f_back
     return frame.f_back if frame is not None else None
 

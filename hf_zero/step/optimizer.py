@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from hf_zero.errors import uncopied
 from hf_zero.layout.sharding import Sharding
 from hf_zero.optim import Updater
 from hf_zero.params.store import ParameterStore
@@ -52,6 +53,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.rules = rules
         self._step = step
         self._names = names
+
+    # In a copy that is not initialised, torch's class would replace `step` of this whole class.
+    __reduce_ex__ = uncopied(
+        "an engine's optimizer can be neither copied nor pickled: it updates what the engine holds; save and load its "
+        "state with optimizer.state_dict() and load_state_dict(), or engine.save_checkpoint()"
+    )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
