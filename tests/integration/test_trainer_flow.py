@@ -350,6 +350,16 @@ def test_weight_decay_spares_biases_and_norms(
     assert decays == {2: [0.1, 0.0], 1: [0.1]}[groups]
 
 
+def test_trainer_finds_the_group_of_a_parameter(tmp_path: Path) -> None:
+    """`get_optimizer_group` asks whether the parameter equals one of a group, which has flat shards: of another size."""
+    run = trainer(tmp_path, {**BASE, "optimizer": ADAMW}, weight_decay=0.1)
+    run.train()
+    decaying = set(run.get_decay_parameter_names(run.model))
+    groups = {name: run.get_optimizer_group(parameter) for name, parameter in run.model.named_parameters()}
+    assert {name for name, group in groups.items() if group["weight_decay"] == 0.1} == decaying < groups.keys()
+    assert len(run.get_optimizer_group()) == len(run.get_optimizer_group(torch.nn.Parameter(torch.ones(1)))) == 2
+
+
 def test_auto_find_batch_size_follows_to_the_engine(tmp_path: Path) -> None:
     run = trainer(tmp_path, BASE, per_device_train_batch_size=4, auto_find_batch_size=True)
     step, seen = run.training_step, []

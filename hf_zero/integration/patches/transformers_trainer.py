@@ -110,6 +110,23 @@ def around_get_learning_rate(original: Callable[..., float], self: Any) -> float
     return original(self)
 
 
+@PATCHES.add(
+    "Trainer.get_optimizer_group(self, param)",
+    without="get_optimizer_group(param) compares a parameter with shards, which have other shapes",
+    until="Trainer asks by identity, and the engine which group a parameter is in",
+)
+def around_get_optimizer_group(original: Function, self: Any, param: Any = None) -> Any:
+    """The group in which the engine trains this parameter; its groups hold flat shards."""
+    engine = self.model_wrapped
+    assembly = engine.gradients.assembly if isinstance(engine, ZeroEngine) else None
+    if assembly is None or param is None:
+        return original(self, param)
+    for parameter, spec in zip(assembly.store.parameters, assembly.store.layout.specs, strict=True):
+        if parameter is param:
+            return engine.optimizer.param_groups[spec.group]
+    return original(self)  # as for a parameter that is in no group
+
+
 @PATCHES.add("Trainer.create_accelerator_and_postprocess(self)", without=_NO_PAIR, until=_PAIR_WORKS)
 def around_start(original: Callable[..., None], self: Any) -> None:
     """Trainer rejects this pair, because DeepSpeed can only load the best model from a full checkpoint."""
