@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -33,6 +33,7 @@ from hf_zero.params.sharded_parameter import HOOK
 from hf_zero.params.unit import Unit
 
 _DEEPEST = 4  # nesting of objects in a module's output
+_WITHOUT_TENSORS = (bool, int, float, str, bytes, type, nn.Module)  # that a module would have computed
 
 
 class Forward:
@@ -451,26 +452,26 @@ def _in_autograd() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors in a module's output: in containers, or else among an object's attributes, or else deeper inside."""
-    tensors = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            tensors.extend(value for value in vars(leaf).values() if isinstance(value, Tensor))
-    return tensors or list(_inside(output, _DEEPEST))
-
-
-def _inside(value: Any, depth: int) -> Iterator[Tensor]:
-    """Yield tensors in containers and, down to this depth, in attributes of objects."""
+def _tensors(value: Any, depth: int = _DEEPEST, seen: set[int] | None = None) -> list[Tensor]:
+    """The tensors of a module's output: in containers, and in attributes of objects down to this depth."""
+    tensors, seen = [], set() if seen is None else seen
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
-            yield leaf
-        elif depth and not isinstance(leaf, (nn.Module, type)):
-            names = [name for kind in type(leaf).__mro__ for name in _as_tuple(vars(kind).get("__slots__", ()))]
-            slots = [getattr(leaf, name, None) for name in names if name not in ("__dict__", "__weakref__")]
-            yield from _inside([*slots, *getattr(leaf, "__dict__", {}).values()], depth - 1)
+            tensors.append(leaf)
+        elif depth and leaf is not None and not isinstance(leaf, _WITHOUT_TENSORS) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            tensors.extend(_tensors(_parts(leaf), depth - 1, seen))
+    return tensors
+
+
+def _parts(thing: Any) -> list[Any]:
+    """What an object has that `tree_leaves` does not know: attributes, and items of a container of another class."""
+    names = [name for kind in type(thing).__mro__ for name in _as_tuple(vars(kind).get("__slots__", ()))]
+    parts = [getattr(thing, name, None) for name in names if name not in ("__dict__", "__weakref__")]
+    parts += getattr(thing, "__dict__", {}).values()
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        parts += thing
+    return [*parts, *thing.values()] if isinstance(thing, dict) else parts
 
 
 def _as_tuple(names: Any) -> tuple[str, ...]:

@@ -351,7 +351,7 @@ def test_weight_decay_spares_biases_and_norms(
 
 
 def test_trainer_finds_the_group_of_a_parameter(tmp_path: Path) -> None:
-    """`get_optimizer_group` asks whether the parameter equals one of a group, which has flat shards: of another size."""
+    """`get_optimizer_group` asks whether the parameter equals one in a group, where shards of another size are."""
     run = trainer(tmp_path, {**BASE, "optimizer": ADAMW}, weight_decay=0.1)
     run.train()
     decaying = set(run.get_decay_parameter_names(run.model))
