@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -206,6 +207,19 @@ def test_training_twice(tmp_path: Path) -> None:
     run = trainer(tmp_path, BASE)
     first, second = run.train(), run.train()
     assert first.global_step == second.global_step == 2 and second.training_loss < first.training_loss
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_two_trainers_with_the_same_arguments(save_only_model: bool, tmp_path: Path) -> None:
+    """accelerate refused the second: "You cannot pass in a `deepspeed_plugin` when creating a second `Accelerator`"."""
+    first = trainer(tmp_path, BASE, save_only_model=save_only_model)
+    plugin, losses = first.args.deepspeed_plugin, []
+    for _ in range(2):
+        torch.manual_seed(0)
+        again = Trainer(copy.deepcopy(first.model), first.args, train_dataset=first.train_dataset)
+        losses.append(again.train().training_loss)
+        assert again.args.deepspeed_plugin is plugin is again.accelerator.state.deepspeed_plugin
+    assert losses[0] == losses[1] == first.train().training_loss
 
 
 @pytest.mark.parametrize("fixed", [False, True])
