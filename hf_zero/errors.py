@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
 
 class WrongArgument(ValueError, AssertionError):
@@ -19,15 +18,6 @@ class WrongArgument(ValueError, AssertionError):
 
 class WrongMoment(RuntimeError, AssertionError):
     """A call is not allowed in the current state."""
-
-
-def uncopied(message: str) -> Callable[[object, object], NoReturn]:
-    """A `__reduce_ex__`, by which Python copies and pickles, that raises TypeError."""
-
-    def refuse(_thing: object, _protocol: object) -> NoReturn:
-        raise TypeError(message)
-
-    return refuse
 
 
 class CheckpointError(RuntimeError):

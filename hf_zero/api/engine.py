@@ -15,13 +15,12 @@ from hf_zero.api.engine_module import EngineSettings, ModuleView, Phases
 from hf_zero.comm import ParallelGroups, ProgramGroups
 from hf_zero.config import Resolved
 from hf_zero.config.schema.root import HfZero
-from hf_zero.errors import uncopied
 from hf_zero.features import Features, Progress
 from hf_zero.log import logger
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
 from hf_zero.step.assemble import Assembly
-from hf_zero.step.optimizer import ZeroOptimizer
+from hf_zero.step.optimizer import ZeroOptimizer, refuse_copy
 from hf_zero.step.outcome import StepOutcome
 from hf_zero.surface import NamesOf
 
@@ -77,10 +76,7 @@ class ZeroEngine(nn.Module):
         phases: runs forward, backward, step and save, with observers.
     """
 
-    __reduce_ex__ = uncopied(
-        "an engine can be neither copied nor pickled: copy its model, engine.module (at stage 3 inside "
-        "hf_zero.gathered(engine), on every rank), or write everything with engine.save_checkpoint()"
-    )
+    __reduce_ex__ = refuse_copy
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__()
@@ -276,14 +272,10 @@ class ZeroEngine(nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the wrapped model in place with torch.compile. `schedule`, of passes of DeepCompile, is what
-        DeepSpeed, too, uses with DeepCompile alone."""
+        """Compile the wrapped model in place with torch.compile; a `schedule` is for DeepCompile, in DeepSpeed too."""
         if compiled_autograd_enabled:
             logger.warning("engine.compile(compiled_autograd_enabled=True): no effect, backward is not compiled")
-        options = dict(compile_kwargs or {})
-        if backend is not None:
-            options["backend"] = backend
-        self.module.compile(**options)
+        self.module.compile(**{**(compile_kwargs or {}), **({} if backend is None else {"backend": backend})})
 
     def __getattr__(self, name: str) -> Any:
         """Look up DeepSpeed's names, which the engine itself does not use, then attributes of the wrapped model."""

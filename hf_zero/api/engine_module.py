@@ -74,41 +74,6 @@ class ModuleView:
             return self._zero.keys.stage3_gather_16bit_weights_on_model_save
         return self._is_cut
 
-    def module_state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """Return the model's state dict with whole weights on every rank. Collective at stage 3 and with tensor
-        parallelism.
-
-        Args:
-            destination: gets the weights and is returned; `prefix` comes before their names.
-            keep_vars: the parameters themselves, where ranks have them whole.
-        """
-        if self._zero.stage < 3 and not self._is_cut:
-            given: Any = destination
-            state: dict[str, Any] = self._module.state_dict(destination=given, prefix=prefix, keep_vars=keep_vars)
-            frozen = {name for name, p in self._module.named_parameters() if not p.requires_grad}
-            for name in frozen if exclude_frozen_parameters else ():
-                state.pop(prefix + name, None)
-            return state
-        if keep_vars:
-            raise NotImplementedError(
-                "module_state_dict(keep_vars=True): this rank has parts of the parameters, so whole ones are copies; "
-                "leave keep_vars out, or read engine.module.named_parameters() inside "
-                "deepspeed.zero.GatheredParameters(...)"
-            )
-        from hf_zero.params.consolidation import with_extra_states
-
-        weights: dict[str, Any] = self._consolidated(keeps=True, exclude_frozen=exclude_frozen_parameters)
-        weights.update((name, inner.get_extra_state()) for name, inner in with_extra_states(self._module))
-        state = {} if destination is None else destination
-        state.update({prefix + name: value for name, value in weights.items()})
-        return state
-
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Same as `consolidated`. Callers of this name check stage3_gather_16bit_weights_on_model_save (accelerate) or
         need the weights regardless of it (Trainer with adapters, OpenRLHF)."""
@@ -116,14 +81,11 @@ class ModuleView:
 
     def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return whole weights in host memory on rank 0, None on the others. Collective."""
-        keeps = self._world.rank == 0
-        weights = self._consolidated(keeps=keeps, exclude_frozen=exclude_frozen_parameters)
-        return weights if keeps else None
-
-    def _consolidated(self, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
         from hf_zero.params.consolidation import consolidated_state_dict  # no step needs it
 
-        return consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen)
+        keeps = self._world.rank == 0
+        weights = consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen_parameters)
+        return weights if keeps else None
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -7,13 +7,19 @@ from typing import Any, NoReturn
 
 import torch
 
-from hf_zero.errors import uncopied
 from hf_zero.layout.sharding import Sharding
 from hf_zero.optim import Updater
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.outcome import LateNorm
 from hf_zero.step.sharded_step import ShardedStep, StepRules
 from hf_zero.surface import NamesOf
+
+
+def refuse_copy(thing: object, _protocol: object) -> NoReturn:
+    """A `__reduce_ex__`, by which Python copies and pickles."""
+    from hf_zero.instead import COPIES  # what no step needs
+
+    raise TypeError(COPIES[type(thing).__name__])
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -54,11 +60,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._step = step
         self._names = names
 
-    # In a copy that is not initialised, torch's class would replace `step` of this whole class.
-    __reduce_ex__ = uncopied(
-        "an engine's optimizer can be neither copied nor pickled: it updates what the engine holds; save and load its "
-        "state with optimizer.state_dict() and load_state_dict(), or engine.save_checkpoint()"
-    )
+    __reduce_ex__ = refuse_copy  # in a copy, torch's class would replace `step` of this whole class
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
