@@ -45,6 +45,18 @@ _OPTIMIZER_REDUCTION = (
 )
 _OPTIMIZER_EXPERTS = "experts over ranks (expert_parallel) are updated as all other parameters are"
 
+# By class of what is to be copied or pickled.
+COPIES = {
+    "ZeroEngine": (
+        "an engine can be neither copied nor pickled: copy its model, engine.module (at stage 3 inside "
+        "hf_zero.gathered(engine), on every rank), or write everything with engine.save_checkpoint()"
+    ),
+    "ZeroOptimizer": (
+        "an engine's optimizer can be neither copied nor pickled: it updates what the engine holds; save and load its "
+        "state with optimizer.state_dict() and load_state_dict(), or engine.save_checkpoint()"
+    ),
+}
+
 # By module path.
 MODULES = {
     "": "",

@@ -20,7 +20,7 @@ from hf_zero.log import logger
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
 from hf_zero.step.assemble import Assembly
-from hf_zero.step.optimizer import ZeroOptimizer
+from hf_zero.step.optimizer import ZeroOptimizer, refuse_copy
 from hf_zero.step.outcome import StepOutcome
 from hf_zero.surface import NamesOf
 
@@ -75,6 +75,8 @@ class ZeroEngine(nn.Module):
         gradients: computes reduced gradients from a loss, and knows when a step is due.
         phases: runs forward, backward, step and save, with observers.
     """
+
+    __reduce_ex__ = refuse_copy
 
     def __init__(self, parts: EngineParts) -> None:
         super().__init__()
@@ -263,12 +265,17 @@ class ZeroEngine(nn.Module):
         self.module_view.to(*args, **kwargs)
         return self
 
-    def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Compile the wrapped model in place with torch.compile."""
-        options = dict(compile_kwargs or {})
-        if backend is not None:
-            options["backend"] = backend
-        self.module.compile(**options)
+    def compile(
+        self,
+        backend: Any = None,
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the wrapped model in place with torch.compile; a `schedule` is for DeepCompile, in DeepSpeed too."""
+        if compiled_autograd_enabled:
+            logger.warning("engine.compile(compiled_autograd_enabled=True): no effect, backward is not compiled")
+        self.module.compile(**{**(compile_kwargs or {}), **({} if backend is None else {"backend": backend})})
 
     def __getattr__(self, name: str) -> Any:
         """Look up DeepSpeed's names, which the engine itself does not use, then attributes of the wrapped model."""

@@ -74,15 +74,6 @@ class ModuleView:
             return self._zero.keys.stage3_gather_16bit_weights_on_model_save
         return self._is_cut
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """Return the model's state dict with whole weights on every rank. Collective at stage 3 and with tensor
-        parallelism."""
-        if self._zero.stage < 3 and not self._is_cut:
-            frozen = {name for name, p in self._module.named_parameters() if not p.requires_grad}
-            dropped = frozen if exclude_frozen_parameters else set()
-            return {name: value for name, value in self._module.state_dict().items() if name not in dropped}
-        return self._consolidated(keeps=True, exclude_frozen=exclude_frozen_parameters)
-
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Same as `consolidated`. Callers of this name check stage3_gather_16bit_weights_on_model_save (accelerate) or
         need the weights regardless of it (Trainer with adapters, OpenRLHF)."""
@@ -90,14 +81,11 @@ class ModuleView:
 
     def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return whole weights in host memory on rank 0, None on the others. Collective."""
-        keeps = self._world.rank == 0
-        weights = self._consolidated(keeps=keeps, exclude_frozen=exclude_frozen_parameters)
-        return weights if keeps else None
-
-    def _consolidated(self, *, keeps: bool, exclude_frozen: bool) -> dict[str, Tensor]:
         from hf_zero.params.consolidation import consolidated_state_dict  # no step needs it
 
-        return consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen)
+        keeps = self._world.rank == 0
+        weights = consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen_parameters)
+        return weights if keeps else None
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

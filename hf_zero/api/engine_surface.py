@@ -24,6 +24,7 @@ from hf_zero.comm.process_group import get_world_group
 from hf_zero.config.objects import ConfigView
 from hf_zero.device.kinds import BACKENDS
 from hf_zero.instead import ENGINE
+from hf_zero.params.consolidation import consolidated_state_dict, with_extra_states
 from hf_zero.sequence.groups import process_group_of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
@@ -118,13 +119,48 @@ def _get_zero_ckpt_name(engine: Any, checkpoints_path: str, tag: str) -> str:
 # Weights
 
 
+def module_state_dict(
+    engine: Any,
+    destination: dict[str, Any] | None = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+    exclude_frozen_parameters: bool = False,
+) -> dict[str, Any]:
+    """The model's state dict with whole weights, on every rank. Collective at stage 3, and among ranks that hold parts
+    of matrices.
+
+    Args:
+        destination: gets the weights and is returned; `prefix` comes before their names.
+        keep_vars: the parameters themselves, where ranks have them whole.
+    """
+    module = engine.module
+    if engine.zero_optimization_stage() < 3 and not engine.groups.holds_parts:
+        state: dict[str, Any] = module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        for name in frozen if exclude_frozen_parameters else ():
+            state.pop(prefix + name, None)
+        return state
+    if keep_vars:
+        raise NotImplementedError(
+            "module_state_dict(keep_vars=True): this rank has parts of the parameters, so whole ones are copies; leave "
+            "keep_vars out, or read engine.module.named_parameters() inside deepspeed.zero.GatheredParameters(...)"
+        )
+    weights: dict[str, Any] = consolidated_state_dict(module, keeps=True, exclude_frozen=exclude_frozen_parameters)
+    weights.update((name, inner.get_extra_state()) for name, inner in with_extra_states(module))
+    state = {} if destination is None else destination
+    state.update({prefix + name: value for name, value in weights.items()})
+    return state
+
+
 def _consolidated_16bit_state_dict(engine: Any, exclude_frozen_parameters: bool = False) -> Any:
     """Return whole weights on rank 0 and None elsewhere, at every stage. Collective."""
     if engine.zero_optimization_stage() == 3:
         return engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
     if engine.groups.holds_parts:
         return engine.module_view.consolidated(exclude_frozen_parameters)
-    return engine.module_state_dict(exclude_frozen_parameters) if engine.groups.world.rank == 0 else None
+    if engine.groups.world.rank != 0:
+        return None
+    return engine.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
 
 def _empty_partition_cache(engine: Any) -> None:
@@ -386,6 +422,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "is_iterable_style_dataset": lambda engine, obj: isinstance(obj, IterableDataset),
     "is_map_style_dataset": lambda engine, obj: isinstance(obj, Dataset) and hasattr(obj, "__getitem__"),
     "load_module_state_dict": load_module_state_dict,
+    "module_state_dict": module_state_dict,
     "loss_scale": lambda engine: float(_optimizer(engine, "loss_scale").loss_scale),
     "offload_states": _offload_states,
     "postscale_gradients": lambda engine: not config_of(engine).prescale_gradients,
@@ -405,7 +442,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 PARTS = {
     "gradients": "is_gradient_accumulation_boundary no_sync scale set_gradient_accumulation_boundary take_reached",
-    "module_view": "_zero3_consolidated_16bit_state_dict module_state_dict save_16bit_model save_fp16_model "
+    "module_view": "_zero3_consolidated_16bit_state_dict save_16bit_model save_fp16_model "
     "zero_gather_16bit_weights_on_model_save",
     "settings": "amp_enabled get_batch_info gradient_accumulation_steps set_train_batch_size "
     "set_train_micro_batch_size train_batch_size train_micro_batch_size_per_gpu",

@@ -5,8 +5,9 @@ Also stage 3 functions of DeepSpeed's API: removing and restoring hooks, paramet
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -189,10 +190,15 @@ def load_module_state_dict(
     strict: bool = True,
     custom_load_fn: Callable[..., Any] | None = None,
     fetch_z3_params: bool = False,
+    z3_params_to_fetch: Iterable[torch.nn.Parameter] | None = None,
+    allowed_missing_keys: Collection[str] | None = None,
 ) -> None:
     """Load `checkpoint["module"]` (whole weights, the same on all ranks) into model and masters. Collective.
 
-    At stage 3 parameters are gathered module by module, regardless of `fetch_z3_params`.
+    At stage 3 parameters are gathered module by module, regardless of `fetch_z3_params` and `z3_params_to_fetch`.
+
+    Args:
+        allowed_missing_keys: what a strict load may lack.
     """
     weights, module = checkpoint["module"], engine.module
     if custom_load_fn is not None:
@@ -202,7 +208,8 @@ def load_module_state_dict(
     known |= set(dict(module.named_buffers(remove_duplicate=False)))
     extra = dict(with_extra_states(module))
     missing, unexpected = sorted(known - set(weights)), sorted(set(weights) - known - set(extra))
-    needed = [name for name in missing if name not in _unsaved(module)]
+    may_lack = {*_unsaved(module), *(allowed_missing_keys or ())}
+    needed = [name for name in missing if name not in may_lack]
     if strict and (needed or unexpected):
         raise RuntimeError(
             f"load_module_state_dict(strict=True): missing {needed or 'nothing'}, unexpected {unexpected or 'nothing'}"
@@ -247,7 +254,7 @@ class ParameterOffload:
         self.backward_hooks: list[Any] = []
         self.forward_hooks: list[Any] = [_Hooks(store)]
         self._store = store
-        module.ds_external_parameters = lambda: external_parameters(module)  # type: ignore[assignment]
+        vars(module)["ds_external_parameters"] = _OfThisModule(functools.partial(external_parameters, module))
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Restore the hooks on `module`, which must be the root."""
@@ -263,6 +270,19 @@ class _Hooks:
 
     def remove(self) -> None:
         self._store.detach()
+
+
+class _OfThisModule:
+    """A method that copies of the module, and pickles of these, do not have."""
+
+    def __init__(self, method: Callable[[], Any]) -> None:
+        self._method = method
+
+    def __call__(self) -> Any:
+        return self._method()
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 class _FixedOrder:

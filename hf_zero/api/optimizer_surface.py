@@ -179,8 +179,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "set_local_grad_for_param": lambda optimizer, value, param: parameter_access.safe_set_local_grad(param, value),
     "set_local_hp_param": _set_local_values,
     "set_lr": _set_lr,
-    "update_fp32_grad_for_param_vectorized": lambda optimizer, update_func, params: (
-        parameter_access.safe_update_full_grad_vectorized(list(params), update_func)
+    "update_fp32_grad_for_param_vectorized": lambda optimizer, update_func, param_list: (
+        parameter_access.safe_update_full_grad_vectorized(list(param_list), update_func)
     ),
 }
 

@@ -22,7 +22,8 @@ from hf_zero.params.store import of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.sharded_step import Source
 
-_ATTRIBUTE = "hf_zero_fragments"
+# By id of the parameter. Beside it, so that a model can be pickled.
+_FRAGMENTS: weakref.WeakValueDictionary[int, Fragments] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class _Part:
 
 
 class Fragments:
-    """Finds this rank's parts of every trained parameter. Stored as an attribute of the parameters.
+    """Finds this rank's parts of every trained parameter, and keeps these alive.
 
     Attributes:
         values: access to what this rank owns.
@@ -158,13 +159,12 @@ def attach_fragments(assembly: Assembly, groups: ParallelGroups) -> None:
     """Attach `Fragments`, which the functions below need, to the parameters of `assembly`."""
     fragments = Fragments(assembly, groups)
     for parameter in assembly.store.parameters:
-        setattr(parameter, _ATTRIBUTE, weakref.ref(fragments))
+        _FRAGMENTS[id(parameter)] = fragments
     assembly.optimizer.fragments = fragments
 
 
 def _fragments_of(parameter: nn.Parameter) -> Fragments | None:
-    reference = getattr(parameter, _ATTRIBUTE, None)
-    return reference() if reference is not None else None
+    return _FRAGMENTS.get(id(parameter))
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

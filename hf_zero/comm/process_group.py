@@ -150,9 +150,10 @@ def get_world_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
-def barrier(group: dist.ProcessGroup | None = None) -> None:
-    if is_initialized():
-        dist.barrier(group)
+def barrier(
+    group: dist.ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None
+) -> dist.Work | None:
+    return dist.barrier(group, async_op, device_ids) if is_initialized() else None
 
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:

@@ -15,8 +15,10 @@ at the step (`reorder`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,9 +29,11 @@ from hf_zero.comm import ledger, uncompiled
 from hf_zero.params.edits import ShardedEdits
 from hf_zero.params.hooked_modules import ExecutionOrder, HookedModule
 from hf_zero.params.prefetcher import Prefetcher
+from hf_zero.params.sharded_parameter import HOOK
 from hf_zero.params.unit import Unit
 
 _DEEPEST = 4  # nesting of objects in a module's output
+_WITHOUT_TENSORS = (bool, int, float, str, bytes, type, nn.Module)  # that a module would have computed
 
 
 class Forward:
@@ -45,7 +49,8 @@ class Forward:
         self._order = order
         self._prefetcher = prefetcher
         self._gathered: list[list[Unit]] = []  # per forward: its own units, and those read from other modules
-        self._subtree: tuple[int, ...] = ()
+        self._first: HookedModule | None = None
+        self._caller: FrameType | None = None
         self.trains = False
         self.seen: list[int] = []
         self.is_out_of_order = False
@@ -66,8 +71,27 @@ class Forward:
     def begin(self, hooked: HookedModule, *, trains: bool) -> None:
         """Begin a pass that enters `hooked` first."""
         self.trains = self._prefetcher.trains = trains
-        self._subtree = hooked.subtree
+        self._first = hooked
+        self._caller = _caller_of_hooks()
         self.seen = []
+
+    def is_interrupted(self, hooked: HookedModule | None = None) -> bool:
+        """Whether the pass under way has ended unseen: torch runs no hook where Ctrl-C (KeyboardInterrupt) ends a
+        forward. The call that began it is then none of those that are being executed.
+
+        Args:
+            hooked: what is entered now; asked only where that may begin a pass, for the sake of time.
+        """
+        first, frame = self._first, sys._getframe()
+        if not self._gathered or self._caller is None or first is None:
+            return False
+        if hooked is not None and hooked is not first and id(hooked.module) in first.inside:
+            return False
+        while frame is not self._caller:
+            if frame.f_back is None:
+                return True
+            frame = frame.f_back
+        return False
 
     def enter(self, hooked: HookedModule) -> None:
         """Gather the units of `hooked`, and prefetch the next ones of this pass."""
@@ -80,7 +104,8 @@ class Forward:
         with ledger.phase("forward"):
             for unit in hooked.units:
                 self._prefetcher.gather(unit)
-            self._prefetcher.prefetch(position for position in self._subtree if position > here)
+            subtree = self._first.subtree if self._first is not None else ()
+            self._prefetcher.prefetch(position for position in subtree if position > here)
 
     def read(self, unit: Unit) -> None:
         """Gather a unit of another module that the innermost module reads."""
@@ -114,12 +139,14 @@ class Forward:
 
     def end(self) -> None:
         """End a pass, when the first entered module has been left. Collective."""
+        self._caller = None
         self._prefetcher.end_pass(in_backward=False)
         self.is_out_of_order = self.is_out_of_order or self.seen != sorted(self.seen)
 
     def abandon(self) -> None:
         """Forget running modules, because their ends will not be seen."""
         self._gathered.clear()
+        self._caller = None
 
     def forget_order(self) -> None:
         """Reset after a change of the execution order."""
@@ -317,6 +344,7 @@ class ParameterCoordinator:
         if _in_autograd():
             self.backward.gather(hooked, hooked.units)  # recomputation of a checkpointed forward
             return
+        self._forget_interrupted(hooked)
         if not self.forward.is_running:
             self._begin_forward(hooked)
         self.forward.enter(hooked)
@@ -362,6 +390,13 @@ class ParameterCoordinator:
 
     # Between passes
 
+    def _forget_interrupted(self, entered: HookedModule | None = None) -> None:
+        """Release what a forward was using that never came to its end: it would stay as it is beside every update."""
+        if self.forward.is_running and self.forward.is_interrupted(entered):
+            self.forward.abandon()
+            self.prefetcher.ahead.discard()
+            self.release_all()
+
     def _begin_forward(self, hooked: HookedModule) -> None:
         if self.backward.is_under_way:
             self.backward.end()
@@ -384,6 +419,7 @@ class ParameterCoordinator:
 
     def end_passes(self) -> None:
         """End running passes and release their units. Collective if a backward is running."""
+        self._forget_interrupted()
         self.end_backward()
         self.release_all()
 
@@ -398,6 +434,14 @@ class ParameterCoordinator:
         self.prefetcher.release_all(except_for=self.forward.in_use)
 
 
+def _caller_of_hooks() -> FrameType | None:
+    """What has called the hook that is being executed: the call of a module, or its compiled form."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not HOOK:
+        frame = frame.f_back
+    return frame.f_back if frame is not None else None
+
+
 def _next_node() -> int:
     """The sequence number of autograd's next operation; numbers increase."""
     return torch._C._autograd._get_sequence_nr()
@@ -408,26 +452,26 @@ def _in_autograd() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors in a module's output: in containers, or else among an object's attributes, or else deeper inside."""
-    tensors = []
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            tensors.extend(value for value in vars(leaf).values() if isinstance(value, Tensor))
-    return tensors or list(_inside(output, _DEEPEST))
-
-
-def _inside(value: Any, depth: int) -> Iterator[Tensor]:
-    """Yield tensors in containers and, down to this depth, in attributes of objects."""
+def _tensors(value: Any, depth: int = _DEEPEST, seen: set[int] | None = None) -> list[Tensor]:
+    """The tensors of a module's output: in containers, and in attributes of objects down to this depth."""
+    tensors, seen = [], set() if seen is None else seen
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
-            yield leaf
-        elif depth and not isinstance(leaf, (nn.Module, type)):
-            names = [name for kind in type(leaf).__mro__ for name in _as_tuple(vars(kind).get("__slots__", ()))]
-            slots = [getattr(leaf, name, None) for name in names if name not in ("__dict__", "__weakref__")]
-            yield from _inside([*slots, *getattr(leaf, "__dict__", {}).values()], depth - 1)
+            tensors.append(leaf)
+        elif depth and leaf is not None and not isinstance(leaf, _WITHOUT_TENSORS) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            tensors.extend(_tensors(_parts(leaf), depth - 1, seen))
+    return tensors
+
+
+def _parts(thing: Any) -> list[Any]:
+    """What an object has that `tree_leaves` does not know: attributes, and items of a container of another class."""
+    names = [name for kind in type(thing).__mro__ for name in _as_tuple(vars(kind).get("__slots__", ()))]
+    parts = [getattr(thing, name, None) for name in names if name not in ("__dict__", "__weakref__")]
+    parts += getattr(thing, "__dict__", {}).values()
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        parts += thing
+    return [*parts, *thing.values()] if isinstance(thing, dict) else parts
 
 
 def _as_tuple(names: Any) -> tuple[str, ...]:

@@ -124,13 +124,13 @@ def _use_of(hooked: HookedModule) -> Use:
 _MARK = "_z3_leaf"  # DeepSpeed's name, which other libraries read
 
 
-def z3_leaf_module(module: nn.Module) -> bool:
-    """Whether `module` is marked as a leaf."""
-    return bool(getattr(module, _MARK, False))
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether the module `model` is marked as a leaf."""
+    return bool(getattr(model, _MARK, False))
 
 
-def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
-    setattr(module, _MARK, flag)
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    setattr(model, _MARK, flag)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:

@@ -151,6 +151,7 @@ _CALLABLES = (
     "aligned_size",
     "padding_size",
     "__deepcopy__",
+    "__reduce_ex__",
 )
 _ids = itertools.count()
 
@@ -246,6 +247,7 @@ def _describe(handle: ShardedParameter) -> None:
     parameter.aligned_size = lambda: handle.shard.numel() * handle.groups.shard.size
     parameter.padding_size = lambda: handle.shard.numel() * handle.groups.shard.size - handle.numel
     parameter.__deepcopy__ = lambda memo: _deepcopy(handle, memo)
+    parameter.__reduce_ex__ = lambda protocol: _pickled(handle, protocol)
 
 
 def _forget(parameter: nn.Parameter) -> None:
@@ -277,9 +279,19 @@ def _summary(handle: ShardedParameter) -> dict[str, Any]:
 
 
 def _deepcopy(handle: ShardedParameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Return a plain parameter with the same values; raises if the parameter is released."""
     if not handle.is_available:
         raise RuntimeError(refusal(handle.name, handle.shape, "copied", "", READ_FIX))
-    copied = nn.Parameter(handle.parameter.detach().clone(), handle.parameter.requires_grad)
+    copied = _copy(handle)
     memo[id(handle.parameter)] = copied
     return copied
+
+
+def _pickled(handle: ShardedParameter, protocol: Any) -> Any:
+    if not handle.is_available:
+        return type(handle.parameter).__reduce_ex__(handle.parameter, protocol)  # refuses
+    return _copy(handle).__reduce_ex__(protocol)
+
+
+def _copy(handle: ShardedParameter) -> nn.Parameter:
+    """A plain parameter with the same values."""
+    return nn.Parameter(handle.parameter.detach().clone(), handle.parameter.requires_grad)

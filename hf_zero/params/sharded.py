@@ -294,8 +294,10 @@ class ShardedParameters(ParameterStore):
         if self.coordinator.is_watching:
             return
         self.coordinator.watch()
+        hooked = {id(each.module) for each in self._order.hooked_modules}  # whose hooks no pickle takes
         for module in self._module.modules():
-            if any(id(parameter) in self._unit_of for parameter in module.parameters(recurse=False)):
+            has_released = any(id(parameter) in self._unit_of for parameter in module.parameters(recurse=False))
+            if has_released or id(module) in hooked:
                 self._reads.watch(module)
 
     def detach(self) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from types import CodeType
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import ParallelGroups
+from hf_zero.comm import ParallelGroups, uncompiled
 from hf_zero.device.host_memory import HostHeap
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Memory
@@ -263,16 +265,28 @@ def _refuse_replaced(handle: ShardedParameter) -> NoReturn:
     )
 
 
+# Hooks of modules.
+
+
+HOOK: CodeType = uncompiled(lambda: None).__code__  # of what torch calls as a hook of ours
+
+
+def _is_ours(hook: object) -> bool:
+    return getattr(hook, "__code__", None) is HOOK
+
+
 # Detects reads of a module's parameter that is not gathered.
 
 
 class ReadHookedParameters(dict[str, Any]):
-    """A module's `_parameters`. `module.weight` looks up a name here, which detects reads.
+    """A module's `_parameters`. `module.weight` looks up a name here, which detects reads; a copy of the module gets a
+    plain dict.
 
     Iteration (`parameters()`, `state_dict()`) does not count as a read, because it does not call `__getitem__`.
     """
 
     on_read: Callable[[ShardedParameter], None]
+    hooks: tuple[dict[int, Any], ...]  # the module's, ours among them
 
     def __getitem__(self, name: str) -> Any:
         parameter = dict.__getitem__(self, name)
@@ -283,12 +297,21 @@ class ReadHookedParameters(dict[str, Any]):
         return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """For a copy of the module, whose hooks come after its parameters: ours would gather what it is a copy of."""
         import copy
 
+        ours = {number for hooks in self.hooks for number, hook in hooks.items() if _is_ours(hook)}
+        for hooks in self.hooks:
+            kept = [(number, copy.deepcopy(hook, memo)) for number, hook in hooks.items() if number not in ours]
+            memo[id(hooks)] = OrderedDict(kept)
         return {name: copy.deepcopy(parameter, memo) for name, parameter in self.items()}
 
     def __reduce__(self) -> Any:
-        return dict, (dict(self),)
+        raise RuntimeError(
+            "a model with ZeRO stage 3 cannot be pickled, nor saved by torch.save(model): pickle a copy of it, made on "
+            "every rank by `with hf_zero.gathered(model): copied = copy.deepcopy(model)`, or take the weights alone "
+            "from accelerator.get_state_dict(model) or trainer.save_model()"
+        )
 
 
 class ReadHooks:
@@ -302,6 +325,7 @@ class ReadHooks:
         """Report reads of `module`'s own parameters, replacing an earlier watcher."""
         read_hooked = ReadHookedParameters(module._parameters)
         read_hooked.on_read = self._on_read
+        read_hooked.hooks = module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
         module.__dict__["_parameters"] = read_hooked
         self._watched.append(weakref.ref(module))
 

@@ -15,6 +15,13 @@ from hf_zero.step.sharded_step import ShardedStep, StepRules
 from hf_zero.surface import NamesOf
 
 
+def refuse_copy(thing: object, _protocol: object) -> NoReturn:
+    """A `__reduce_ex__`, by which Python copies and pickles."""
+    from hf_zero.instead import COPIES  # what no step needs
+
+    raise TypeError(COPIES[type(thing).__name__])
+
+
 class ZeroOptimizer(torch.optim.Optimizer):
     """`param_groups` and `state` are the base optimizer's own objects.
 
@@ -52,6 +59,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.rules = rules
         self._step = step
         self._names = names
+
+    __reduce_ex__ = refuse_copy  # in a copy, torch's class would replace `step` of this whole class
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
+import pickle
 import weakref
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import nn
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.entry import initialize
+from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from hf_zero.comm import init_distributed
 from hf_zero.config import ConfigError
 from hf_zero.step.outcome import clip_coefficient
@@ -427,6 +430,32 @@ def test_a_deep_copy_of_a_live_model_trains_on_its_own() -> None:
     before = {name: value.clone() for name, value in copied.state_dict().items()}
     one_step(engine)
     assert all(torch.equal(value, before[name]) for name, value in copied.state_dict().items())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_model_that_is_trained_can_be_pickled(stage: int) -> None:
+    """`torch.save(model)` was: cannot pickle 'weakref.ReferenceType' object."""
+    engine = new_engine(zero_optimization={"stage": stage})
+    one_step(engine)
+    file = io.BytesIO()
+    torch.save(engine.module, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    saved = loaded.state_dict()
+    assert all(torch.equal(value, saved[name]) for name, value in engine.module.state_dict().items())
+    assert safe_get_full_fp32_param(loaded.head.weight) is None
+    one_step(new_engine(loaded))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_engine_and_its_optimizer_are_not_copied(stage: int) -> None:
+    """torch's class put another `step` into ours while it was copied, and no engine of the process could step again."""
+    engine = new_engine(zero_optimization={"stage": stage})
+    for thing, words in ((engine.optimizer, r"save_checkpoint\(\)"), (engine, r"copy its model, engine\.module")):
+        for how in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(TypeError, match=words):
+                how(thing)
+    one_step(engine)
+    one_step(new_engine(zero_optimization={"stage": stage}))
 
 
 def run_different_models(rank: int) -> None:

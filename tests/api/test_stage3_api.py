@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -266,6 +267,52 @@ def run_surgery(rank: int, enters: bool) -> list[float]:
 
 def test_gathering_taking_hooks_off_and_refused_reads_leave_training_as_it_was() -> None:
     assert run_ranks(run_surgery, 2, True) == run_ranks(run_surgery, 2, False)
+
+
+def run_copy(rank: int) -> list[float]:
+    engine = initialize(model=Net(), config=config())[0]
+    seen: list[str] = []
+    engine.module.first.register_forward_hook(lambda *_: seen.append("first"))
+    step(engine)
+    with hf_zero.gathered(engine) as model:
+        copied = copy.deepcopy(model)
+    rows, losses = torch.ones(2, 5), []
+    if rank == 0:  # a copy has no hooks that would wait for other ranks
+        copied(rows).square().mean().backward()
+        torch.optim.SGD(copied.parameters(), lr=0.1).step()
+        losses.append(copied(rows).square().mean().item())
+    assert seen == ["first"] * (3 if rank == 0 else 1), "hooks of the program's are copied"
+    copied.first._forward_hooks.clear()
+    loaded = pickle.loads(pickle.dumps(copied))
+    assert torch.equal(loaded.scale, copied.scale) and loaded.ds_external_parameters is None
+    for thing in (engine.module, nn.ModuleList([engine.module.first])):
+        with pytest.raises(RuntimeError, match=r"cannot be pickled, .* copied = copy.deepcopy\(model\)"):
+            torch.save(thing, io.BytesIO())
+    with pytest.raises(TypeError, match="copy its model"):
+        copy.deepcopy(engine)
+    step(engine)
+    with torch.no_grad():
+        return [*losses, engine(rows).square().mean().item()]
+
+
+def test_a_copy_runs_on_one_rank_alone_and_can_be_pickled() -> None:
+    """A copy had the hooks of its original, and waited for other ranks to gather what that has; it could not be
+    pickled for them, nor could its original, of which the error told nothing but the name of a function."""
+    alone, first = run_ranks(run_copy, 2)[0]
+    plain = Net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randn(2, 5, generator=generator)
+    plain(batch).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ahead = copy.deepcopy(plain)
+    ahead(torch.ones(2, 5)).square().mean().backward()
+    torch.optim.SGD(ahead.parameters(), lr=0.1).step()
+    assert ahead(torch.ones(2, 5)).square().mean().item() == pytest.approx(alone, rel=1e-5)
+    plain(batch).square().mean().backward()
+    optimizer.step()
+    assert plain(torch.ones(2, 5)).square().mean().item() == pytest.approx(first, rel=1e-5)
 
 
 def run_two_engines(rank: int) -> list[float]:

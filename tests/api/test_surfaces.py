@@ -100,6 +100,59 @@ def test_views_and_shortcuts_show_what_the_engine_trains(stage: int) -> None:
     assert first["numel"] + second["numel"] >= (2 if stage == 0 else 1) * parameters
 
 
+class Counting(nn.Module):
+    """Keeps a state of its own."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"count": 3}
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+def run_state_dicts(rank: int, stage: int) -> None:
+    model = new_model()
+    model.append(Counting())
+    engine = new_engine(stage, model)
+    engine.module[0].bias.requires_grad_(False)
+    whole = engine.module_state_dict()
+    given: dict[str, Any] = {"other": 1}
+    state = engine.module_state_dict(given, "inner.", exclude_frozen_parameters=True)
+    assert state is given and state.pop("other") == 1
+    expected = {f"inner.{name}": value for name, value in whole.items() if name != "0.bias"}
+    assert state.pop("inner.3._extra_state") == expected.pop("inner.3._extra_state") == {"count": 3}
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    if stage < 3:
+        assert engine.module_state_dict(keep_vars=True)["2.bias"] is engine.module[2].bias
+    else:
+        with pytest.raises(NotImplementedError, match="leave keep_vars out"):
+            engine.module_state_dict(keep_vars=True)
+    del whole["2.bias"]
+    with pytest.raises(RuntimeError, match=r"missing \['2.bias'\]"):
+        engine.load_module_state_dict({"module": whole}, allowed_missing_keys={"0.bias"})
+    bias = [engine.module[2].bias]
+    engine.load_module_state_dict({"module": whole}, z3_params_to_fetch=bias, allowed_missing_keys={"2.bias"})
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_state_dicts_take_the_arguments_of_deepspeed(stage: int) -> None:
+    """Three of `module_state_dict` and two of `load_module_state_dict` were a TypeError; at stage 3 states of modules'
+    own were left out."""
+    run_ranks(run_state_dicts, 2, stage)
+
+
+def test_compile_takes_the_arguments_of_deepspeed(caplog: pytest.LogCaptureFixture) -> None:
+    """`schedule` and `compiled_autograd_enabled` were a TypeError. Without DeepCompile, DeepSpeed uses no schedule."""
+    engine = new_engine(2)
+    with caplog.at_level("WARNING", logger="hf_zero"):
+        engine.compile(backend="eager", schedule=[(0, [])], compiled_autograd_enabled=True)
+    assert "compiled_autograd_enabled=True): no effect" in caplog.text and engine.is_compiled
+    one_step(engine)
+
+
 def run_weights(rank: int, stage: int) -> list[float]:
     engine = new_engine(stage)
     one_step(engine)

@@ -73,6 +73,24 @@ def test_torch_reads_what_we_write_and_so_do_we(tmp_path: Path) -> None:
         assert type(read["stage"]) is classes.ZeroStageEnum
 
 
+NEWER = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64]
+
+
+@pytest.mark.parametrize("dtype", NEWER, ids=str)
+def test_dtypes_without_a_storage_of_their_own(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A checkpoint with such a buffer, or a frozen float8 weight, was refused. torch writes them as bytes, and their
+    dtype with the tensor."""
+    values = torch.arange(6 * dtype.itemsize, dtype=torch.uint8).view(dtype).view(2, 3)
+    write_torch_file(tmp_path / "ours.pt", {"a": values, "tied": values, "none": values[:0]})
+    torch.save({"a": values, "tied": values, "none": values[:0]}, tmp_path / "torchs.pt")
+    for name in ("ours", "torchs"):
+        path = tmp_path / f"{name}.pt"
+        for read in (torch.load(path, weights_only=True), read_torch_file(path)):
+            assert read["a"].dtype == read["none"].dtype == dtype and read["none"].shape == (0, 3)
+            assert torch.equal(read["a"].view(torch.uint8), values.view(torch.uint8))
+            assert read["a"].data_ptr() == read["tied"].data_ptr()
+
+
 def test_tensors_that_arrive_later_make_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batches come in any order, in spans written by several threads, cast on the way, some without waiting."""
     monkeypatch.setattr(stream, "CHUNK_BYTES", 64)

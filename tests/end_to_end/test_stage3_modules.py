@@ -256,6 +256,56 @@ def test_a_module_that_returns_its_parameter(how: str, reentrant: bool | None) -
     assert_same_training(run_ranks(run_lender, 2, how, reentrant), trace)
 
 
+class Kept(dict[str, Any]):
+    """A container of a program's own."""
+
+
+BESIDE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "object": (lambda y: Held([Held(y)]), lambda held: held.inside[0].inside),
+    "set": (lambda y: frozenset([y]), lambda held: next(iter(held))),
+    "dict": (lambda y: Kept(y=[y]), lambda held: held["y"][0]),
+}
+
+
+class Beside(nn.Module):
+    """Returns a plain tensor, and in something else what it has computed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.weight, self.other = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        y = torch.tanh(self.first(x) @ self.weight) @ self.other
+        return x * 1.0, BESIDE[self.how][0](y)
+
+
+class ReadsBeside(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.inner = Beside(how)
+        self.outlet = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outlet(BESIDE[self.how][1](self.inner(x)[1])).square().mean()
+
+
+def run_beside(rank: int, how: str) -> Seen:
+    nothing_stays = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
+    model = seeded(lambda: ReadsBeside(how))
+    return run_training(model, [parts[rank] for parts in vectors(4)], **nothing_stays)
+
+
+@pytest.mark.parametrize("how", BESIDE)
+def test_an_output_that_is_in_something_beside_a_plain_tensor(how: str) -> None:
+    """It was looked for only where there was no plain tensor: backward read released weights, and gradients were
+    silently wrong."""
+    trace = plain(seeded(lambda: ReadsBeside(how)), vectors(4))
+    assert_same_training(run_ranks(run_beside, 2, how), trace)
+
+
 class Returning(nn.Module):
     """Returns a view of a parameter to the program."""
 

@@ -248,6 +248,22 @@ def test_every_rank_loads_every_weight(shard: str, tmp_path: Path) -> None:
         assert not any(info.values()), info
 
 
+def test_weights_of_other_sizes_are_initialised_where_they_may_be(tmp_path: Path) -> None:
+    """`from_pretrained(..., ignore_mismatched_sizes=True)`, for a head with other labels, was refused at stage 3."""
+    model = tiny_llama()
+    model.save_pretrained(tmp_path)
+    options = {"ignore_mismatched_sizes": True, "vocab_size": VOCABULARY + 7}
+    first, second = run_ranks(run_load, 2, str(tmp_path), options)
+    assert_same_tensors(first[0], second[0])
+    for name, value in model.named_parameters():
+        if name in ("lm_head.weight", "model.embed_tokens.weight"):
+            assert first[0][name].shape == (VOCABULARY + 7, 36) and 0.018 < first[0][name].std() < 0.022
+        else:
+            assert torch.equal(first[0][name], value), name
+    with pytest.raises(AssertionError, match="size mismatch for model.embed_tokens.weight"):
+        run_ranks(run_load, 2, str(tmp_path), {"vocab_size": VOCABULARY + 7})
+
+
 def test_missing_keys_are_noticed_and_initialised(tmp_path: Path) -> None:
     """A file without some weights gave NaN or uninitialised memory instead, different on each rank."""
     model = tiny_llama()

@@ -72,6 +72,14 @@ def test_no_section_with_real_objects() -> None:
     assert engine.config["zero_allow_untested_optimizer"] is True
 
 
+def test_a_function_that_makes_the_schedule_of_a_real_optimizer() -> None:
+    """accelerate calls it for an optimizer of the config alone; the placeholder had no step."""
+    engine, schedule = prepared(one_step(), "real", "callable")
+    assert type(schedule.scheduler) is LambdaLR and engine.lr_scheduler is None
+    assert engine.optimizer.param_groups[0]["lr"] == 0.05
+    assert schedule.scheduler.optimizer.param_groups is engine.optimizer.param_groups
+
+
 def test_scheduler_section_with_a_real_optimizer() -> None:
     engine, _ = prepared(one_step(scheduler=WARMUP_DECAY), "real", "dummy")
     assert type(engine.optimizer.optimizer) is torch.optim.SGD

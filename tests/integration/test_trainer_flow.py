@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -208,6 +209,19 @@ def test_training_twice(tmp_path: Path) -> None:
     assert first.global_step == second.global_step == 2 and second.training_loss < first.training_loss
 
 
+@pytest.mark.parametrize("save_only_model", [False, True])
+def test_two_trainers_with_the_same_arguments(save_only_model: bool, tmp_path: Path) -> None:
+    """accelerate refused the second: "You cannot pass in a `deepspeed_plugin` when creating a second `Accelerator`"."""
+    first = trainer(tmp_path, BASE, save_only_model=save_only_model)
+    plugin, losses = first.args.deepspeed_plugin, []
+    for _ in range(2):
+        torch.manual_seed(0)
+        again = Trainer(copy.deepcopy(first.model), first.args, train_dataset=first.train_dataset)
+        losses.append(again.train().training_loss)
+        assert again.args.deepspeed_plugin is plugin is again.accelerator.state.deepspeed_plugin
+    assert losses[0] == losses[1] == first.train().training_loss
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_arguments_that_change_later_are_followed(fixed: bool, tmp_path: Path) -> None:
     """`trainer.args.learning_rate = ...` before another train() silently had no effect if the optimizer section's rate
@@ -348,6 +362,16 @@ def test_weight_decay_spares_biases_and_norms(
     run.train()
     decays = [group["weight_decay"] for group in run.deepspeed.optimizer.param_groups]
     assert decays == {2: [0.1, 0.0], 1: [0.1]}[groups]
+
+
+def test_trainer_finds_the_group_of_a_parameter(tmp_path: Path) -> None:
+    """`get_optimizer_group` asks whether the parameter equals one in a group, where shards of another size are."""
+    run = trainer(tmp_path, {**BASE, "optimizer": ADAMW}, weight_decay=0.1)
+    run.train()
+    decaying = set(run.get_decay_parameter_names(run.model))
+    groups = {name: run.get_optimizer_group(parameter) for name, parameter in run.model.named_parameters()}
+    assert {name for name, group in groups.items() if group["weight_decay"] == 0.1} == decaying < groups.keys()
+    assert len(run.get_optimizer_group()) == len(run.get_optimizer_group(torch.nn.Parameter(torch.ones(1)))) == 2
 
 
 def test_auto_find_batch_size_follows_to_the_engine(tmp_path: Path) -> None:

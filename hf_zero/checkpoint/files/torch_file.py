@@ -153,10 +153,17 @@ def _readable_globals() -> set[str]:
 
 
 class _Storage:
-    """Represents one record while pickling."""
+    """Represents one record while pickling.
+
+    Attributes:
+        is_untyped: the dtype is newer than torch's classes of storages (float8, uint16), so it goes with the tensor.
+    """
 
     def __init__(self, key: int, content: Streamed | Awaited) -> None:
-        self.id = ("storage", _storage_class(content.dtype), str(key), "cpu", content.numel)
+        self.is_untyped = content.dtype in torch.storage._new_dtypes()
+        size = content.num_bytes if self.is_untyped else content.numel
+        kind = torch.UntypedStorage if self.is_untyped else _storage_class(content.dtype)
+        self.id = ("storage", kind, str(key), "cpu", size)
 
 
 def _storage_class(dtype: torch.dtype) -> type:
@@ -215,6 +222,8 @@ class _Pickler(pickle._Pickler):  # type: ignore[misc, name-defined, unused-igno
             self._alive.append(content)
         strides = torch.empty(content.shape, device="meta").stride()
         arguments: tuple[Any, ...] = (storage, 0, content.shape, strides, False, OrderedDict())
+        if storage.is_untyped:
+            return torch._utils._rebuild_tensor_v3, (*arguments, content.dtype)
         return torch._utils._rebuild_tensor_v2, arguments
 
     def _identity(self, tensor: Tensor) -> object:

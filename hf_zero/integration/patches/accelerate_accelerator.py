@@ -95,6 +95,7 @@ def around_prepare_deepspeed(original: Function, self: Any, *args: Any) -> Any:
     if model is None:
         _refuse_lone_stand_in(args)
         return tuple(_alone(self, thing) for thing in original(self, *args))
+    args = _schedules_made(args)
     try:
         fill_autos(self, model, args)
     except ConfigError as error:
@@ -154,6 +155,16 @@ def _refuse(accelerator: Any, error: ConfigError, check: Callable[[], object]) -
     finally:
         config.clear()
         config.update(kept)
+
+
+def _schedules_made(things: Sequence[Any]) -> tuple[Any, ...]:
+    """A DummyScheduler with a function beside an optimizer of the script: upstream calls the function for an optimizer
+    of the config alone, and here would step the placeholder."""
+    optimizer = next((thing for thing in things if isinstance(thing, Optimizer)), None)
+    if optimizer is None:
+        return tuple(things)
+    makers = (getattr(x, "lr_scheduler_callable", None) if is_dummy(x, "DummyScheduler") else None for x in things)
+    return tuple(thing if make is None else make(optimizer) for thing, make in zip(things, makers, strict=True))
 
 
 def _refuse_lone_stand_in(things: Sequence[Any]) -> None:

@@ -399,32 +399,46 @@ def _boxed(group: Any) -> list[Any]:
 
 @PATCHES.add(
     "_load_state_dict_into_zero3_model(model_to_load, state_dict, load_config)",
-    without="keys of a checkpoint that the model does not have are passed over in silence at stage 3",
-    until="_load_state_dict_into_zero3_model reports unexpected keys itself",
+    without="at stage 3 keys of a checkpoint that the model does not have are passed over in silence, and "
+    "from_pretrained(ignore_mismatched_sizes=True) fails where sizes differ",
+    until="_load_state_dict_into_zero3_model reports unexpected keys itself, and knows ignore_mismatched_sizes",
     importers=("transformers.modeling_utils",),
 )
 def around_loading(original: Function, model_to_load: Any, state_dict: Any, load_config: Any = None) -> Any:
-    """Record the checkpoint's keys that the model lacks, which upstream ignores."""
-    mapping = getattr(load_config, "weight_mapping", None) or []
-    vars(model_to_load)[NOTED] = _without_home(model_to_load, list(state_dict), mapping)
+    """Record the checkpoint's keys that the model lacks, which upstream ignores. Of another size than the model's, a
+    weight that may be is left out: what is missing is initialised, as without an engine."""
+    known = model_to_load.state_dict()
+    homes = _homes(model_to_load, state_dict, getattr(load_config, "weight_mapping", None) or [], known)
+    vars(model_to_load)[NOTED] = {key for key, home in homes.items() if home is None}
+    if getattr(load_config, "ignore_mismatched_sizes", False):
+        others = {key for key, home in homes.items() if home and tuple(state_dict[key].shape) != known[home].shape}
+        if others:
+            logger.warning(
+                "from_pretrained(ignore_mismatched_sizes=True): %d weights of the checkpoint have other shapes than "
+                "the model's, which are newly initialised: %s",
+                len(others),
+                ", ".join(f"{key} {tuple(state_dict[key].shape)}" for key in sorted(others)[:8]),
+            )
+            state_dict = {key: value for key, value in state_dict.items() if key not in others}
     return original(model_to_load, state_dict, load_config)
 
 
-def _without_home(model: Any, keys: Iterable[str], mapping: Iterable[Any]) -> set[str]:
+def _homes(model: Any, keys: Iterable[str], mapping: Iterable[Any], known: Mapping[str, Any]) -> dict[str, str | None]:
+    """Where each key of a checkpoint goes: a name in the model; "" for one that becomes a part of another weight; None:
+    the model does not have it."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    known = dict.fromkeys(model.state_dict())
     prefix = model.base_model_prefix
     mapping = list(mapping)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    homeless = set()
+    names, homes = dict.fromkeys(known), dict[str, str | None]()
     for key in keys:
         # By position, because the prefix parameter had another name in older versions.
-        renamed, _ = rename_source_key(key, renamings, converters, prefix, known)
-        if renamed not in known and f"{prefix}.{renamed}" not in known:
-            homeless.add(key)
-    return homeless
+        renamed, pattern = rename_source_key(key, renamings, converters, prefix, names)
+        home = next((name for name in (renamed, f"{prefix}.{renamed}") if name in known), None)
+        homes[key] = "" if home is not None and pattern is not None else home
+    return homes
 
 
 @PATCHES.add(

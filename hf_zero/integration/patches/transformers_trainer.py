@@ -90,6 +90,7 @@ def _num_tokens(batch: Any) -> Tensor:
 
 PATCHES = Patches("transformers.trainer")
 _NO_PAIR = "save_only_model does not go with load_best_model_at_end"
+_ONE_TRAINER = "each Trainer of a process needs TrainingArguments of its own"
 _WAITS = "the host waits for the device after every step"
 _NORM_IS_LATE = "Trainer keeps the norm as a tensor until it logs"
 _PAIR_WORKS = "Trainer loads the best model from its weights, with whatever engine, instead of refusing the pair"
@@ -110,19 +111,49 @@ def around_get_learning_rate(original: Callable[..., float], self: Any) -> float
     return original(self)
 
 
-@PATCHES.add("Trainer.create_accelerator_and_postprocess(self)", without=_NO_PAIR, until=_PAIR_WORKS)
+@PATCHES.add(
+    "Trainer.get_optimizer_group(self, param)",
+    without="get_optimizer_group(param) compares a parameter with shards, which have other shapes",
+    until="Trainer asks by identity, and the engine which group a parameter is in",
+)
+def around_get_optimizer_group(original: Function, self: Any, param: Any = None) -> Any:
+    """The group in which the engine trains this parameter; its groups hold flat shards."""
+    engine = self.model_wrapped
+    assembly = engine.gradients.assembly if isinstance(engine, ZeroEngine) else None
+    if assembly is None or param is None:
+        return original(self, param)
+    for parameter, spec in zip(assembly.store.parameters, assembly.store.layout.specs, strict=True):
+        if parameter is param:
+            return engine.optimizer.param_groups[spec.group]
+    return original(self)  # as for a parameter that is in no group
+
+
+@PATCHES.add(
+    "Trainer.create_accelerator_and_postprocess(self)",
+    without=f"{_NO_PAIR}, and {_ONE_TRAINER}",
+    until=f"{_PAIR_WORKS}, and accelerate takes the plugin that it has",
+)
 def around_start(original: Callable[..., None], self: Any) -> None:
-    """Trainer rejects this pair, because DeepSpeed can only load the best model from a full checkpoint."""
-    args = self.args
-    lifts = args.save_only_model and args.load_best_model_at_end and args.deepspeed_plugin is not None
-    if not lifts:
-        original(self)
-        return
-    args.load_best_model_at_end = False  # only read by the check that rejects the pair
+    """Trainer rejects this pair, because DeepSpeed can only load the best model from a full checkpoint. And accelerate
+    rejects a plugin that it has already, from a Trainer with the same arguments."""
+    args, plugin = self.args, self.args.deepspeed_plugin
+    shown: dict[str, Any] = {}
+    if args.save_only_model and args.load_best_model_at_end and plugin is not None:
+        shown["load_best_model_at_end"] = False  # only read by the check that rejects the pair
+    if plugin is not None and _is_in_use(plugin):
+        shown["deepspeed_plugin"] = None  # accelerate goes on with the one that it has
+    before = {name: getattr(args, name) for name in shown}
+    vars(args).update(shown)
     try:
         original(self)
     finally:
-        args.load_best_model_at_end = True
+        vars(args).update(before)
+
+
+def _is_in_use(plugin: Any) -> bool:
+    from accelerate.state import AcceleratorState
+
+    return AcceleratorState._shared_state != {} and AcceleratorState().deepspeed_plugin is plugin
 
 
 @PATCHES.add("Trainer._load_best_model(self)", without=_NO_PAIR, until=_PAIR_WORKS)
