@@ -71,9 +71,9 @@ def test_what_cannot_be_is_said(caplog: pytest.LogCaptureFixture) -> None:
         checkpointing.configure(SimpleNamespace(get_model_parallel_world_size=lambda: 1), partition_activations=True)
         checkpointing.partition_activations_in_checkpoint(True)
     texts = [record.getMessage() for record in caplog.records]
-    assert [part in text for part, text in zip(("no mpu", "different activations", "one rank", "given no mpu"), texts)] == [
-        True
-    ] * 4
+    assert [
+        part in text for part, text in zip(("no mpu", "different activations", "one rank", "given no mpu"), texts)
+    ] == [True] * 4
     assert same(train(net(), checkpointing.checkpoint), train(net(), plain))
 
 
