@@ -4,8 +4,8 @@ A whole step is traced, tensor by tensor (`hf_zero.planning.trace`), and replaye
 (CUDACachingAllocator.cpp of PyTorch): sizes are rounded up to 512 bytes; up to 1 MiB come from segments of 2 MiB,
 up to 10 MiB from those of 20 MiB, larger ones have a segment of their own size in steps of 2 MiB; the smallest free
 block that is large enough is taken, and split if enough is left; neighbors that are free become one. Nothing is given
-back. With `expandable_segments` all blocks up to 1 MiB are of one segment and all others of another, which grow by 2 and
-20 MiB as far as what is free at their end does not do.
+back. With `expandable_segments` blocks up to 1 MiB are of one segment and all others of another, which grow in steps
+of 2 and 20 MiB where what is free at their end is too small.
 
 Between steps parameters stay; Adam's states are made in the first update, where activations have been: the next step
 finds their places taken. Tensors of other streams (those that FSDP gathers and reduces) are not in it.

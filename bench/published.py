@@ -11,9 +11,9 @@ seed holds half of the runs out: no formula or constant is chosen by them, so th
 run will have.
 
 Programs measure different things, which is said of each run as its `meter`: what tensors take (`allocated`), what the
-allocator has taken for them (`reserved`), or what the driver shows (`device`). The last two are more than a plan's sum
-by what a plan leaves free (`hf_zero.planning.machine`). A run whose checkpointing is `selective`, which hf_zero does
-not have, must lie between a plan with and one without.
+allocator has taken for them (`reserved`), or what the driver shows (`device`); `active` is what tensors take, with what
+waits for another stream. What the allocator has beside them comes from a replay (`bench/allocator.py`). A run whose
+checkpointing is `selective`, which hf_zero does not have, must lie between a plan with and one without.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RUNS = Path(__file__).with_name("published.json")
 PAGE = ROOT / "docs" / "planning.md"
 SEEDS = {1: 20261125, 2: 20261126, 3: 20261127, 4: 20261128}  # of the lot of each set of runs
 # Sets whose held-out runs are not predicted unless asked for: a new set, as long as rules are changed.
-SEALED: frozenset[int] = frozenset({4})
+SEALED: frozenset[int] = frozenset()
 UNITS = {"B": 1.0, "MiB": float(2**20), "GB": 1e9, "GiB": float(2**30)}
 CLOSE = 0.10
 RATE_DIFFERS = 1.10  # runs of a source whose published rates are closer than that have no order to predict
@@ -149,7 +149,17 @@ def _shape(run: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _surroundings(run: Mapping[str, Any]) -> dict[str, Any]:
     """What makes two traces of one model different, beside what a `Training` says."""
-    keys = ("program", "autocast", "loss", "softmax", "lora_targets", "lora_form", "lora_dropout", "copies_attention", *SHAPES)
+    keys = (
+        "program",
+        "autocast",
+        "loss",
+        "softmax",
+        "lora_targets",
+        "lora_form",
+        "lora_dropout",
+        "copies_attention",
+        *SHAPES,
+    )
     return {key: run[key] for key in keys if key in run}
 
 
