@@ -158,6 +158,7 @@ def _surroundings(run: Mapping[str, Any]) -> dict[str, Any]:
         "lora_form",
         "lora_dropout",
         "copies_attention",
+        "clamps_scores",
         *SHAPES,
     )
     return {key: run[key] for key in keys if key in run}

@@ -52,6 +52,8 @@ def as_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": _copying}))
         if run.get("softmax") == "16 bits":  # of nn.MultiheadAttention, where transformers' eager attention has fp32
             stack.enter_context(mock.patch.object(nn.functional, "softmax", _narrow(nn.functional.softmax)))
+        if run.get("clamps_scores"):
+            stack.enter_context(mock.patch.object(nn.functional, "softmax", _clamping(nn.functional.softmax)))
         if run["program"] == "autocast" or run.get("autocast"):
             casts = _Autocast(torch.bfloat16)
             for holder, name in _IN_16_BITS:
@@ -255,6 +257,16 @@ class _Autocast:
 def _narrow(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """In the dtype of its scores, whatever is asked for."""
     return lambda scores, dim=None, **_: softmax(scores, dim=dim)
+
+
+def _clamping(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """OPT of transformers in early 2023 takes the larger of each score and the least number of its dtype, for which
+    autograd keeps masked scores."""
+
+    def clamped(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return softmax(torch.maximum(scores, scores.new_empty(())), *args, **kwargs)
+
+    return clamped
 
 
 def _high(value: Any) -> Any:
