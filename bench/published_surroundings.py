@@ -15,7 +15,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_zero.planning import model as planned
 
@@ -30,16 +32,28 @@ _IN_16_BITS = (
 _IN_FP32 = ((nn.functional, "layer_norm"), (nn.functional, "softmax"), (nn.functional, "cross_entropy"))
 
 
+SHAPES = ("output_apart", "target_length")
+"""Of a run: its output matrix is not the input's (transformers 5 ties those of all T5); its targets are so long."""
+
+
 @contextmanager
 def as_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
     """While a run's model is made and traced."""
     with ExitStack() as stack:
         if run["lora_rank"]:
             stack.enter_context(mock.patch.object(planned, "_with_lora", _adding(run)))
+        if run.get("output_apart"):
+            stack.enter_context(mock.patch.object(planned, "build_model", _apart(planned.build_model)))
+        if "target_length" in run:
+            stack.enter_context(mock.patch.object(planned, "sample_inputs", _short(run["target_length"])))
         if "loss" in run:
             stack.enter_context(mock.patch.dict(LOSS_MAPPING, {"ForCausalLM": _LOSSES[run["loss"]]}))
+        if run.get("copies_attention"):
+            stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": _copying}))
         if run.get("softmax") == "16 bits":  # of nn.MultiheadAttention, where transformers' eager attention has fp32
             stack.enter_context(mock.patch.object(nn.functional, "softmax", _narrow(nn.functional.softmax)))
+        if run.get("clamps_scores"):
+            stack.enter_context(mock.patch.object(nn.functional, "softmax", _clamping(nn.functional.softmax)))
         if run["program"] == "autocast" or run.get("autocast"):
             casts = _Autocast(torch.bfloat16)
             for holder, name in _IN_16_BITS:
@@ -47,6 +61,33 @@ def as_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
             for holder, name in _IN_FP32:
                 stack.enter_context(mock.patch.object(holder, name, casts.high(getattr(holder, name))))
         yield
+
+
+def _copying(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """nn.MultiheadAttention, which torchvision's models have: its result is laid out anew for the last matrix, and kept
+    both ways."""
+    found, scores = sdpa_attention_forward(*args, **kwargs)
+    return found.clone(), scores
+
+
+def _apart(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def made(*args: Any) -> nn.Module:
+        model: Any = build(*args)
+        output = model.get_output_embeddings()
+        output.weight = nn.Parameter(output.weight.detach().clone(), requires_grad=output.weight.requires_grad)
+        return model  # type: ignore[no-any-return]
+
+    return made
+
+
+def _short(length: int) -> Callable[..., dict[str, Any]]:
+    sample = planned.sample_inputs
+
+    def made(*args: Any) -> dict[str, Any]:
+        inputs = sample(*args)
+        return {**inputs, "labels": inputs["labels"][:, :length]}
+
+    return made
 
 
 def _adding(run: Mapping[str, Any]) -> Callable[[nn.Module, int], nn.Module]:
@@ -124,6 +165,33 @@ def _unshifted(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> 
     return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
 
 
+def _wide(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
+    """fairseq, whose labels are shifted in the data: logarithms of probabilities in fp32."""
+    found = nn.functional.log_softmax(logits, dim=-1, dtype=torch.float32)
+    return nn.functional.nll_loss(found.view(-1, vocab_size), labels.view(-1))
+
+
+class _Listed(torch.autograd.Function):
+    """torchtune (`CEWithChunkedOutputLoss`, compiled): logits of eight chunks are there in 16 bits until backward has
+    come to each; nothing else of them is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.logits = logits
+        return logits.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        shape, like = ctx.logits.shape, ctx.logits.new_empty(0)
+        ctx.logits = None
+        return like.new_empty(shape)
+
+
+def _listed(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
+    found: Tensor = _Listed.apply(logits)
+    return found
+
+
 def _in_chunks(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
     """LitGPT (`chunked_cross_entropy`): 128 positions at a time, in 16 bits. Its loop holds logits until the next ones
     are there."""
@@ -148,6 +216,8 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
     "copied": _copied,
     "16 bits": _in_16_bits,
     "unshifted": _unshifted,
+    "wide": _wide,
+    "listed": _listed,
     "chunks": _in_chunks,
     "kept": _kept,
 }
@@ -187,6 +257,16 @@ class _Autocast:
 def _narrow(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """In the dtype of its scores, whatever is asked for."""
     return lambda scores, dim=None, **_: softmax(scores, dim=dim)
+
+
+def _clamping(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """OPT of transformers in early 2023 takes the larger of each score and the least number of its dtype, for which
+    autograd keeps masked scores."""
+
+    def clamped(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return softmax(torch.maximum(scores, scores.new_empty(())), *args, **kwargs)
+
+    return clamped
 
 
 def _high(value: Any) -> Any:

@@ -1,0 +1,342 @@
+"""What memory other programs would show where a plan is at its worst: what each keeps at other times than hf_zero.
+
+Each rule stands beside the source that it was read in (`_deepspeed`, `_torch`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.allocator import Kept, holes, recording
+from hf_zero.config import resolve
+from hf_zero.config.features.long_sequences import ActivationCheckpointing
+from hf_zero.config.features.long_sequences import Tiling as TilingKeys
+from hf_zero.planning.candidates import Training
+from hf_zero.planning.choose import Estimate, kept_by_layers, optimizer_size, setting_of, traced
+from hf_zero.planning.machine import CONTEXT_BYTES, Hardware
+from hf_zero.planning.memory import (
+    ACTIVATIONS,
+    BUFFERS,
+    GATHERED,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    PlannedUnits,
+    plan_units,
+    trained_specs,
+)
+from hf_zero.planning.model import PlannedModel, Tiling
+
+SUB_GROUP_NUMEL = 10**9  # DeepSpeed's default; Lightning's is 10**12
+# Copies of all second moments that torch's Adam makes at once: in its `foreach` form, its default on GPUs, their square
+# root (`_multi_tensor_adam` in torch/optim/adam.py); before PyTorch 2.1 another, with epsilon added, beside it.
+_TEMPORARY = {"foreach": 1, "foreach 2.0": 2}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of one rank at the worst moment.
+
+    Attributes:
+        kept: what lies where it lay in the step before: weights, states, sums of gradients.
+        passing: what comes and goes.
+        waiting: what is free, but not for use yet.
+        apart: what is free, but for tensors of another stream alone: the allocator has room for each stream.
+    """
+
+    kept: float
+    passing: float
+    waiting: float = 0.0
+    apart: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.kept + self.passing
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Of a step.
+
+    Attributes:
+        activations, gathered: bytes.
+        unreduced: bytes of gradients of units of FSDP1 that backward is in, and of the flat ones that are made of them.
+        done: share of the gradients that are complete.
+    """
+
+    activations: int
+    gathered: int
+    unreduced: int
+    done: float
+    is_forward: bool
+
+    @property
+    def passing(self) -> int:
+        return self.activations + self.gathered + self.unreduced
+
+
+def peaks_of(
+    run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, machine: Hardware, training: Training
+) -> Iterator[Peak]:
+    """What the plan's kinds come to in another program, which keeps some of them at other times; moment by moment.
+
+    - `deepspeed`: see `_deepspeed`.
+    - `torch` (FSDP, Trainer without an engine, torchtune), `autocast`: see `_torch`.
+    """
+    moments = list(_moments(run, estimate, model, machine, training))
+    yield from (_deepspeed if run["program"] == "deepspeed" else _torch)(run, estimate, model, machine.ranks, moments)
+
+
+def _moments(
+    run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, machine: Hardware, training: Training
+) -> Iterator[Moment]:
+    """All of them: an estimate has the one that is the worst with hf_zero's gradients.
+
+    - FSDP's backward begins with a gather of the last layer (its root has a hook on the loss), where hf_zero waits
+      until the loss's own backward has passed.
+    - FSDP1's modules have views of a flat parameter. Their gradients wait until all of a unit are there, of which
+      autograd then makes the flat one (the backward of `torch.split` in `_get_unflat_views_unaligned` in _flat_param.py
+      concatenates); of frozen weights beside adapters it makes zeros.
+    """
+    answers = resolve(estimate.config, model=model.view, world_size=machine.ranks)
+    keys, checkpointing = answers.section(TilingKeys), estimate.candidate.checkpointing
+    tiling = Tiling(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
+    seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not machine.separate)
+    gathered, ahead = [0] * len(seen.segments), 0
+    unit_of: dict[str, int] = {}
+    sizes: list[int] = []
+    if estimate.candidate.stage == 3:
+        setting = setting_of(answers, optimizer_size(training), machine)
+        specs, policy = trained_specs(model.module), answers.zero.keys
+        units = plan_units(model, specs, setting.shard_ranks, policy, looks_far=setting.looks_far)
+        gathered = units.live(seen)
+        ahead = max((unit.whole_bytes for unit in units.units), default=0) if "fsdp" in run else 0
+        unit_of, sizes = _flat_units(run, model, units) if run.get("fsdp") in (0, 1) else (unit_of, sizes)
+    goes_out = checkpointing and answers.section(ActivationCheckpointing).cpu_checkpointing
+    away = kept_by_layers(model, training) if goes_out else 0
+    numels = {name: parameter.numel() for name, parameter in model.module.named_parameters()}
+    done, is_forward, at_loss = 0, True, -1
+    left = Counter(unit_of.values())
+    held: Counter[int] = Counter()
+    for segment, whole in zip(seen.segments, gathered, strict=True):
+        is_forward = is_forward and segment.event != "loss"
+        at_loss = whole if segment.event == "loss" else at_loss if at_loss == whole else -1
+        unit, flat = -1, 0
+        if segment.event == "gradient":
+            done += numels.get(segment.name, 0)
+            unit = unit_of.get(segment.name, -1)
+        if unit >= 0:
+            left[unit] -= 1
+            held[unit] += numels[segment.name] * model.dtype.itemsize
+            flat = 0 if left[unit] else sizes[unit]
+        share = min(1.0, done / max(1, model.num_trained))
+        here = whole + (ahead if at_loss == whole else 0)
+        yield Moment(max(0, segment.peak - away), here, held.total() + flat, share, is_forward)
+        if flat:
+            del held[unit]
+
+
+def _flat_units(run: Mapping[str, Any], model: PlannedModel, units: PlannedUnits) -> tuple[dict[str, int], list[int]]:
+    """By name of what is trained, its unit; and of each unit bytes of its flat gradient. Without `no_sync` adapters
+    have units of their own (peft's `fsdp_auto_wrap_policy`): no frozen weights are beside trained ones."""
+    chosen = [[parameter for _, members in unit.parts for parameter in members] for unit in units.units]
+    if run.get("units") == "matrix":
+        chosen = [[parameter] for members in chosen for parameter in members]
+    if run.get("root_unit"):
+        ends = {id(end.weight): end.weight for end in _embeddings(model) if end is not None}
+        chosen = [[each for each in members if id(each) not in ends] for members in chosen] + [list(ends.values())]
+    index_of = {id(parameter): index for index, members in enumerate(chosen) for parameter in members}
+    trained = [(name, each) for name, each in model.module.named_parameters() if each.requires_grad]
+    all_are_in = not model.lora_rank or run.get("no_sync")
+    sizes = [sum(each.nbytes for each in members if all_are_in or each.requires_grad) for members in chosen]
+    return {name: index_of[id(each)] for name, each in trained if id(each) in index_of}, sizes
+
+
+def _sums(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int) -> float:
+    """Bytes of the sums of gradients that a rank owns when all are there. Of one micro-batch's hf_zero's kinds have as
+    many as are there when most is taken."""
+    if run["accumulation"] > 1 and estimate.candidate.optimizer is None:
+        return float(estimate.memory.device.get(GRADIENTS, 0))
+    if estimate.candidate.optimizer is not None and run.get("fsdp") != 1:
+        return float(estimate.memory.device.get(GRADIENTS, 0))
+    return model.dtype.itemsize * model.num_trained / (ranks if estimate.candidate.stage else 1)
+
+
+def _deepspeed(
+    run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int, moments: Sequence[Moment]
+) -> Iterator[Peak]:
+    """Those of forward and backward, and the update.
+
+    - Sums of gradients keep their room between steps at stage 3 (`grad_partitions_flat_buffer` in its stage3.py); at
+      others they go with the update (`averaged_gradients` in its stage_1_and_2.py, `grad` of parameters at stage 0).
+    - An update begins with a copy of gradients in the masters' fp32: of all that a rank owns at stages 1 and 2, of a
+      sub-group at stage 3 (`_prepare_fp32_grad_for_sub_group` in its stage3.py), at stage 0 of each and then of all
+      together (`step` in its fused_optimizer.py). Activations have gone.
+    - At stages 1 and 2 backward has a buffer of `reduce_bucket_size` numbers, two with `overlap_comm`, which is off by
+      default there (`setup_buckets` in its stage_1_and_2.py).
+    - Masters are copies, even if they have the weights' dtype (`_create_fp32_partitions` clones them); hf_zero's are
+      then the weights.
+    - A model that is not made under `zero.Init` has torch's own `linear`, for which autograd keeps a transposed view of
+      each gathered weight: until backward has passed, it stays whole. Under zero.Init `linear` is one that keeps the
+      parameter alone (`LinearFunctionForZeroStage3` in linear.py). Versions 0.3.12 and 0.3.13 put torch's own back when
+      the model was made (`__exit__` in their partition_parameters.py). Checkpointed layers are gathered anew.
+    """
+    device, total, weight = estimate.memory.device, estimate.memory.device_total, model.dtype.itemsize
+    worst = device.get(ACTIVATIONS, 0) + device.get(GATHERED, 0)
+    gradients = _sums(run, estimate, model, ranks)
+    kept_in_16_bits = (estimate.config.get("bf16") or {}).get("bf16_master_weights_and_grads")
+    on_device = estimate.candidate.optimizer is None
+    kept = total - worst - device.get(GRADIENTS, 0) + gradients
+    kept += gradients if on_device and kept_in_16_bits and estimate.candidate.stage == 3 else 0
+    whole, bucket = 0, 0
+    if estimate.candidate.stage in (1, 2) and on_device:
+        kept += model.num_buffer_bytes - device.get(BUFFERS, 0)
+        keys = resolve(estimate.config, model=model.view, world_size=ranks).zero.keys
+        bucket = weight * keys.reduce_bucket_size * (2 if keys.overlap_comm else 1)
+    if estimate.candidate.stage == 3 and not run.get("zero_init", True) and not run["checkpointing"]:
+        whole = weight * model.num_parameters - _embedding_bytes(model)
+    stay = run["accumulation"] > 1 or estimate.candidate.stage == 3 or not on_device
+    for moment in moments:
+        passing = moment.activations + max(moment.gathered, whole) + (0 if moment.is_forward else bucket)
+        yield Peak(kept - (0 if stay else (1 - moment.done) * gradients), passing)
+    group = run["ds"]["zero_optimization"].get("sub_group_size", SUB_GROUP_NUMEL)
+    owned = min(group, gradients / 2) if estimate.candidate.stage == 3 else gradients / 2
+    copies = 1 if estimate.candidate.stage else 2
+    yield Peak(kept, 4 * copies * owned if on_device and not kept_in_16_bits else 0)
+
+
+def _torch(
+    run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int, moments: Sequence[Moment]
+) -> Iterator[Peak]:
+    """Those of forward and backward, and the update.
+
+    - Gradients are made by backward and given up after the update: in forward there are those of the micro-batches
+      before, if there are any.
+    - torch's Adam makes as many copies of all second moments at once as `_TEMPORARY` has it.
+    - Before PyTorch 2.0 `zero_grad` filled gradients with zeros: they stay.
+    - FSDP1 gathers into the flat parameter and reduces from the flat gradient, where hf_zero has buffers; FSDP2 copies,
+      as hf_zero does. Embedding and output are in the root's unit, which stays whole between forward and backward.
+    - FSDP with mixed precision has fp32 shards alone of what is trained, which are cast as they are gathered.
+      InternEvo keeps fp32 masters beside 16-bit shards, and makes fp32 gradients for an update.
+    - FSDP's gradients have the dtype of its shards (`_cast_grad_to_param_dtype` in _runtime_utils.py of FSDP1).
+    - FSDP1 with the optimizer on the host copies each reduced shard there, but keeps it until backward is over
+      (`_saved_grad_shard`, which `prepare_gradient_for_optim` in _flat_param.py deletes).
+    - FSDP1 under `no_sync` reduces no gradients: between an update's micro-batches they stay whole. They are of flat
+      parameters: those of frozen weights beside adapters too (`_validate_frozen_params` in _wrap_utils.py warns of it).
+    - DistributedDataParallel copies gradients to buckets, which stay (`gradient_as_bucket_view`, off by default).
+    - Before FSDP1 had `limit_all_gathers` on by default (PyTorch 2.1, pull request 104900) the host asked for as many
+      units as it came to; they are free when the device has used them, and until then take room of the allocator's.
+    - A loop that gives up gradients between forward and backward has those of the step before in the forward.
+    - A model that is not told otherwise caches keys and values as in generation; they go with its output.
+    - PEFT 0.12 and later keep adapters in fp32 (`autocast_adapter_dtype`).
+    """
+    device, weight = estimate.memory.device, model.dtype.itemsize
+    gradients, shards = _sums(run, estimate, model, ranks), ranks if estimate.candidate.stage == 3 else 1
+    root, kept = 0.0, float(device.get(PARAMETERS, 0) + device.get(OPTIMIZER, 0))
+    bf16 = estimate.config.get("bf16") or {}
+    if "fsdp" in run:
+        if bf16.get("enabled") and not (bf16.get("bf16_master_weights_and_grads") or "masters" in run):
+            kept, gradients = kept - weight * model.num_trained / shards, 2 * gradients
+        root = run["root_unit"] * _embedding_bytes(model) if "root_unit" in run else 0
+        kept += device.get(BUFFERS, 0) if run["fsdp"] == 2 else 0
+    else:
+        kept += device.get(BUFFERS, 0)
+    if run.get("adapter_dtype") == "fp32":
+        trained = model.num_trained / shards
+        gradients, kept = gradients + round(2 * trained), kept + (2 + 4) * trained
+    kept += gradients if run.get("ddp") else 0
+    summed = _unreduced_bytes(model) if run.get("no_sync") else gradients
+    gathered = max(moment.gathered for moment in moments)
+    on_host, cached = estimate.candidate.optimizer is not None, _cache_bytes(run, model) if run.get("use_cache") else 0
+    for moment in moments:
+        is_late = bool(run.get("late_zero_grad")) and moment.is_forward and not on_host
+        stays = run["accumulation"] > 1 and not on_host or run.get("zeroes_grad")
+        here = summed if stays else gradients if is_late else moment.done * gradients
+        waiting = weight * model.num_parameters - moment.gathered if run.get("limit_all_gathers") is False else 0
+        apart = gradients - here + gathered - moment.gathered if run.get("fsdp") == 1 and not (stays or waiting) else 0
+        passing = moment.passing + root + (cached if moment.is_forward or run.get("loss") == "kept" else 0)
+        yield Peak(kept + here, passing, waiting, apart)
+    if not on_host:
+        wide, copies = 2 * gradients if "masters" in run else 0, _TEMPORARY.get(run.get("update", ""), 0)
+        yield Peak(kept + gradients, wide + copies * (wide or gradients), apart=gathered if run.get("fsdp") == 1 else 0)
+
+
+def _cache_bytes(run: Mapping[str, Any], model: PlannedModel) -> int:
+    """Of keys and values of all layers."""
+    _, key_heads, extent = model.heads
+    return 2 * model.layers * run["micro_batch"] * run["length"] * key_heads * extent * model.dtype.itemsize
+
+
+def _unreduced_bytes(model: PlannedModel) -> float:
+    """Of gradients of all flat parameters: adapters are in the layers' units, and none in the root's."""
+    if not model.lora_rank:
+        return model.dtype.itemsize * model.num_trained
+    ends = {id(end.weight): end.weight for end in _embeddings(model)}
+    return model.dtype.itemsize * (model.num_parameters - sum(weight.numel() for weight in ends.values()))
+
+
+def _embedding_bytes(model: PlannedModel) -> int:
+    """Of the input's, if it is not the output's too: that is in use where most is."""
+    first, last = _embeddings(model)
+    return 0 if last is None or last.weight is first.weight else int(first.weight.nbytes)
+
+
+def _embeddings(model: PlannedModel) -> tuple[Any, Any]:
+    """The input's and the output's, if there is one."""
+    base: Any = model.module.get_base_model() if model.lora_rank else model.module  # type: ignore[operator]
+    return base.get_input_embeddings(), base.get_output_embeddings()
+
+
+def left_over(
+    run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, machine: Hardware, training: Training
+) -> float:
+    """Bytes that torch's allocator has taken and cannot use, where the run's meter shows them."""
+    if run["meter"] not in ("reserved", "device"):
+        return 0.0
+    tiled = resolve(estimate.config, model=model.view, world_size=machine.ranks).section(TilingKeys)
+    tiling = Tiling(mlp=tiled.tiled_mlp, loss=tiled.tiled_loss)
+    with recording() as events:
+        traced.__wrapped__(model, training, checkpointing=estimate.candidate.checkpointing, tiling=tiling)
+    kept = _kept(run, estimate, model, machine.ranks)
+    return float(holes(events, kept, expandable=run.get("segments") == "expandable"))
+
+
+def _kept(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int) -> Kept:
+    """FSDP and DeepSpeed have shards; DeepSpeed's are flat, like its states and gradients, and there from the start."""
+    device, is_deepspeed = estimate.memory.device, run["program"] == "deepspeed"
+    shards = ranks if estimate.candidate.stage == 3 else 1
+    parameters = list(model.module.parameters())
+    trained = [each.nbytes // shards for each in parameters if each.requires_grad]
+    is_on_host = estimate.candidate.optimizer is not None
+    if is_deepspeed:
+        return Kept([round(sum(device.get(kind, 0) for kind in (PARAMETERS, OPTIMIZER)))], keeps_gradients=False)
+    share = device.get(OPTIMIZER, 0) / max(1, sum(trained)) / 2
+    states = [] if is_on_host else [round(size * share) for size in trained for _ in range(2)]
+    copies = _TEMPORARY.get(run.get("update", ""), 0)
+    return Kept(
+        [] if is_on_host else [each.nbytes // shards for each in parameters],
+        states,
+        states[::2] * copies,
+        keeps_gradients="fsdp" not in run,
+        zeroes_gradients=bool(run.get("zeroes_grad")),
+        micro_batches=run["accumulation"],
+    )
+
+
+def metered(peak: Peak, meter: str, left: float = 0.0, limit: float = math.inf) -> float:
+    """What a program would have seen of its tensors.
+
+    Args:
+        left: what the allocator has taken and cannot use.
+        limit: bytes of a device that the allocator can have; before it fails it gives back what nothing uses.
+    """
+    if meter == "allocated":
+        return peak.total
+    if meter == "active":  # in use, or freed and waiting for another stream
+        return max(peak.total, min(peak.total + peak.waiting, limit))
+    reserved = max(peak.total, min(peak.total + left + peak.waiting + peak.apart, limit))
+    return reserved + (CONTEXT_BYTES if meter == "device" else 0)
