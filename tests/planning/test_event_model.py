@@ -152,5 +152,5 @@ def test_what_updates_beside_backward_can_win() -> None:
             simulate(machine, Shape("8b", 8.03e9, 32), replace(setup, clips=clips)).seconds for clips in (True, False)
         )
         won.append(f"{1 - early / exact:.0%}")
-    sentence = "{} less than one with exact clipping at 4,096 tokens, {} at 16,384 and {} at 65,536".format(*won)
-    assert sentence in " ".join(page.split())
+    sentence = "{} less time than one with exact clipping at 4,096 tokens, {} less at 16,384 and {} less at 65,536"
+    assert sentence.format(*won) in " ".join(page.split())
