@@ -283,6 +283,6 @@ def test_values_that_changed_by_themselves_come_back_from_the_next_host(spaces: 
         training.kill()
     assert training.wrong(right) == [], training.said()
     said = (tmp_path / "attacked" / "said-1").read_text(errors="replace")
-    found = f"rank-1.0 is not what rank 1 kept after update {made}, so the next host's copy is taken"
+    found = f"rank-1.0 is not what rank 1 kept after update {made}, so the next host's copy is used"
     assert found in said, said[-6000:]
     assert f"training continues after update {made}, " in (tmp_path / "attacked" / "said-0").read_text(errors="replace")
