@@ -272,9 +272,10 @@ class ZeroEngine(nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the wrapped model in place with torch.compile; a `schedule` is for DeepCompile, in DeepSpeed too."""
-        if compiled_autograd_enabled:
-            logger.warning("engine.compile(compiled_autograd_enabled=True): no effect, backward is not compiled")
+        """Compile the wrapped model in place with torch.compile. The last two arguments have no effect (a warning)."""
+        for name, value in (("schedule", schedule), ("compiled_autograd_enabled", compiled_autograd_enabled)):
+            if value:
+                logger.warning("engine.compile(%s=...) has no effect: only forward is compiled, by torch.compile", name)
         self.module.compile(**{**(compile_kwargs or {}), **({} if backend is None else {"backend": backend})})
 
     def __getattr__(self, name: str) -> Any:

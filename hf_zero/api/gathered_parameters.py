@@ -198,7 +198,7 @@ def load_module_state_dict(
     At stage 3 parameters are gathered module by module, regardless of `fetch_z3_params` and `z3_params_to_fetch`.
 
     Args:
-        allowed_missing_keys: what a strict load may lack.
+        allowed_missing_keys: names that a strict load accepts as missing.
     """
     weights, module = checkpoint["module"], engine.module
     if custom_load_fn is not None:
@@ -273,7 +273,7 @@ class _Hooks:
 
 
 class _OfThisModule:
-    """A method that copies of the module, and pickles of these, do not have."""
+    """A method of one module, which is None in its copies and pickles."""
 
     def __init__(self, method: Callable[[], Any]) -> None:
         self._method = method

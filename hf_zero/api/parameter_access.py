@@ -22,7 +22,7 @@ from hf_zero.params.store import of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.sharded_step import Source
 
-# By id of the parameter. Beside it, so that a model can be pickled.
+# By the parameter's id, and not on the parameter, so that models can be pickled.
 _FRAGMENTS: weakref.WeakValueDictionary[int, Fragments] = weakref.WeakValueDictionary()
 
 

@@ -61,7 +61,7 @@ class Snapshot:
         self._arena = arena
         self._known: dict[object, Any] = {}
         self._later: list[tuple[Tensor, Tensor, int]] = []  # source, target, version
-        self._written: dict[torch.device, Event] = {}  # after which the sources there are what they are now
+        self._written: dict[torch.device, Event] = {}  # by device, passes when its sources are written
         self._steady = _written_by_updates(updater) if updater is not None else frozenset()
 
     @property

@@ -107,8 +107,8 @@ class Accelerator(Runtime):
         return StreamEvent(stream.record_event())
 
     def copy_beside(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> None:
-        # Through two buffers of locked pages: locking all targets would take seconds, and into other memory a copy
-        # neither runs at the speed of the link nor beside anything.
+        # Through two page-locked buffers, because locking all targets would take seconds, and copies to pageable memory
+        # are slow and synchronous.
         stream = torch.Stream(device=self.device)
         if isinstance(after, StreamEvent):
             stream.wait_event(after.recorded)
@@ -197,7 +197,7 @@ class Accelerator(Runtime):
 
 
 def _parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same, in parts of at most _BESIDE_BYTES."""
+    """Split pairs into parts of at most _BESIDE_BYTES."""
     for source, target in pairs:
         limit = _BESIDE_BYTES // source.element_size()
         yield from zip(source.split(limit), target.split(limit), strict=True)

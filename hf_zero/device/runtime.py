@@ -108,14 +108,14 @@ class Runtime(ABC):
         """Start copying `buffer` to `home` in host memory, after everything queued on the compute stream so far."""
 
     def copy_beside(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> None:
-        """Copy each first tensor, 1-D, to the second, in host memory; returns when that is done.
+        """Copy (source, target) pairs of 1-D tensors to host memory, and wait for the copies.
 
-        For a thread beside the one that trains, which leaves the first ones as they are until then.
+        Called by a background thread; the training thread does not write to the sources until this returns.
 
         Args:
-            after: recorded when the first ones had been asked for.
+            after: event after which the sources have their values.
         """
-        # One call: between several, the thread would need the interpreter's lock.
+        # A single call, because the thread would need the GIL between several.
         torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
 
     # Gathers

@@ -33,7 +33,7 @@ from hf_zero.params.sharded_parameter import HOOK
 from hf_zero.params.unit import Unit
 
 _DEEPEST = 4  # nesting of objects in a module's output
-_WITHOUT_TENSORS = (bool, int, float, str, bytes, type, nn.Module)  # that a module would have computed
+_WITHOUT_TENSORS = (bool, int, float, str, bytes, type, nn.Module)  # types without computed tensors
 
 
 class Forward:
@@ -76,11 +76,11 @@ class Forward:
         self.seen = []
 
     def is_interrupted(self, hooked: HookedModule | None = None) -> bool:
-        """Whether the pass under way has ended unseen: torch runs no hook where Ctrl-C (KeyboardInterrupt) ends a
-        forward. The call that began it is then none of those that are being executed.
+        """Whether Ctrl-C (KeyboardInterrupt) has ended the current pass, for which torch runs no hooks: the call that
+        began the pass is no longer on the stack.
 
         Args:
-            hooked: what is entered now; asked only where that may begin a pass, for the sake of time.
+            hooked: the module being entered; to save time, the stack is only searched if it may begin a pass.
         """
         first, frame = self._first, sys._getframe()
         if not self._gathered or self._caller is None or first is None:
@@ -391,7 +391,7 @@ class ParameterCoordinator:
     # Between passes
 
     def _forget_interrupted(self, entered: HookedModule | None = None) -> None:
-        """Release what a forward was using that never came to its end: it would stay as it is beside every update."""
+        """Release the units of an interrupted forward, which would otherwise keep their values through updates."""
         if self.forward.is_running and self.forward.is_interrupted(entered):
             self.forward.abandon()
             self.prefetcher.ahead.discard()
@@ -435,7 +435,7 @@ class ParameterCoordinator:
 
 
 def _caller_of_hooks() -> FrameType | None:
-    """What has called the hook that is being executed: the call of a module, or its compiled form."""
+    """The frame that called the running hook: a module's call, or compiled code."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not HOOK:
         frame = frame.f_back
@@ -465,7 +465,7 @@ def _tensors(value: Any, depth: int = _DEEPEST, seen: set[int] | None = None) ->
 
 
 def _parts(thing: Any) -> list[Any]:
-    """What an object has that `tree_leaves` does not know: attributes, and items of a container of another class."""
+    """The parts of an object that `tree_leaves` does not know: attributes, and items of container subclasses."""
     names = [name for kind in type(thing).__mro__ for name in _as_tuple(vars(kind).get("__slots__", ()))]
     parts = [getattr(thing, name, None) for name in names if name not in ("__dict__", "__weakref__")]
     parts += getattr(thing, "__dict__", {}).values()

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from hf_zero.checkpoint.files import crc
 
 BLOCK_BYTES = 4 << 20
-_PAGE_BYTES = 4096  # a multiple of what drives ask of direct writes
+_PAGE_BYTES = 4096  # direct writes must be aligned to blocks, which are at most as large
 _DIRECT_BYTES = 256 << 10
 _LEAST_NICE = 19
 
@@ -94,18 +94,18 @@ def name_of(descriptor: int) -> str:
 
 
 class Output:
-    """An open file to which large records are written directly (O_DIRECT), where the file system supports that.
+    """An open file to which large records are written directly (O_DIRECT), if the file system supports that.
 
-    Copying them into the page cache, and writing them back from there, takes several times as much processor time,
-    which training needs. Threads may share one.
+    Copying them into the page cache and writing them back takes several times as much CPU time, which training needs.
+    Thread-safe.
     """
 
     def __init__(self, file: int) -> None:
         self._file = file
         self._direct: int | None = None
         self._may_be_direct = hasattr(os, "O_DIRECT")
-        self._buffers: list[mmap.mmap] = []  # that no thread uses
-        # Threads share the casts and checksums; of two writes to one file, the kernel lets one spin.
+        self._buffers: list[mmap.mmap] = []  # not in use
+        # Threads share casts and checksums, but write one at a time: the kernel lets a second writer of a file spin.
         self._turn = Lock()
 
     def __enter__(self) -> Output:
@@ -120,7 +120,7 @@ class Output:
     def write(
         self, offset: int, blocks: Iterable[memoryview], num_bytes: int, progress: Callable[[int], None] | None = None
     ) -> int:
-        """Write `blocks`, `num_bytes` in all, one after the other from `offset` on; returns their CRC-32."""
+        """Write consecutive `blocks` (`num_bytes` in total) at `offset`; returns their CRC-32."""
         checksum = 0
         joined = blocks if num_bytes < _DIRECT_BYTES else self._in_pages(blocks, offset % _PAGE_BYTES)
         for block in joined:
@@ -133,8 +133,8 @@ class Output:
         return checksum
 
     def _in_pages(self, blocks: Iterable[memoryview], first: int) -> Iterator[memoryview]:
-        """The same bytes in parts of a buffer that lie in its pages as they will in the file's: from byte `first` of
-        a page on."""
+        """Yield the same bytes in parts of a buffer, with the page alignment that they have in the file: the first byte
+        is number `first` of its page."""
         buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, BLOCK_BYTES)
         window, filled = memoryview(buffer), first
         for block in blocks:
@@ -160,7 +160,7 @@ class Output:
         write_at(self._file, block[stop:], offset + stop)
 
     def _write_directly(self, pages: memoryview, offset: int) -> bool:
-        """False: it cannot be done here."""
+        """Write whole pages. Returns False if the file system does not support that."""
         if not self._may_be_direct:
             return False
         try:

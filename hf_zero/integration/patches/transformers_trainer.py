@@ -117,7 +117,7 @@ def around_get_learning_rate(original: Callable[..., float], self: Any) -> float
     until="Trainer asks by identity, and the engine which group a parameter is in",
 )
 def around_get_optimizer_group(original: Function, self: Any, param: Any = None) -> Any:
-    """The group in which the engine trains this parameter; its groups hold flat shards."""
+    """Return the group in which the engine trains this parameter; groups themselves hold flat shards."""
     engine = self.model_wrapped
     assembly = engine.gradients.assembly if isinstance(engine, ZeroEngine) else None
     if assembly is None or param is None:
