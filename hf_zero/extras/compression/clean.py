@@ -13,7 +13,7 @@ import copy
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.compressed_model import CompressedModel
 from hf_zero.extras.compression.matching import Layer, Match, layers_of
+from hf_zero.extras.compression.section import WeightShared
 from hf_zero.log import logger
 
 # config.json after a model has been cut must hold the values with which plain from_pretrained builds the same shapes.
@@ -194,7 +195,7 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     """
     model = compressed.model
     _drop_ignored(compressed)
-    before = size_of(_without_scores(compressed))
+    before = size_of(model, without={id(scores) for scores in compressed.scores()})
     compressed.advance(max(compressed.updates, _end(compressed)))
     masks = _bake(compressed)
     for pruned in compressed.pruned():
@@ -204,7 +205,7 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     bits = {id(weight.layer.parameter): (weight.rule.bits, weight.num_groups) for weight in weights}
     compressed.close()
     before_cut, changes = describe(model), list[Change]()
-    for technique in ("rows", "channels", "heads"):
+    for technique in ("row_pruning", "channel_pruning", "head_pruning"):
         for match in compressed.matches.get(technique, ()):
             if match.related:
                 changes.append(_cut(model, technique, match, masks[technique, match.layer.name]))
@@ -214,32 +215,17 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     return report
 
 
-def _without_scores(compressed: CompressedModel) -> nn.Module:
-    """The model without scores, which are not saved, for computing its size."""
-    without = nn.Module()
-    own = {id(scores) for scores in compressed.scores()}
-    for number, module in enumerate(compressed.model.modules()):
-        kept = {name: p for name, p in module.named_parameters(recurse=False) if id(p) not in own}
-        if kept:
-            copied = type(module).__new__(type(module))
-            copied.__dict__.update({**vars(module), "_parameters": kept, "_modules": {}})
-            without.add_module(str(number), copied)
-    return without
-
-
 def _end(compressed: CompressedModel) -> int:
     """The update after which all schedules are complete."""
-    policy, ends = compressed.policy, [0]
-    if policy.weights is not None:
-        for rule in policy.weights.rules:
-            steps = rule.start_bits - rule.bits
-            last = rule.period * 2 ** (steps - 1) if steps else 0
-            soft = 0 if policy.weights.change_ratio is None else int(1 / policy.weights.change_ratio) + 1
-            ends.append(policy.weights.offset + last + soft)
-    for name in ("activations", "sparse", "rows", "channels", "heads"):
-        wanted = getattr(policy, name)
-        if wanted is not None:
-            ends.append(max(wanted.offset, getattr(wanted, "end", 0)))
+    ends = [0]
+    for technique in compressed.policy.techniques.values():
+        shared = technique.shared
+        ends.append(shared.end if getattr(shared, "method", "") == "snip_momentum" else shared.schedule_offset)
+        if isinstance(shared, WeightShared):
+            soft = 0 if shared.change_ratio is None else int(1 / shared.change_ratio) + 1
+            for rule in technique.rules:
+                steps = rule.start_bits - rule.bits
+                ends.append(shared.schedule_offset + (rule.period * 2 ** (steps - 1) if steps else 0) + soft)
     return max(ends)
 
 
@@ -270,7 +256,7 @@ def _drop_ignored(compressed: CompressedModel) -> None:
 
 def _cut(model: nn.Module, technique: str, match: Match, mask: torch.Tensor) -> Change:
     total, kept = mask.numel(), int(mask.sum())
-    if technique == "heads":
+    if technique == "head_pruning":
         cut_heads(model, match, mask)
         return Change(total, kept, is_heads=True)
     cut_rows(match, mask)
@@ -456,18 +442,20 @@ class CleaningReport:
         return "\n".join(lines)
 
 
-def size_of(model: nn.Module, bits: dict[int, tuple[int, int]] | None = None) -> Size:
+def size_of(model: nn.Module, bits: Mapping[int, tuple[int, int]] | None = None, without: Collection[int] = ()) -> Size:
     """The size of a model with plain tensors.
 
     Args:
         bits: id of a quantised weight -> (bits, number of scales).
+        without: ids of parameters that do not count: scores, which are not saved.
     """
     packed = 0
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if id(parameter) not in without]
     for parameter in parameters:
         num_bits, num_scales = (bits or {}).get(id(parameter), (8 * parameter.element_size(), 0))
         packed += math.ceil(parameter.numel() * num_bits / 8) + 4 * num_scales
-    worked = {id(x.parameter): x.parameter for x in layers_of(model) if x.kind in ("linear", "conv", "packed")}
+    layers = [layer for layer in layers_of(model) if layer.kind != "embedding" and id(layer.parameter) not in without]
+    worked = {id(layer.parameter): layer.parameter for layer in layers}
     return Size(
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_nonzero=sum(int(parameter.count_nonzero()) for parameter in parameters),

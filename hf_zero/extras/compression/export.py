@@ -189,8 +189,8 @@ class Codes(NamedTuple):
 
 def _codes(one: WeightBits, weight: Tensor) -> Codes:
     groups = weight.detach().reshape(one.num_groups, -1).float()
-    grid = grid_of(groups, one.rule.bits, symmetric=one.policy.symmetric)
-    shift = 0 if one.policy.symmetric else 2 ** (one.rule.bits - 1)
+    grid = grid_of(groups, one.rule.bits, symmetric=one.symmetric)
+    shift = 0 if one.symmetric else 2 ** (one.rule.bits - 1)
     codes = (grid.codes(groups) - shift).to(torch.int8)
     return Codes(codes, grid.scale, grid.zero + shift * grid.scale, weight.shape)
 
@@ -199,7 +199,7 @@ def _has_place(one: WeightBits) -> bool:
     """Whether compressed-tensors supports the weight: 8 bits, symmetric, groups of whole outputs or of equal parts."""
     rows = one.layer.num_out if isinstance(one.layer.module, nn.Linear) else 0
     fits = rows and (rows % one.num_groups == 0 or one.num_groups % rows == 0)
-    return bool(fits) and one.policy.symmetric and one.rule.bits == 8
+    return bool(fits) and one.symmetric and one.rule.bits == 8
 
 
 def _write_compressed_tensors(path: Path, model: nn.Module, kept: list[WeightBits], grids: dict[str, Codes]) -> None:
