@@ -179,10 +179,16 @@ def save_with_code(model: Any, changed: Mapping[str, Any]) -> None:
 def _add_code(folder: Path, base: str, changed: Mapping[str, Any]) -> None:
     name = f"Compressed{base}"
     (folder / FILE).write_text(_SOURCE.format(base=base, name=name, key=KEY), encoding="utf-8")
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
     auto = next((auto for ending, auto in _AUTO.items() if base.endswith(ending)), "AutoModel")
-    config.update({KEY: dict(changed), "architectures": [name], "auto_map": {auto: f"{Path(FILE).stem}.{name}"}})
+    add_to_config(
+        folder, {KEY: dict(changed), "architectures": [name], "auto_map": {auto: f"{Path(FILE).stem}.{name}"}}
+    )
+
+
+def add_to_config(folder: Path, values: Mapping[str, Any]) -> None:
+    """Set top-level values in a folder's config.json."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text(encoding="utf-8")), **values}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -193,8 +199,9 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     Raises:
         WrongArgument: if related modules do not match the pruned layers.
     """
-    model = compressed.model
-    _drop_ignored(compressed)
+    model: Any = compressed.model
+    if getattr(model, "_keys_to_ignore_on_save", None):
+        model._keys_to_ignore_on_save = set(model._keys_to_ignore_on_save) - set(compressed.score_names())
     before = size_of(model, without={id(scores) for scores in compressed.scores()})
     compressed.advance(max(compressed.updates, _end(compressed)))
     masks = _bake(compressed)
@@ -207,8 +214,14 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     before_cut, changes = describe(model), list[Change]()
     for technique in ("row_pruning", "channel_pruning", "head_pruning"):
         for match in compressed.matches.get(technique, ()):
-            if match.related:
-                changes.append(_cut(model, technique, match, masks[technique, match.layer.name]))
+            if not match.related:
+                continue
+            mask, is_heads = masks[technique, match.layer.name], technique == "head_pruning"
+            if is_heads:
+                cut_heads(model, match, mask)
+            else:
+                cut_rows(match, mask)
+            changes.append(Change(mask.numel(), int(mask.sum()), is_heads))
     _tell_config(model, before_cut, changes)
     report = CleaningReport(before, size_of(model, bits))
     logger.info("%s", report)
@@ -245,22 +258,6 @@ def _bake(compressed: CompressedModel) -> dict[tuple[str, str], torch.Tensor]:
             if parameter is not None and id(parameter) in written:
                 parameter.copy_(written[id(parameter)])
     return masks
-
-
-def _drop_ignored(compressed: CompressedModel) -> None:
-    model: Any = compressed.model
-    ignored = getattr(model, "_keys_to_ignore_on_save", None)
-    if ignored:
-        model._keys_to_ignore_on_save = set(ignored) - set(compressed.score_names())
-
-
-def _cut(model: nn.Module, technique: str, match: Match, mask: torch.Tensor) -> Change:
-    total, kept = mask.numel(), int(mask.sum())
-    if technique == "head_pruning":
-        cut_heads(model, match, mask)
-        return Change(total, kept, is_heads=True)
-    cut_rows(match, mask)
-    return Change(total, kept)
 
 
 def _tell_config(model: nn.Module, before_cut: dict[str, Any], changes: list[Change]) -> None:
@@ -360,22 +357,12 @@ def cut_heads(model: nn.Module, match: Match, mask: Tensor) -> None:
         segments = 1
         if related.num_out % inputs == 0 and not name.endswith(_INTERLEAVED):
             segments = related.num_out // inputs
-        cut_outputs(module, _packed(kept, num_heads, related.num_out, segments))
-    for module in _attention_modules(model, match):
-        _count_heads(module, num_heads, len(kept))
-
-
-def _packed(kept: Tensor, num_heads: int, num_out: int, segments: int) -> Tensor:
-    segment = num_out // segments
-    own = _elements(kept, segment // num_heads)
-    return torch.cat([own + number * segment for number in range(segments)])
-
-
-def _attention_modules(model: nn.Module, match: Match) -> Iterator[nn.Module]:
-    """The distinct parents of the projections, which hold the number of heads."""
+        segment = related.num_out // segments
+        own = _elements(kept, segment // num_heads)
+        cut_outputs(module, torch.cat([own + number * segment for number in range(segments)]))
     names = [match.layer.name, *(name for name, _ in match.related)]
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        yield model.get_submodule(parent)
+        _count_heads(model.get_submodule(parent), num_heads, len(kept))
 
 
 def _count_heads(module: nn.Module, before: int, after: int) -> None:

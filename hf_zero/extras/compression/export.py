@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_zero.comm import collectives_for, local_device
 from hf_zero.config import ConfigError, Problem, load_config, resolve_extra
 from hf_zero.errors import WrongArgument
-from hf_zero.extras.compression.clean import clean
+from hf_zero.extras.compression.clean import add_to_config, clean
 from hf_zero.extras.compression.compressed_model import CompressedModel, compression_of
 from hf_zero.extras.compression.feature import compress, take_over
 from hf_zero.extras.compression.pruning import WeightBits, grid_of
@@ -230,7 +230,7 @@ def _write_compressed_tensors(path: Path, model: nn.Module, kept: list[WeightBit
         for number, ((kind, size), names) in enumerate(strategies.items())
     }
     section = {"quant_method": "compressed-tensors", "format": _FORMAT, "quantization_status": "compressed"}
-    _add_to_config(path, {**section, "config_groups": groups, "ignore": ignored})
+    add_to_config(path, {"quantization_config": {**section, "config_groups": groups, "ignore": ignored}})
 
 
 def _write_codes(path: Path, kept: list[WeightBits], grids: dict[str, Codes]) -> None:
@@ -249,9 +249,3 @@ def unpack(folder: str | Path) -> dict[str, Tensor]:
     tensors = load_file(Path(folder) / CODES)
     names = [name.removesuffix(".codes") for name in tensors if name.endswith(".codes")]
     return {name: tensors[f"{name}.codes"] * tensors[f"{name}.scale"] + tensors[f"{name}.zero"] for name in names}
-
-
-def _add_to_config(path: Path, section: dict[str, Any]) -> None:
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = section
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -156,7 +156,10 @@ def _match(model: nn.Module, rules: Sequence[Rule], usable: Sequence[Layer], pro
             related = list(_related(model, rule, meant, expressions, problems))
             for position, layer in enumerate(meant):
                 if layer.name in matches:
-                    problems.append(_twice(rule, pattern, matches[layer.name]))
+                    words = f"matches {layer.name}, which {matches[layer.name].rule.path} already matches"
+                    problems.append(
+                        Problem(f"{rule.path}.modules", pattern, words, "put each module in only one group")
+                    )
                     break
                 partners = tuple(partner[position] for partner in related)
                 matches[layer.name] = Match(layer, rule, partners)
@@ -184,11 +187,6 @@ def _related(
 
 def _is_meant(pattern: str, name: str) -> bool:
     return pattern == EVERYTHING or re.search(pattern, name) is not None
-
-
-def _twice(rule: Rule, pattern: str, other: Match) -> Problem:
-    words = f"matches {other.layer.name}, which {other.rule.path} already matches"
-    return Problem(f"{rule.path}.modules", pattern, words, "put each module in only one group")
 
 
 def _nothing(path: str, pattern: str, names: Sequence[str]) -> Problem:

@@ -250,21 +250,13 @@ def learn_together(layers: Sequence[ActivationBits], collectives: Collectives) -
     noting = [layer for layer in layers if layer.notes]
     if not noting:
         return
-    empty = torch.tensor([torch.inf, -torch.inf])
-    own = torch.stack([empty if activation.seen is None else activation.seen.cpu() for activation in noting])
-    for activation, (low, high) in zip(noting, _extremes(own, collectives), strict=True):
+    own = [[torch.inf, -torch.inf] if layer.seen is None else layer.seen.tolist() for layer in noting]
+    everyone = torch.tensor(collectives.gather_objects(own))  # [ranks, layers, 2]
+    lows, highs = everyone[..., 0].amin(0).tolist(), everyone[..., 1].amax(0).tolist()
+    for activation, low, high in zip(noting, lows, highs, strict=True):
         if low <= high:
             activation.learn(low, high)
         activation.seen = None
-
-
-def _extremes(own: Tensor, collectives: Collectives) -> list[tuple[float, float]]:
-    """Minimum and maximum over all ranks; `own` is (layers, 2)."""
-    everyone = torch.tensor([list(map(float, own.view(-1)))])
-    if collectives.size > 1:
-        everyone = torch.tensor(collectives.gather_objects(own.view(-1).tolist()))
-    pairs = everyone.view(-1, own.shape[0], 2)
-    return [(float(low), float(high)) for low, high in zip(pairs[..., 0].amin(0), pairs[..., 1].amax(0), strict=True)]
 
 
 class Pruned(ABC):

@@ -52,7 +52,10 @@ def pack(
     """
     fitting = [(length, number) for length, number in zip(lengths, numbers, strict=True) if length <= policy.max_tokens]
     if len(fitting) < len(numbers):
-        _report_left_out([number for length, number in zip(lengths, numbers) if length > policy.max_tokens], policy)
+        dropped = [number for length, number in zip(lengths, numbers) if length > policy.max_tokens]
+        shown = ", ".join(map(str, dropped[:_SHOWN])) + (", ..." if len(dropped) > _SHOWN else "")
+        text = "dynamic_batching: %d samples are longer than max_tokens (%d) and are dropped: %s"
+        logger.warning(text, len(dropped), policy.max_tokens, shown)
     if policy.order == "random":
         shuffled = np.random.default_rng((policy.seed, policy.epoch)).permutation(len(fitting))
         fitting = [fitting[place] for place in shuffled]
@@ -102,16 +105,6 @@ def _groups(samples: Sequence[tuple[int, int]], policy: PackingPolicy, together:
     if left_out:
         logger.warning("dynamic_batching: %d samples in packs smaller than min_batch_size are dropped", left_out)
     return made
-
-
-def _report_left_out(numbers: Sequence[int], policy: PackingPolicy) -> None:
-    shown = ", ".join(str(number) for number in numbers[:_SHOWN]) + (", ..." if len(numbers) > _SHOWN else "")
-    logger.warning(
-        "dynamic_batching: %d samples are longer than max_tokens (%d) and are dropped: %s",
-        len(numbers),
-        policy.max_tokens,
-        shown,
-    )
 
 
 def batch_by_seqlens(
