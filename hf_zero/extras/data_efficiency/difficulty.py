@@ -44,9 +44,9 @@ class Difficulty:
                 )
             return min(int(self.custom(step)), policy.maximum)
         if policy.schedule == "fixed_discrete":
-            for last, value in zip(policy.last_steps, policy.difficulties):
-                if step <= last or value >= policy.maximum:
-                    return value
+            for last, listed in zip(policy.last_steps, policy.difficulties):
+                if step <= last or listed >= policy.maximum:
+                    return listed
             return policy.difficulties[-1]
         share = (float(step) / policy.total_steps) ** (1.0 / policy.degree)
         value: int = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
