@@ -101,6 +101,17 @@ Entries = Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]
 """(positions of queries [R, block, 1], of keys [R, 1, keys], heads) -> [B or 1, H or 1, R, block, keys]."""
 
 
+def entries_of(table: Tensor) -> Entries:
+    """A function that returns entries of a table that broadcasts to [B, H, S, S]."""
+    full = table.reshape((1,) * (4 - table.dim()) + tuple(table.shape))
+
+    def entries(queries: Tensor, keys: Tensor, heads: tuple[int, ...]) -> Tensor:
+        mine = full if full.shape[1] == 1 else full[:, list(heads)]
+        return mine[:, :, queries if mine.shape[2] > 1 else queries * 0, keys]
+
+    return entries
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Attention settings in addition to the layout.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Layouts as pure functions of integers.
 #
@@ -141,6 +142,8 @@ class SparsityConfig:
                 f"make_layout({seq_len}): the length must be a positive multiple of block = {self.block}; pad the "
                 "sequence (SparseAttentionUtils.pad_to_block_size)"
             )
+        import torch  # here, because the config's checks read the patterns without it
+
         num_blocks = seq_len // self.block
         return torch.zeros((self.num_heads, num_blocks, num_blocks), dtype=torch.int64)
 
