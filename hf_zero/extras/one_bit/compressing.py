@@ -282,6 +282,12 @@ class CompressingUpdater(Updater):
             self._moments[sub_group] = whole
         return self._moments[sub_group]
 
+    def add_own_gradient(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
+        """m = beta1 * m + (1 - beta1) * g for the tensors of this step, with this rank's gradient."""
+        beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
+        slots = self.slots(sub_group, gradients)
+        blend(self.moment(sub_group), gradient, slots, 1 - beta1, gradients.scale)
+
     def move(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         """Update the weights by the momentum, with a fixed variance."""
         group = self.optimizer.param_groups[sub_group.group]
@@ -340,9 +346,7 @@ def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]
     return Traits(Sees.BUCKETS, make, highest_stage=kind.highest_stage)
 
 
-def add_own_gradient(
-    moment: Tensor, gradient: Tensor, slots: Sequence[Slot], rest: float, scale: Tensor | float
-) -> None:
+def blend(moment: Tensor, gradient: Tensor, slots: Sequence[Slot], rest: float, scale: Tensor | float) -> None:
     """m = m + rest * (scale * gradient - m) for these tensors of two buckets."""
     for slot in slots:
         part = Vectors(moment, gradient).part(slot.offset, slot.numel)
