@@ -331,7 +331,6 @@ class Profiling(TrainingFeature):
 
 
 def profiling_of(model: nn.Module, resolved: Resolved) -> Profiling:
-    """The profiling feature with the policies of a config."""
     return Profiling(model, resolved.section(sections.Observation), resolved.section(sections.Trace))
 
 

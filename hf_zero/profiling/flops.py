@@ -154,7 +154,6 @@ class FlopsProfiler:
             self._counts = counter.get_flop_counts()
 
     def reset_profile(self) -> None:
-        """Reset all counts."""
         self._counts = {}
         self._latencies = {module: _Latency() for module in self._names}
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
@@ -108,9 +107,3 @@ def check_heads(num_heads: int, size: int) -> None:
             f"attention heads = ranks per sequence x heads per rank does not hold: {num_heads} != {size} x n; use a "
             f"sequence_parallel_size (sp_size) that divides {num_heads}: {', '.join(map(str, divisors)) or 'only 1'}"
         )
-
-
-def first_tensor(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
-    """The input whose first two dimensions are batch and positions."""
-    candidates = [keywords.get("input_ids"), keywords.get("inputs_embeds"), *args[:1]]
-    return next((tensor for tensor in candidates if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2), None)

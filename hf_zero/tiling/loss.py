@@ -93,13 +93,8 @@ class DeferredLogits(Tensor):
         deferred: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, (*hidden.shape[:-1], width), dtype=dtype, device=hidden.device
         )
-        deferred.hidden, deferred.steps, deferred._make, deferred._on_use, deferred._made = (
-            hidden,
-            [],
-            make,
-            on_use,
-            None,
-        )
+        deferred.hidden, deferred.steps = hidden, []
+        deferred._make, deferred._on_use, deferred._made = make, on_use, None
         return deferred
 
     def after(self, step: Step) -> DeferredLogits:
@@ -133,17 +128,13 @@ class DeferredLogits(Tensor):
             if func in _IN_PLACE:
                 deferred.steps.append(step)
                 return deferred
-        name = getattr(func, "__name__", repr(func))
-        return func(*(_plain(arg, name) for arg in args), **{key: _plain(arg, name) for key, arg in kwargs.items()})
+        return _with_all_logits(func, getattr(func, "__name__", repr(func)), args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = str(func)
-        return func(
-            *(_plain(arg, name) for arg in args), **{key: _plain(arg, name) for key, arg in (kwargs or {}).items()}
-        )
+        return _with_all_logits(func, str(func), args, kwargs or {})
 
 
 def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
@@ -153,6 +144,10 @@ def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
 def _is_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no other tensors are arguments, except scalars."""
     return all(not isinstance(arg, Tensor) or arg.dim() == 0 for arg in (*args, *kwargs.values()))
+
+
+def _with_all_logits(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*(_plain(arg, name) for arg in args), **{key: _plain(arg, name) for key, arg in kwargs.items()})
 
 
 def _plain(value: Any, operation: str) -> Any:

@@ -282,10 +282,10 @@ def micro_batches(search: Search) -> Sequence[int | None]:
         return sorted(int(size) for size in given)  # type: ignore[union-attr]
     if search.batch_flag is None and not isinstance(given, int):
         return [None]
-    sizes = [section.min_train_micro_batch_size_per_gpu * 2**n for n in range(section.num_tuning_micro_batch_sizes)]
-    if section.min_train_micro_batch_size_per_gpu == 1:
+    start = section.min_train_micro_batch_size_per_gpu
+    if start == 1:
         start = int(given) if isinstance(given, int) else _flag_value(search) or 1
-        sizes = [start * 2**n for n in range(section.num_tuning_micro_batch_sizes)]
+    sizes = [start * 2**n for n in range(section.num_tuning_micro_batch_sizes)]
     most = section.max_train_micro_batch_size_per_gpu
     if section.max_train_batch_size is not None:
         most = min(most, section.max_train_batch_size)

@@ -165,7 +165,6 @@ class CompressedModel:
         return list(self._layers.values())
 
     def pruned(self) -> Iterator[Pruned]:
-        """Every pruning of every layer."""
         for layer in self.layers:
             yield from layer.pruned.values()
 

@@ -208,7 +208,6 @@ class ActivationBits:
         self.notes = not self.is_dynamic and updates + 1 >= self.policy.schedule_offset
 
     def apply(self, inputs: Tensor) -> Tensor:
-        """The quantised inputs of the layer."""
         if not inputs.is_floating_point() or not inputs.numel():
             return inputs
         if self.notes and self.layer.module.training:
@@ -321,7 +320,6 @@ class Pruned(ABC):
         self.mask = top_mask(self.sizes(weight.detach().float()), self.rule.dense_ratio)
 
     def advance(self, updates: int) -> None:
-        """Set the number of updates."""
         self.is_on = updates >= self.policy.schedule_offset
 
     def factor(self) -> Tensor | None:

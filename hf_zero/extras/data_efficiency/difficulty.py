@@ -86,7 +86,6 @@ class CurriculumScheduler:
         self.state["current_difficulty"] = value
 
     def set_custom_get_difficulty(self, function: Custom) -> None:
-        """Set the function for schedule_type custom."""
         self._difficulty.custom = function
 
     def get_state(self) -> dict[str, Any]:

@@ -107,7 +107,6 @@ class Difficulties(dict[str, Difficulty]):
         super().__init__((metric.name, Difficulty(metric.difficulty)) for metric in policy.metrics)
 
     def set_custom(self, functions: Mapping[str, Custom]) -> None:
-        """Set the functions of custom schedules, by metric."""
         unknown = sorted(set(functions) - set(self))
         if unknown:
             raise ValueError(f"no such metric: {', '.join(unknown)}; the metrics are {', '.join(self)}")
@@ -318,7 +317,6 @@ class LengthCurriculum(TrainingFeature):
         return truncate(keywords, self.length(progress))
 
     def set_custom_get_difficulty(self, function: Custom) -> None:
-        """Set the function of a custom schedule."""
         self.difficulty.custom = function
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -327,7 +325,6 @@ class LengthCurriculum(TrainingFeature):
 
 
 def length_curriculum_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, if the config enables it."""
     policy = data_policy(resolved).sequence_length
     if policy is None:
         return None
@@ -350,11 +347,9 @@ class SampledCurriculumFeature(TrainingFeature):
         self.next_step = 0  # update at which the engine's loader begins
 
     def current(self, progress: Progress) -> dict[str, int]:
-        """The difficulty of every metric in the current update."""
         return self.schedules.current(progress.step)
 
     def set_custom(self, functions: Mapping[str, Custom]) -> None:
-        """Set the functions of custom schedules, by metric."""
         self.schedules.set_custom(functions)
         for stream in self.streams:
             stream.set_custom(functions)
@@ -488,7 +483,6 @@ class DeepSpeedDataSampler(RankBatches):
 
 
 def sampled_curriculum_of(_model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, if the config enables it."""
     policy = data_policy(resolved).sampling
     return None if policy is None else SampledCurriculumFeature(policy)
 

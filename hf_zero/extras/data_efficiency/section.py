@@ -285,6 +285,5 @@ class DataPolicy:
 
 
 def data_policy(resolved: Resolved) -> DataPolicy:
-    """The data efficiency policy of a config."""
     policy: DataPolicy = resolved.extras.get("data_efficiency", DataPolicy())
     return policy

@@ -7,6 +7,7 @@ engine.training_dataloader, engine.lr_scheduler = loader, scheduler
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,6 @@ class VariableBatchSizeLR(LRScheduler):
         return self.base_lr_scheduler.optimizer
 
     def get_lr(self) -> list[Any]:
-        """The scaled rate of every group."""
         return self._rates()
 
     def get_last_lr(self) -> list[Any]:
@@ -375,7 +375,7 @@ def _loader(
     num_workers: int,
     pin_memory: bool,
 ) -> tuple[DataLoader[Any], dict[str, Any]]:
-    joined = _Joined(collate_fn)
+    joined = partial(_joined, collate_fn or list)  # loader workers may need to pickle it
     loader: DataLoader[Any] = DataLoader(
         packs, batch_size=batch_size, sampler=sampler, collate_fn=joined, num_workers=num_workers, pin_memory=pin_memory
     )
@@ -383,11 +383,6 @@ def _loader(
     return loader, {**keywords, "num_local_io_workers": num_workers, "pin_memory": pin_memory}
 
 
-class _Joined:
-    """Collates several packs as one batch. A class, because loader workers may need to pickle it."""
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        self._collate = collate_fn or list
-
-    def __call__(self, packs: Sequence[Sequence[Any]]) -> Any:
-        return self._collate([sample for samples in packs for sample in samples])
+def _joined(collate_fn: Callable[[list[Any]], Any], packs: Sequence[Sequence[Any]]) -> Any:
+    """Several packs collated as one batch."""
+    return collate_fn([sample for samples in packs for sample in samples])

@@ -269,7 +269,6 @@ class CompressingUpdater(Updater):
         return [Interval(run.start, run.stop) for run in with_padding(runs, sub_group)]
 
     def vectors(self, sub_group: SubGroup, gradient: Tensor, states: Sequence[str]) -> Vectors:
-        """The kernel inputs of one sub-group."""
         state = self.state_of(sub_group)
         return Vectors(sub_group.master, gradient, tuple(state[name].view(-1) for name in states), sub_group.lp_param)
 
@@ -328,7 +327,6 @@ class CompressingUpdater(Updater):
         return self._means[sub_group]
 
     def reset_error_feedback(self) -> None:
-        """Reset the error feedback."""
         self._means.clear()
         for sub_group in self.sub_groups:
             self.state_of(sub_group).pop(ERROR_FEEDBACK, None)

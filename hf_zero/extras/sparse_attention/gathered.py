@@ -244,7 +244,6 @@ def _take(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def _inverse(order: list[int], device: torch.device) -> Tensor:
-    """The inverse permutation of `order`."""
     return torch.tensor(order, device=device).argsort()
 
 

@@ -264,5 +264,4 @@ class SparseAttentionUtils:
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """Remove the padding tokens."""
         return sequence_output[:, : sequence_output.shape[1] - pad_len]

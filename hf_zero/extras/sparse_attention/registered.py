@@ -32,7 +32,6 @@ _plan = functools.lru_cache(maxsize=32)(make_plan)
 
 
 def causal(_sample: Any, _head: Any, query: Any, key: Any) -> Any:
-    """The causal mask function."""
     return key <= query
 
 
