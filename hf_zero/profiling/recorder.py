@@ -342,8 +342,8 @@ class TraceFile:
 
     def _take(self, update: Update) -> None:
         self._add(_UPDATES, "update", [(update.begin_ns, update.end_ns, f"update {update.number}", {})])
-        spans = ((i.begin_ns, i.end_ns, f"{i.kind} {i.name}".rstrip(), {}) for i in update.intervals)
-        self._add(_COMPUTE, "compute", spans)
+        named = ((f"{i.kind} {i.name}".rstrip(), i) for i in update.intervals)
+        self._add(_COMPUTE, "compute", ((i.begin_ns, i.end_ns, name, {}) for name, i in named))
         calls = (
             (begin, end, call.operation, {"bytes": call.num_bytes, "phase": call.phase, "ranks": call.num_ranks})
             for call in update.calls

@@ -293,8 +293,8 @@ class TiledLoss(TrainingFeature):
         **kwargs: Any,
     ) -> Any:
         """transformers' ForCausalLMLoss for deferred or other logits."""
-        fits = isinstance(logits, DeferredLogits) and vocab_size == logits.shape[-1]
-        if not fits or labels is None and shift_labels is None:
+        has_labels = labels is not None or shift_labels is not None
+        if not (isinstance(logits, DeferredLogits) and vocab_size == logits.shape[-1] and has_labels):
             return self._loss(
                 logits=logits,
                 labels=labels,
@@ -304,7 +304,6 @@ class TiledLoss(TrainingFeature):
                 shift_labels=shift_labels,
                 **kwargs,
             )
-        assert isinstance(logits, DeferredLogits), "checked above"
         if shift_labels is None:
             assert labels is not None, "one of both is given"
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
