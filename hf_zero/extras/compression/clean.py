@@ -103,16 +103,9 @@ def _builds(model: nn.Module, edit: Mapping[str, int]) -> bool:
 
 FILE = "modeling_compressed.py"
 KEY = "compressed_modules"
-_AUTO = {
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
-    "ForImageClassification": "AutoModelForImageClassification",
-}
+_TASKS = "SequenceClassification TokenClassification QuestionAnswering MaskedLM CausalLM ImageClassification".split()
+_AUTO = {f"For{task}": f"AutoModelFor{task}" for task in _TASKS}
+_AUTO |= {"LMHeadModel": "AutoModelForCausalLM", "ForConditionalGeneration": "AutoModelForSeq2SeqLM"}
 _SOURCE = '''\
 """{base} with parts of it taken out: config.json says of which modules, in `{key}`."""
 

@@ -292,10 +292,5 @@ def packing_of(section: DataSampling | None, seed: int, problems: list[Problem])
         min_samples=given.min_batch_size,
         max_samples=given.max_batch_size,
         order=given.sequence_picking_order,
-        scaling=given.lr_scaling_method,
         seed=seed,
-        metrics_path=given.metrics_path,
-        num_workers=section.num_workers,
-        pin_memory=section.pin_memory,
-        verbose=given.verbose,
     )

@@ -312,19 +312,17 @@ class CompressingUpdater(Updater):
 
     def average(self, sub_group: SubGroup, flat: Tensor, slots: Sequence[Slot]) -> None:
         """Replace these tensors of `flat`, a whole bucket, by their compressed mean over ranks."""
-        if self.compresses:
-            positions = {slot.parameter: position for position, slot in enumerate(self.bucket(sub_group).slots)}
-            self.mean(sub_group, flat).average(flat, {positions[slot.parameter] for slot in slots})
-
-    def mean(self, sub_group: SubGroup, flat: Tensor) -> CompressedMean:
+        if not self.compresses:
+            return
+        own, state = self.bucket(sub_group).slots, self.state_of(sub_group)
+        error = state.pop(ERROR_FEEDBACK, None)
         if sub_group not in self._means:
-            intervals = [slot.interval for slot in self.bucket(sub_group).slots]
-            self._means[sub_group] = CompressedMean(self.ranks.collectives, flat, intervals)
-            error = self.state_of(sub_group).get(ERROR_FEEDBACK)
+            mean = CompressedMean(self.ranks.collectives, flat, [slot.interval for slot in own])
             if error is not None:
-                self._means[sub_group].worker_error.copy_(self.gather(error.view(-1)))
-        self.state_of(sub_group).pop(ERROR_FEEDBACK, None)
-        return self._means[sub_group]
+                mean.worker_error.copy_(self.gather(error.view(-1)))
+            self._means[sub_group] = mean
+        positions = {slot.parameter: position for position, slot in enumerate(own)}
+        self._means[sub_group].average(flat, {positions[slot.parameter] for slot in slots})
 
     def reset_error_feedback(self) -> None:
         self._means.clear()

@@ -202,13 +202,10 @@ def _rows(
     offsets = torch.arange(block, device=device)
     of_query = (rows[:, None] * block + offsets)[:, :, None]
     of_key = (keys[:, :, None] * block + offsets).flatten(1)[:, None, :]
-    kept = blocks.rules.kept
-    if kept is None or id(group) not in kept:
-        mask = _mask(of_query, of_key, heads, blocks, batch)
-        if kept is not None:
-            kept[id(group)] = mask
-    else:
-        mask = kept[id(group)]
+    kept = {} if blocks.rules.kept is None else blocks.rules.kept
+    if id(group) not in kept:
+        kept[id(group)] = _mask(of_query, of_key, heads, blocks, batch)
+    mask = kept[id(group)]
     attended = functional.scaled_dot_product_attention(
         mine, their_keys, their_values, attn_mask=mask, dropout_p=blocks.rules.dropout, scale=blocks.rules.scale
     )
