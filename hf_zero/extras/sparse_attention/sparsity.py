@@ -84,8 +84,7 @@ class SparsityConfig:
     different_layout_per_head: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("num_heads", self.num_heads, 1)
-        _at_least("block", self.block, 1)
+        self._require(num_heads=1, block=1)
         if self.attention not in ("unidirectional", "bidirectional"):
             raise NotImplementedError(f'attention = {self.attention!r} must be "unidirectional" or "bidirectional"')
         if self.horizontal_global_attention and self.is_causal:
@@ -94,6 +93,11 @@ class SparsityConfig:
                 "forbids: change one of them"
             )
         self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
+
+    def _require(self, **least: int) -> None:
+        """Check that these settings have at least these values."""
+        for name, value in least.items():
+            _at_least(name, getattr(self, name), value)
 
     @property
     def is_causal(self) -> bool:
@@ -173,14 +177,9 @@ class FixedSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        num_local, num_global, patterns = (
-            self.num_local_blocks,
-            self.num_global_blocks,
-            self.num_different_global_patterns,
-        )
-        _at_least("num_local_blocks", num_local, 1)
-        _at_least("num_global_blocks", num_global, 1)
-        _at_least("num_different_global_patterns", patterns, 1)
+        self._require(num_local_blocks=1, num_global_blocks=1, num_different_global_patterns=1)
+        num_local, num_global = self.num_local_blocks, self.num_global_blocks
+        patterns = self.num_different_global_patterns
         if num_local % num_global:
             raise ValueError(f"num_local_blocks = {num_local} must be a multiple of num_global_blocks = {num_global}")
         if patterns > 1 and not self.different_layout_per_head:
@@ -223,7 +222,7 @@ class VariableSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least("num_random_blocks", self.num_random_blocks, 0)
+        self._require(num_random_blocks=0)
         if not self.local_window_blocks:
             raise ValueError("local_window_blocks must list at least one size")
         for size in self.local_window_blocks:
@@ -257,9 +256,7 @@ class BigBirdSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least("num_random_blocks", self.num_random_blocks, 0)
-        _at_least("num_sliding_window_blocks", self.num_sliding_window_blocks, 1)
-        _at_least("num_global_blocks", self.num_global_blocks, 0)
+        self._require(num_random_blocks=0, num_sliding_window_blocks=1, num_global_blocks=0)
         if self.is_causal and self.num_random_blocks > 1:
             raise ValueError(
                 f"num_random_blocks = {self.num_random_blocks} with unidirectional attention: the first row of blocks "
@@ -289,7 +286,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least("num_sliding_window_blocks", self.num_sliding_window_blocks, 1)
+        self._require(num_sliding_window_blocks=1)
         self.global_block_indices = list(self.global_block_indices)
         self._spans = _spans(self.global_block_indices, self.global_block_end_indices)
 
@@ -313,7 +310,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _at_least("num_sliding_window_blocks", self.num_sliding_window_blocks, 1)
+        self._require(num_sliding_window_blocks=1)
 
     def least_blocks(self) -> int:
         return self.num_sliding_window_blocks
