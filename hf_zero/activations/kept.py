@@ -320,10 +320,7 @@ class CheckpointedCalls:
     def __init__(
         self, policy: ActivationCheckpointing, *, group: Collectives | None = None, num_slots: int | None = None
     ) -> None:
-        """
-        Args:
-            num_slots: number of calls per forward, for the contiguous buffer; the policy's number takes precedence.
-        """
+        """`num_slots`: calls per forward, for the contiguous buffer; the policy's number takes precedence."""
         self.policy = policy
         self.num_calls = 0
         self.group = group

@@ -69,10 +69,7 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def check_model(model: Any, size: int) -> None:
-    """
-    Raises:
-        ValueError: if the model does not support sequence parallelism with `size` ranks.
-    """
+    """Raises ValueError if the model does not support sequence parallelism with `size` ranks."""
     takes = getattr(model, "_can_set_attn_implementation", None)
     if takes is None or not takes():
         raise ValueError(

@@ -50,10 +50,7 @@ class UlyssesSPDataLoaderAdapter:
         return getattr(self.dl, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """
-        Raises:
-            RuntimeError: on all ranks of the group, if the loader of one rank failed.
-        """
+        """Raises RuntimeError on all ranks of the group if the loader of one rank failed."""
         batches, to_skip = iter(self.dl), self._num_skipped
         while True:
             reports: list[Any] = self._collectives.gather_objects(_next(batches))

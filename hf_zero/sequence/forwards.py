@@ -57,10 +57,7 @@ def after_forward(model: nn.Module, args: Any, output: Any) -> None:
 
 
 def _check_whole(shared: Shared, seen: Tensor) -> None:
-    """
-    Raises:
-        RuntimeError: on all ranks that share sequences, if they evaluate parts of sequences.
-    """
+    """Raises RuntimeError on all ranks that share sequences if they evaluate parts of sequences."""
     if is_part(seen):
         raise RuntimeError(
             "the model is in eval mode, in which each rank processes whole sequences (disable_in_eval), but this batch "
@@ -71,10 +68,7 @@ def _check_whole(shared: Shared, seen: Tensor) -> None:
 
 
 def _check_parts(shared: Shared, seen: Tensor) -> None:
-    """
-    Raises:
-        ValueError: on all ranks, if their parts have different shapes.
-    """
+    """Raises ValueError on all ranks if their parts have different shapes."""
     all_shapes = told_by_all(shared.group, seen.shape[:2], seen.device)
     if any(shape != all_shapes[0] for shape in all_shapes):
         shown = ", ".join(f"{batch} x {length}" for batch, length in all_shapes)

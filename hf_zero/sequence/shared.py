@@ -97,10 +97,7 @@ def copies_of_key_heads(num_key_heads: int, size: int) -> int:
 
 
 def check_heads(num_heads: int, size: int) -> None:
-    """
-    Raises:
-        ValueError: if heads cannot be divided evenly.
-    """
+    """Raises ValueError if heads cannot be divided evenly."""
     if num_heads % size:
         divisors = [divisor for divisor in range(2, num_heads + 1) if num_heads % divisor == 0]
         raise ValueError(

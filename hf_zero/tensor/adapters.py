@@ -192,10 +192,7 @@ def _owners(name: str) -> Iterator[str]:
 
 
 def check_still_cut(base: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: if adapters were added to parts of matrices.
-    """
+    """Raises ValueError if adapters were added to parts of matrices."""
     for name, module in base.named_modules():
         around = layer_in(module)
         if around is not module and _HANDLED not in vars(module) and any(map(held_part, around.parameters())):

@@ -29,10 +29,7 @@ class Trial(TrainingFeature):
     name = "autotuning"
 
     def __init__(self, policy: TrialPolicy, samples: int) -> None:
-        """
-        Args:
-            samples: number per update over all ranks.
-        """
+        """`samples`: number per update over all ranks."""
         self._policy = policy
         self._samples = samples
         self._started: float | None = None
@@ -42,10 +39,7 @@ class Trial(TrainingFeature):
         self._world = tools.world
 
     def after_step(self, progress: Progress, *, applied: bool) -> None:
-        """
-        Raises:
-            SystemExit: after the last update of the trial.
-        """
+        """Raises SystemExit after the last update of the trial."""
         if progress.step not in (self._policy.first, self._policy.last):
             return
         runtime_of(current_device()).synchronize()
