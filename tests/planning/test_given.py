@@ -90,7 +90,7 @@ def test_it_is_measured_too(model: PlannedModel, tmp_path: Path, monkeypatch: py
 
     def run(experiment: Experiment, folder: Path, **_: Any) -> Result:
         asked.append(experiment)
-        return Result(experiment.name, "ok", {"throughput": 2.0})
+        return Result(experiment, "ok", {"throughput": 2.0})
 
     monkeypatch.setattr(measuring, "run_experiment", run)
     config = load_config(OPEN | {"zero_optimization": {"stage": 1}, "scheduler": {"type": "WarmupLR"}})

@@ -286,7 +286,7 @@ def test_trials_have_the_sizes(
 
     def run(experiment: Experiment, folder: Path, **_: Any) -> Result:
         asked.append(experiment)
-        return Result(experiment.name, "ok", {"throughput": 2.0})
+        return Result(experiment, "ok", {"throughput": 2.0})
 
     monkeypatch.setattr(measuring, "run_experiment", run)
     cut = llama.cut(sizes.get("tensor_parallel", 1))

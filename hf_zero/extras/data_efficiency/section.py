@@ -236,13 +236,8 @@ class PackingPolicy:
     min_samples: int = 1
     max_samples: int | None = None
     order: str = "dataloader"  # or random, seqlen
-    scaling: str = "linear"  # of the learning rate with the number of samples; or sqrt, none
     seed: int = 0
     epoch: int = 0
-    metrics_path: str | None = None  # the analyzer's folder
-    num_workers: int = 0
-    pin_memory: bool = False
-    verbose: bool = False
 
     def __post_init__(self) -> None:
         orders = ("dataloader", "random", "seqlen")
@@ -285,6 +280,5 @@ class DataPolicy:
 
 
 def data_policy(resolved: Resolved) -> DataPolicy:
-    """The data efficiency policy of a config."""
     policy: DataPolicy = resolved.extras.get("data_efficiency", DataPolicy())
     return policy
