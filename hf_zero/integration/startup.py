@@ -63,9 +63,11 @@ class AliasFinder:
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name == NAME:
-            if self.answers():
-                return _alias_spec()
-            return self._real_spec(path) if _switch() is None else None
+            if not self.answers():
+                return self._real_spec(path) if _switch() is None else None
+            from importlib.util import spec_from_file_location
+
+            return spec_from_file_location(NAME, ALIAS_FILE, submodule_search_locations=[ALIAS_FOLDER])
         if name.startswith(NAME + ".") and is_ours(sys.modules.get(NAME)):
             return _submodule_spec(name)
         if name in PATCHED and (self.answers() or (name in LAUNCHER and _switch() is not False)):
@@ -81,7 +83,7 @@ class AliasFinder:
             return []
         from hf_zero.integration.distribution import AliasDistribution
 
-        return [AliasDistribution(ALIAS_FOLDER)]
+        return [AliasDistribution()]
 
     def invalidate_caches(self) -> None:
         """Nothing is cached: part of the protocol of sys.meta_path."""
@@ -217,12 +219,6 @@ def _switch() -> bool | None:
     return {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False}.get(
         os.environ.get("HF_ZERO", "").strip().lower()
     )
-
-
-def _alias_spec() -> ModuleSpec | None:
-    from importlib.util import spec_from_file_location
-
-    return spec_from_file_location(NAME, ALIAS_FILE, submodule_search_locations=[ALIAS_FOLDER])
 
 
 def _submodule_spec(name: str) -> ModuleSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from hf_zero.comm import ledger, this_process, watching_collectives
@@ -168,18 +169,6 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSections:
     return ConfigView({"train_batch_size": 1, **param_dict}, 1).monitor_config
 
 
-def check_tb_availability() -> None:
-    _check("tensorboard")
-
-
-def check_wandb_availability() -> None:
-    _check("wandb")
-
-
-def check_comet_availability() -> None:
-    _check("comet")
-
-
 def _check(section: str) -> None:
     """
     Raises:
@@ -191,5 +180,9 @@ def _check(section: str) -> None:
     except ImportError as error:
         raise ImportError(f"the monitor {section} needs the package {package}: pip install {package}") from error
 
+
+check_tb_availability = partial(_check, "tensorboard")
+check_wandb_availability = partial(_check, "wandb")
+check_comet_availability = partial(_check, "comet")
 
 __all__ = ["Monitor", "MonitorMaster"]

@@ -65,7 +65,10 @@ def around_state(original: Callable[..., None], self: Any, *args: Any, **kwargs:
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     if not (bound.arguments.get("cpu") or _is_on(_USE_CPU)):
         return original(self, *args, **kwargs)
-    _state_of_cpu_ranks(bound.arguments.get("kwargs", {}))
+    from accelerate.state import PartialState
+
+    if not PartialState._shared_state:
+        PartialState(True, **bound.arguments.get("kwargs", {}))  # ranks and device, with the process group's options
     bound.arguments["cpu"] = False
     use_cpu = os.environ.pop(_USE_CPU, None)
     try:
@@ -73,14 +76,6 @@ def around_state(original: Callable[..., None], self: Any, *args: Any, **kwargs:
     finally:
         if use_cpu is not None:
             os.environ[_USE_CPU] = use_cpu
-
-
-def _state_of_cpu_ranks(options: dict[str, Any]) -> None:
-    """Create the state with ranks and device; `options` are those of the process group."""
-    from accelerate.state import PartialState
-
-    if not PartialState._shared_state:
-        PartialState(True, **options)
 
 
 def _engine_is_wanted() -> bool:
