@@ -347,13 +347,9 @@ class WarmupLR(StepSchedule):
         return list(self.min_lrs if self.warmup_num_steps else self.max_lrs)
 
     def _rates(self, iteration: int) -> list[float]:
-        gamma = self._gamma(iteration)
+        warms_up = iteration < self.warmup_num_steps
+        gamma = _warmup(iteration, self.warmup_num_steps, self.warmup_type) if warms_up else self._after(iteration)
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs)]
-
-    def _gamma(self, iteration: int) -> float:
-        if iteration < self.warmup_num_steps:
-            return _warmup(iteration, self.warmup_num_steps, self.warmup_type)
-        return self._after(iteration)
 
     def _after(self, iteration: int) -> float:
         return 1.0

@@ -35,14 +35,9 @@ class _Part:
 
 
 class Fragments:
-    """Finds this rank's parts of every trained parameter, and keeps these alive.
-
-    Attributes:
-        values: access to what this rank owns.
-    """
+    """Finds this rank's parts of every trained parameter, and keeps these alive."""
 
     def __init__(self, assembly: Assembly, groups: ParallelGroups) -> None:
-        self.values = assembly.step.values
         self._assembly = assembly
         self._groups = groups
         self._parts: dict[int, list[_Part]] = {}
@@ -51,6 +46,19 @@ class Fragments:
                 self._parts.setdefault(piece.parameter, []).append(_Part(sub_group, piece))
         self._index = {id(parameter): index for index, parameter in enumerate(assembly.store.parameters)}
         self._owns_all = not assembly.optimizer.sharding.shards_optimizer
+
+    def masters(self) -> Source:
+        """The masters, after edits of weights have been applied to them."""
+        self._assembly.store.sync_masters()
+        return self._assembly.step.values.master
+
+    def gradients(self) -> Source:
+        """The reduced gradients, after the last reduction has finished."""
+        self._assembly.reducer.wait()
+        return self._assembly.step.values.gradient
+
+    def states(self, key: str) -> Source:
+        return self._assembly.step.values.state(key)
 
     def read(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
         """Read the whole of `source` for `parameter`; None if no rank has it. Collective.
@@ -116,13 +124,6 @@ class Fragments:
         """Factor from a reduced gradient to the gradient of the loss, before clipping."""
         return self._assembly.step.factors.of_gradients
 
-    def sync_masters(self) -> None:
-        """Apply edits of weights to the masters, before these are read or written."""
-        self._assembly.store.sync_masters()
-
-    def finish_reductions(self) -> None:
-        self._assembly.reducer.wait()
-
     def has_reduced(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient has been reduced since the last step; the same on all ranks."""
         index = self._index[id(parameter)]
@@ -148,7 +149,7 @@ class Fragments:
 
     def all_gather_params(self, parameter: nn.Parameter) -> None:
         """Copy edited masters to the model. Collective."""
-        self.values.master_to_params(self._index[id(parameter)])
+        self._assembly.step.values.master_to_params(self._index[id(parameter)])
 
 
 def _inside(values: Tensor, part: _Part) -> Tensor:
@@ -170,10 +171,7 @@ def _fragments_of(parameter: nn.Parameter) -> Fragments | None:
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return the master weight in fp32; None for a parameter that no engine trains."""
     fragments = _fragments_of(param)
-    if fragments is None:
-        return None
-    fragments.sync_masters()
-    return fragments.read(param, fragments.values.master)
+    return fragments.read(param, fragments.masters()) if fragments else None
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -185,25 +183,23 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     fragments = _fragments_of(param)
     if fragments is None:
         return None
-    fragments.finish_reductions()
-    own = fragments.unreduced(param)
+    gradients, own = fragments.gradients(), fragments.unreduced(param)
     if own is not None:
         return (own.float() * fragments.unreduced_factor).view(param.shape)
-    total = fragments.read(param, fragments.values.gradient)
+    total = fragments.read(param, gradients)
     return None if total is None else total.mul_(fragments.gradient_factor)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return one optimizer state ("exp_avg", ...); None before the first step and for unknown keys."""
     fragments = _fragments_of(param)
-    return fragments.read(param, fragments.values.state(optim_state_key)) if fragments else None
+    return fragments.read(param, fragments.states(optim_state_key)) if fragments else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite master and model weight; `value` must be the same on all ranks."""
     fragments = _managed(param)
-    fragments.sync_masters()
-    fragments.write(param, value, fragments.values.master)
+    fragments.write(param, value, fragments.masters())
     fragments.all_gather_params(param)
 
 
@@ -214,8 +210,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         RuntimeError: if there is no gradient.
     """
     fragments = _managed(param)
-    fragments.finish_reductions()
-    own = fragments.unreduced(param)
+    gradients, own = fragments.gradients(), fragments.unreduced(param)
     if own is not None:
         own.copy_((value / fragments.unreduced_factor).reshape(-1))
         return
@@ -224,12 +219,12 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
             f"safe_set_full_grad: the parameter of shape {tuple(param.shape)} has no gradient to overwrite; call this "
             "between engine.backward() and engine.step()"
         )
-    fragments.write(param, value / fragments.gradient_factor, fragments.values.gradient)
+    fragments.write(param, value / fragments.gradient_factor, gradients)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     fragments = _managed(param)
-    fragments.write(param, value, fragments.values.state(optim_state_key))
+    fragments.write(param, value, fragments.states(optim_state_key))
 
 
 def safe_update_full_grad_vectorized(
@@ -246,38 +241,34 @@ def safe_update_full_grad_vectorized(
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return this rank's chunk of the master weight; stage 3 only."""
     fragments = _sharded(param)
-    fragments.sync_masters()
-    return fragments.read_local(param, fragments.values.master)
+    return fragments.read_local(param, fragments.masters())
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     fragments = _sharded(param)
-    fragments.finish_reductions()
-    chunk = fragments.read_local(param, fragments.values.gradient)
+    chunk = fragments.read_local(param, fragments.gradients())
     return None if chunk is None else chunk.float() * fragments.gradient_factor
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     fragments = _sharded(param)
-    return fragments.read_local(param, fragments.values.state(optim_state_key))
+    return fragments.read_local(param, fragments.states(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     fragments = _sharded(param)
-    fragments.sync_masters()
-    fragments.write_local(param, value, fragments.values.master)
+    fragments.write_local(param, value, fragments.masters())
     fragments.all_gather_params(param)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     fragments = _sharded(param)
-    fragments.finish_reductions()
-    fragments.write_local(param, value / fragments.gradient_factor, fragments.values.gradient)
+    fragments.write_local(param, value / fragments.gradient_factor, fragments.gradients())
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     fragments = _sharded(param)
-    fragments.write_local(param, value, fragments.values.state(optim_state_key))
+    fragments.write_local(param, value, fragments.states(optim_state_key))
 
 
 def _managed(param: nn.Parameter) -> Fragments:

@@ -36,7 +36,6 @@ Sizes = Counter[tuple[str, str]]
 
 
 def start(engine: ZeroEngine) -> None:
-    """Log a description of the engine."""
     version = sys.modules[__name__.partition(".")[0]].__version__
     log_dist("\n  ".join([f"{announcement()}, by hf_zero {version}", *_lines(engine)]))
 

@@ -33,7 +33,6 @@ class StreamEvent(Event):
 
 
 def timed(stream: Any) -> StreamEvent:
-    """Record a timed event on `stream`."""
     return StreamEvent(stream.record_event(torch.Event(stream.device, enable_timing=True)))
 
 
@@ -224,7 +223,6 @@ def runtime_of(device: torch.device) -> Runtime:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock of `device`."""
     return StreamClock(device) if isinstance(runtime_of(device), Accelerator) else HOST_CLOCK
 
 
