@@ -74,11 +74,6 @@ class ModuleView:
             return self._zero.keys.stage3_gather_16bit_weights_on_model_save
         return self._is_cut
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Same as `consolidated`. Callers of this name check stage3_gather_16bit_weights_on_model_save (accelerate) or
-        need the weights regardless of it (Trainer with adapters, OpenRLHF)."""
-        return self.consolidated(exclude_frozen_parameters)
-
     def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Return whole weights in host memory on rank 0, None on the others. Collective."""
         from hf_zero.params.consolidation import consolidated_state_dict  # no step needs it
@@ -86,6 +81,10 @@ class ModuleView:
         keeps = self._world.rank == 0
         weights = consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen_parameters)
         return weights if keeps else None
+
+    # Callers of this name check stage3_gather_16bit_weights_on_model_save (accelerate) or need the weights regardless
+    # of it (Trainer with adapters, OpenRLHF).
+    _zero3_consolidated_16bit_state_dict = consolidated
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

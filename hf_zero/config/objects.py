@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from hf_zero.config.errors import ConfigError, Problem
+from hf_zero.config.errors import ConfigError
 from hf_zero.config.extras import section_names
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.config.features.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
@@ -21,7 +21,7 @@ from hf_zero.config.schema import Section
 from hf_zero.config.schema.training import Aio, Bf16, Checkpoint, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.zero import Zero
 from hf_zero.config.sources import Views
-from hf_zero.config.validate import translate, validate
+from hf_zero.config.validate import validated
 
 _STAGE3 = "stage3_"
 S = TypeVar("S", bound=Section)
@@ -78,12 +78,7 @@ def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
         ConfigError: the section has problems.
     """
     keys = {"bf16": ("bf16", "bfloat16")}.get(name, (name,))
-    alone = {key: param_dict[key] for key in keys if key in param_dict}
-    translated = translate(alone)
-    config, findings = validate(translated.tree)
-    problems = [finding for finding in findings if isinstance(finding, Problem)]
-    if translated.problems or problems:
-        raise ConfigError([*translated.problems, *problems])
+    config = validated({key: param_dict[key] for key in keys if key in param_dict})
     return _as(kind, getattr(config, name))
 
 

@@ -6,7 +6,6 @@ import os
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from hf_zero.integration.startup import ALIAS_FOLDER
 from hf_zero.surface import VERSION
 
 _NAME = "deepspeed"
@@ -27,4 +26,4 @@ class AliasDistribution(Distribution):
         return _FILES.get(str(filename))
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        return Path(os.path.dirname(ALIAS_FOLDER), path)
+        return Path(__file__).parent / path

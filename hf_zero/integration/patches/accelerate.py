@@ -152,14 +152,7 @@ _SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
     without='messages do not say who filled an "auto"',
     until="accelerate records the flag, variable or field that a value came from",
 )
-def around_fill_match(
-    original: Callable[..., None],
-    self: Any,
-    ds_key_long: str,
-    mismatches: Any = None,
-    must_match: bool = True,
-    **kwargs: Any,
-) -> None:
+def around_fill_match(original: Callable[..., None], self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
     """Record which flag, variable or field provided the value of an "auto", or of an assumed number."""
     config = self.hf_ds_config.config
     before = self.hf_ds_config.get_value(ds_key_long)
@@ -169,7 +162,7 @@ def around_fill_match(
             config[ds_key_long] = value
             config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)
         return
-    original(self, ds_key_long, mismatches, must_match=must_match, **kwargs)
+    original(self, ds_key_long, *args, **kwargs)
     after = self.hf_ds_config.get_value(ds_key_long)
     if isinstance(config, ConfigDict) and is_auto(before) and not is_auto(after):
         config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)

@@ -43,7 +43,6 @@ _CHOICES = {
         {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"},
     ),
 }
-_TRAINING_ONLY = ("optimizer", "scheduler")
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # values of lr_scheduler_type
 _FOLLOWS = (
     "gradient_clipping",
@@ -355,7 +354,8 @@ def _prepare_to_evaluate(trainer: Any, hf_config: Any) -> None:
     """Like the original at stage 3, but keep the sections for training aside instead of dropping them."""
     hf_config.trainer_config_finalize(trainer.args, trainer.model, 0)
     logger.setLevel(trainer.args.get_process_log_level())
-    kept = {name: hf_config.config.pop(name) for name in _TRAINING_ONLY if name in hf_config.config}
+    config = hf_config.config
+    kept = {name: config.pop(name) for name in ("optimizer", "scheduler") if name in config}
     setattr(hf_config, _KEPT, {**vars(hf_config).get(_KEPT, {}), **kept})
 
 
