@@ -184,25 +184,19 @@ class DynamicLossScaler(LossScaler):
 
     def update(self, overflow: bool) -> None:
         if overflow:
-            self._fall()
+            if self._left == 1:
+                self.scale = max(self.scale / _FACTOR, self._policy.minimum)
+            else:
+                self._left -= 1
+            self._last_overflow = self._updates
         else:
-            self._stay_or_grow()
+            clean = self._updates - self._last_overflow - 1
+            grows = clean > 0 and clean % self._policy.window == 0
+            if grows:
+                self.scale *= _FACTOR
+            if grows or self._policy.consecutive:
+                self._left = self._patience
         self._updates += 1
-
-    def _fall(self) -> None:
-        if self._left == 1:
-            self.scale = max(self.scale / _FACTOR, self._policy.minimum)
-        else:
-            self._left -= 1
-        self._last_overflow = self._updates
-
-    def _stay_or_grow(self) -> None:
-        clean = self._updates - self._last_overflow - 1
-        grows = clean > 0 and clean % self._policy.window == 0
-        if grows:
-            self.scale *= _FACTOR
-        if grows or self._policy.consecutive:
-            self._left = self._patience
 
     def state_dict(self) -> dict[str, Any]:
         return {

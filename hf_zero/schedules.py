@@ -96,7 +96,7 @@ class StepSchedule:
         self._last_lr = rates
 
     def _rates_at_start(self) -> list[float]:
-        raise NotImplementedError
+        return self._rates(-1)
 
     def _rates(self, iteration: int) -> list[float]:
         raise NotImplementedError
@@ -260,9 +260,6 @@ class OneCycle(StepSchedule):
             moms = [high * factor for high in self.max_moms]
         return [(mom, _BETA2) for mom in moms]
 
-    def _rates_at_start(self) -> list[float]:
-        return list(self.min_lrs)
-
     def _rates(self, iteration: int) -> list[float]:
         updates = iteration + 1
         if updates <= self.cycle.length:
@@ -308,9 +305,6 @@ class LRRangeTest(StepSchedule):
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
-
-    def _rates_at_start(self) -> list[float]:
-        return list(self.min_lr)
 
     def _rates(self, iteration: int) -> list[float]:
         stairs = (iteration + 1) / self.step_size
@@ -400,9 +394,6 @@ class WarmupCosineLR(StepSchedule):
         self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
         _warn_if_short(self)
-
-    def _rates_at_start(self) -> list[float]:
-        return [lr * self.get_lr_ratio(-1) for lr in self.org_lrs]
 
     def _rates(self, iteration: int) -> list[float]:
         ratio = self.get_lr_ratio(iteration)

@@ -16,7 +16,6 @@ from dataclasses import replace
 
 from hf_zero.config.extras import service
 from hf_zero.launch import LaunchError
-from hf_zero.launch.children import start
 from hf_zero.launch.job import Job
 from hf_zero.launch.ranks import report_to_user, run_ranks
 from hf_zero.launch.relay import Backend, Command, Request, own_node_rank, python_variables, task_words
@@ -201,7 +200,7 @@ class NoSsh(Backend):
             peers = None
             if len(names) > 1:
                 peers = service("peers")(names, node_rank, job.master_addr, job.master_port, token)
-            restarts = Restarts(request.max_restarts, request.stopped_s, start, peers)
+            restarts = Restarts(request.max_restarts, request.stopped_s, peers)
             if node_rank is None:
                 restarts.prepare(job.on_node(0)[0])
                 node_rank = None if peers is None else peers.await_place()
@@ -225,7 +224,7 @@ class Local(NoSsh):
             )
         restarts = None
         if request.max_restarts:
-            restarts = Restarts(request.max_restarts, request.stopped_s, start, stands_by=request.stands_by)
+            restarts = Restarts(request.max_restarts, request.stopped_s, stands_by=request.stands_by)
         return run_ranks(job, job.world.names[0], job.on_node(0), report_to_user, restarts=restarts)
 
 
