@@ -9,26 +9,24 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 
 from hf_zero.quantities import parse_all
+
+# Commands that parse their own arguments. (What follows the script of `launch` is the script's.)
+_APART = {
+    "launch": "hf_zero.launch.command_line",
+    "zero_to_fp32": "hf_zero.zero_to_fp32",
+    "universal": "hf_zero.ds_to_universal",
+}
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     words = sys.argv[1:] if words is None else list(words)
-    if words[:1] == ["launch"]:
-        # Words after the script are its own arguments; no other parser may interpret them.
-        from hf_zero.launch.command_line import main as launch
-
-        return launch(words[1:])
-    if words[:1] == ["zero_to_fp32"]:
-        from hf_zero.zero_to_fp32 import main as consolidate
-
-        return consolidate(words[1:])
-    if words[:1] == ["universal"]:
-        from hf_zero.ds_to_universal import main as convert
-
-        return convert(words[1:])
+    if words and words[0] in _APART:
+        status: int = import_module(_APART[words[0]]).main(words[1:])
+        return status
     parser = argparse.ArgumentParser(prog="hf-zero", description="ZeRO training for Hugging Face users.")
     commands = parser.add_subparsers(metavar="command", required=True)
     commands.add_parser("launch", help="start a script on all devices of this machine or of several")

@@ -40,7 +40,6 @@ def main(arguments: argparse.Namespace | Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse DeepSpeed's options."""
     parser = argparse.ArgumentParser(prog="python -m hf_zero.ds_to_universal", description=__doc__)
     parser.add_argument("--input_folder", required=True, help="folder of a tag, such as output/global_step100")
     parser.add_argument("--output_folder", required=True, help="folder to write; the file latest_universal goes beside")

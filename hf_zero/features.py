@@ -175,7 +175,7 @@ class TrainingFeature:
 
 
 class Features(list[TrainingFeature]):
-    """The features of an engine, called in order."""
+    """The features of an engine, called in order: by the engine itself, or here where their results are combined."""
 
     def add(self, feature: TrainingFeature) -> None:
         """Append a feature with a unique name.
@@ -188,16 +188,11 @@ class Features(list[TrainingFeature]):
         self.append(feature)
 
     def named(self, name: str) -> Any:
-        """Return the feature of this name, or None."""
         return next((feature for feature in self if feature.name == name), None)
 
     def adjust_groups(self, groups: list[dict[str, Any]]) -> None:
         for feature in self:
             feature.adjust_groups(groups)
-
-    def begin(self, tools: EngineTools) -> None:
-        for feature in self:
-            feature.begin(tools)
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         for feature in self:
@@ -219,18 +214,6 @@ class Features(list[TrainingFeature]):
         for feature in reversed(self):
             output = feature.after_forward(progress, inputs, keywords, output)
         return output
-
-    def after_backward(self, progress: Progress, loss: Any) -> None:
-        for feature in self:
-            feature.after_backward(progress, loss)
-
-    def before_step(self, progress: Progress) -> None:
-        for feature in self:
-            feature.before_step(progress)
-
-    def after_step(self, progress: Progress, *, applied: bool) -> None:
-        for feature in self:
-            feature.after_step(progress, applied=applied)
 
     @property
     def wait_for_outcome(self) -> bool:

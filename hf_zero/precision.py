@@ -12,7 +12,7 @@ import torch
 
 from hf_zero.config import LossScalePolicy, PrecisionPolicy
 
-_BY_NAME = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 WRAPPED_AT_STAGE_3 = (
     "torchao's quantised weights are several tensors each, which stage 3 does not shard. Use "
@@ -41,7 +41,7 @@ class Precision:
     @property
     def model_name(self) -> str:
         """Return bf16 or fp16, or fp32 if parameters keep their dtype."""
-        return next((name for name, dtype in _BY_NAME.items() if dtype == self.model), "fp32")
+        return next((name for name, dtype in DTYPES.items() if dtype == self.model), "fp32")
 
     def parameter_dtype(self, original: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter is trained; integer and complex dtypes are unchanged."""
@@ -61,9 +61,9 @@ class Precision:
 def precision_from(policy: PrecisionPolicy) -> Precision:
     """Convert the resolved names to dtypes. With the model precision "fp32", every parameter keeps its dtype."""
     return Precision(
-        model=None if policy.model == "fp32" else _BY_NAME[policy.model],
-        communication=None if policy.communication is None else _BY_NAME[policy.communication],
-        accumulation=None if policy.accumulation is None else _BY_NAME[policy.accumulation],
+        model=None if policy.model == "fp32" else DTYPES[policy.model],
+        communication=None if policy.communication is None else DTYPES[policy.communication],
+        accumulation=None if policy.accumulation is None else DTYPES[policy.accumulation],
         low_precision_masters=policy.low_precision_masters,
         low_precision_states=policy.low_precision_states,
         rounds_stochastically=policy.rounds_stochastically,
@@ -103,7 +103,7 @@ class ForwardPrecision:
 
     def __init__(self, policy: PrecisionPolicy, device: torch.device) -> None:
         self._autocast = policy.autocast
-        self._inputs = _BY_NAME[policy.model] if policy.auto_cast_inputs else None
+        self._inputs = DTYPES[policy.model] if policy.auto_cast_inputs else None
         self._device = device.type
 
     def context(self) -> AbstractContextManager[object]:
@@ -112,7 +112,7 @@ class ForwardPrecision:
         name = self._autocast.dtype
         if name == "fp32":
             return torch.autocast(self._device, enabled=False)
-        return torch.autocast(self._device, dtype=None if name is None else _BY_NAME[name])
+        return torch.autocast(self._device, dtype=None if name is None else DTYPES[name])
 
     def cast(self, arguments: Any) -> Any:
         """Cast floating tensors in `arguments`, including nested lists, tuples and dicts, to the model's dtype."""
@@ -184,25 +184,19 @@ class DynamicLossScaler(LossScaler):
 
     def update(self, overflow: bool) -> None:
         if overflow:
-            self._fall()
+            if self._left == 1:
+                self.scale = max(self.scale / _FACTOR, self._policy.minimum)
+            else:
+                self._left -= 1
+            self._last_overflow = self._updates
         else:
-            self._stay_or_grow()
+            clean = self._updates - self._last_overflow - 1
+            grows = clean > 0 and clean % self._policy.window == 0
+            if grows:
+                self.scale *= _FACTOR
+            if grows or self._policy.consecutive:
+                self._left = self._patience
         self._updates += 1
-
-    def _fall(self) -> None:
-        if self._left == 1:
-            self.scale = max(self.scale / _FACTOR, self._policy.minimum)
-        else:
-            self._left -= 1
-        self._last_overflow = self._updates
-
-    def _stay_or_grow(self) -> None:
-        clean = self._updates - self._last_overflow - 1
-        grows = clean > 0 and clean % self._policy.window == 0
-        if grows:
-            self.scale *= _FACTOR
-        if grows or self._policy.consecutive:
-            self._left = self._patience
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -96,7 +96,7 @@ class StepSchedule:
         self._last_lr = rates
 
     def _rates_at_start(self) -> list[float]:
-        raise NotImplementedError
+        return self._rates(-1)
 
     def _rates(self, iteration: int) -> list[float]:
         raise NotImplementedError
@@ -260,9 +260,6 @@ class OneCycle(StepSchedule):
             moms = [high * factor for high in self.max_moms]
         return [(mom, _BETA2) for mom in moms]
 
-    def _rates_at_start(self) -> list[float]:
-        return list(self.min_lrs)
-
     def _rates(self, iteration: int) -> list[float]:
         updates = iteration + 1
         if updates <= self.cycle.length:
@@ -309,9 +306,6 @@ class LRRangeTest(StepSchedule):
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
-    def _rates_at_start(self) -> list[float]:
-        return list(self.min_lr)
-
     def _rates(self, iteration: int) -> list[float]:
         stairs = (iteration + 1) / self.step_size
         if self.staircase:
@@ -347,13 +341,9 @@ class WarmupLR(StepSchedule):
         return list(self.min_lrs if self.warmup_num_steps else self.max_lrs)
 
     def _rates(self, iteration: int) -> list[float]:
-        gamma = self._gamma(iteration)
+        warms_up = iteration < self.warmup_num_steps
+        gamma = _warmup(iteration, self.warmup_num_steps, self.warmup_type) if warms_up else self._after(iteration)
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs)]
-
-    def _gamma(self, iteration: int) -> float:
-        if iteration < self.warmup_num_steps:
-            return _warmup(iteration, self.warmup_num_steps, self.warmup_type)
-        return self._after(iteration)
 
     def _after(self, iteration: int) -> float:
         return 1.0
@@ -404,9 +394,6 @@ class WarmupCosineLR(StepSchedule):
         self.org_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         super().__init__(optimizer, last_batch_iteration)
         _warn_if_short(self)
-
-    def _rates_at_start(self) -> list[float]:
-        return [lr * self.get_lr_ratio(-1) for lr in self.org_lrs]
 
     def _rates(self, iteration: int) -> list[float]:
         ratio = self.get_lr_ratio(iteration)

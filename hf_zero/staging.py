@@ -61,10 +61,8 @@ class StagingFolder:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Lock a folder against other users of this function, to make several renames atomic for them."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    lock = _locked(folder)
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
         os.close(lock)
@@ -73,7 +71,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 def _locked(folder: Path) -> int:
     """Lock a folder if the file system supports it, and return its descriptor. FileNotFoundError: it is gone."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    with suppress(OSError):
+    with suppress(OSError):  # a file system without locks
         fcntl.flock(lock, fcntl.LOCK_EX)
     try:
         os.stat(folder)

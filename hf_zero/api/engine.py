@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,27 +34,6 @@ _UNFROZEN = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """Parts that `initialize` builds before the engine. Without an assembly there is no optimizer, only forward.
-
-    The store is the assembly's, or at stage 3 without an optimizer a separate one. `names` are DeepSpeed's names that
-    the engine does not use itself.
-    """
-
-    module: nn.Module
-    resolved: Resolved
-    device: torch.device
-    groups: ParallelGroups
-    assembly: Assembly | None
-    store: ParameterStore | None
-    parameter_offload: ParameterOffload | None
-    lr_scheduler: Any | None
-    client_optimizer: torch.optim.Optimizer | None
-    features: Features
-    names: NamesOf | None = None
-
-
 class ZeroEngine(nn.Module):
     """A model whose `backward` reduces gradients and whose `step` updates a sharded optimizer.
 
@@ -78,36 +56,55 @@ class ZeroEngine(nn.Module):
 
     __reduce_ex__ = refuse_copy
 
-    def __init__(self, parts: EngineParts) -> None:
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        resolved: Resolved,
+        device: torch.device,
+        groups: ParallelGroups,
+        assembly: Assembly | None,
+        store: ParameterStore | None,
+        parameter_offload: ParameterOffload | None,
+        lr_scheduler: Any | None,
+        client_optimizer: torch.optim.Optimizer | None,
+        features: Features,
+        names: NamesOf | None = None,
+    ) -> None:
+        """
+        Args:
+            assembly: what trains; None: there is no optimizer, only forward.
+            store: the assembly's, or at stage 3 without an optimizer a separate one.
+            names: DeepSpeed's names that the engine does not use itself.
+        """
         super().__init__()
-        resolved, assembly = parts.resolved, parts.assembly
-        self._names = parts.names
-        self._first_nan = None if parts.store is None else parts.store.first_nan
-        self.phases = Phases(parts.device)
-        self.settings = EngineSettings(resolved, parts.groups.data.size, parts.groups.ranks_per_sample)
-        self.module_view = ModuleView(parts.module, parts.store, parts.device, resolved.zero, parts.groups)
-        self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self.phases, parts.groups.world.rank)
-        self.module = parts.module
+        self._names = names
+        self._first_nan = None if store is None else store.first_nan
+        self.phases = Phases(device)
+        self.settings = EngineSettings(resolved, groups.data.size, groups.ranks_per_sample)
+        self.module_view = ModuleView(module, store, device, resolved.zero, groups)
+        self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self.phases, groups.world.rank)
+        self.module = module
         self.config = resolved.raw
-        self.device = parts.device
-        self.groups = parts.groups
+        self.device = device
+        self.groups = groups
         self.parallelism: tuple[ProgramGroups, ...] = ()
         # Without a trained parameter, stage 3 stores its hooks' handle here, as in DeepSpeed.
-        self.optimizer: Any = assembly.optimizer if assembly else parts.parameter_offload
+        self.optimizer: Any = assembly.optimizer if assembly else parameter_offload
         if assembly is not None:
             assembly.optimizer.engine = weakref.proxy(self)
-        self.lr_scheduler = parts.lr_scheduler
-        self.client_optimizer = parts.client_optimizer
+        self.lr_scheduler = lr_scheduler
+        self.client_optimizer = client_optimizer
         self.training_dataloader: Any = None  # set by `initialize(training_data=...)`
         self.global_steps = self.global_samples = self._num_skipped = 0
-        self.training_features = parts.features
+        self.training_features = features
         self.rates_of_last_update: list[float | None] = []  # per param group, before the schedule advanced
         self.input_shape: torch.Size | None = None  # of the last `input_ids`, for out-of-memory errors
         self._saves: EngineCheckpoints | None = None
         self._frozen = {name: each for name, each in self.module.named_parameters() if not each.requires_grad}
         self.is_destroyed = False
         self._broadcasts_buffers = resolved.section(HfZero).broadcast_buffers
-        self._forward_precision = ForwardPrecision(resolved.precision, parts.device)
+        self._forward_precision = ForwardPrecision(resolved.precision, device)
 
     # Training
 
@@ -143,8 +140,8 @@ class ZeroEngine(nn.Module):
             The loss, divided by the accumulation steps if requested, without the loss scale.
         """
         loss = self.gradients.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        if self.training_features:
-            self.training_features.after_backward(self.training_progress, loss)
+        for feature in self.training_features:
+            feature.after_backward(self.training_progress, loss)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -167,8 +164,8 @@ class ZeroEngine(nn.Module):
         scale = optimizer.loss_scale
         AT_WORK.end(self.gradients)
         self.rates_of_last_update = _rates(optimizer)
-        if self.training_features:
-            self.training_features.before_step(self.training_progress)
+        for feature in self.training_features:
+            feature.before_step(self.training_progress)
         with self.phases.phase("step"):
             optimizer.step()
             if self._broadcasts_buffers:
@@ -182,7 +179,9 @@ class ZeroEngine(nn.Module):
         self._follow(outcome, optimizer, scale, lr_kwargs or {})
         if self.training_features:
             is_asked = outcome.is_known or self.training_features.wait_for_outcome
-            self.training_features.after_step(self.training_progress, applied=not (is_asked and outcome.skipped))
+            applied = not (is_asked and outcome.skipped)
+            for feature in self.training_features:
+                feature.after_step(self.training_progress, applied=applied)
         self._report()
         timer = self.__dict__.get("tput_timer")
         if timer is not None:
@@ -198,8 +197,7 @@ class ZeroEngine(nn.Module):
 
             if not ScheduleMark.fits(schedule):
                 outcome.read()  # a schedule that cannot be rolled back must wait
-            features = self.training_features
-            is_held = bool(features) and features.holds_schedule(self.training_progress)
+            is_held = self.training_features.holds_schedule(self.training_progress)
             if not is_held and not outcome.is_known_to_skip:
                 if outcome.is_known:
                     schedule.step(**lr_kwargs)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -30,16 +30,7 @@ if TYPE_CHECKING:
     from hf_zero.params.stand_ins import FirstNan
 
 
-class Numbered(Protocol):
-    """`number` is the same on all ranks and increases from engine to engine."""
-
-    number: int
-
-
-_Engine = TypeVar("_Engine", bound=Numbered)
-
-
-class EnginesAtWork(Generic[_Engine]):
+class EnginesAtWork:
     """The engines of this process that a backward may reach, the same on all ranks.
 
     An engine is active from a forward that records gradients until its next step or zero_grad. Ranks exchange which
@@ -50,21 +41,21 @@ class EnginesAtWork(Generic[_Engine]):
     """
 
     def __init__(self) -> None:
-        self._alive: weakref.WeakValueDictionary[int, _Engine] = weakref.WeakValueDictionary()
-        self._held: dict[int, _Engine] = {}
+        self._alive: weakref.WeakValueDictionary[int, EngineGradients] = weakref.WeakValueDictionary()
+        self._held: dict[int, EngineGradients] = {}
 
-    def begin(self, engine: _Engine, *, has_peers: bool) -> None:
+    def begin(self, engine: EngineGradients, *, has_peers: bool) -> None:
         """Mark `engine` as active. `has_peers`: whether other ranks exist."""
         self._alive[engine.number] = engine
         if has_peers:
             self._held[engine.number] = engine
 
-    def end(self, engine: _Engine) -> None:
+    def end(self, engine: EngineGradients) -> None:
         """Mark `engine` as inactive, because its gradients have been applied or dropped."""
         self._alive.pop(engine.number, None)
         self._held.pop(engine.number, None)
 
-    def others(self, engine: _Engine) -> Sequence[_Engine]:
+    def others(self, engine: EngineGradients) -> Sequence[EngineGradients]:
         """All active engines except `engine`, in order of creation."""
         return [other for number, other in sorted(self._alive.items()) if number != engine.number]
 
@@ -77,7 +68,7 @@ class EnginesAtWork(Generic[_Engine]):
 
 
 _numbers = iter(range(1 << 62))
-AT_WORK: EnginesAtWork[EngineGradients] = EnginesAtWork()
+AT_WORK = EnginesAtWork()
 
 
 @dataclass
@@ -118,7 +109,7 @@ class EngineGradients:
         micro_batches: counts of micro-batches.
         offloaded: states temporarily moved to host memory; created on first use.
         syncs: whether gradients may be reduced; False inside `no_sync`.
-        number: number of the engine in this process; the same on all ranks.
+        number: number of the engine in this process; the same on all ranks, and increasing from engine to engine.
         watch: with several ranks, names the rank with non-finite gradients.
     """
 

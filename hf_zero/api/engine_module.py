@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,30 +74,22 @@ class ModuleView:
             return self._zero.keys.stage3_gather_16bit_weights_on_model_save
         return self._is_cut
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Same as `consolidated`. Callers of this name check stage3_gather_16bit_weights_on_model_save (accelerate) or
-        need the weights regardless of it (Trainer with adapters, OpenRLHF). Frozen parameters that PEFT saves with the
-        model's adapters are not excluded."""
+    def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Return whole weights in host memory on rank 0, None on the others. Collective. Frozen parameters that PEFT
+        saves with the model's adapters are not excluded."""
         from hf_zero.api.gathered_parameters import frozen_in_adapters  # no step needs it
-
-        include = frozen_in_adapters(self._module) if exclude_frozen_parameters else ()
-        return self.consolidated(exclude_frozen_parameters, include)
-
-    def consolidated(
-        self, exclude_frozen_parameters: bool = False, include: Collection[str] = ()
-    ) -> dict[str, Tensor] | None:
-        """Return whole weights in host memory on rank 0, None on the others. Collective.
-
-        Args:
-            include: names of frozen parameters that are not excluded.
-        """
         from hf_zero.params.consolidation import consolidated_state_dict  # no step needs it
 
         keeps = self._world.rank == 0
+        include = frozen_in_adapters(self._module) if exclude_frozen_parameters else ()
         weights = consolidated_state_dict(
             self._module, keeps=keeps, exclude_frozen=exclude_frozen_parameters, include=include
         )
         return weights if keeps else None
+
+    # Callers of this name check stage3_gather_16bit_weights_on_model_save (accelerate) or need the weights regardless
+    # of it (Trainer with adapters, OpenRLHF).
+    _zero3_consolidated_16bit_state_dict = consolidated
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False

@@ -25,12 +25,11 @@ from hf_zero.config.objects import ConfigView
 from hf_zero.device.kinds import BACKENDS
 from hf_zero.instead import ENGINE
 from hf_zero.params.consolidation import consolidated_state_dict, with_extra_states
+from hf_zero.precision import DTYPES
 from hf_zero.sequence.groups import process_group_of
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.surface import Surface
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Methods that return the value of a key: name -> path in the config object.
 _KEYS = {
@@ -181,12 +180,12 @@ def _coalesce_grad_reduction(engine: Any) -> AbstractContextManager[None]:
 def _get_data_types(engine: Any) -> tuple[torch.dtype, torch.dtype]:
     """(dtype of the model, dtype in which gradients are accumulated)."""
     policy = engine.settings.resolved.precision
-    return _DTYPES[policy.model], _DTYPES[policy.accumulation or policy.model]
+    return DTYPES[policy.model], DTYPES[policy.accumulation or policy.model]
 
 
 def _communication_data_type(engine: Any) -> torch.dtype:
     policy = engine.settings.resolved.precision
-    return _DTYPES[policy.communication or policy.model]
+    return DTYPES[policy.communication or policy.model]
 
 
 # What is trained
@@ -428,7 +427,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "postscale_gradients": lambda engine: not config_of(engine).prescale_gradients,
     "reload_states": _reload_states,
     "steps_per_print": lambda engine: engine.settings.resolved.config.steps_per_print,
-    "torch_autocast_dtype": lambda engine: _DTYPES.get(str(config_of(engine).torch_autocast_dtype)),
+    "torch_autocast_dtype": lambda engine: DTYPES.get(str(config_of(engine).torch_autocast_dtype)),
     "was_step_applied": _was_step_applied,
     "zenflow_config": lambda engine: None,
     "zero_cpu_offload": lambda engine: _offloads(engine, "offload_optimizer", "cpu"),

@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from logging import WARNING
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from hf_zero.api.engine import EngineParts, ZeroEngine
+from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.engine_gradients import AT_WORK
 from hf_zero.api.inputs import model_view, training_loader
 from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
@@ -48,11 +48,10 @@ from hf_zero.step.assemble import (
 )
 from hf_zero.step.sharded_step import StepRules
 
-if TYPE_CHECKING:
-    from hf_zero.surface import Surface
-
-
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+# DeepSpeed's names on an engine and its optimizer, which a plain training loop does not need.
+engine_names = functools.partial(loaded, "hf_zero.api.engine_surface:SURFACE")
+optimizer_names = functools.partial(loaded, "hf_zero.api.optimizer_surface:SURFACE")
 
 
 def initialize(
@@ -108,8 +107,9 @@ def initialize(
         features = features_of(model, resolved)  # before the optimizer, because they may add parameters
         engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, groups, features)
         forward_only = functools.partial(_forward_only, resolved, groups)
-        seen = weakref.proxy(engine)
-        features.begin(EngineTools(safe_get_full_grad, forward_only, groups.world, seen, engine.phases))
+        tools = EngineTools(safe_get_full_grad, forward_only, groups.world, weakref.proxy(engine), engine.phases)
+        for feature in features:
+            feature.begin(tools)
     parallelism.belong_to(engine, groups)
     engine.parallelism = tuple(parallelism.used)
     start(engine)
@@ -152,36 +152,20 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
         if assembly is not None:
             assembly.optimizer.parameter_offload = offload
     engine = ZeroEngine(
-        EngineParts(
-            module=model,
-            resolved=resolved,
-            device=device,
-            groups=groups,
-            assembly=assembly,
-            store=store,
-            parameter_offload=offload,
-            lr_scheduler=_scheduler(resolved, assembly, given.lr_scheduler),
-            client_optimizer=base if given.optimizer is not None else None,
-            features=features,
-            names=engine_names,
-        )
+        module=model,
+        resolved=resolved,
+        device=device,
+        groups=groups,
+        assembly=assembly,
+        store=store,
+        parameter_offload=offload,
+        lr_scheduler=_scheduler(resolved, assembly, given.lr_scheduler),
+        client_optimizer=base if given.optimizer is not None else None,
+        features=features,
+        names=engine_names,
     )
     Run(engine)
     return engine
-
-
-def engine_names() -> Surface:
-    """DeepSpeed's names on an engine, which a plain training loop does not need."""
-    from hf_zero.api.engine_surface import SURFACE
-
-    return SURFACE
-
-
-def optimizer_names() -> Surface:
-    """DeepSpeed's names on an engine's optimizer."""
-    from hf_zero.api.optimizer_surface import SURFACE
-
-    return SURFACE
 
 
 def _forward_only(resolved: Resolved, groups: ParallelGroups, model: nn.Module) -> ZeroEngine:

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,11 +70,7 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
         yield inner
 
 
-@contextmanager
-def unwrap_model_for_generation(engine: Any) -> Iterator[Any]:
-    """DeepSpeed's name for `gathered`."""
-    with gathered(engine) as model:
-        yield model
+unwrap_model_for_generation = gathered  # DeepSpeed's name
 
 
 def handles_of(params: Any) -> list[ShardedParameter]:
@@ -270,26 +266,16 @@ class ParameterOffload:
 
     def __init__(self, module: nn.Module, store: ShardedParameters) -> None:
         self.module = module
-        self.param_coordinator = _FixedOrder()
+        self.param_coordinator = SimpleNamespace(is_invalid_trace=lambda: True, _invalidate_trace=lambda: None)
         self.backward_hooks: list[Any] = []
-        self.forward_hooks: list[Any] = [_Hooks(store)]
+        self.forward_hooks: list[Any] = [SimpleNamespace(remove=store.detach)]
         self._store = store
         vars(module)["ds_external_parameters"] = _OfThisModule(functools.partial(external_parameters, module))
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
         """Restore the hooks on `module`, which must be the root."""
         self._store.attach()
-        self.forward_hooks = [_Hooks(self._store)]
-
-
-class _Hooks:
-    """All hooks of a store as one removable handle."""
-
-    def __init__(self, store: ShardedParameters) -> None:
-        self._store = store
-
-    def remove(self) -> None:
-        self._store.detach()
+        self.forward_hooks = [SimpleNamespace(remove=self._store.detach)]
 
 
 class _OfThisModule:
@@ -303,14 +289,6 @@ class _OfThisModule:
 
     def __reduce__(self) -> Any:
         return type(None), ()
-
-
-class _FixedOrder:
-    def is_invalid_trace(self) -> bool:
-        return True
-
-    def _invalidate_trace(self) -> None:
-        return None
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

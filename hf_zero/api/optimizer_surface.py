@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,11 +35,10 @@ def _parameters_by_group(optimizer: Any) -> list[list[nn.Parameter]]:
 
 def _gradients(optimizer: Any) -> dict[int, list[Tensor]]:
     """Param group -> this rank's available reduced gradients (1-D, sums over ranks) between backward and step."""
-    optimizer.fragments.finish_reductions()
+    reduced = optimizer.fragments.gradients()
     gradients: dict[int, list[Tensor]] = {index: [] for index in range(len(optimizer.param_groups))}
     for shard in optimizer.sub_groups:
-        with ExitStack() as opened:
-            gradient = opened.enter_context(optimizer.fragments.values.gradient(shard))
+        with reduced(shard, False) as gradient:
             if gradient is not None:
                 gradients[shard.group].append(gradient)
     return gradients

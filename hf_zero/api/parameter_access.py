@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -29,31 +28,31 @@ _FRAGMENTS: weakref.WeakValueDictionary[int, Fragments] = weakref.WeakValueDicti
 LAST_GRADIENTS = WeakTensorKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """This rank's part of a parameter: `piece` of the shard with this number."""
-
-    sub_group: SubGroup
-    piece: Piece
-
-
 class Fragments:
-    """Finds this rank's parts of every trained parameter, and keeps these alive.
-
-    Attributes:
-        values: access to what this rank owns.
-    """
+    """Finds this rank's parts of every trained parameter, and keeps these alive."""
 
     def __init__(self, assembly: Assembly, groups: ParallelGroups) -> None:
-        self.values = assembly.step.values
         self._assembly = assembly
         self._groups = groups
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, list[tuple[SubGroup, Piece]]] = {}  # by the parameter's index
         for sub_group in assembly.optimizer.sub_groups:
             for piece in sub_group.pieces:
-                self._parts.setdefault(piece.parameter, []).append(_Part(sub_group, piece))
+                self._parts.setdefault(piece.parameter, []).append((sub_group, piece))
         self._index = {id(parameter): index for index, parameter in enumerate(assembly.store.parameters)}
         self._owns_all = not assembly.optimizer.sharding.shards_optimizer
+
+    def masters(self) -> Source:
+        """The masters, after edits of weights have been applied to them."""
+        self._assembly.store.sync_masters()
+        return self._assembly.step.values.master
+
+    def gradients(self) -> Source:
+        """The reduced gradients, after the last reduction has finished."""
+        self._assembly.reducer.wait()
+        return self._assembly.step.values.gradient
+
+    def states(self, key: str) -> Source:
+        return self._assembly.step.values.state(key)
 
     def read(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
         """Read the whole of `source` for `parameter`; None if no rank has it. Collective.
@@ -65,10 +64,10 @@ class Fragments:
         # One more element counts the ranks that have values, and a sum needs a multiple of the world size.
         padded = round_up(numel + 1, groups.access.size)
         flat = torch.zeros(padded, dtype=torch.float32, device=self._assembly.store.device)
-        for part in self._parts_of(parameter):
-            with source(part.sub_group, False) as values:
+        for sub_group, piece in self._parts_of(parameter):
+            with source(sub_group, False) as values:
                 if values is not None:
-                    flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
+                    flat.narrow(0, piece.in_parameter, piece.numel).copy_(_inside(values, piece))
                     flat[numel] = 1.0
         self._assembly.placements.check(groups.access_copies)
         if not self._owns_all:
@@ -79,7 +78,7 @@ class Fragments:
         """Write this rank's part of `values` (of the parameter's shape) to `target`."""
         if values.shape != parameter.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for a parameter of {tuple(parameter.shape)}")
-        self._write(parameter, values, target, [part.piece.in_parameter for part in self._parts_of(parameter)])
+        self._write(parameter, values, target, [piece.in_parameter for _, piece in self._parts_of(parameter)])
 
     def read_local(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
         """This rank's chunk at stage 3, without padding: a view if it is in memory, else a copy.
@@ -87,44 +86,35 @@ class Fragments:
         Raises:
             StorageError: if it could not be read from a drive.
         """
-        parts = self._parts_of(parameter)
-        chunks = []
-        for part in parts:
-            with source(part.sub_group, False) as values:
+        stays, chunks = self._assembly.optimizer.updater.stager.always_at_hand, []
+        for sub_group, piece in self._parts_of(parameter):
+            with source(sub_group, False) as values:
                 if values is not None:
-                    stays = self._assembly.optimizer.updater.stager.always_at_hand
-                    chunks.append(_inside(values, part) if stays else _inside(values, part).clone())
+                    chunks.append(_inside(values, piece) if stays else _inside(values, piece).clone())
         if self._assembly.placements.failure is not None:
             raise self._assembly.placements.failure
         return chunks[0] if len(chunks) == 1 else (torch.cat(chunks) if chunks else None)
 
     def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
         """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""
-        numels = (part.piece.numel for part in self._parts_of(parameter))
+        numels = (piece.numel for _, piece in self._parts_of(parameter))
         self._write(parameter, values, target, accumulate(numels, initial=0))
 
     def _write(self, parameter: nn.Parameter, values: Tensor, target: Source, starts: Iterable[int]) -> None:
         wait_for_readers()
         flat = values.detach().reshape(-1)
-        for part, start in zip(self._parts_of(parameter), starts):
-            with target(part.sub_group, True) as place:
+        for (sub_group, piece), start in zip(self._parts_of(parameter), starts):
+            with target(sub_group, True) as place:
                 if place is not None:
-                    _inside(place, part).copy_(flat.narrow(0, start, part.piece.numel))
+                    _inside(place, piece).copy_(flat.narrow(0, start, piece.numel))
 
-    def _parts_of(self, parameter: nn.Parameter) -> list[_Part]:
+    def _parts_of(self, parameter: nn.Parameter) -> list[tuple[SubGroup, Piece]]:
         return self._parts.get(self._index[id(parameter)], [])
 
     @property
     def gradient_factor(self) -> float:
         """Factor from a reduced gradient to the gradient of the loss, before clipping."""
         return self._assembly.step.factors.of_gradients
-
-    def sync_masters(self) -> None:
-        """Apply edits of weights to the masters, before these are read or written."""
-        self._assembly.store.sync_masters()
-
-    def finish_reductions(self) -> None:
-        self._assembly.reducer.wait()
 
     def has_reduced(self, parameter: nn.Parameter) -> bool:
         """Whether a gradient has been reduced since the last step; the same on all ranks."""
@@ -151,11 +141,11 @@ class Fragments:
 
     def all_gather_params(self, parameter: nn.Parameter) -> None:
         """Copy edited masters to the model. Collective."""
-        self.values.master_to_params(self._index[id(parameter)])
+        self._assembly.step.values.master_to_params(self._index[id(parameter)])
 
 
-def _inside(values: Tensor, part: _Part) -> Tensor:
-    return values.view(-1).narrow(0, part.piece.in_shard, part.piece.numel)
+def _inside(values: Tensor, piece: Piece) -> Tensor:
+    return values.view(-1).narrow(0, piece.in_shard, piece.numel)
 
 
 def attach_fragments(assembly: Assembly, groups: ParallelGroups) -> None:
@@ -173,10 +163,7 @@ def _fragments_of(parameter: nn.Parameter) -> Fragments | None:
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return the master weight in fp32; None for a parameter that no engine trains."""
     fragments = _fragments_of(param)
-    if fragments is None:
-        return None
-    fragments.sync_masters()
-    return fragments.read(param, fragments.values.master)
+    return fragments.read(param, fragments.masters()) if fragments else None
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -189,25 +176,23 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     fragments = _fragments_of(param)
     if fragments is None:
         return None
-    fragments.finish_reductions()
-    own = fragments.unreduced(param)
+    gradients, own = fragments.gradients(), fragments.unreduced(param)
     if own is not None:
         return (own.float() * fragments.unreduced_factor).view(param.shape)
-    total = fragments.read(param, fragments.values.gradient)
+    total = fragments.read(param, gradients)
     return LAST_GRADIENTS.get(param) if total is None else total.mul_(fragments.gradient_factor)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return one optimizer state ("exp_avg", ...); None before the first step and for unknown keys."""
     fragments = _fragments_of(param)
-    return fragments.read(param, fragments.values.state(optim_state_key)) if fragments else None
+    return fragments.read(param, fragments.states(optim_state_key)) if fragments else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Overwrite master and model weight; `value` must be the same on all ranks."""
     fragments = _managed(param)
-    fragments.sync_masters()
-    fragments.write(param, value, fragments.values.master)
+    fragments.write(param, value, fragments.masters())
     fragments.all_gather_params(param)
 
 
@@ -218,8 +203,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         RuntimeError: if there is no gradient.
     """
     fragments = _managed(param)
-    fragments.finish_reductions()
-    own = fragments.unreduced(param)
+    gradients, own = fragments.gradients(), fragments.unreduced(param)
     if own is not None:
         own.copy_((value / fragments.unreduced_factor).reshape(-1))
         return
@@ -228,12 +212,12 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
             f"safe_set_full_grad: the parameter of shape {tuple(param.shape)} has no gradient to overwrite; call this "
             "between engine.backward() and engine.step()"
         )
-    fragments.write(param, value / fragments.gradient_factor, fragments.values.gradient)
+    fragments.write(param, value / fragments.gradient_factor, gradients)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     fragments = _managed(param)
-    fragments.write(param, value, fragments.values.state(optim_state_key))
+    fragments.write(param, value, fragments.states(optim_state_key))
 
 
 def safe_update_full_grad_vectorized(
@@ -250,38 +234,34 @@ def safe_update_full_grad_vectorized(
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return this rank's chunk of the master weight; stage 3 only."""
     fragments = _sharded(param)
-    fragments.sync_masters()
-    return fragments.read_local(param, fragments.values.master)
+    return fragments.read_local(param, fragments.masters())
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     fragments = _sharded(param)
-    fragments.finish_reductions()
-    chunk = fragments.read_local(param, fragments.values.gradient)
+    chunk = fragments.read_local(param, fragments.gradients())
     return None if chunk is None else chunk.float() * fragments.gradient_factor
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     fragments = _sharded(param)
-    return fragments.read_local(param, fragments.values.state(optim_state_key))
+    return fragments.read_local(param, fragments.states(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     fragments = _sharded(param)
-    fragments.sync_masters()
-    fragments.write_local(param, value, fragments.values.master)
+    fragments.write_local(param, value, fragments.masters())
     fragments.all_gather_params(param)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     fragments = _sharded(param)
-    fragments.finish_reductions()
-    fragments.write_local(param, value / fragments.gradient_factor, fragments.values.gradient)
+    fragments.write_local(param, value / fragments.gradient_factor, fragments.gradients())
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     fragments = _sharded(param)
-    fragments.write_local(param, value, fragments.values.state(optim_state_key))
+    fragments.write_local(param, value, fragments.states(optim_state_key))
 
 
 def _managed(param: nn.Parameter) -> Fragments:

@@ -36,7 +36,6 @@ Sizes = Counter[tuple[str, str]]
 
 
 def start(engine: ZeroEngine) -> None:
-    """Log a description of the engine."""
     version = sys.modules[__name__.partition(".")[0]].__version__
     log_dist("\n  ".join([f"{announcement()}, by hf_zero {version}", *_lines(engine)]))
 
@@ -163,7 +162,9 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
     totals = Counter[str]()
     for (_, where), num_bytes in sizes.items():
         totals[_words(engine, where)] += num_bytes
-    yield "expected peak of this rank: " + ", ".join(f"{size(n)} {w}" for w, n in totals.items()) + _beside(engine)
+    on_top = "activations" if runtime_of(engine.device).has_own_memory else "activations, Python and libraries"
+    peak = ", ".join(f"{size(n)} {w}" for w, n in totals.items())
+    yield f"expected peak of this rank: {peak}; {on_top} come on top"
     filled = sum(entry.source.kind not in _WRITTEN for entry in resolved.provenance.values())
     if filled:
         values = count(filled, "value")
@@ -186,9 +187,3 @@ def _words(engine: ZeroEngine, where: str) -> str:
     if where == "device" and runtime_of(engine.device).has_own_memory:
         return "on the device"
     return "on the drive" if where == "disk" else "in host memory"
-
-
-def _beside(engine: ZeroEngine) -> str:
-    if runtime_of(engine.device).has_own_memory:
-        return "; activations come on top"
-    return "; activations, Python and libraries come on top"

@@ -8,6 +8,7 @@ from hf_zero.config.load import load_config
 from hf_zero.config.policies import (
     AutocastPolicy,
     BatchPolicy,
+    Findings,
     GradientPolicy,
     InitPolicy,
     LossScalePolicy,
@@ -19,7 +20,7 @@ from hf_zero.config.policies import (
     SchedulerPolicy,
     ZeroPolicy,
 )
-from hf_zero.config.resolve import Findings, examine, resolve, resolve_extra, resolve_for_init
+from hf_zero.config.resolve import examine, resolve, resolve_extra, resolve_for_init
 from hf_zero.config.schema.training import Aio
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 from hf_zero.config.sources import AcceleratorView, ConfigDict, Given, ModelView, Source, TrainingView, Views

@@ -13,7 +13,8 @@ Nothing else in hf_zero names an extra: code gets one here, or an error that nam
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -160,15 +161,11 @@ def optimizer_names() -> tuple[str, ...]:
 
 def installed() -> tuple[Extra, ...]:
     """Return our installed extras."""
-    return tuple(_installed(dict.fromkeys(ASKED_BY.values())))
-
-
-def _installed(names: Iterable[str]) -> Iterator[Extra]:
-    for name in names:
-        try:
-            yield extra_named(name)
-        except ExtraMissing:
-            continue
+    extras = []
+    for name in dict.fromkeys(ASKED_BY.values()):
+        with suppress(ExtraMissing):
+            extras.append(extra_named(name))
+    return tuple(extras)
 
 
 def sections_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -83,7 +83,8 @@ def _all(config: Mapping[str, Any], views: Views) -> Iterator[tuple[str, Offer]]
             yield from _from_training(views.training, data_ranks, size)
         yield from _steps(views.training)
     if views.accelerator is not None:
-        yield from _from_launch(views.accelerator)
+        for path, given in views.accelerator.launched.items():
+            yield path, Offer(given.value, given.source, given.source.text)
         yield from _from_prepare(config, views.accelerator, data_ranks)
     hidden = hidden_size(views.model)
     if hidden is not None:
@@ -128,11 +129,6 @@ def _steps(view: TrainingView) -> Iterator[tuple[str, Offer]]:
 
 def _match(view: TrainingView, path: str, value: object, *names: str, must_match: bool = True) -> tuple[str, Offer]:
     return path, Offer(value, view.source(*names), " and ".join(names), must_match)
-
-
-def _from_launch(view: AcceleratorView) -> Iterator[tuple[str, Offer]]:
-    for path, given in view.launched.items():
-        yield path, Offer(given.value, given.source, given.source.text)
 
 
 def _from_prepare(config: Mapping[str, Any], view: AcceleratorView, data_ranks: int) -> Iterator[tuple[str, Offer]]:

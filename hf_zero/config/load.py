@@ -13,7 +13,7 @@ from hf_zero.config.extras import section_names
 from hf_zero.config.schema import Root
 from hf_zero.config.schema.fields import as_whole, subsection
 from hf_zero.config.sources import ConfigDict
-from hf_zero.config.validate import ZERO_SPELLINGS, drop_null_sections, translate, validate
+from hf_zero.config.validate import ZERO_SPELLINGS, drop_null_sections, validated
 
 
 def load_config(source: object) -> ConfigDict:
@@ -85,11 +85,7 @@ def _require_sections(config: dict[str, Any]) -> None:
         if name in section and not isinstance(section[name], Mapping)
     ]
     if broken:
-        translated = translate(config)
-        findings = validate(translated.tree)[1]
-        problems = translated.problems + [finding for finding in findings if isinstance(finding, Problem)]
-        if problems:
-            raise ConfigError(problems)
+        validated(config)
 
 
 def _make_whole(config: dict[str, Any], path: tuple[str, ...]) -> None:

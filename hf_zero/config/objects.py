@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
-from hf_zero.config.errors import ConfigError, Problem
+from hf_zero.config.errors import ConfigError
 from hf_zero.config.extras import section_names
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.config.features.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
 from hf_zero.config.load import load_config
-from hf_zero.config.policies import Resolved
-from hf_zero.config.resolve import Findings, examine
+from hf_zero.config.policies import Findings, Resolved
+from hf_zero.config.resolve import examine
 from hf_zero.config.schema import Section
 from hf_zero.config.schema.training import Aio, Bf16, Checkpoint, DataTypes, Fp16, TorchAutocast
 from hf_zero.config.schema.zero import Zero
 from hf_zero.config.sources import Views
-from hf_zero.config.validate import translate, validate
+from hf_zero.config.validate import validated
 
 _STAGE3 = "stage3_"
 S = TypeVar("S", bound=Section)
@@ -46,7 +47,7 @@ class MonitorSections:
 
     @property
     def enabled(self) -> bool:
-        return any(each.enabled for each in (self.tensorboard, self.csv_monitor, self.wandb, self.comet))
+        return any(section.enabled for section in vars(self).values())
 
 
 class DeepSpeedBF16Config(Bf16):
@@ -70,18 +71,6 @@ class DeepSpeedFP16Config(Fp16):
         }
 
 
-def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    return section_of(DeepSpeedZeroConfig, param_dict, "zero_optimization")
-
-
-def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
-    return section_of(DeepSpeedBF16Config, param_dict, "bf16")
-
-
-def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
-    return section_of(DeepSpeedFP16Config, param_dict, "fp16")
-
-
 def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
     """Parse one section of a config in any spelling that DeepSpeed accepts, ignoring the rest of the config.
 
@@ -89,13 +78,13 @@ def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
         ConfigError: the section has problems.
     """
     keys = {"bf16": ("bf16", "bfloat16")}.get(name, (name,))
-    alone = {key: param_dict[key] for key in keys if key in param_dict}
-    translated = translate(alone)
-    config, findings = validate(translated.tree)
-    problems = [finding for finding in findings if isinstance(finding, Problem)]
-    if translated.problems or problems:
-        raise ConfigError([*translated.problems, *problems])
+    config = validated({key: param_dict[key] for key in keys if key in param_dict})
     return _as(kind, getattr(config, name))
+
+
+get_zero_config = partial(section_of, DeepSpeedZeroConfig, name="zero_optimization")
+get_bfloat16_config = partial(section_of, DeepSpeedBF16Config, name="bf16")
+get_float16_config = partial(section_of, DeepSpeedFP16Config, name="fp16")
 
 
 def _as(kind: type[S], section: Any) -> S:
@@ -137,7 +126,7 @@ class ConfigView:
         view._take(resolved)
         return view
 
-    def _take(self, findings: Findings | Resolved) -> None:
+    def _take(self, findings: Findings) -> None:
         root, batch = findings.config, findings.batch
         assert batch is not None
         self._root = root
@@ -152,9 +141,7 @@ class ConfigView:
         self.activation_checkpointing_config = root.activation_checkpointing or ActivationCheckpointing()
         self.aio_config = root.aio or Aio()
         self.flops_profiler_config = root.flops_profiler or FlopsProfiler()
-        self.monitor_config = MonitorSections(
-            root.section(TensorBoard), root.section(CsvMonitor), root.section(WandB), root.section(Comet)
-        )
+        self.monitor_config = MonitorSections(**cast("dict[str, Any]", root.monitors))
         autocast = root.torch_autocast or TorchAutocast()
         self.torch_autocast_enabled, self.torch_autocast_dtype = autocast.enabled, autocast.dtype
         types = root.data_types or DataTypes()
@@ -164,9 +151,6 @@ class ConfigView:
         self.checkpoint_tag_validation_fail = checkpoint.tag_validation == "Fail"
         self.load_universal_checkpoint = checkpoint.load_universal
         self.use_node_local_storage = checkpoint.use_node_local_storage
-        self._take_choices(findings)
-
-    def _take_choices(self, findings: Findings | Resolved) -> None:
         optimizer, scheduler = findings.optimizer, findings.scheduler
         self.optimizer_name = None if optimizer is None else optimizer.type.lower()
         self.optimizer_params = None if optimizer is None else dict(optimizer.params)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_zero.config.sources import Source
 
 if TYPE_CHECKING:
+    from hf_zero.config.errors import Problem, Remark
     from hf_zero.config.schema.fields import S
     from hf_zero.config.schema.root import Root
     from hf_zero.config.schema.training import Aio
@@ -131,24 +132,48 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
-    """A resolved config. It contains no "auto" except in `raw`."""
+class Findings:
+    """Results of examining a valid or invalid config."""
+
+    config: Root  # typed, without the invalid keys; see `section`
+    batch: BatchPolicy | None  # None: not enough is known to derive it
+    optimizer: OptimizerPolicy | None
+    scheduler: SchedulerPolicy | None
+    extras: Mapping[str, Any]  # policies of the enabled features by name
+    problems: tuple[Problem, ...]
+    remarks: tuple[Remark, ...]
+    provenance: Mapping[str, Provenance]  # by key path: value and origin
+    autos: frozenset[str]  # the keys that are still "auto"
+    world_size: int
+    sequence_size: int  # ranks that share each sequence
+    tensor_size: int  # ranks that hold parts of the same matrices
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on keys: settings without effect, old names, unfilled autos."""
+        return tuple(str(remark) for remark in self.remarks if not remark.ignored)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Requested settings that have no effect, each with the reason."""
+        return tuple(str(remark) for remark in self.remarks if remark.ignored)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved(Findings):
+    """A resolved config, which has no problems, and no "auto" except in `raw`."""
 
     batch: BatchPolicy
     precision: PrecisionPolicy
     zero: ZeroPolicy
     gradients: GradientPolicy
-    optimizer: OptimizerPolicy | None
-    scheduler: SchedulerPolicy | None
-    extras: Mapping[str, Any] = field(default_factory=dict)  # policies of the enabled features by name
-    features: tuple[str, ...] = ()  # "module:function" that creates their training features
-    sequence_size: int = 1  # ranks that share each sequence
-    tensor_size: int = 1  # ranks that hold parts of the same matrices
-    config: Root  # the validated, typed config; see `section`
     raw: dict[str, object]  # the user's own dict, untouched, for `engine.config`
-    notes: tuple[str, ...]  # remarks on keys: settings without effect, old names, unfilled autos
-    warnings: tuple[str, ...] = ()  # requested settings that have no effect, each with the reason
-    provenance: Mapping[str, Provenance] = field(default_factory=dict)  # by key path: value and origin
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The functions, as "module:function", that create the training features which the config enables."""
+        enabled = (extra for extra in self.config.features if extra.name in self.extras)
+        return tuple(target for extra in enabled for target in extra.features)
 
     @property
     def samples_per_update(self) -> int:

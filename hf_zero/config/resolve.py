@@ -25,7 +25,7 @@ from hf_zero.config.errors import FEATURES_PAGE, ConfigError, Edit, Problem, Rem
 from hf_zero.config.extras import extra_named
 from hf_zero.config.features import Sizes
 from hf_zero.config.fill import fill, filled
-from hf_zero.config.policies import BatchPolicy, Provenance
+from hf_zero.config.policies import BatchPolicy, Findings, Provenance
 from hf_zero.config.schema import Root, Section, Verdict
 from hf_zero.config.schema.fields import ALL_STAGES, verdict_of
 from hf_zero.config.schema.root import HfZero
@@ -79,34 +79,6 @@ def resolve(
     return _resolved(findings, raw)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
-    """Results of examining a valid or invalid config."""
-
-    config: Root  # without the invalid keys
-    batch: policies.BatchPolicy | None  # None: not enough is known to derive it
-    optimizer: policies.OptimizerPolicy | None
-    scheduler: policies.SchedulerPolicy | None
-    extras: Mapping[str, Any]  # policies of the enabled features by name
-    problems: tuple[Problem, ...]
-    remarks: tuple[Remark, ...]
-    provenance: Mapping[str, policies.Provenance]
-    autos: frozenset[str]  # the keys that are still "auto"
-    world_size: int
-    sequence_size: int  # ranks per sequence
-    tensor_size: int  # ranks that hold parts of the same matrices
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on single keys, for `explain`."""
-        return tuple(str(remark) for remark in self.remarks if not remark.ignored)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Requested settings that have no effect."""
-        return tuple(str(remark) for remark in self.remarks if remark.ignored)
-
-
 def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -> Findings:
     """Validate a config and collect all findings.
 
@@ -118,7 +90,9 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     translated = translate(filled(raw, changes) if changes.values else raw)
     origins = Origins(raw, changes.sources, translated.renamed)
     config, invalid = validate(translated.tree)
-    verdicts = judge(config, (config.zero_optimization or Zero()).stage, origins.is_written)
+    stage = (config.zero_optimization or Zero()).stage
+    # An invalid stage is reported separately; the other keys must be checked in spite of it.
+    verdicts = judge(config, stage if stage in ALL_STAGES else max(ALL_STAGES), origins.is_written)
     findings = [*invalid, *verdicts, *advice(config)]
     unfilled = '"auto" was not filled in by anyone; taken as unset'
     remarks = [*translated.remarks, *(Remark(path, unfilled, "auto") for path in sorted(translated.autos))]
@@ -204,26 +178,13 @@ def _batch(
 
 
 def _resolved(findings: Findings, raw: Mapping[str, object]) -> policies.Resolved:
-    config, batch = findings.config, findings.batch
-    assert batch is not None
+    config = findings.config
     return policies.Resolved(
-        batch=batch,
+        **{field.name: getattr(findings, field.name) for field in dataclasses.fields(findings)},
         precision=_precision(config, findings.sequence_size),
         zero=_zero(config.section(Zero), config.section(Aio), config.section(HfZero), findings),
         gradients=_gradients(config, findings.world_size),
-        optimizer=findings.optimizer,
-        scheduler=findings.scheduler,
-        extras=findings.extras,
-        features=tuple(
-            target for extra in config.features if extra.name in findings.extras for target in extra.features
-        ),
-        sequence_size=findings.sequence_size,
-        tensor_size=findings.tensor_size,
-        config=config,
         raw=cast("dict[str, object]", raw),
-        notes=findings.notes,
-        warnings=findings.warnings,
-        provenance=findings.provenance,
     )
 
 
@@ -416,13 +377,8 @@ IsWritten = Callable[[str], bool]  # whether the author wrote the value at a pat
 Path = tuple[str, ...]
 
 
-def judge(config: Root, stage: int, is_written: IsWritten) -> Iterator[Finding]:
+def judge(section: Section, stage: int, is_written: IsWritten, around: Path = ()) -> Iterator[Finding]:
     """Yield a finding for every key that the user set and that is ignored or refused."""
-    # An invalid stage is reported separately; the other keys must be checked in spite of it.
-    yield from _judge(config, (), stage if stage in ALL_STAGES else max(ALL_STAGES), is_written)
-
-
-def _judge(section: Section, around: Path, stage: int, is_written: IsWritten) -> Iterator[Finding]:
     for name, field in type(section).model_fields.items():
         if name not in section.model_fields_set:
             continue
@@ -437,7 +393,7 @@ def _judge(section: Section, around: Path, stage: int, is_written: IsWritten) ->
         elif verdict.kind == "unsupported":
             yield from _refusal(path, value, field.default, verdict)
         elif isinstance(value, Section):
-            yield from _judge(value, path, stage, is_written)
+            yield from judge(value, stage, is_written, path)
 
 
 def _without_effect(path: Path, value: object, text: str, ignored: bool) -> Remark:

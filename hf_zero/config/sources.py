@@ -186,7 +186,6 @@ class TrainingView:
         return Source("training", ", ".join(shown))
 
     def is_default(self, name: str) -> bool:
-        """Whether a field has its default."""
         default = next((entry.default for entry in fields(self) if entry.name == name), None)
         return bool(getattr(self, name, ...) == default)
 

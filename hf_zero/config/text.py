@@ -141,6 +141,11 @@ class SyntaxProblem(ValueError):
         self.is_final = is_final  # whether it is also an error in Hjson
 
 
+def place_in(text: str, at: int) -> Place:
+    """Return the place of an offset."""
+    return Place(text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at))
+
+
 def repeated_key(path: tuple[str | int, ...], place: Place, first: Place) -> SyntaxProblem:
     """Return the error for a repeated key, because parsers disagree about which value to use."""
     name = ".".join(str(part) for part in path)
@@ -166,8 +171,7 @@ class _Reader:
         self.places: dict[tuple[str | int, ...], Place] = {}
 
     def place(self, at: int | None = None) -> Place:
-        at = self.at if at is None else at
-        return Place(self.text.count("\n", 0, at) + 1, at - self.text.rfind("\n", 0, at))
+        return place_in(self.text, self.at if at is None else at)
 
     def fail(self, what: str, fix: str, at: int | None = None) -> NoReturn:
         raise SyntaxProblem(self.place(at), what, fix, is_final=False)
@@ -348,8 +352,7 @@ class _Locator:
         match = re.compile(rf"(?:^|[\s{{,])(?P<key>[\"']?{key}[\"']?)\s*:").search(self._text, self._at)
         if match is not None:
             self._at = match.end()
-        start = self._at if match is None else match.start("key")
-        return Place(self._text.count("\n", 0, start) + 1, start - self._text.rfind("\n", 0, start))
+        return place_in(self._text, self._at if match is None else match.start("key"))
 
 
 def _without_comments(text: str) -> Iterator[str]:

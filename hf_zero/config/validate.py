@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from hf_zero.config.errors import ABSENT, Edit, Problem, Remark, key_path
+from hf_zero.config.errors import ABSENT, ConfigError, Edit, Problem, Remark, key_path
 from hf_zero.config.extras import is_section, schema_for, sections_in, whole_schema
 from hf_zero.config.schema import Root, Section
 from hf_zero.config.schema.fields import Resemblance, leading_paths, resemblance, section_of, subsection
@@ -232,6 +232,16 @@ def validate(tree: dict[str, Any]) -> tuple[Root, list[Problem | Remark]]:
         for path in located:
             _remove(tree, path)
     raise AssertionError("validation does not settle")
+
+
+def validated(raw: Mapping[str, Any]) -> Root:
+    """Translate and validate a config, which may lack values, or raise ConfigError with all problems."""
+    translated = translate(raw)
+    config, findings = validate(translated.tree)
+    problems = translated.problems + [finding for finding in findings if isinstance(finding, Problem)]
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def drop_null_sections(tree: dict[str, Any]) -> None:

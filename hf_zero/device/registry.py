@@ -1,8 +1,5 @@
 """The runtime of each device, one per device and process, and reading numbers that a device has computed.
 
-`AtOnce` is the runtime of a device that completes everything before a call returns: the CPU, and the meta device in
-simulations.
-
 `Accelerator` has a stream for gathers and one per direction of transfer, and events between them. It uses
 `torch.accelerator` and the generic streams and events, which CUDA, ROCm, XPU and NPU share. Queries that only some of
 them support (free memory, page-locking) use the device's own module.
@@ -12,16 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_zero.device.host_memory import host_available
 from hf_zero.device.kinds import accelerator_kind, current_device
-from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY, Clock, Event, Lane, Memory, Runtime
+from hf_zero.device.runtime import HOST_CLOCK, Clock, Event, Lane, Runtime
 from hf_zero.spans import SPANS
 
 _BESIDE_BYTES = 32 << 20
@@ -37,7 +33,6 @@ class StreamEvent(Event):
 
 
 def timed(stream: Any) -> StreamEvent:
-    """Record a timed event on `stream`."""
     return StreamEvent(stream.record_event(torch.Event(stream.device, enable_timing=True)))
 
 
@@ -74,10 +69,8 @@ class StreamClock(Clock):
 class Accelerator(Runtime):
     """An accelerator. Compute is the caller's current stream; autograd runs backward on the stream of forward."""
 
-    runs_ahead = True
-
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device, Memory(device, is_host=False))
+        super().__init__(device)
         self._kept: deque[tuple[StreamEvent, Tensor]] = deque()
         self._streams: dict[Lane, Any] = {}
 
@@ -214,64 +207,6 @@ def _current(stream: Any) -> Iterator[None]:
         torch.accelerator.set_stream(before)
 
 
-_CLOCK = Clock()
-_NO_OTHER_LANE = nullcontext()
-
-
-class AtOnce(Runtime):
-    """A null object: every event has passed, and no wait blocks."""
-
-    def __init__(self, device: torch.device = HOST) -> None:
-        is_host = device.type == HOST.type
-        super().__init__(device, HOST_MEMORY if is_host else Memory(device, is_host=False))
-        self.runs_ahead = not is_host  # values on the meta device can never be read
-
-    def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
-        self._copy_now("in", home, buffer)
-        return DONE
-
-    def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
-        self._copy_now("out", buffer, home)
-        return DONE
-
-    def _copy_now(self, lane: str, source: Tensor, target: Tensor) -> None:
-        watcher = SPANS.watcher
-        begin = None if watcher is None else _CLOCK.mark()
-        target.copy_(source)
-        if watcher is not None:
-            watcher.transfer(lane, source.numel() * source.element_size(), begin, _CLOCK.mark())
-
-    def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
-        return _NO_OTHER_LANE
-
-    def record(self, *read: Tensor) -> Event:
-        return DONE
-
-    def wait(self, event: Event) -> None:
-        return None
-
-    def host_wait(self, event: Event) -> None:
-        return None
-
-    def has_passed(self, event: Event) -> bool:
-        return True
-
-    def keep_until(self, event: Event, tensor: Tensor) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-    def available(self) -> int:
-        return host_available()
-
-    def random_state(self) -> Tensor:
-        return torch.get_rng_state()
-
-    def set_random_state(self, state: Tensor) -> None:
-        torch.set_rng_state(state)
-
-
 _runtimes: dict[torch.device, Runtime] = {}
 
 
@@ -283,13 +218,12 @@ def runtime_of(device: torch.device) -> Runtime:
     if device.index is None and device.type == accelerator_kind():
         device = current_device(device.type)
     if device not in _runtimes:
-        _runtimes[device] = AtOnce(device) if device.type in ("cpu", "meta") else Accelerator(device)
+        _runtimes[device] = Runtime(device) if device.type in ("cpu", "meta") else Accelerator(device)
     return _runtimes[device]
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock of `device`."""
-    return StreamClock(device) if isinstance(runtime_of(device), Accelerator) else Clock()
+    return StreamClock(device) if isinstance(runtime_of(device), Accelerator) else HOST_CLOCK
 
 
 def host_runs_ahead(device: torch.device) -> bool:

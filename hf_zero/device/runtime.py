@@ -18,21 +18,23 @@ and overwriting too soon:
   for the gather before it reads the buffer
 - the source of a copy stays unchanged and allocated (`keep_until`) until the copy's event has passed
 
-There are three implementations: the accelerator's and the CPU's, which completes everything at once (both in
-`registry.py`), and one for tests that does everything as late as possible (`tests/support/late.py`).
+`Runtime` is a device that completes everything at once, such as the CPU. `Accelerator` (`registry.py`) overrides its
+methods, and so does a device for tests that does everything as late as possible (`tests/support/late.py`).
 """
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
 from torch import Tensor
+
+from hf_zero.device.host_memory import host_available
+from hf_zero.spans import SPANS
 
 HOST = torch.device("cpu")
 
@@ -71,124 +73,6 @@ class Event:
 DONE = Event()
 
 
-class Runtime(ABC):
-    """One device, as an engine sees it.
-
-    Attributes:
-        device: the device.
-        own: its memory; host memory for a CPU.
-        runs_ahead: whether calls only queue work, so that reading a number makes the host wait.
-        num_host_waits: how often the host has waited for unfinished work.
-    """
-
-    runs_ahead = False
-
-    def __init__(self, device: torch.device, own: Memory) -> None:
-        self.device = device
-        self.own = own
-        self.num_host_waits = 0
-
-    @property
-    def has_own_memory(self) -> bool:
-        """Whether its memory differs from host memory."""
-        return self.own != HOST_MEMORY
-
-    # Copies
-
-    @abstractmethod
-    def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
-        """Start copying `home` in host memory to `buffer` (same shape) in device memory.
-
-        Args:
-            after: when the buffer may be written; None: after everything queued on the compute stream so far.
-        """
-
-    @abstractmethod
-    def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
-        """Start copying `buffer` to `home` in host memory, after everything queued on the compute stream so far."""
-
-    def copy_beside(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> None:
-        """Copy (source, target) pairs of 1-D tensors to host memory, and wait for the copies.
-
-        Called by a background thread; the training thread does not write to the sources until this returns.
-
-        Args:
-            after: event after which the sources have their values.
-        """
-        # A single call, because the thread would need the GIL between several.
-        torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
-
-    # Gathers
-
-    @abstractmethod
-    def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
-        """Context that runs kernels and collectives on the gather lane; `record` and `wait` refer to this lane.
-
-        Args:
-            after: event to wait for first; None: everything queued on the lane that is current now.
-        """
-
-    # Events
-
-    @abstractmethod
-    def record(self, *read: Tensor) -> Event:
-        """Return the event that passes when everything queued on the compute stream so far is done.
-
-        Args:
-            read: buffers that will be overwritten after the event. Only the late device uses them.
-        """
-
-    @abstractmethod
-    def wait(self, event: Event) -> None:
-        """Make the compute stream wait for `event`. The host does not wait."""
-
-    @abstractmethod
-    def host_wait(self, event: Event) -> None:
-        """Make the host wait until `event` has passed."""
-
-    @abstractmethod
-    def has_passed(self, event: Event) -> bool:
-        """Whether `host_wait` would return at once."""
-
-    @abstractmethod
-    def keep_until(self, event: Event, tensor: Tensor) -> None:
-        """Keep the memory of `tensor` from being reused before `event`."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until everything queued on any lane is done."""
-
-    def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
-        """Start copying a few numbers to host memory. Returns the target and the event."""
-        return values, DONE
-
-    # Figures
-
-    @abstractmethod
-    def available(self) -> int:
-        """Free bytes of device memory, including PyTorch's cache."""
-
-    def allocated(self) -> tuple[int, int]:
-        """Bytes of device memory used by tensors: now, and at the peak."""
-        return 0, 0
-
-    # The rest
-
-    @contextmanager
-    def range(self, name: str) -> Iterator[None]:
-        """Context that appears under `name` in a profile."""
-        with torch.profiler.record_function(name):
-            yield
-
-    @abstractmethod
-    def random_state(self) -> Tensor:
-        """State of the device's default generator."""
-
-    @abstractmethod
-    def set_random_state(self, state: Tensor) -> None:
-        """Restore a state of `random_state`."""
-
-
 class HostMark(Event):
     """A time of the host's clock, in nanoseconds."""
 
@@ -222,3 +106,128 @@ class Clock:
 
     def synchronize(self) -> None:
         """Wait until every mark has passed."""
+
+
+HOST_CLOCK = Clock()
+_NO_OTHER_LANE = nullcontext()
+
+
+class Runtime:
+    """One device, as an engine sees it. This class is a device that completes everything before a call returns (the
+    CPU, and the meta device in simulations): every event has passed, and no wait blocks.
+
+    Attributes:
+        device: the device.
+        own: its memory; host memory for a CPU.
+        runs_ahead: whether calls only queue work, so that reading a number makes the host wait.
+        num_host_waits: how often the host has waited for unfinished work.
+    """
+
+    def __init__(self, device: torch.device = HOST) -> None:
+        is_host = device.type == HOST.type
+        self.device = device
+        self.own = HOST_MEMORY if is_host else Memory(device, is_host=False)
+        self.runs_ahead = not is_host  # values on the meta device can never be read
+        self.num_host_waits = 0
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether its memory differs from host memory."""
+        return self.own != HOST_MEMORY
+
+    # Copies
+
+    def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
+        """Start copying `home` in host memory to `buffer` (same shape) in device memory.
+
+        Args:
+            after: when the buffer may be written; None: after everything queued on the compute stream so far.
+        """
+        return self._copy_now("in", home, buffer)
+
+    def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
+        """Start copying `buffer` to `home` in host memory, after everything queued on the compute stream so far."""
+        return self._copy_now("out", buffer, home)
+
+    def _copy_now(self, lane: str, source: Tensor, target: Tensor) -> Event:
+        watcher = SPANS.watcher
+        begin = None if watcher is None else HOST_CLOCK.mark()
+        target.copy_(source)
+        if watcher is not None:
+            watcher.transfer(lane, source.numel() * source.element_size(), begin, HOST_CLOCK.mark())
+        return DONE
+
+    def copy_beside(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Event) -> None:
+        """Copy (source, target) pairs of 1-D tensors to host memory, and wait for the copies.
+
+        Called by a background thread; the training thread does not write to the sources until this returns.
+
+        Args:
+            after: event after which the sources have their values.
+        """
+        # A single call, because the thread would need the GIL between several.
+        torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
+
+    # Gathers
+
+    def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
+        """Context that runs kernels and collectives on the gather lane; `record` and `wait` refer to this lane.
+
+        Args:
+            after: event to wait for first; None: everything queued on the lane that is current now.
+        """
+        return _NO_OTHER_LANE
+
+    # Events
+
+    def record(self, *read: Tensor) -> Event:
+        """Return the event that passes when everything queued on the compute stream so far is done.
+
+        Args:
+            read: buffers that will be overwritten after the event. Only the late device uses them.
+        """
+        return DONE
+
+    def wait(self, event: Event) -> None:
+        """Make the compute stream wait for `event`. The host does not wait."""
+
+    def host_wait(self, event: Event) -> None:
+        """Make the host wait until `event` has passed."""
+
+    def has_passed(self, event: Event) -> bool:
+        """Whether `host_wait` would return at once."""
+        return True
+
+    def keep_until(self, event: Event, tensor: Tensor) -> None:
+        """Keep the memory of `tensor` from being reused before `event`."""
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on any lane is done."""
+
+    def copy_to_host(self, values: Tensor) -> tuple[Tensor, Event]:
+        """Start copying a few numbers to host memory. Returns the target and the event."""
+        return values, DONE
+
+    # Figures
+
+    def available(self) -> int:
+        """Free bytes of device memory, including PyTorch's cache."""
+        return host_available()
+
+    def allocated(self) -> tuple[int, int]:
+        """Bytes of device memory used by tensors: now, and at the peak."""
+        return 0, 0
+
+    # The rest
+
+    def range(self, name: str) -> AbstractContextManager[object]:
+        """Context that appears under `name` in a profile."""
+        return torch.profiler.record_function(name)
+
+    def random_state(self) -> Tensor:
+        """State of the device's default generator."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Restore a state of `random_state`."""
+        torch.set_rng_state(state)

@@ -79,7 +79,6 @@ def report_on(
     everything: bool = False,
     traffic: tuple[Sent, ...] = (),
 ) -> Report:
-    """The report of an examined config."""
     zero = findings.config.zero_optimization
     stage = zero.stage if zero is not None else 0
     order = {path: place for place, path in enumerate(all_paths(type(findings.config)))}
@@ -174,7 +173,6 @@ def _problem(problem: Problem) -> dict[str, Any]:
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print the report as text."""
     console = console or Console(highlight=False, width=_width())
     if report.rows:
         _show_rows(report, console)
@@ -342,12 +340,6 @@ def default_target(name: str) -> Path:
     return path.with_name(f"{path.stem}.fixed.json")
 
 
-_OWN_FLAGS = (
-    "--model", "--world-size", "--gpus-per-node", "--parameters", "--link", "--network", "--json", "--all", "--fix",
-    "--fix-to",
-)  # fmt: skip
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `explain`; all other flags are treated as those of TrainingArguments."""
     parser.add_argument("config", help="ds.json: a path, JSON text, or base64 of it")
@@ -384,7 +376,9 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
     notes: list[str] = []
     try:
         config = load_config(arguments.config)
-        training, unused = training_view_from_flags(flags, also=_OWN_FLAGS)
+        own = argparse.ArgumentParser(add_help=False)
+        add_arguments(own)
+        training, unused = training_view_from_flags(flags, also=own._option_string_actions)
         notes += map(left_aside, unused)
         model = model_view_by_name(arguments.model)
         world_size = 1 if arguments.world_size is None else arguments.world_size
@@ -401,21 +395,15 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
         if arguments.world_size is None and any(problem.path == "train_batch_size" for problem in findings.problems):
             notes.append("train_batch_size was checked for 1 rank: give the number of ranks with --world-size N")
         traffic = _traffic(findings, arguments)
-        for explained in _by_extras(findings):
-            words, wrong = explained(findings, arguments.model)
-            notes += words
-            findings = dataclasses.replace(findings, problems=(*findings.problems, *wrong))
+        for extra in findings.config.features if not findings.problems else ():
+            if "explain" in extra.services and extra.name in findings.extras:
+                words, wrong = loaded(extra.services["explain"])(findings, arguments.model)
+                notes += words
+                findings = dataclasses.replace(findings, problems=(*findings.problems, *wrong))
     except ConfigError as error:
         problems += error.problems
         return Report(name=str(arguments.config)[:200], problems=tuple(problems), notes=tuple(notes))
     return report_on(findings, name=name, extra_notes=notes, everything=arguments.all, traffic=traffic)
-
-
-def _by_extras(findings: Findings) -> Iterator[Any]:
-    """Explain functions of the config's extras, which take findings and --model; none if there are problems."""
-    for extra in findings.config.features if not findings.problems else ():
-        if "explain" in extra.services and extra.name in findings.extras:
-            yield loaded(extra.services["explain"])
 
 
 def _traffic(findings: Findings, arguments: argparse.Namespace) -> tuple[Sent, ...]:

@@ -22,12 +22,8 @@ _FILES = {
 class AliasDistribution(Distribution):
     """A distribution that only exists in memory: site-packages has nothing named deepspeed."""
 
-    def __init__(self, folder: str) -> None:
-        """`folder`: location of the alias package."""
-        self._root = os.path.dirname(folder)
-
     def read_text(self, filename: str) -> str | None:
         return _FILES.get(str(filename))
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        return Path(self._root, path)
+        return Path(__file__).parent / path

@@ -13,7 +13,7 @@ import sys
 
 TYPE_CHECKING = False  # not typing's, because importing typing takes several times this file's time budget
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from importlib.machinery import ModuleSpec
     from importlib.metadata import Distribution, DistributionFinder
     from types import CodeType, ModuleType
@@ -64,10 +64,15 @@ class AliasFinder:
         self._looking: set[int] = set()  # threads that are querying the other finders
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        if name == NAME and not self.answers():
+            real: ModuleSpec | None = None
+            if _switch() is None:
+                real = self._unless_nested(lambda: self._spec_with(NAME, path, _say_who_answers), None)
+            return real
         if name == NAME:
-            if self.answers():
-                return _alias_spec()
-            return self._real_spec(path) if _switch() is None else None
+            from importlib.util import spec_from_file_location
+
+            return spec_from_file_location(NAME, ALIAS_FILE, submodule_search_locations=[ALIAS_FOLDER])
         if name.startswith(NAME + ".") and is_ours(sys.modules.get(NAME)):
             return _submodule_spec(name)
         if name in PATCHED and (self.answers() or (name in LAUNCHER and _switch() is not False)):
@@ -83,7 +88,7 @@ class AliasFinder:
             return []
         from hf_zero.integration.distribution import AliasDistribution
 
-        return [AliasDistribution(ALIAS_FOLDER)]
+        return [AliasDistribution()]
 
     def invalidate_caches(self) -> None:
         """Nothing is cached: part of the protocol of sys.meta_path."""
@@ -96,31 +101,36 @@ class AliasFinder:
         loaded = sys.modules.get(NAME)
         if loaded is not None:
             return is_ours(loaded)
-        return self.forced or switch is True or not self._real_is_installed()
+        # In a nested query our own answer is meaningless.
+        return self.forced or switch is True or not self._unless_nested(self._finds_real, True)
 
-    def _real_spec(self, path: Sequence[str] | None) -> ModuleSpec | None:
-        """The spec of a real DeepSpeed, whose import is then logged; None for a nested query from another finder."""
+    def _unless_nested(self, query: Callable[[], Any], nested: Any) -> Any:
+        """The result of a query of the other finders; `nested` if it comes from one of them, which delegates."""
         from _thread import get_ident
 
         thread = get_ident()
         if thread in self._looking:
-            return None
+            return nested
         self._looking.add(thread)
         try:
-            return self._spec_with(NAME, path, _say_who_answers)
+            return query()
         finally:
             self._looking.discard(thread)
+
+    def _specs(self, name: str, path: Sequence[str] | None = None) -> Iterator[ModuleSpec]:
+        """Yield the specs of the other finders."""
+        for finder in sys.meta_path:
+            find_spec = getattr(finder, "find_spec", None)
+            spec = None if finder is self or find_spec is None else find_spec(name, path)
+            if spec is not None:
+                yield spec
 
     def _spec_with(
         self, name: str, path: Sequence[str] | None, afterwards: Callable[[ModuleType], None]
     ) -> ModuleSpec | None:
         """The spec from other finders; `afterwards` is called when the module's own code has run."""
-        for finder in sys.meta_path:
-            find_spec = getattr(finder, "find_spec", None)
-            spec: ModuleSpec | None = None if finder is self or find_spec is None else find_spec(name, path)
-            if spec is not None:
-                break
-        else:
+        spec = next(self._specs(name, path), None)
+        if spec is None:
             return None
         loader: Any = spec.loader
         execute = getattr(loader, "exec_module", None)
@@ -139,23 +149,9 @@ class AliasFinder:
                 return spec  # the loader cannot be changed: the module stays unpatched
         return spec
 
-    def _real_is_installed(self) -> bool:
-        from _thread import get_ident
-
-        thread = get_ident()
-        if thread in self._looking:
-            return True  # a nested query from a finder that delegates: our own answer is meaningless
-        self._looking.add(thread)
-        try:
-            return any(self._finds_real(finder) for finder in sys.meta_path)
-        finally:
-            self._looking.discard(thread)
-
-    def _finds_real(self, finder: object) -> bool:
-        find_spec = getattr(finder, "find_spec", None)
-        spec: ModuleSpec | None = None if finder is self or find_spec is None else find_spec(NAME, None)
+    def _finds_real(self) -> bool:
         # No origin: a namespace package, which is only a folder of that name.
-        return spec is not None and spec.origin not in (None, ALIAS_FILE)
+        return any(spec.origin not in (None, ALIAS_FILE) for spec in self._specs(NAME))
 
 
 FINDER = AliasFinder()
@@ -219,12 +215,6 @@ def _switch() -> bool | None:
     return {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False}.get(
         os.environ.get("HF_ZERO", "").strip().lower()
     )
-
-
-def _alias_spec() -> ModuleSpec | None:
-    from importlib.util import spec_from_file_location
-
-    return spec_from_file_location(NAME, ALIAS_FILE, submodule_search_locations=[ALIAS_FOLDER])
 
 
 def _submodule_spec(name: str) -> ModuleSpec:

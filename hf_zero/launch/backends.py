@@ -11,23 +11,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hf_zero.config.extras import service
 from hf_zero.launch import LaunchError
-from hf_zero.launch.children import start
 from hf_zero.launch.job import Job
-from hf_zero.launch.ranks import report_to_user, run_node
-from hf_zero.launch.relay import (
-    Backend,
-    Command,
-    Request,
-    launcher_environment,
-    own_node_rank,
-    python_variables,
-    task_words,
-)
+from hf_zero.launch.ranks import report_to_user, run_ranks
+from hf_zero.launch.relay import Backend, Command, Request, own_node_rank, python_variables, task_words
 from hf_zero.launch.restarts import TOKEN, Restarts
 from hf_zero.launch.world import VISIBLE_DEVICES
 
@@ -40,7 +31,7 @@ class Pdsh(Backend):
     package = "pdsh"
 
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
-        environment = {**launcher_environment(), "PDSH_RCMD_TYPE": "ssh"}
+        environment = {**os.environ, "PDSH_RCMD_TYPE": "ssh"}
         if request.ssh_port is not None:
             appended = environment.get("PDSH_SSH_ARGS_APPEND", "")
             environment["PDSH_SSH_ARGS_APPEND"] = f"{appended} -p {request.ssh_port}".strip()
@@ -77,7 +68,7 @@ class OpenMpi(Backend):
         words += request.launcher_args
         for name, value in sorted(python_variables(job).items()):
             words += ["-x", f"{name}={value}"]
-        return Command([*words, *task_words(job)], launcher_environment())
+        return Command([*words, *task_words(job)], dict(os.environ))
 
 
 class Mpich(Backend):
@@ -85,57 +76,44 @@ class Mpich(Backend):
     programs: tuple[tuple[str, ...], ...] = (("mpirun.mpich", "mpiexec.hydra", "mpirun"),)
     package = "mpich"
     refuses = {"ssh_port": "Hydra passes no port to ssh: set it in ~/.ssh/config"}
+    own_variables: Mapping[str, str] = {}  # environment variables that configure this MPI
+    only_even = False  # whether it accepts only one number of ranks for all hosts
 
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
-        words = [programs[0], *self.placement(job), *request.launcher_args]
-        for name, value in sorted({**python_variables(job), **self.variables()}.items()):
+        words = [programs[0], "-n", str(job.world.num_ranks), *self._placement(job), *request.launcher_args]
+        for name, value in sorted({**python_variables(job), **self.own_variables}.items()):
             words += ["-genv", name, value]
-        return Command([*words, *task_words(job)], launcher_environment())
+        return Command([*words, *task_words(job)], dict(os.environ))
 
-    def placement(self, job: Job) -> list[str]:
+    def _placement(self, job: Job) -> list[str]:
         """The arguments that name the hosts and the number of ranks on each."""
-        hosts = ",".join(f"{node.name}:{len(node.slots)}" for node in job.world.nodes)
-        return ["-n", str(job.world.num_ranks), "-hosts", hosts]
-
-    def variables(self) -> dict[str, str]:
-        """Environment variables that configure this MPI."""
-        return {}
+        if not self.only_even:
+            return ["-hosts", ",".join(f"{node.name}:{len(node.slots)}" for node in job.world.nodes)]
+        per_node = job.world.slots_per_node()
+        if per_node is None:
+            counts = ", ".join(f"{node.name}: {len(node.slots)}" for node in job.world.nodes[:8])
+            raise LaunchError(
+                f"--launcher {self.name} needs the same number of slots on every host ({counts}): limit them with "
+                "--num_gpus"
+            )
+        return ["-ppn", str(per_node), "-hosts", ",".join(job.world.names)]
 
 
 class IntelMpi(Mpich):
     name = "impi"
     programs = (("mpirun",),)
     package = "intel-oneapi-mpi"
-
-    def placement(self, job: Job) -> list[str]:
-        return even_placement(job, self.name)
-
-    def variables(self) -> dict[str, str]:
-        return {"I_MPI_PIN": "0"}  # the launcher binds ranks to cores itself
+    own_variables = {"I_MPI_PIN": "0"}  # the launcher binds ranks to cores itself
+    only_even = True
 
 
 class Mvapich(Mpich):
     name = "mvapich"
     programs = (("mpirun",), ("mpiname",))
     package = "mvapich2"
-
-    def placement(self, job: Job) -> list[str]:
-        return even_placement(job, self.name)
-
-    def variables(self) -> dict[str, str]:
-        """DeepSpeed's variables, without those for MPI collectives, which ranks do not use."""
-        return {"MV2_DEBUG_SHOW_BACKTRACE": "1", "MV2_ENABLE_AFFINITY": "0", "MV2_SUPPORT_DL": "1"}
-
-
-def even_placement(job: Job, name: str) -> list[str]:
-    """Placement arguments for an MPI that accepts only one number of ranks for all hosts."""
-    per_node = job.world.slots_per_node()
-    if per_node is None:
-        counts = ", ".join(f"{node.name}: {len(node.slots)}" for node in job.world.nodes[:8])
-        raise LaunchError(
-            f"--launcher {name} needs the same number of slots on every host ({counts}): limit them with --num_gpus"
-        )
-    return ["-n", str(job.world.num_ranks), "-ppn", str(per_node), "-hosts", ",".join(job.world.names)]
+    # DeepSpeed's variables, without those for MPI collectives, which ranks do not use.
+    own_variables = {"MV2_DEBUG_SHOW_BACKTRACE": "1", "MV2_ENABLE_AFFINITY": "0", "MV2_SUPPORT_DL": "1"}
+    only_even = True
 
 
 class Slurm(Backend):
@@ -162,7 +140,7 @@ class Slurm(Backend):
         if request.has_hosts:
             words += ["--nodelist", ",".join(job.world.names)]
         # srun passes its whole environment to the tasks, so that no variable has to be quoted.
-        environment = {**launcher_environment(), **python_variables(job)}
+        environment = {**os.environ, **python_variables(job)}
         return Command([*words, *request.launcher_args, *task_words(replace(job, gives_devices=False))], environment)
 
 
@@ -192,7 +170,7 @@ class Torchrun(Backend):
             words += ["--no-python"]
         elif job.program.is_module:
             words += ["--module"]
-        environment = {**launcher_environment(), **(job.variables or {})}
+        environment = {**os.environ, **(job.variables or {})}
         environment[VISIBLE_DEVICES] = ",".join(node.slots)
         return Command([*words, job.program.script, *job.program.arguments], environment)
 
@@ -222,7 +200,7 @@ class NoSsh(Backend):
             peers = None
             if len(names) > 1:
                 peers = service("peers")(names, node_rank, job.master_addr, job.master_port, token)
-            restarts = Restarts(request.max_restarts, request.stopped_s, start, peers)
+            restarts = Restarts(request.max_restarts, request.stopped_s, peers)
             if node_rank is None:
                 restarts.prepare(job.on_node(0)[0])
                 node_rank = None if peers is None else peers.await_place()
@@ -230,10 +208,7 @@ class NoSsh(Backend):
                 restarts.close()
                 return 0
         assert node_rank is not None, "a spare requires restarts"
-        return run_node(job, node_rank, report=report_to_user, restarts=restarts)
-
-    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
-        raise NotImplementedError("this backend starts ranks without another program")
+        return run_ranks(job, job.world.names[node_rank], job.on_node(node_rank), report_to_user, restarts=restarts)
 
 
 class Local(NoSsh):
@@ -249,8 +224,8 @@ class Local(NoSsh):
             )
         restarts = None
         if request.max_restarts:
-            restarts = Restarts(request.max_restarts, request.stopped_s, start, stands_by=request.stands_by)
-        return run_node(job, 0, report=report_to_user, restarts=restarts)
+            restarts = Restarts(request.max_restarts, request.stopped_s, stands_by=request.stands_by)
+        return run_ranks(job, job.world.names[0], job.on_node(0), report_to_user, restarts=restarts)
 
 
 BACKENDS: dict[str, type[Backend]] = {

@@ -9,7 +9,8 @@ import select
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
@@ -44,7 +45,6 @@ class Stream:
         self._put(speaker, text[:cut])
 
     def flush(self) -> None:
-        """Write all incomplete lines."""
         begun, self._begun = self._begun, {}
         for speaker, text in begun.items():
             self._put(speaker, text)
@@ -197,10 +197,8 @@ def signal_tree(pid: int, number: int) -> None:
     except psutil.NoSuchProcess:
         return
     for member in family:
-        try:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             member.send_signal(number)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
 
 
 def start(command: RankCommand) -> subprocess.Popen[bytes]:
@@ -223,20 +221,18 @@ def start(command: RankCommand) -> subprocess.Popen[bytes]:
         raise LaunchError(f"{shown(command.command[0])} cannot be started: {error}") from None
 
 
-class _bound_to:
-    """Binds child processes started in this context to `cores`, by the affinity that they inherit from this thread."""
-
-    def __init__(self, cores: Sequence[int]) -> None:
-        self._cores = cores
-
-    def __enter__(self) -> None:
-        if self._cores:
-            self._before = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, self._cores)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._cores:
-            os.sched_setaffinity(0, self._before)
+@contextmanager
+def _bound_to(cores: Sequence[int]) -> Iterator[None]:
+    """Bind child processes started in this context to `cores`, by the affinity that they inherit from this thread."""
+    if not cores:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def watch(pid: int) -> int | None:
@@ -264,7 +260,5 @@ def is_stopped(pid: int) -> bool:
 
 def signal_group(pid: int, number: int) -> None:
     """Send a signal to a process group that may no longer exist."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):
-        return

@@ -37,7 +37,6 @@ from hf_zero.network import address_towards
 from hf_zero.quantities import nearest_flag
 from hf_zero.rank_environment import LOCAL_ADDRESS, tasks_per_node
 
-LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm", "torchrun", "standard", "nossh", "local")
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500
 NO_FILE_OF_ACCELERATE = "None"
@@ -115,7 +114,7 @@ def _hosts(group: argparse._ArgumentGroup) -> None:
 
 def _meeting(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--launcher", type=str.lower, default="pdsh", help=f"what starts ranks on other hosts: {', '.join(LAUNCHERS)}"
+        "--launcher", type=str.lower, default="pdsh", help=f"what starts ranks on other hosts: {', '.join(BACKENDS)}"
     )
     group.add_argument("--launcher_args", default="", help="extra arguments for the launcher, as one quoted string")
     group.add_argument("--master_addr", default="", help="address of rank 0's host (default: from the first host)")
@@ -317,7 +316,7 @@ def choose_backend(options: argparse.Namespace, world: World, *, has_hosts: bool
         LaunchError: for an unknown launcher, and for options that the chosen one does not support.
     """
     if options.launcher not in BACKENDS:
-        raise LaunchError(f"--launcher {shown(options.launcher)} must be one of {', '.join(LAUNCHERS)}")
+        raise LaunchError(f"--launcher {shown(options.launcher)} must be one of {', '.join(BACKENDS)}")
     name = options.launcher
     is_alone = len(world.nodes) == 1 and not options.force_multi and name != "slurm"
     if options.no_ssh:
@@ -413,7 +412,6 @@ def travelling_variables(environment: Mapping[str, str], folder: str) -> dict[st
 
 
 def describe(job: Job, backend: Backend) -> str:
-    """A one-line description of the launch."""
     names = job.world.names
     hosts = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return f"{job.world.num_ranks} ranks on {hosts} by {backend.name}: {shlex.join(job.program.command(0))}"

@@ -142,7 +142,6 @@ class Job:
 
     @staticmethod
     def decode(word: str) -> Job:
-        """Decode a job from the result of `encode`."""
         try:
             fields = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
             nodes = tuple(Node(node["name"], tuple(node["slots"])) for node in fields.pop("world")["nodes"])
@@ -153,7 +152,6 @@ class Job:
             raise LaunchError(f"this is not a job of `hf-zero launch`: {error}") from None
 
     def on_node(self, node_rank: int) -> list[RankCommand]:
-        """The commands of one node's ranks."""
         return [self._rank(place) for place in self.world.places() if place.node_rank == node_rank]
 
     def of_rank(self, rank: int, first_host: str | None = None) -> RankCommand:

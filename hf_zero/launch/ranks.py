@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -63,12 +64,7 @@ class Supervisor:
     """Runs the ranks of one node from start to end."""
 
     def __init__(
-        self,
-        host: str,
-        *,
-        log_path: Callable[[int], str | None],
-        is_attached: bool = False,
-        restarts: Restarts | None = None,
+        self, host: str, *, log_path: Callable[[int], str | None], is_attached: bool, restarts: Restarts | None
     ) -> None:
         """`is_attached`: the process that reads our output started us, and the ranks end when it closes the pipe."""
         self._restarts = restarts
@@ -171,7 +167,7 @@ class Supervisor:
         for pipe, number in ((process.stdout, 1), (process.stderr, 2)):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, selectors.EVENT_READ, _Pump(self, rank, pipe, self._streams[number]))
+            self._selector.register(pipe, selectors.EVENT_READ, partial(self._hear, rank, pipe, self._streams[number]))
         if rank.watch is not None:
             self._selector.register(rank.watch, selectors.EVENT_READ, lambda: self._look_at(index))
 
@@ -254,7 +250,7 @@ class Supervisor:
         ranks = self._ranks if only is None else [only]
         while any(rank.open_pipes for rank in ranks) and time.monotonic() < deadline:
             for key, _ in self._selector.select(_TICK_S):
-                if isinstance(key.data, _Pump):
+                if isinstance(key.data, partial):  # of a pipe
                     key.data()
         self._flush()
 
@@ -262,7 +258,7 @@ class Supervisor:
         for stream in self._streams.values():
             stream.flush()
 
-    def heard(self, rank: _Rank, pipe: IO[bytes], stream: Stream) -> None:
+    def _hear(self, rank: _Rank, pipe: IO[bytes], stream: Stream) -> None:
         """Read from a pipe in which a rank has written output, or which it has closed."""
         if pipe.closed:
             return  # already drained
@@ -282,19 +278,6 @@ class Supervisor:
             rank.log.write(chunk)
 
 
-@dataclass(frozen=True)
-class _Pump:
-    """Selector callback for one pipe of one rank."""
-
-    supervisor: Supervisor
-    rank: _Rank
-    pipe: IO[bytes]
-    stream: Stream
-
-    def __call__(self) -> None:
-        self.supervisor.heard(self.rank, self.pipe, self.stream)
-
-
 def _open_log(path: str) -> BinaryIO:
     try:
         return open(path, "ab", buffering=0)  # append, because ranks may restart
@@ -302,26 +285,12 @@ def _open_log(path: str) -> BinaryIO:
         raise LaunchError(f"the log {shown(path)} cannot be written: {error}") from None
 
 
-def run_node(
-    job: Job,
-    node_rank: int,
-    *,
-    report: Callable[[Failure], None],
-    is_attached: bool = False,
-    restarts: Restarts | None = None,
-) -> int:
-    """Run all ranks of one node; returns the exit status."""
-    host = job.world.names[node_rank]
-    commands = job.on_node(node_rank)
-    return run_commands(job, host, commands, report=report, is_attached=is_attached, restarts=restarts)
-
-
-def run_commands(
+def run_ranks(
     job: Job,
     host: str,
     commands: Sequence[RankCommand],
-    *,
     report: Callable[[Failure], None],
+    *,
     is_attached: bool = False,
     restarts: Restarts | None = None,
 ) -> int:
@@ -332,14 +301,10 @@ def run_commands(
     return Supervisor(host, log_path=paths, is_attached=is_attached, restarts=restarts).run(commands, report)
 
 
-def report_to_launcher(token: str) -> Callable[[Failure], None]:
-    """Report failures to the launcher on another host, which reads the output of this process."""
-
-    def report(failure: Failure) -> None:
-        sys.stderr.buffer.write(b"\n" + failure.mark(token))
-        sys.stderr.buffer.flush()
-
-    return report
+def report_to_launcher(token: str, failure: Failure) -> None:
+    """Report a failure to the launcher on another host, which reads the output of this process."""
+    sys.stderr.buffer.write(b"\n" + failure.mark(token))
+    sys.stderr.buffer.flush()
 
 
 def report_to_user(failure: Failure) -> None:
@@ -369,15 +334,15 @@ def main(words: Sequence[str] | None = None) -> int:
     host = options.host or socket.gethostname()
     try:
         job = Job.decode(options.job)
-        report = report_to_launcher(job.token)
+        report = partial(report_to_launcher, job.token)
         if options.host is None:
             command = rank_command(job, find_rank_environment(os.environ))
             _enter(job.folder, host)
-            return run_commands(job, host, [command], report=report)
+            return run_ranks(job, host, [command], report)
         if host not in job.world.names:
             raise LaunchError(f"{shown(host)} is not a host of this job, which has {', '.join(job.world.names)}")
         _enter(job.folder, host)
-        return run_node(job, job.world.names.index(host), report=report, is_attached=True)
+        return run_ranks(job, host, job.on_node(job.world.names.index(host)), report, is_attached=True)
     except (LaunchError, ValueError) as error:
         sys.stderr.write(f"hf-zero launch on {host}: {error}\n")
         return 2

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
@@ -77,7 +76,8 @@ class Relay:
                 self._flush()
             if is_over_at is None and process.poll() is not None:
                 is_over_at = time.monotonic() + 1.0  # to read the rest of the pipes
-            self._end_in_time(process.pid)
+            if self._end_at is not None and time.monotonic() > self._end_at:
+                self._end(process.pid)
         self._flush(is_end=True)
         return process.wait()
 
@@ -86,15 +86,12 @@ class Relay:
         if not chunk:
             self._selector.unregister(pipe)
             return False
-        self._pass_on(number, chunk)
-        return True
-
-    def _pass_on(self, number: int, chunk: bytes) -> None:
-        """Forward complete lines, to detect failure marks; an incomplete line waits until no more output comes."""
+        # Forward complete lines, to detect failure marks; an incomplete line waits until no more output comes.
         text = self._rests[number] + chunk
         cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         self._rests[number] = text[cut:]
         self._take(number, text[:cut])
+        return True
 
     def _flush(self, *, is_end: bool = False) -> None:
         for number, text in self._rests.items():
@@ -115,10 +112,6 @@ class Relay:
     def _heed(self, inbox: SignalInbox, pid: int) -> None:
         for number in inbox.take():
             self._signal = number
-            self._end(pid)
-
-    def _end_in_time(self, pid: int) -> None:
-        if self._end_at is not None and time.monotonic() > self._end_at:
             self._end(pid)
 
     def _end(self, pid: int) -> None:
@@ -180,7 +173,7 @@ class Command:
     ends_children: bool = False
 
 
-class Backend(ABC):
+class Backend:
     """A way to start the ranks of a job."""
 
     name: str
@@ -204,9 +197,9 @@ class Backend(ABC):
                 )
         return [str(path) for path in found]
 
-    @abstractmethod
     def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
         """The program that starts the ranks. This only builds the command and does not inspect the system."""
+        raise NotImplementedError("this backend starts ranks without another program")
 
     def run(self, job: Job, request: Request) -> int:
         """Start the ranks and wait for them; returns the exit status for a shell."""
@@ -238,8 +231,3 @@ def python_variables(job: Job) -> dict[str, str]:
     """The variables that Python needs before it decodes the job."""
     names = ("PYTHON", "HF_ZERO")
     return {name: value for name, value in (job.variables or {}).items() if name.startswith(names)}
-
-
-def launcher_environment() -> dict[str, str]:
-    """This process's variables, for a program that passes on only the requested ones."""
-    return dict(os.environ)

@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hf_zero.launch.children import Failure, signal_group
+from hf_zero.launch.children import Failure, signal_group, start
 from hf_zero.launch.job import RankCommand
 
 # Imported by every training run, regardless of its script.
@@ -109,27 +109,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
 class Restarts:
     """Starts the ranks of this host and decides whether they may restart."""
 
-    def __init__(
-        self,
-        most: int,
-        stopped_s: float,
-        start: Callable[[RankCommand], subprocess.Popen[bytes]],
-        peers: Any = None,
-        *,
-        stands_by: bool = False,
-    ) -> None:
+    def __init__(self, most: int, stopped_s: float, peers: Any = None, *, stands_by: bool = False) -> None:
         """
         Args:
             most: maximum number of restarts.
             stopped_s: seconds after which a stopped rank counts as dead.
-            start: runs a command in a new process.
             peers: the other hosts, whose ranks restart together with these.
             stands_by: keep standby ranks that are ready to train and replace failed ones.
         """
         self.peers = peers
         self.stopped_s = stopped_s
         self._most, self._left = most, most
-        self._start = start
         self._nursery: Nursery | None = None
         self._stands_by, self._standby = stands_by, dict[int, ForkedRank]()
         self._turn = Path()  # the file that standby ranks wait for
@@ -139,7 +129,7 @@ class Restarts:
     def start(self, command: RankCommand) -> subprocess.Popen[bytes] | ForkedRank:
         command = self._own(command)
         if not Nursery.can_run(command):
-            return self._start(command)
+            return start(command)
         try:
             self._nursery = self._nursery or Nursery(command)
             rank = self._standby.pop(command.rank, None) or self._nursery.ask(command)
@@ -147,7 +137,7 @@ class Restarts:
             return rank
         except OSError:  # the forking process was killed too; the next call creates a new one
             self.close()
-            return self._start(command)
+            return start(command)
 
     def _own(self, command: RankCommand, **more: str) -> RankCommand:
         return replace(command, environment={**command.environment, SUPERVISOR: str(os.getpid()), **more})

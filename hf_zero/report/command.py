@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.config import Aio
@@ -25,23 +25,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the report; returns 1 if a drive could not be probed."""
-    from hf_zero.report.environment import (
-        between_devices,
-        features,  # these load torch, which arguments do not need
-    )
+    from hf_zero.offload.vector import StorageError
+    from hf_zero.report import environment  # loads torch, which arguments do not need
 
-    sections = _sections()
-    policy = Aio(block_size=arguments.block_size, queue_depth=arguments.queue_depth)
-    drives, failed = _drives(arguments.probe, policy)
-    if drives:
-        sections["drives"] = drives
-    here = list(features())
+    parts = {
+        "hf_zero environment": environment.software(),
+        "devices": environment.devices(),
+        "host": environment.host(),
+        "links": environment.networks(),
+        "variables": environment.variables(),
+    }
+    sections = {title: list(rows) for title, rows in parts.items()}
+    policy, failed = Aio(block_size=arguments.block_size, queue_depth=arguments.queue_depth), False
+    for folder in arguments.probe:
+        try:
+            speed = str(environment.probe(folder, policy))
+        except StorageError as error:
+            speed, failed = f"FAILED: {error}", True
+        sections.setdefault("drives", []).append((folder, speed))
+    matrix, here = environment.between_devices(), list(environment.features())
     if arguments.json:
         shown: dict[str, Any] = {title: dict(rows) for title, rows in sections.items()}
-        shown |= {"between devices": between_devices(), "features": [dataclasses.asdict(each) for each in here]}
+        shown |= {"between devices": matrix, "features": [dataclasses.asdict(each) for each in here]}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
     else:
-        sys.stdout.write(_text(sections, between_devices(), here))
+        sys.stdout.write(_text(sections, matrix, here))
     return 1 if failed else 0
 
 
@@ -62,30 +70,6 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program, description="Print versions, devices, links, limits and features.")
     add_arguments(parser)
     return parser
-
-
-def _sections() -> dict[str, list[Row]]:
-    from hf_zero.report.environment import devices, host, networks, software, variables
-
-    parts = {"hf_zero environment": software(), "devices": devices(), "host": host(), "links": networks()}
-    sections = {title: list(rows) for title, rows in parts.items()}
-    sections["variables"] = list(variables())
-    return sections
-
-
-def _drives(folders: Iterable[str], policy: Aio) -> tuple[list[Row], bool]:
-    """Rows of all drives, and whether one could not be probed."""
-    from hf_zero.offload.vector import StorageError
-    from hf_zero.report.environment import probe
-
-    rows, failed = [], False
-    for folder in folders:
-        try:
-            rows.append((folder, str(probe(folder, policy))))
-        except StorageError as error:
-            rows.append((folder, f"FAILED: {error}"))
-            failed = True
-    return rows, failed
 
 
 def _text(sections: dict[str, list[Row]], matrix: str, here: Sequence[Feature]) -> str:

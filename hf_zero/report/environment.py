@@ -51,7 +51,9 @@ def software() -> Iterator[Row]:
     kind = accelerator_kind()
     yield "torch is built for", ", ".join(built_for()) or "CPUs"
     if kind is not None:
-        yield "collectives", f"{BACKENDS[kind]} {_collectives_version(kind)}".strip()
+        nccl = getattr(torch.get_device_module(kind), "nccl", None)
+        number = "" if nccl is None else ".".join(map(str, nccl.version()))
+        yield "collectives", f"{BACKENDS[kind]} {number}".strip()
     for name in _LIBRARIES:
         yield name, _version(name)
 
@@ -89,11 +91,6 @@ def built_for() -> list[str]:
     """Accelerator types that this torch build supports, with the versions of their libraries."""
     known = {name: getattr(torch.version, name, None) for name in ("cuda", "hip", "xpu")}
     return [f"{name} {number}" for name, number in known.items() if number]
-
-
-def _collectives_version(kind: str) -> str:
-    nccl = getattr(torch.get_device_module(kind), "nccl", None)
-    return ".".join(map(str, nccl.version())) if nccl is not None else ""
 
 
 def _shared_memory() -> str:
@@ -163,72 +160,47 @@ class Feature:
 
 
 def features() -> Iterator[Feature]:
-    kind = accelerator_kind()
-    yield _accelerator(kind)
-    yield _fused_updates(kind)
-    has_bf16 = kind is None or _has_bf16(kind)
-    yield Feature("bf16", has_bf16, "" if has_bf16 else "use fp16.enabled")
-    yield _shared_between(kind)
-    yield _needs_module("comments in ds.json without quotes (hjson)", "hjson")
-    yield _nvme()
-    yield from _launchers()
-    for section, (module, package) in LIBRARIES.items():
-        yield _needs_module(f"monitor {section}", module, package)
-    yield Feature("monitor csv_monitor", True)
-    yield _compiler()
-
-
-def _accelerator(kind: str | None) -> Feature:
+    kind, name = accelerator_kind(), "accelerator"
     if kind is not None:
-        return Feature("accelerator", True, f"{torch.accelerator.device_count()} x {kind}, {BACKENDS[kind]}")
-    on_cpus = "this torch is built for CPUs: training runs on gloo"
-    why = "torch finds no device: check its driver" if built_for() else on_cpus
-    return Feature("accelerator", False, why)
-
-
-def _fused_updates(kind: str | None) -> Feature:
+        yield Feature(name, True, f"{torch.accelerator.device_count()} x {kind}, {BACKENDS[kind]}")
+    elif built_for():
+        yield Feature(name, False, "torch finds no device: check its driver")
+    else:
+        yield Feature(name, False, "this torch is built for CPUs: training runs on gloo")
     name = "fused updates on the accelerator (Triton)"
     if kind is None:
-        return Feature(name, False, "no accelerator: updates run in one pass over host memory")
-    return _needs_module(name, "triton")
-
-
-def _has_bf16(kind: str) -> bool:
-    asked = getattr(torch.get_device_module(kind), "is_bf16_supported", None)
-    return bool(asked()) if asked is not None else True
-
-
-def _shared_between(kind: str | None) -> Feature:
+        yield Feature(name, False, "no accelerator: updates run in one pass over host memory")
+    else:
+        yield _needs_module(name, "triton")
+    asked = None if kind is None else getattr(torch.get_device_module(kind), "is_bf16_supported", None)
+    has_bf16 = asked is None or bool(asked())
+    yield Feature("bf16", has_bf16, "" if has_bf16 else "use fp16.enabled")
     name = "collectives through shared memory"
     if kind is not None:
-        return Feature(name, False, f"for ranks on CPUs of one host; here {BACKENDS[kind]} is used")
-    if not Path("/dev/shm").is_dir():
-        return Feature(name, False, "/dev/shm is missing: ranks communicate through gloo's sockets")
-    return Feature(name, True)
-
-
-def _nvme() -> Feature:
-    if platform.system() != "Linux":
-        return Feature("offload to NVMe", False, "needs Linux")
-    return Feature("offload to NVMe", True, "report --probe FOLDER measures the speed of a drive")
-
-
-def _launchers() -> Iterator[Feature]:
+        yield Feature(name, False, f"for ranks on CPUs of one host; here {BACKENDS[kind]} is used")
+    elif Path("/dev/shm").is_dir():
+        yield Feature(name, True)
+    else:
+        yield Feature(name, False, "/dev/shm is missing: ranks communicate through gloo's sockets")
+    yield _needs_module("comments in ds.json without quotes (hjson)", "hjson")
+    is_linux = platform.system() == "Linux"
+    measuring = "report --probe FOLDER measures the speed of a drive"
+    yield Feature("offload to NVMe", is_linux, measuring if is_linux else "needs Linux")
     for program, launcher in (("pdsh", "pdsh"), ("mpirun", "openmpi, mpich, impi, mvapich"), ("srun", "slurm")):
         path = shutil.which(program)
         why = "" if path else f"{program} is not in PATH; torchrun and --no_ssh do not need it"
         yield Feature(f"several hosts through {launcher}", path is not None, why)
+    for section, (module, package) in LIBRARIES.items():
+        yield _needs_module(f"monitor {section}", module, package)
+    yield Feature("monitor csv_monitor", True)
+    has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
+    why = "" if has_compiler else "a C compiler is missing, which torch.compile and Triton need"
+    yield Feature("torch.compile", has_compiler, why)
 
 
 def _needs_module(name: str, module: str, package: str = "") -> Feature:
     is_there = find_spec(module) is not None
     return Feature(name, is_there, "" if is_there else f"pip install {package or module}")
-
-
-def _compiler() -> Feature:
-    compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    why = "" if compiler else "a C compiler is missing, which torch.compile and Triton need"
-    return Feature("torch.compile", compiler is not None, why)
 
 
 # The drive
@@ -241,7 +213,6 @@ _ROUNDS = 2  # the first is warm-up
 class DriveSpeed:
     """Read and write speed of a drive in bytes per second."""
 
-    folder: str
     policy: Aio
     read: float
     write: float
@@ -274,7 +245,7 @@ def probe(folder: str, policy: Aio | None = None, num_bytes: int = PROBE_BYTES) 
             raise drive.failure
     finally:
         drive.close()
-    return DriveSpeed(folder, policy, read, write)
+    return DriveSpeed(policy, read, write)
 
 
 def _write_s(vector: Vector) -> float:

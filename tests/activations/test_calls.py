@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.kept import CheckpointedCalls
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
-from hf_zero.device.registry import AtOnce
-from hf_zero.device.runtime import HOST, Memory
+from hf_zero.device.runtime import HOST, Memory, Runtime
 from tests.support.late import Late, use
 from tests.support.memory import most_allocated, profiled_memory, still_allocated
 
@@ -39,7 +38,7 @@ POLICIES = {
 }
 
 
-class OwnMemory(AtOnce):
+class OwnMemory(Runtime):
     """A device separate from the host, whose kept memory is not PyTorch's own."""
 
     def __init__(self) -> None:
@@ -218,7 +217,7 @@ def test_times_are_said_when_the_next_forward_begins(caplog: pytest.LogCaptureFi
 
 
 def test_the_device_is_waited_for_at_each_boundary() -> None:
-    class Counting(AtOnce):
+    class Counting(Runtime):
         num_waits = 0
 
         def synchronize(self) -> None:

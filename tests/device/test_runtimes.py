@@ -13,15 +13,15 @@ import torch
 from hf_zero.api.engine_module import Phases
 from hf_zero.device import registry
 from hf_zero.device.kinds import current_device, default_backend, kind_of_backend
-from hf_zero.device.registry import Accelerator, AtOnce, HostCopy, host_runs_ahead, runtime_of
-from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY
+from hf_zero.device.registry import Accelerator, HostCopy, host_runs_ahead, runtime_of
+from hf_zero.device.runtime import DONE, HOST, HOST_MEMORY, Runtime
 from tests.support.late import VARIABLE, Late, use, use_if_asked_for
 
 META = torch.device("meta")
 
 
 def test_the_cpu_does_everything_at_once() -> None:
-    runtime = AtOnce()
+    runtime = Runtime()
     source, target = torch.ones(4), torch.zeros(4)
     event = runtime.copy_in(source, target)
     assert target.eq(1).all() and event is DONE and runtime.has_passed(event)
@@ -49,7 +49,7 @@ def test_one_runtime_per_device() -> None:
         assert not host_runs_ahead(HOST)
 
 
-@pytest.mark.parametrize(("value", "kind"), [("1", Late), ("0", AtOnce)])
+@pytest.mark.parametrize(("value", "kind"), [("1", Late), ("0", Runtime)])
 def test_the_environment_chooses_the_late_device(value: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, value)
     with mock.patch.dict(registry._runtimes, clear=True):

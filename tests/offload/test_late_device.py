@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from hf_zero.api.gathered_parameters import GatheredParameters
-from hf_zero.device.registry import AtOnce
-from hf_zero.device.runtime import HOST_MEMORY
+from hf_zero.device.runtime import HOST_MEMORY, Runtime
 from hf_zero.offload.placement import Departures, StagedVector, StagingPool
 from hf_zero.offload.vector import InMemoryVector
 from tests.offload.offload_runs import ROWS, SHARDED, Run, engine_for, train, weights_of
@@ -66,7 +65,7 @@ def trained(run: Run) -> list[Any]:
 def test_the_same_bits(case: str, tmp_path: Path) -> None:
     """With all copies late, and with some early."""
     run = with_folder(CASES[case], tmp_path)
-    with use(AtOnce()):
+    with use(Runtime()):
         expected = trained(run)
     for early in (0.0, 0.3):
         with use(Late(early=early)) as runtime:

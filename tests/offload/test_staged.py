@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from hf_zero.config import Aio
-from hf_zero.device.registry import AtOnce
+from hf_zero.device.runtime import Runtime
 from hf_zero.offload.placement import StagedVector, StagingPool
 from hf_zero.offload.swap_store import BufferPool, Drive
 from hf_zero.offload.vector import InMemoryVector, Vector, part_of
 
 
 def pool() -> StagingPool:
-    return StagingPool(AtOnce(), lambda numel, dtype: torch.full((numel,), float("nan"), dtype=dtype), is_host=True)
+    return StagingPool(Runtime(), lambda numel, dtype: torch.full((numel,), float("nan"), dtype=dtype), is_host=True)
 
 
 @pytest.fixture(params=["memory", "drive"])

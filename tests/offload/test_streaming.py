@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_zero.config import ConfigError
-from hf_zero.device.registry import AtOnce
+from hf_zero.device.runtime import Runtime
 from hf_zero.extras.streaming.updates import StreamedUpdates
 from hf_zero.kernels.adam import AdamRule, adam
 from hf_zero.kernels.dynamic8 import packed_bytes
@@ -147,7 +147,7 @@ def test_the_same_bits_on_a_device(early: float, masters: str) -> None:
         expected = trained(run_of(zero=zero))
     with use(Late(early=early)):
         assert_same_bits(trained(run_of({"masters": masters})), expected)
-    with use(AtOnce()):  # without device memory, squares are not summed parameter by parameter
+    with use(Runtime()):  # without device memory, squares are not summed parameter by parameter
         outcome = trained(run_of({"masters": masters}))
     assert outcome[0] == pytest.approx(expected[0], rel=1e-6)
     assert_same_bits((expected[0], outcome[1]), expected)

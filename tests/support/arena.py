@@ -19,8 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.device.registry import AtOnce
-from hf_zero.device.runtime import HOST, Memory
+from hf_zero.device.runtime import HOST, Memory, Runtime
 
 _ON_HOST = ("/hf_zero/optim/", "/hf_zero/offload/split_masters.py")  # operate on host memory
 
@@ -29,7 +28,7 @@ class OutOfArena(RuntimeError):
     """The arena's limit was exceeded."""
 
 
-class ArenaDevice(AtOnce):
+class ArenaDevice(Runtime):
     """A CPU device whose host memory is a separate place."""
 
     def __init__(self) -> None:

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from hf_zero.device import registry
-from hf_zero.device.registry import AtOnce
 from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime
 
 _PASSES_AFTER = 2  # ranges: work from before the last forward and backward has long been done
@@ -126,7 +125,7 @@ class _Row:
         return not torch.equal(_bytes(self.row), _bytes(self.seen))
 
 
-class Late(AtOnce):
+class Late(Runtime):
     """See the module's docstring. Compute is immediate, on the CPU."""
 
     def __init__(self, *, early: float = 0.2, seed: int = 0) -> None:

@@ -24,8 +24,7 @@ from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, R
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.rows import FlatRows, num_bytes, own_shard
 from hf_zero.comm.torch_backend import GatherStreamCollectives
-from hf_zero.device.registry import AtOnce
-from hf_zero.device.runtime import HOST, Event, Lane, Memory
+from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime
 from tests.support.in_process import engines_in
 from tests.support.late import use
 
@@ -60,7 +59,7 @@ class _Moment(Event):
         self.time = time
 
 
-class TimedDevice(AtOnce):
+class TimedDevice(Runtime):
     """Computes immediately, and records how long it would have taken.
 
     Attributes:

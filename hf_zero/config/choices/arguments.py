@@ -122,8 +122,9 @@ def rate(value: object) -> object:
     return [at_least_zero(entry) for entry in value] if isinstance(value, (list, tuple)) else at_least_zero(value)
 
 
-def optional_rate(value: object) -> object:
-    return None if value is None else rate(value)
+def optional(check: Check) -> Check:
+    """Return a check that also accepts None."""
+    return lambda value: None if value is None else check(value)
 
 
 def whole_from(low: int) -> Callable[[object], int]:
@@ -177,12 +178,3 @@ def ratio(value: object) -> float:
     if not 0 <= number <= 1:
         raise ValueError("must be a ratio between 0 and 1")
     return number
-
-
-def optional_count(value: object) -> object:
-    return None if value is None else count(value)
-
-
-def optional_stairs(value: object) -> object:
-    """Treat a negative number of stairs like 0, which means none."""
-    return None if value is None else as_whole(value)

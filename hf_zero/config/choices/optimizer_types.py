@@ -87,7 +87,6 @@ def known_type(name: str) -> OptimizerType | None:
 
 
 def type_of_class(kind: type) -> OptimizerType | None:
-    """Return the type for a class by its name."""
     return _TYPES.get(kind.__name__.lower())
 
 

@@ -12,9 +12,7 @@ from hf_zero.config.choices.arguments import (
     count,
     is_class_of,
     nearest,
-    optional_count,
-    optional_rate,
-    optional_stairs,
+    optional,
     rate,
     ratio,
     shape,
@@ -158,7 +156,7 @@ _REQUIRED = {
 }
 _WARMUP: dict[str, Check] = {
     "warmup_min_lr": rate,
-    "warmup_max_lr": optional_rate,
+    "warmup_max_lr": optional(rate),
     "warmup_num_steps": count,
     "warmup_type": shape,
     "last_batch_iteration": as_whole,
@@ -176,9 +174,9 @@ _SCHEDULE_CHECKS: dict[str, dict[str, Check]] = {
         "cycle_max_lr": rate,
         "decay_lr_rate": at_least_zero,
         "cycle_first_step_size": steps,
-        "cycle_second_step_size": optional_count,
+        "cycle_second_step_size": optional(count),
         "cycle_first_stair_count": as_whole,
-        "cycle_second_stair_count": optional_stairs,
+        "cycle_second_stair_count": optional(as_whole),  # a negative number means none, like 0
         "decay_step_size": count,
         "cycle_momentum": as_flag,
         "cycle_min_mom": rate,

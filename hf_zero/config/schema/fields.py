@@ -188,7 +188,6 @@ def as_dtype(value: object) -> object:
 
 
 def as_path(value: object) -> object:
-    """Parse a path as text."""
     return str(value) if hasattr(value, "__fspath__") else value
 
 
@@ -241,7 +240,6 @@ def named_sections(field: FieldInfo) -> type[Section] | None:
 
 
 def verdict_of(field: FieldInfo) -> Verdict:
-    """Return the verdict of a field."""
     assert isinstance(field.json_schema_extra, dict), "every field of a section is made by supported, ignored, ..."
     return Verdict.model_validate(field.json_schema_extra)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -274,17 +275,13 @@ _TENSORS = {
 }
 
 
-def _kind(name: str) -> Any:
+def _class(name: str) -> Any:
     """DeepSpeed's class for a kind of device."""
-
-    def __init__(self: Accelerator) -> None:
-        Accelerator.__init__(self, name)
-
-    members = {"__init__": __init__, "__module__": __name__}
+    members = {"__init__": partialmethod(Accelerator.__init__, name), "__module__": __name__}
     return type(f"{name.upper()}_Accelerator", (Accelerator,), members)
 
 
-_CLASSES = {name: _kind(name) for name in ("cpu", "cuda", "xpu", "npu", "hpu")}
+_CLASSES = {name: _class(name) for name in ("cpu", "cuda", "xpu", "npu", "hpu")}
 CPU_Accelerator, CUDA_Accelerator, XPU_Accelerator, NPU_Accelerator, HPU_Accelerator = _CLASSES.values()
 _chosen: list[Any] = []  # at most one
 

@@ -143,17 +143,17 @@ class DeepSpeedConfig(ConfigView):
 ZERO_STAGE = ds.ZERO_STAGE
 
 
-def _natural(name: str) -> list[Any]:
-    return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
-
-
 def get_checkpoint_files(checkpoint_dir: str | os.PathLike[str], glob_pattern: str) -> list[str]:
     """Matching files of a checkpoint folder, in numerical order.
 
     Raises:
         FileNotFoundError: if there is none.
     """
-    files = sorted((str(path) for path in Path(checkpoint_dir).glob(glob_pattern)), key=_natural)
+
+    def numerical(name: str) -> list[Any]:
+        return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
+
+    files = sorted((str(path) for path in Path(checkpoint_dir).glob(glob_pattern)), key=numerical)
     if not files:
         raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
     return files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from hf_zero.comm import ledger, this_process, watching_collectives
@@ -34,7 +35,7 @@ def configure(
     debug: bool | None = None,
 ) -> None:
     """Log collectives of engines created from now on; arguments override the config's section."""
-    section = Section()
+    section = None
     if deepspeed_config is not None:
         given_config = getattr(deepspeed_config, "_param_dict", deepspeed_config)
         section = ConfigView(given_config, this_process().size).comms_logger
@@ -54,18 +55,15 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     log = _log()
     if log is None or ledger.crosses_hosts:
         _log_ledger()
-    if log is None:
-        return {"summary": {}, "straggler_analysis": None, "metadata": _metadata()} if return_dict else None
-    totals = summary(log)
-    log_dist(f"collectives of rank 0\n{table(totals)}")
-    waited = None
-    if show_straggler:
-        everyone: Any = watching_collectives().gather_objects(totals)
-        waited = stragglers(everyone, this_process().rank)
-        log_dist(f"waiting for other ranks, on rank 0\n{table(waited, WAITS)}")
-    if not return_dict:
-        return None
-    return {"summary": totals, "straggler_analysis": waited, "metadata": _metadata()}
+    totals, waited, process = {} if log is None else summary(log), None, this_process()
+    if log is not None:
+        log_dist(f"collectives of rank 0\n{table(totals)}")
+        if show_straggler:
+            everyone: Any = watching_collectives().gather_objects(totals)
+            waited = stragglers(everyone, process.rank)
+            log_dist(f"waiting for other ranks, on rank 0\n{table(waited, WAITS)}")
+    metadata = {"world_size": process.size, "rank": process.rank, "timestamp": time.time()}
+    return {"summary": totals, "straggler_analysis": waited, "metadata": metadata} if return_dict else None
 
 
 def reset_log() -> None:
@@ -109,10 +107,6 @@ def _log_ledger() -> None:
         for (phase, operation), tally in sorted(ledger.tallies.items())
     ]
     log_dist("collectives issued so far\n" + "\n".join(rows or ["none"]))
-
-
-def _metadata() -> dict[str, Any]:
-    return {"world_size": this_process().size, "rank": this_process().rank, "timestamp": time.time()}
 
 
 # `deepspeed.monitor`: monitors for programs, created from their sections of the config.
@@ -168,18 +162,6 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSections:
     return ConfigView({"train_batch_size": 1, **param_dict}, 1).monitor_config
 
 
-def check_tb_availability() -> None:
-    _check("tensorboard")
-
-
-def check_wandb_availability() -> None:
-    _check("wandb")
-
-
-def check_comet_availability() -> None:
-    _check("comet")
-
-
 def _check(section: str) -> None:
     """
     Raises:
@@ -191,5 +173,9 @@ def _check(section: str) -> None:
     except ImportError as error:
         raise ImportError(f"the monitor {section} needs the package {package}: pip install {package}") from error
 
+
+check_tb_availability = partial(_check, "tensorboard")
+check_wandb_availability = partial(_check, "wandb")
+check_comet_availability = partial(_check, "comet")
 
 __all__ = ["Monitor", "MonitorMaster"]

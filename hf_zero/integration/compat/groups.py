@@ -8,12 +8,10 @@ not have either, raises an error.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from hf_zero.sequence.groups import SequenceGroups
+from typing import Any, NoReturn
 
 mpu: Any = None  # may be assigned by programs
 mesh_device: Any = None
@@ -31,108 +29,15 @@ def _this_process() -> Any:
     return this_process()
 
 
-def _ask(name: str, otherwise: Callable[[], Any]) -> Any:
-    """The result of a function of the program's mpu, else of hf_zero's own groups; if neither has it, `otherwise`."""
-    groups: Any = mpu
-    if groups is None:
-        from hf_zero.sequence.groups import SequenceGroups
-        from hf_zero.tensor.groups import TensorGroups
+def _of_program() -> Any:
+    """The program's mpu, else hf_zero's own groups, if there are any."""
+    if mpu is not None:
+        return mpu
+    from hf_zero.sequence.groups import SequenceGroups
+    from hf_zero.tensor.groups import TensorGroups
 
-        current: Any = SequenceGroups.current() or TensorGroups.current()
-        groups = None if current is None else current.of_all_dimensions
-    function = getattr(groups, name, None)
-    return otherwise() if function is None else function()
-
-
-def _get_data_parallel_group() -> Any:
-    return _ask("get_data_parallel_group", get_world_group)
-
-
-def _get_data_parallel_world_size() -> int:
-    return int(_ask("get_data_parallel_world_size", lambda: _this_process().size))
-
-
-def _get_data_parallel_rank() -> int:
-    return int(_ask("get_data_parallel_rank", lambda: _this_process().rank))
-
-
-def _get_data_parallel_group_ranks() -> list[int]:
-    from hf_zero.comm.mirror import get_all_ranks_from_group
-
-    return get_all_ranks_from_group(_get_data_parallel_group())
-
-
-def _get_sequence_parallel_world_size() -> int:
-    return int(_ask("get_sequence_parallel_world_size", _size_of_one))
-
-
-def _get_sequence_parallel_rank() -> int:
-    return int(_ask("get_sequence_parallel_rank", _rank_in_one))
-
-
-def _get_sequence_parallel_group() -> Any:
-    return _ask("get_sequence_parallel_group", _no_sequence_group)
-
-
-def _no_sequence_group() -> NoReturn:
-    raise KeyError("No sequence parallel group found: nothing here is sequence parallel")
-
-
-def _get_sequence_data_parallel_group() -> Any:
-    """The ranks that shard the same states."""
-    return _ask("get_sequence_data_parallel_group", _get_data_parallel_group)
-
-
-def _get_sequence_data_parallel_world_size() -> int:
-    return int(_ask("get_sequence_data_parallel_world_size", _get_data_parallel_world_size))
-
-
-def _get_sequence_data_parallel_rank() -> int:
-    return int(_ask("get_sequence_data_parallel_rank", _get_data_parallel_rank))
-
-
-get_data_parallel_group = _get_data_parallel_group
-get_data_parallel_world_size = _get_data_parallel_world_size
-get_data_parallel_rank = _get_data_parallel_rank
-
-
-def _get_model_parallel_world_size() -> int:
-    return int(_ask("get_model_parallel_world_size", _size_of_one))
-
-
-def get_model_parallel_rank() -> int:
-    return int(_ask("get_model_parallel_rank", _rank_in_one))
-
-
-get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
-get_tensor_model_parallel_rank = get_model_parallel_rank
-
-
-def get_model_parallel_group() -> Any:
-    return _ask("get_model_parallel_group", lambda: _no_group("tensor or model parallel"))
-
-
-get_tensor_model_parallel_group = get_model_parallel_group
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """The first rank of this rank's group, which is itself."""
-    return int(_this_process().rank)
-
-
-_clone_world_group = get_world_group
-
-
-def _size_of_one(group_name: str = "") -> int:
-    return 1
-
-
-def _rank_in_one(group_name: str = "") -> int:
-    return 0
-
-
-_get_expert_model_parallel_world_size = _get_zero_param_intra_parallel_group_world_size = _size_of_one
-_get_zero_param_intra_parallel_rank_in_mygroup = _get_broadcast_src_rank = _rank_in_one
+    current: Any = SequenceGroups.current() or TensorGroups.current()
+    return None if current is None else current.of_all_dimensions
 
 
 def _experts() -> Any:
@@ -143,33 +48,92 @@ def _experts() -> Any:
     return None if groups is None else groups.ExpertGroups.current()
 
 
-def _get_expert_parallel_world_size(group_name: str = "") -> int:
-    return 1 if (experts := _experts()) is None else int(experts.get_expert_parallel_world_size())
+def _sequence_groups() -> Any:
+    from hf_zero.sequence.groups import SequenceGroups
+
+    return SequenceGroups.current()
 
 
+def _asks(name: str, otherwise: Callable[[], Any], groups: Callable[[], Any] = _of_program) -> Callable[..., Any]:
+    """A function that calls the method of this name; `otherwise` answers if there are no groups, or they lack it."""
+
+    def ask(group_name: str = "") -> Any:
+        method = getattr(groups(), name, None)
+        answer = otherwise() if method is None else method()
+        return answer if name.endswith("_group") else int(answer)
+
+    return ask
+
+
+def _size_of_one(group_name: str = "") -> int:
+    return 1
+
+
+def _rank_in_one(group_name: str = "") -> int:
+    return 0
+
+
+def _no_group(kind: str) -> NoReturn:
+    # DeepSpeed raises AssertionError here, which its callers catch.
+    raise AssertionError(f"{kind} group is not initialized: there is data parallelism only, see docs/features.md")
+
+
+def _no_sequence_group() -> NoReturn:
+    raise KeyError("No sequence parallel group found: nothing here is sequence parallel")
+
+
+def _no_sequence_groups() -> NoReturn:
+    raise AssertionError("sequence parallel group is not initialized: call initialize_sequence_parallel first")
+
+
+def _no_expert_group() -> NoReturn:
+    _no_group("expert parallel")
+
+
+_clone_world_group = get_world_group
+_get_data_parallel_group = _asks("get_data_parallel_group", get_world_group)
+_get_data_parallel_world_size = _asks("get_data_parallel_world_size", lambda: _this_process().size)
+_get_data_parallel_rank = _asks("get_data_parallel_rank", lambda: _this_process().rank)
+get_data_parallel_group = _get_data_parallel_group
+get_data_parallel_world_size = _get_data_parallel_world_size
+get_data_parallel_rank = _get_data_parallel_rank
+
+_get_sequence_parallel_group = _asks("get_sequence_parallel_group", _no_sequence_group)
+_get_sequence_parallel_world_size = _asks("get_sequence_parallel_world_size", _size_of_one)
+_get_sequence_parallel_rank = _asks("get_sequence_parallel_rank", _rank_in_one)
+# The ranks that shard the same states.
+_get_sequence_data_parallel_group = _asks("get_sequence_data_parallel_group", get_data_parallel_group)
+_get_sequence_data_parallel_world_size = _asks("get_sequence_data_parallel_world_size", get_data_parallel_world_size)
+_get_sequence_data_parallel_rank = _asks("get_sequence_data_parallel_rank", get_data_parallel_rank)
+
+_get_model_parallel_world_size = _asks("get_model_parallel_world_size", _size_of_one)
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_model_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank = _asks("get_model_parallel_rank", _rank_in_one)
+get_model_parallel_group = _asks("get_model_parallel_group", lambda: _no_group("tensor or model parallel"))
+get_tensor_model_parallel_group = get_model_parallel_group
+
+# The group of ranks with the same experts is made at first use, which is collective.
+_get_expert_parallel_world_size = _asks("get_expert_parallel_world_size", _size_of_one, _experts)
 _get_max_expert_size = _get_expert_parallel_world_size
+_get_expert_parallel_rank = _asks("get_expert_parallel_rank", _rank_in_one, _experts)
+_get_expert_data_parallel_world_size = _asks("get_expert_data_parallel_world_size", _size_of_one, _experts)
+_get_expert_data_parallel_rank = _asks("get_expert_data_parallel_rank", _rank_in_one, _experts)
+_get_expert_parallel_group = _asks("get_expert_parallel_group", _no_expert_group, _experts)
+_get_expert_data_parallel_group = _asks("get_expert_data_parallel_group", _no_expert_group, _experts)
+
+_get_expert_model_parallel_world_size = _get_zero_param_intra_parallel_group_world_size = _size_of_one
+_get_zero_param_intra_parallel_rank_in_mygroup = _get_broadcast_src_rank = _rank_in_one
 
 
-def _get_expert_parallel_rank(group_name: str = "") -> int:
-    return 0 if (experts := _experts()) is None else int(experts.get_expert_parallel_rank())
+def _get_data_parallel_group_ranks() -> list[int]:
+    from hf_zero.comm.mirror import get_all_ranks_from_group
+
+    return get_all_ranks_from_group(_get_data_parallel_group())
 
 
-def _get_expert_data_parallel_world_size(group_name: str = "") -> int:
-    return 1 if (experts := _experts()) is None else int(experts.get_expert_data_parallel_world_size())
-
-
-def _get_expert_data_parallel_rank(group_name: str = "") -> int:
-    return 0 if (experts := _experts()) is None else int(experts.get_expert_data_parallel_rank())
-
-
-def _get_expert_parallel_group(group_name: str) -> Any:
-    return _no_group("expert parallel") if (experts := _experts()) is None else experts.get_expert_parallel_group()
-
-
-def _get_expert_data_parallel_group(group_name: str) -> Any:
-    """Collective at first use."""
-    experts = _experts()
-    return _no_group("expert parallel") if experts is None else experts.get_expert_data_parallel_group()
+def get_tensor_model_parallel_src_rank() -> int:
+    """The first rank of this rank's group, which is itself."""
+    return int(_this_process().rank)
 
 
 def _get_expert_parallel_group_dict() -> dict[str, Any]:
@@ -217,11 +181,6 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> NoReturn:
     raise NotImplementedError("groups.initialize() is deprecated in DeepSpeed too: deepspeed.initialize() makes groups")
 
 
-def _no_group(kind: str) -> NoReturn:
-    # DeepSpeed raises AssertionError here, which its callers catch.
-    raise AssertionError(f"{kind} group is not initialized: there is data parallelism only, see docs/features.md")
-
-
 def __getattr__(name: str) -> object:
     from hf_zero.integration.names import find
 
@@ -236,39 +195,15 @@ def __getattr__(name: str) -> object:
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
     """Make groups of `sequence_parallel_size` consecutive ranks share sequences. Collective; can be called again."""
-    from hf_zero.sequence.groups import make_groups  # this module is imported without torch
+    from hf_zero.sequence.groups import make_groups
 
     make_groups(sequence_parallel_size)
 
 
-def _groups() -> SequenceGroups:
-    from hf_zero.sequence.groups import SequenceGroups
-
-    groups = SequenceGroups.current()
-    if groups is None:
-        raise AssertionError("sequence parallel group is not initialized: call initialize_sequence_parallel first")
-    return groups
-
-
-def get_sequence_parallel_group() -> Any:
-    return _groups().get_sequence_parallel_group()
-
-
-def get_sequence_parallel_world_size() -> int:
-    return _groups().get_sequence_parallel_world_size()
-
-
-def get_sequence_parallel_rank() -> int:
-    return _groups().get_sequence_parallel_rank()
-
-
-def get_sequence_data_parallel_group() -> Any:
-    return _groups().get_sequence_data_parallel_group()
-
-
-def get_sequence_data_parallel_world_size() -> int:
-    return _groups().get_sequence_data_parallel_world_size()
-
-
-def get_sequence_data_parallel_rank() -> int:
-    return _groups().get_sequence_data_parallel_rank()
+_asks_sequence = functools.partial(_asks, otherwise=_no_sequence_groups, groups=_sequence_groups)
+get_sequence_parallel_group = _asks_sequence("get_sequence_parallel_group")
+get_sequence_parallel_world_size = _asks_sequence("get_sequence_parallel_world_size")
+get_sequence_parallel_rank = _asks_sequence("get_sequence_parallel_rank")
+get_sequence_data_parallel_group = _asks_sequence("get_sequence_data_parallel_group")
+get_sequence_data_parallel_world_size = _asks_sequence("get_sequence_data_parallel_world_size")
+get_sequence_data_parallel_rank = _asks_sequence("get_sequence_data_parallel_rank")

@@ -40,14 +40,10 @@ class DeepSpeedOptimizer(metaclass=_Kind):
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Any:
         if cls.__module__ != __name__:
             return super().__new__(cls)  # a foreign class
-        _refuse(cls.__name__)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name}(...): deepspeed.initialize(model=, optimizer=, config=) makes the optimizer of an engine; this class "
-        "is there to ask isinstance about"
-    )
+        raise NotImplementedError(
+            f"{cls.__name__}(...): deepspeed.initialize(model=, optimizer=, config=) makes the optimizer of an engine; "
+            "this class is there to ask isinstance about"
+        )
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):

@@ -206,9 +206,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     return item
 
 
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """`move_to_device` with DeepSpeed's signature, in which the criterion is not optional."""
-    return move_to_device(item, device, criterion_func)
+copy_to_device = move_to_device
 
 
 def set_random_seed(seed: int) -> None:

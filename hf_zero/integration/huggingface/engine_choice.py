@@ -218,22 +218,16 @@ def raise_both(problems: Sequence[Problem], check: Callable[[], object]) -> NoRe
     Raises:
         ConfigError: always.
     """
-    theirs = _words_of(check)
+    theirs = ""
+    try:
+        check()
+    except Exception as error:
+        # Not one of hf_zero's own, and not another error, which our message explains better.
+        if isinstance(error, ValueError) and not isinstance(error, ConfigError):
+            theirs = str(error)
     if not theirs:
         raise ConfigError(problems) from None  # without the error that led here as its context
     raise ConfigError(problems, headline=f"{theirs}\nhf_zero found in this config") from None
-
-
-def _words_of(check: Callable[[], object]) -> str:
-    try:
-        check()
-    except ConfigError:
-        return ""  # raised by hf_zero itself
-    except ValueError as error:
-        return str(error)
-    except Exception:
-        return ""  # it failed with another error, which our message explains better
-    return ""
 
 
 class _Passed(Exception):

@@ -107,9 +107,6 @@ def _has(config: Mapping[str, Any], section: str) -> bool:
     return config.get(section) is not None
 
 
-_TRAINING_ONLY = ("optimizer", "scheduler")
-
-
 def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) -> None:
     """Fill the accelerator's ds.json from the objects given to `prepare`; raise ConfigError for problems."""
     optimizer = next((x for x in objects if isinstance(x, Optimizer) or is_dummy(x, "DummyOptim")), None)
@@ -313,7 +310,7 @@ def _forward_only(accelerator: Any, model: nn.Module) -> Any:
     """An engine without optimizer: whole weights on every rank, at stage 3 sharded like those of trained models."""
     fill_autos(accelerator, model)
     config = copy.deepcopy(accelerator.deepspeed_plugin.deepspeed_config)
-    for name in _TRAINING_ONLY:
+    for name in ("optimizer", "scheduler"):
         config.pop(name, None)
     zero = config["zero_optimization"]
     zero.pop("offload_optimizer", None)

@@ -69,18 +69,6 @@ def with_samples(values: Any) -> Any:
     return recursively_apply(lambda tensor: tensor[None] if tensor.dim() == 0 else tensor, values)
 
 
-def gather_sample_objects(gather: Callable[[Any], list[Any]], objects: Any, size: int) -> list[Any]:
-    """The items of `objects` on the first rank of each `size`; `gather` joins the lists of all ranks."""
-    return [item for of_rank in gather([objects])[::size] for item in of_rank]
-
-
-def split_between_groups(inputs: Any, apply_padding: bool, size: int) -> Any:
-    """accelerate's `split_between_processes`, with the same inputs for `size` consecutive ranks."""
-    from accelerate.state import PartialState
-
-    return PartialState.split_between_processes(DataRanks(PartialState(), size), inputs, apply_padding=apply_padding)
-
-
 class DataRanks:
     """accelerate's state for code that distributes batches: `size` consecutive ranks are one process."""
 

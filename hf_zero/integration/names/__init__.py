@@ -135,9 +135,9 @@ def find(module: str, name: str) -> object:
         value = row["values"][name]
         return list(value) if isinstance(value, list) else value
     path = f"{module}.{name}" if module else name
-    for kind, make in (("classes", _refused_class), ("errors", _refused_error), ("functions", _refused_function)):
+    for kind in ("classes", "errors", "functions"):
         if name in row.get(kind, "").split():
-            return make(path)
+            return _refused(kind, path)
     if name in row.get("borrowed", ()):
         return getattr(import_module(f"{ROOT}.{row['borrowed'][name]}".rstrip(".")), name)
     for star in row.get("stars", "").split():
@@ -155,36 +155,22 @@ def is_package(module: str) -> bool:
     return "package" in known_modules().get(module, {})
 
 
-def _refused_class(path: str) -> type:
-    """A class for annotations, subclassing and isinstance checks; instantiation raises NotImplementedError."""
+def _refused(kind: str, path: str) -> object:
+    """A function that raises NotImplementedError; a class for annotations, subclassing and isinstance checks, whose
+    instantiation does; or an exception class for `except` clauses, which hf_zero never raises."""
 
-    def __new__(cls: type, *_args: object, **_kwargs: object) -> NoReturn:
-        raise NotImplementedError(refusal(path))
-
-    return type(_last(path), (), {"__new__": __new__, **_signs(path)})
-
-
-def _refused_error(path: str) -> type:
-    """An exception class for `except` clauses, which hf_zero never raises."""
-    return type(_last(path), (Exception,), _signs(path))
-
-
-def _refused_function(path: str) -> Callable[..., NoReturn]:
     def refuse(*_args: object, **_kwargs: object) -> NoReturn:
         raise NotImplementedError(refusal(path))
 
-    signs = _signs(path)
-    refuse.__name__ = refuse.__qualname__ = _last(path)
-    refuse.__doc__, refuse.__module__ = signs["__doc__"], signs["__module__"]
+    module, _, name = f"{ROOT}.{path}".rpartition(".")
+    signs = {"__module__": module, "__doc__": refusal(path)}
+    if kind == "errors":
+        return type(name, (Exception,), signs)
+    if kind == "classes":
+        return type(name, (), {"__new__": refuse, **signs})
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__module__, refuse.__doc__ = module, signs["__doc__"]
     return refuse
-
-
-def _signs(path: str) -> dict[str, str]:
-    return {"__module__": f"{ROOT}.{path}".rpartition(".")[0], "__doc__": refusal(path)}
-
-
-def _last(path: str) -> str:
-    return path.rpartition(".")[2]
 
 
 PACKAGE = Path(__file__).resolve().parents[2]

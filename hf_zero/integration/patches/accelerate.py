@@ -65,7 +65,10 @@ def around_state(original: Callable[..., None], self: Any, *args: Any, **kwargs:
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     if not (bound.arguments.get("cpu") or _is_on(_USE_CPU)):
         return original(self, *args, **kwargs)
-    _state_of_cpu_ranks(bound.arguments.get("kwargs", {}))
+    from accelerate.state import PartialState
+
+    if not PartialState._shared_state:
+        PartialState(True, **bound.arguments.get("kwargs", {}))  # ranks and device, with the process group's options
     bound.arguments["cpu"] = False
     use_cpu = os.environ.pop(_USE_CPU, None)
     try:
@@ -73,14 +76,6 @@ def around_state(original: Callable[..., None], self: Any, *args: Any, **kwargs:
     finally:
         if use_cpu is not None:
             os.environ[_USE_CPU] = use_cpu
-
-
-def _state_of_cpu_ranks(options: dict[str, Any]) -> None:
-    """Create the state with ranks and device; `options` are those of the process group."""
-    from accelerate.state import PartialState
-
-    if not PartialState._shared_state:
-        PartialState(True, **options)
 
 
 def _engine_is_wanted() -> bool:
@@ -157,14 +152,7 @@ _SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
     without='messages do not say who filled an "auto"',
     until="accelerate records the flag, variable or field that a value came from",
 )
-def around_fill_match(
-    original: Callable[..., None],
-    self: Any,
-    ds_key_long: str,
-    mismatches: Any = None,
-    must_match: bool = True,
-    **kwargs: Any,
-) -> None:
+def around_fill_match(original: Callable[..., None], self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
     """Record which flag, variable or field provided the value of an "auto", or of an assumed number."""
     config = self.hf_ds_config.config
     before = self.hf_ds_config.get_value(ds_key_long)
@@ -174,7 +162,7 @@ def around_fill_match(
             config[ds_key_long] = value
             config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)
         return
-    original(self, ds_key_long, mismatches, must_match=must_match, **kwargs)
+    original(self, ds_key_long, *args, **kwargs)
     after = self.hf_ds_config.get_value(ds_key_long)
     if isinstance(config, ConfigDict) and is_auto(before) and not is_auto(after):
         config.filled[ds_key_long] = launch_source(ds_key_long, os.environ)

@@ -26,12 +26,11 @@ from hf_zero.integration.huggingface.prepare import (
     show_sequence_mesh,
 )
 from hf_zero.integration.huggingface.samples import (
+    DataRanks,
     deal_to_groups,
-    gather_sample_objects,
     gather_samples,
     note_groups,
     ranks_per_sample,
-    split_between_groups,
     with_samples,
 )
 from hf_zero.integration.huggingface.views import is_dummy
@@ -56,7 +55,8 @@ def around_prepare(original: Function, self: Any, *args: Any, device_placement: 
         return original(self, *args, device_placement=device_placement)
     wanted = {id(parameter) for thing in args if _is_new_optimizer(thing) for parameter in parameters_of(thing)}
     stays = [_is_prepared(thing, wanted) for thing in args]
-    new = [_unwrapped(thing) for thing, is_kept in zip(args, stays, strict=True) if not is_kept]
+    unprepared = (thing for thing, is_kept in zip(args, stays, strict=True) if not is_kept)
+    new = [thing.module if isinstance(thing, ZeroEngine) else thing for thing in unprepared]
 
     def prepare_some(things: Sequence[Any]) -> tuple[Any, ...]:
         result = original(self, *things)
@@ -81,10 +81,6 @@ def _is_new_optimizer(thing: Any) -> bool:
     return is_optimizer and prepared_by(getattr(thing, "optimizer", None)) is None
 
 
-def _unwrapped(thing: Any) -> Any:
-    return thing.module if isinstance(thing, ZeroEngine) else thing
-
-
 @PATCHES.add(
     "Accelerator._prepare_deepspeed(self, args)",
     without="ds.json is not checked by prepare(), which takes one model only",
@@ -94,8 +90,14 @@ def around_prepare_deepspeed(original: Function, self: Any, *args: Any) -> Any:
     """Fill autos and report problems before accelerate's own work, and keep every engine after it."""
     model = next((thing for thing in args if isinstance(thing, nn.Module)), None)
     if model is None:
-        _refuse_lone_stand_in(args)
-        return tuple(_alone(self, thing) for thing in original(self, *args))
+        if any(is_dummy(thing, "DummyScheduler") for thing in args):
+            raise ValueError(
+                "prepare() got a DummyScheduler without its model: the engine makes the real one, so give both in one "
+                "call"
+            )
+        # Upstream leaves a schedule without its model as it is, so that it advances with every micro-batch.
+        results = original(self, *args)
+        return tuple(self.prepare_scheduler(thing) if is_schedule(thing) else thing for thing in results)
     args = _schedules_made(args)
     try:
         fill_autos(self, model, args)
@@ -167,18 +169,6 @@ def _schedules_made(things: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(things)
     makers = (getattr(x, "lr_scheduler_callable", None) if is_dummy(x, "DummyScheduler") else None for x in things)
     return tuple(thing if make is None else make(optimizer) for thing, make in zip(things, makers, strict=True))
-
-
-def _refuse_lone_stand_in(things: Sequence[Any]) -> None:
-    if any(is_dummy(thing, "DummyScheduler") for thing in things):
-        raise ValueError(
-            "prepare() got a DummyScheduler without its model: the engine makes the real one, so give both in one call"
-        )
-
-
-def _alone(accelerator: Any, prepared: Any) -> Any:
-    """Wrap a schedule in a call without its model; upstream leaves it, so that it advances with every micro-batch."""
-    return accelerator.prepare_scheduler(prepared) if is_schedule(prepared) else prepared
 
 
 @PATCHES.add(
@@ -265,7 +255,10 @@ def around_gather_for_metrics(original: Function, self: Any, input_data: Any, us
 def around_gather_object(original: Function, object: Any) -> Any:
     """Patch the name in this module for `gather_for_metrics`; `accelerate.utils.gather_object` uses all ranks."""
     size = ranks_per_sample()
-    return original(object) if size == 1 else gather_sample_objects(original, object, size)
+    if size == 1:
+        return original(object)
+    of_ranks = original([object])  # upstream joins the lists of all ranks
+    return [item for of_rank in of_ranks[::size] for item in of_rank]
 
 
 @PATCHES.add(
@@ -290,7 +283,9 @@ def around_split(original: Function, self: Any, inputs: Any, apply_padding: bool
     size = ranks_per_sample()
     if size == 1:
         return original(self, inputs, apply_padding)
-    return split_between_groups(inputs, apply_padding, size)
+    from accelerate.state import PartialState
+
+    return PartialState.split_between_processes(DataRanks(PartialState(), size), inputs, apply_padding=apply_padding)
 
 
 @PATCHES.add(

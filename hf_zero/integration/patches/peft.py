@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -29,17 +30,7 @@ MODEL = Patches("peft.peft_model")
     "Trainer that saves a prompt at stage 3 hangs",
     until="PEFT asks the library that cut a model for its whole weights, and makes prompts from the state dict it gets",
 )
-def around_save_pretrained(
-    original: Callable[..., None],
-    self: Any,
-    save_directory: str,
-    safe_serialization: bool = True,
-    selected_adapters: list[str] | None = None,
-    save_embedding_layers: str | bool = "auto",
-    is_main_process: bool = True,
-    path_initial_model_for_weight_conversion: str | None = None,
-    **kwargs: Any,
-) -> None:
+def around_save_pretrained(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Without a state dict, PEFT would write this rank's parts, an adapter that cannot be loaded. Gathering here would
     wait for ranks that do not call.
 
@@ -48,23 +39,15 @@ def around_save_pretrained(
     from `get_state_dict` do not run it.
     """
     values: Mapping[str, Tensor] | None = kwargs.get("state_dict")
-    if is_main_process and values is None:
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    if values is None and given.get("is_main_process", True):
         refuse_parts(self, dict(self.named_parameters()), OF_ADAPTERS)
     encoders = getattr(self, "prompt_encoder", None)
     is_apart = "state_dict" in kwargs and encoders is not None and any(map(of, encoders.parameters()))
     if is_apart and values is None:
         return
     with _encoding_with(encoders, values if is_apart and values is not None else {}):
-        original(
-            self,
-            save_directory,
-            safe_serialization,
-            selected_adapters,
-            save_embedding_layers,
-            is_main_process,
-            path_initial_model_for_weight_conversion,
-            **kwargs,
-        )
+        original(self, *args, **kwargs)
 
 
 @contextmanager
@@ -118,15 +101,9 @@ def _in_shards(layer: nn.Module) -> list[nn.Parameter]:
     without=_NO_MERGE,
     until="nothing: a model that leaves PEFT has to know what of it stage 3 may keep unsharded",
 )
-def around_merge_and_unload(
-    original: Function,
-    self: Any,
-    progressbar: bool = False,
-    safe_merge: bool = False,
-    adapter_names: list[str] | None = None,
-) -> Any:
+def around_merge_and_unload(original: Function, self: Any, *args: Any, **options: Any) -> Any:
     """Give the merged model plain parameters if stage3_max_live_parameters allows, because it needs no engine."""
-    merged = original(self, progressbar, safe_merge, adapter_names)
+    merged = original(self, *args, **options)
     limits = [handle.owner.max_live_numel for handle in map(of, merged.parameters()) if handle and handle.owner]
     if not limits:
         return merged

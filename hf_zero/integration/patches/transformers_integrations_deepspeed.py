@@ -43,7 +43,6 @@ _CHOICES = {
         {"linear": "WarmupDecayLR", "constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"},
     ),
 }
-_TRAINING_ONLY = ("optimizer", "scheduler")
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")  # values of lr_scheduler_type
 _FOLLOWS = (
     "gradient_clipping",
@@ -330,7 +329,8 @@ def around_init(original: Function, trainer: Any, num_training_steps: int, infer
     if not inference:
         config.update(vars(hf_config).pop(_KEPT, {}))
         _note_given(trainer)
-        _leave_old_engine(trainer)
+        if isinstance(trainer.model_wrapped, ZeroEngine):  # destroyed, from evaluate() or an earlier train()
+            trainer.model_wrapped = trainer.model
         _check_output(trainer.args)
     level = logger.level
     built = None, None
@@ -338,14 +338,10 @@ def around_init(original: Function, trainer: Any, num_training_steps: int, infer
         built = original(trainer, num_training_steps, inference)
     else:
         _prepare_to_evaluate(trainer, hf_config)
-    if _leaves_levels(trainer.args):
+    # If no log level was chosen, hf_zero logs INFO messages, which transformers' default hides.
+    if trainer.args.log_level == "passive" and trainer.args.get_process_log_level() == logging.WARNING:
         logger.setLevel(level)
     return built
-
-
-def _leaves_levels(args: Any) -> bool:
-    """Whether no log level was chosen: then hf_zero logs INFO messages, which transformers' default hides."""
-    return bool(args.log_level == "passive" and args.get_process_log_level() == logging.WARNING)
 
 
 def _check_output(args: Any) -> None:
@@ -354,17 +350,12 @@ def _check_output(args: Any) -> None:
         check_output_folder(args.output_dir, collectives_for(local_device()))
 
 
-def _leave_old_engine(trainer: Any) -> None:
-    """Restore the model, because an engine from evaluate() or an earlier train() has been destroyed."""
-    if isinstance(trainer.model_wrapped, ZeroEngine):
-        trainer.model_wrapped = trainer.model
-
-
 def _prepare_to_evaluate(trainer: Any, hf_config: Any) -> None:
     """Like the original at stage 3, but keep the sections for training aside instead of dropping them."""
     hf_config.trainer_config_finalize(trainer.args, trainer.model, 0)
     logger.setLevel(trainer.args.get_process_log_level())
-    kept = {name: hf_config.config.pop(name) for name in _TRAINING_ONLY if name in hf_config.config}
+    config = hf_config.config
+    kept = {name: config.pop(name) for name in ("optimizer", "scheduler") if name in config}
     setattr(hf_config, _KEPT, {**vars(hf_config).get(_KEPT, {}), **kept})
 
 

@@ -11,7 +11,8 @@ loss is the mean over micro-batches and data ranks, regardless of their numbers 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -186,8 +187,8 @@ def around_batches(original: Function, self: Any, epoch_iterator: Any, num_batch
     that a resumed run skips, and before the tokens of an update are counted. With sequence parallelism, Trainer does
     not count them."""
     engine = self.model_wrapped
-    if isinstance(engine, ZeroEngine) and engine.training_features:
-        epoch_iterator = _through_features(engine, epoch_iterator)
+    if isinstance(engine, ZeroEngine) and (features := engine.training_features):
+        epoch_iterator = (features.on_batch(engine.training_progress, batch) for batch in epoch_iterator)
     batches, num_items = original(self, epoch_iterator, num_batches, device)
     if shares_sequences(self):
         note_tokens(self, batches, device)
@@ -212,11 +213,6 @@ def around_compute_loss(
     loss, *outputs = result if return_outputs else (result,)
     loss = weigh_by_tokens(self, inputs, loss)
     return (loss, *outputs) if return_outputs else loss
-
-
-def _through_features(engine: ZeroEngine, batches: Iterator[Any]) -> Iterator[Any]:
-    for batch in batches:
-        yield engine.training_features.on_batch(engine.training_progress, batch)
 
 
 @PATCHES.add(
@@ -263,24 +259,20 @@ def around_train(original: Function, self: Any, resume_from_checkpoint: Any = No
 @PATCHES.add("Trainer._clip_grad_norm(self, model)", without=_WAITS, until=_NORM_IS_LATE)
 def around_clip_grad_norm(original: Function, self: Any, model: Any) -> Any:
     """Return a late norm, because Trainer requests the norm after every step but rarely uses it."""
-    if not _logs_floats(self):
-        return original(self, model)
-    with late_norms(self):
+    with _late_norms(self):
         return original(self, model)
 
 
 @PATCHES.add("Trainer._get_grad_norm(self, model, grad_norm)", without=_WAITS, until=_NORM_IS_LATE)
 def around_get_grad_norm(original: Function, self: Any, model: Any, grad_norm: Any = None) -> Any:
     """The same without clipping (max_grad_norm 0)."""
-    if not _logs_floats(self):
-        return original(self, model, grad_norm)
-    with late_norms(self):
+    with _late_norms(self):
         return original(self, model, grad_norm)
 
 
-def _logs_floats(trainer: Any) -> bool:
-    """Whether our patch is called where a norm is logged, because a subclass may override that method."""
-    return hasattr(type(trainer)._maybe_log_save_evaluate, MARK)
+def _late_norms(trainer: Any) -> AbstractContextManager[None]:
+    """`late_norms`, if our patch is called where a norm is logged: a subclass may override that method."""
+    return late_norms(trainer) if hasattr(type(trainer)._maybe_log_save_evaluate, MARK) else nullcontext()
 
 
 @PATCHES.add(
