@@ -331,7 +331,7 @@ class ParameterCoordinator:
         self._handles = None
         self.forward.abandon()
         self.end_backward()
-        self.prefetcher.ahead.discard()
+        self.prefetcher.discard_prefetched()
         self.release_all()
 
     @property
@@ -394,7 +394,7 @@ class ParameterCoordinator:
         """Release the units of an interrupted forward, which would otherwise keep their values through updates."""
         if self.forward.is_running and self.forward.is_interrupted(entered):
             self.forward.abandon()
-            self.prefetcher.ahead.discard()
+            self.prefetcher.discard_prefetched()
             self.release_all()
 
     def _begin_forward(self, hooked: HookedModule) -> None:
@@ -403,7 +403,7 @@ class ParameterCoordinator:
             self.release_all()
         trains = torch.is_grad_enabled()
         if not trains:
-            self.prefetcher.ahead.discard()  # it was prefetched for a training pass
+            self.prefetcher.discard_prefetched()  # it was prefetched for a training pass
         if trains and not self.forward.trains:
             self._edits.give_up_kept()
             self.release_all()
@@ -426,7 +426,7 @@ class ParameterCoordinator:
     def settle(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
         """End passes before weights change. Collective: returns all ranks' `facts` once all ranks have called it."""
         self.end_passes()
-        self.prefetcher.ahead.discard()
+        self.prefetcher.discard_prefetched()
         return self.prefetcher.begin_update(facts)
 
     def release_all(self) -> None:

@@ -143,16 +143,6 @@ def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None
         handle.write(handle.parameter.data)
 
 
-_CALLABLES = (
-    "all_gather",
-    "partition",
-    "convert_to_zero_parameters",
-    "partition_numel",
-    "aligned_size",
-    "padding_size",
-    "__deepcopy__",
-    "__reduce_ex__",
-)
 _ids = itertools.count()
 
 
@@ -171,7 +161,7 @@ def shard_parameter(
     else:
         shard = local_chunk(values, groups.shard.rank, groups.shard.size)
     handle = ShardedParameter(parameter, shard.to(dtype or parameter.dtype), shape, groups)
-    _describe(handle)
+    vars(parameter).update(_attributes(handle))
     return handle
 
 
@@ -208,7 +198,9 @@ def _make_plain(handle: ShardedParameter) -> None:
         handle.owner.release()
     handle.show(handle.parameter.data.clone() if handle.is_available else all_gather_values([handle])[0])
     handle.unsharded = None
-    _forget(handle.parameter)
+    own, added = vars(handle.parameter), _attributes(handle)
+    for name in [name for name in own if name in added or name.startswith("ds_")]:
+        del own[name]
 
 
 def describe_unsharded(module: nn.Module) -> None:
@@ -224,35 +216,32 @@ def describe_unsharded(module: nn.Module) -> None:
             described.ds_tensor = parameter.detach().view(-1) if parameter.is_contiguous() else None
 
 
-def _describe(handle: ShardedParameter) -> None:
-    """Set the attributes of ZeRO-3 parameters that other libraries read."""
+def _attributes(handle: ShardedParameter) -> dict[str, Any]:
+    """The attributes of ZeRO-3 parameters that other libraries read."""
     parameter: Any = handle.parameter
-    setattr(parameter, HANDLE, handle)
     known = getattr(parameter, "ds_id", None)
-    parameter.ds_id = next(_ids) if known is None else known
-    parameter.ds_shape = handle.shape
-    parameter.ds_numel = handle.numel
-    parameter.ds_tensor = described_shard(handle)
-    parameter.ds_persist = False
-    parameter.ds_process_group = None
-    parameter.ds_param_type = ZeroParamType.PARTITIONED
-    parameter.ds_active_sub_modules = set()
-    parameter.all_gather = lambda param_list=None, **_options: unshard(_handles(param_list or [parameter]))
-    parameter.partition = lambda param_list=None, **_options: reshard(_held(param_list or [parameter]))
-    parameter.convert_to_zero_parameters = lambda param_list: [
-        shard_parameter(other, handle.groups) for other in param_list if of(other) is None
-    ]
-    parameter.ds_summary = lambda: _summary(handle)
-    parameter.partition_numel = lambda: handle.shard.numel()
-    parameter.aligned_size = lambda: handle.shard.numel() * handle.groups.shard.size
-    parameter.padding_size = lambda: handle.shard.numel() * handle.groups.shard.size - handle.numel
-    parameter.__deepcopy__ = lambda memo: _deepcopy(handle, memo)
-    parameter.__reduce_ex__ = lambda protocol: _pickled(handle, protocol)
-
-
-def _forget(parameter: nn.Parameter) -> None:
-    for name in [name for name in vars(parameter) if name.startswith("ds_")] + [*_CALLABLES, HANDLE]:
-        vars(parameter).pop(name, None)
+    return {
+        HANDLE: handle,
+        "ds_id": next(_ids) if known is None else known,
+        "ds_shape": handle.shape,
+        "ds_numel": handle.numel,
+        "ds_tensor": described_shard(handle),
+        "ds_persist": False,
+        "ds_process_group": None,
+        "ds_param_type": ZeroParamType.PARTITIONED,
+        "ds_active_sub_modules": set(),
+        "all_gather": lambda param_list=None, **_options: unshard(_handles(param_list or [parameter])),
+        "partition": lambda param_list=None, **_options: reshard(_held(param_list or [parameter])),
+        "convert_to_zero_parameters": lambda param_list: [
+            shard_parameter(other, handle.groups) for other in param_list if of(other) is None
+        ],
+        "ds_summary": lambda: _summary(handle),
+        "partition_numel": lambda: handle.shard.numel(),
+        "aligned_size": lambda: handle.shard.numel() * handle.groups.shard.size,
+        "padding_size": lambda: handle.shard.numel() * handle.groups.shard.size - handle.numel,
+        "__deepcopy__": lambda memo: _deepcopy(handle, memo),
+        "__reduce_ex__": lambda protocol: _pickled(handle, protocol),
+    }
 
 
 def _handles(parameters: Sequence[nn.Parameter]) -> list[ShardedParameter]:

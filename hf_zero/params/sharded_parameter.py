@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import CodeType
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import InMemoryVector, Vector, absent
 from hf_zero.params.stand_ins import REPLACE_FIX, released_class, signature, signature_of, signed_nan
 from hf_zero.params.store import of
+
+if TYPE_CHECKING:
+    from hf_zero.params.sharded import ShardedParameters
 
 HEAP = HostHeap()
 _numbers = itertools.count()  # numbers of parameters, stored in their NaN
@@ -46,24 +49,6 @@ class ZeroParamType(Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
-
-
-class Owner(Protocol):
-    """The store that a parameter belongs to."""
-
-    @property
-    def edits(self) -> Any:
-        """Copies writes to the parameter into its shards, see `edits.py`."""
-
-    @property
-    def max_live_numel(self) -> int:
-        """Elements that may stay gathered after use (stage3_max_live_parameters)."""
-
-    def before_write(self, handle: ShardedParameter) -> None:
-        """Prepare for a write to shards of `handle` outside of an update, on all ranks."""
-
-    def release(self) -> None:
-        """Release all its parameters."""
 
 
 class ShardedParameter:
@@ -96,7 +81,7 @@ class ShardedParameter:
         self.unsharded: Tensor | None = None
         self._version = 0  # of the parameter when it was shown
         self.unshard_count = 0
-        self.owner: Owner | None = None
+        self.owner: ShardedParameters | None = None
         self.as_gathered: Callable[[int], Tensor] | None = None
         self._number = next(_numbers)
         self.stand_in = self._stand_in(shard.dtype, shard.device)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives, Gathering, Pending, Rows
-from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages, rounded
 from hf_zero.comm.rows import own_shard
 from hf_zero.device.registry import runtime_of
@@ -133,9 +132,9 @@ class UnitPart:
         members: Sequence[ShardedParameter],
         store: Store,
         device: torch.device,
-        on_device: Callable[[Vector], Vector] = lambda kept: kept,
-        form: PlainRows | None = None,
-        across: Collectives | None = None,
+        on_device: Callable[[Vector], Vector],
+        form: PlainRows,
+        across: Collectives,
     ) -> None:
         """Create the part. Collective if several ranks keep the same rows.
 
@@ -143,15 +142,15 @@ class UnitPart:
             members: in the order of `layout.slots`. Their chunks move into one vector of `store`, with those of other
                 ranks that this rank keeps.
             on_device: fetches the vector to the device that gathers.
-            form: how rows are sent; None: unchanged.
-            across: ranks that keep the same rows, their own and each other's; None: no other rank does.
+            form: how rows are sent.
+            across: ranks that keep the same rows, their own and each other's.
         """
         self.layout = layout
         self.members = tuple(members)
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         self.device = device
-        self.form = form or PlainRows()
-        self._across = across or LoneCollectives()
+        self.form = form
+        self._across = across
         self.rows = kept_rows(layout.world, members[0].groups.shard.rank, self._across)
         name = f"weights of {members[0].name or 'a unit'} and following"
         self.stored = store.adopt(name, self._rows_to_keep(self._joined()))
@@ -456,7 +455,6 @@ class Unit:
     def _complete(self, *, is_used: bool = True) -> Sequence[Rows]:
         assert self._gathering is not None, "asked for first"
         try:
-            rows = self._gathering.wait(is_used=is_used)
+            return self._gathering.wait(is_used=is_used)
         except RuntimeError as error:
             raise RuntimeError(f"gathering the parameters of {self.name!r} failed on this rank: {error}") from error
-        return rows
