@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import (
-    ANY_INTEGER,
-    BLOCK,
-    floats,
-    grid,
-    options,
-    places,
-    scaled,
-    split_scale,
-    store_rounded,
-)
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_rounded
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -51,11 +41,4 @@ def adagrad_on_gpu(
     vectors: Vectors, rule: AdagradRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
     """A single launch, without synchronization."""
-    numel = vectors.weight.numel()
-    scale_tensor, factor = split_scale(scale)
-    launch: Any = _adagrad[grid(numel)]
-    launch(
-        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
-        numel, *floats(factor, rule.rate(step), rule.eps, rule.weight_decay),
-        BLOCK=BLOCK, **options(_adagrad),
-    )  # fmt: skip
+    launch_update(_adagrad, vectors, scale, skip, seed, rule.rate(step), rule.eps, rule.weight_decay)

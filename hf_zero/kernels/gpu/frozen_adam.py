@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, options, places, split_scale, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, store_rounded
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def _frozen_adam(  # type: ignore[no-untyped-def]
-    weight, moment, second_moment, lp_param, rate_tensor, skip, seed,
+    weight, second_moment, moment, lp_param, rate_tensor, skip, seed,
     numel, rate, eps, weight_decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -42,10 +42,4 @@ def frozen_adam_on_gpu(
     vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, skip: Tensor | None, seed: int | None
 ) -> None:
     """A single launch, without synchronization."""
-    numel = vectors.weight.numel()
-    rate_tensor, factor = split_scale(rate)
-    launch: Any = _frozen_adam[grid(numel)]
-    launch(
-        vectors.weight, vectors.gradient, vectors.states[0], vectors.lp_param, rate_tensor, skip, seed,
-        numel, *floats(factor, eps, weight_decay), BLOCK=BLOCK, **options(_frozen_adam),
-    )  # fmt: skip
+    launch_update(_frozen_adam, vectors, rate, skip, seed, eps, weight_decay)
