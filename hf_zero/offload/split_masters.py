@@ -222,13 +222,3 @@ class SplitMasters(MemoryStore):
         with master.opened(reads=False, changes=True) as masters:
             masters.copy_(values)
         return master
-
-
-def stores(*, splits: bool, pinned: bool) -> tuple[Store, Store]:
-    """Stores of masters and of gradients for updates during backward, which reuse memory for these short-lived tensors.
-
-    Args:
-        splits: whether masters of bf16 weights are stored in split form.
-        pinned: whether gradients are page-locked.
-    """
-    return SplitMasters() if splits else MemoryStore(), Recycled(MemoryStore(pinned=pinned))

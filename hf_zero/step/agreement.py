@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Collectives, ParallelGroups, ledger
+from hf_zero.comm import ParallelGroups, ledger
 from hf_zero.comm.parts import held_part
 from hf_zero.device.registry import host_runs_ahead
 from hf_zero.grads.bucket import BucketGradients
@@ -73,18 +73,16 @@ class Agreement:
         store: ParameterStore,
         reducer: GradientReducer,
         sharding: Sharding,
-        collectives: Collectives,
+        groups: ParallelGroups,
         placements: Placements,
-        groups: ParallelGroups | None = None,
     ) -> None:
-        """`groups`: needed if some ranks hold parts of matrices."""
-        self._same_weights = collectives if groups is None else groups.same_weights
-        self._model_rank = 0 if groups is None else groups.model_rank
+        self._same_weights = groups.same_weights
+        self._model_rank = groups.model_rank
         self._store = store
         self._meets_before = store.num_facts >= len(fields(Facts))
         self._reducer = reducer
         self._sharding = sharding
-        self._collectives = collectives
+        self._collectives = groups.world
         self._placements = placements
         self._squares_so_far: Tensor | None = None  # of the present gradients, once computed
 
