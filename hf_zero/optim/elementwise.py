@@ -88,6 +88,8 @@ class Applied:
 class Family(ABC):
     """One update rule: the names of its states, and the call of its kernel. Stateless."""
 
+    kind: type[Vectors] = Vectors  # of the kernel's inputs
+
     @abstractmethod
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names in `optimizer.state[parameter]`, in the kernel's order."""
@@ -116,7 +118,7 @@ class Family(ABC):
     ) -> Vectors:
         """Inputs of the kernel for one parameter or shard, as 1-D views."""
         states = tuple(state[name].view(-1) for name in self.state_names(group))
-        return Vectors(weight=weight, gradient=gradient, states=states, lp_param=lp_param)
+        return self.kind(weight=weight, gradient=gradient, states=states, lp_param=lp_param)
 
     def update_alone(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor

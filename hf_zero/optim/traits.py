@@ -18,7 +18,7 @@ takes three collectives per sub-group and step, where an elementwise update need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -38,9 +38,7 @@ from hf_zero.optim.updater import (
     StepGradients,
     SubGroup,
     Updater,
-    WholeStates,
     WholeStepUpdater,
-    copied,
 )
 
 
@@ -115,21 +113,8 @@ class WholeTensorUpdater(OwnStepUpdater):
     def keeps_everything_whole(self) -> bool:
         return True
 
-    def whole_state_names(self) -> tuple[str, ...] | None:
-        return None
-
-    def whole_states(self) -> WholeStates:
-        known = ((index, self.optimizer.state.get(kept, {})) for index, kept in self._kept.items())
-        return {index: dict(state) for index, state in known if state}
-
-    def whole_parameters(self) -> Set[int]:
-        return self._kept.keys()
-
-    def restore_whole_states(self, states: WholeStates) -> None:
-        self.optimizer.state.clear()
-        for index, saved in states.items():
-            if index in self._kept:
-                self.optimizer.state[self._kept[index]] = copied(saved, self._device)
+    def whole(self) -> dict[int, nn.Parameter]:
+        return self._kept
 
     def _members(self, sub_group: SubGroup) -> Sequence[int]:
         """Parameters that have a part in the sub-group on any rank."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_zero.comm import Collectives, Gathering, Pending, Rows
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages, rounded
-from hf_zero.comm.rows import own_shard
+from hf_zero.comm.rows import Then, own_shard
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
 from hf_zero.kernels.accumulate import read_rows
@@ -265,10 +265,15 @@ class UnitPart:
 
     def refill(self, buffers: GatherBuffers) -> Pending:
         """Gather updated weights into a persistent part. Collective."""
+
+        def unpack() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.unpack(rows, buffers)
+
         with torch.inference_mode(False), torch.no_grad():
             row = self.open_row()
-            collectives = self.members[0].groups.shard
-            return _Refill(self, collectives.gather_rows(row, partial(buffers.take, like=row)), buffers)
+            rows = self.members[0].groups.shard.gather_rows(row, partial(buffers.take, like=row))
+        return Then(rows, unpack)
 
     def renew(self) -> Pending:
         """Receive other ranks' updates of the rows that this rank keeps. Collective."""
@@ -310,20 +315,6 @@ class UnitPart:
         """A kept chunk of a member as a gather delivers it."""
         with self._kept_row(row // self.rows.group).opened() as values:
             return rounded(values).narrow(0, slot.offset, slot.chunk)
-
-
-class _Refill(Pending):
-    """A gather of a part's new values, in flight."""
-
-    def __init__(self, part: UnitPart, rows: Rows, buffers: GatherBuffers) -> None:
-        self._part = part
-        self._rows = rows
-        self._buffers = buffers
-
-    def wait(self) -> None:
-        self._rows.wait()
-        with torch.inference_mode(False), torch.no_grad():
-            self._part.unpack(self._rows, self._buffers)
 
 
 class _RowPlan:

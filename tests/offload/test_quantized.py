@@ -15,7 +15,7 @@ from hf_zero.offload.vector import MemoryStore, part_of
 def test_reading_and_writing_parts(dtype: torch.dtype) -> None:
     values = torch.randn(700, generator=torch.Generator().manual_seed(1)).to(dtype)
     vector = QuantizedVector.adopt("weights", values, MemoryStore(HOST_MEMORY))
-    assert vector.tensor is None and vector.message.numel == message_bytes(700, 8)
+    assert vector.tensor is None and vector.stored.numel == message_bytes(700, 8)
     before = vector.view()
     torch.testing.assert_close(before, values, rtol=0, atol=0.02)
     first, second = part_of(vector, 0, 300), part_of(vector, 300, 400)

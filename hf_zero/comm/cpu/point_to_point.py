@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import Pending, own_shard
-from hf_zero.comm.rows import FlatRows, Rows
+from hf_zero.comm.rows import FlatRows, Rows, TwoRounds
 from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.kernels.accumulate import sum_parts
 
@@ -42,26 +42,6 @@ class _Exchange(Pending):
             finish()
 
 
-class _AllReduce(Pending):
-    """A reduce-scatter, then a gather of the sums. Pieces are sent before their places are overwritten, because the
-    reduce-scatter's `wait` also waits for its sends."""
-
-    def __init__(self, scattered: Pending, start_gather: Callable[[], Pending]) -> None:
-        self._scattered = scattered
-        self._start_gather = start_gather
-        self._gather: Pending | None = None
-
-    def advance(self) -> None:
-        if self._gather is None:
-            self._scattered.wait()
-            self._gather = self._start_gather()
-
-    def wait(self) -> None:
-        self.advance()
-        assert self._gather is not None
-        self._gather.wait()
-
-
 _CALLS_PER_CHANNEL = 1 << 24
 # Of this process, by ranks and channel: several engines may use one channel of a group, and all its ranks call on it in
 # the same order.
@@ -83,8 +63,9 @@ class ExchangeCollectives(NativeCollectives):
         return [*super().buffers(), *self._scratch]
 
     def _all_reduce(self, flat: Tensor) -> Pending:
+        """Pieces are sent before their places are overwritten, because the reduce-scatter also waits for its sends."""
         scattered = self._reduce_scatter(own_shard(flat, self.rank, self.size), flat)
-        return _AllReduce(scattered, start_gather=lambda: self._all_gather(flat))
+        return TwoRounds(scattered, lambda: self._all_gather(flat), has_more_rounds=False)
 
     def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
         tag, numel = self._next_tag(), shard.numel()

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_weight
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -32,9 +32,7 @@ def _adagrad(  # type: ignore[no-untyped-def]
     s += g * g
     p -= rate * g / (tl.sqrt(s) + eps)
     tl.store(squares + offsets, s.to(squares.dtype.element_ty), mask=mask)
-    store_rounded(weight, offsets, p, mask, seed)
-    if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed)
+    store_weight(weight, lp_param, offsets, p, mask, seed)
 
 
 def adagrad_on_gpu(

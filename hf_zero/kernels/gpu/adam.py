@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_weight
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -39,9 +39,7 @@ def _adam(  # type: ignore[no-untyped-def]
         update += weight_decay * p
     p -= lr * update
     # The states last: the other way a variant for fp16 spills registers on compute capability 10.0.
-    store_rounded(weight, offsets, p, mask, seed)
-    if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed)
+    store_weight(weight, lp_param, offsets, p, mask, seed)
     tl.store(moment + offsets, m.to(moment.dtype.element_ty), mask=mask)
     tl.store(second_moment + offsets, v.to(second_moment.dtype.element_ty), mask=mask)
 

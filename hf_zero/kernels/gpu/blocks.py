@@ -127,3 +127,11 @@ def store_rounded(target, offsets, value, mask, seed, EACH: tl.constexpr = 4):  
             truncated = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
             value = tl.where(finite, truncated, value)
     tl.store(target + offsets, value.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_weight(weight, lp_param, offsets, value, mask, seed, EACH: tl.constexpr = 4):  # type: ignore[no-untyped-def]
+    """Store fp32 `value` in the weight and, if there is one, in the low-precision weight."""
+    store_rounded(weight, offsets, value, mask, seed, EACH)
+    if lp_param is not None:
+        store_rounded(lp_param, offsets, value, mask, seed, EACH)

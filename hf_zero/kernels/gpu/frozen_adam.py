@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, store_weight
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -33,9 +33,7 @@ def _frozen_adam(  # type: ignore[no-untyped-def]
     root = tl.sqrt(v)
     update = tl.where(root > 0, m / (root + eps), 0.0) + weight_decay * p
     p -= rate * update
-    store_rounded(weight, offsets, p, mask, seed)
-    if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed)
+    store_weight(weight, lp_param, offsets, p, mask, seed)
 
 
 def frozen_adam_on_gpu(

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_weight
 
 if TYPE_CHECKING:
     # Their files call these forms: at run time nothing here may need them.
@@ -35,9 +35,7 @@ def _lion(  # type: ignore[no-untyped-def]
     p = p * keep - lr * sign
     m = beta2 * m + rest2 * g
     tl.store(moment + offsets, m.to(moment.dtype.element_ty), mask=mask)
-    store_rounded(weight, offsets, p, mask, seed)
-    if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed)
+    store_weight(weight, lp_param, offsets, p, mask, seed)
 
 
 def lion_on_gpu(vectors: Vectors, rule: LionRule, scale: Tensor | float, skip: Tensor | None, seed: int | None) -> None:
