@@ -132,10 +132,7 @@ class QuantizedWire:
         for values, part in parts:
             feedback = None if rule is None else Feedback(self.errors[hop][part], rule.beta)
             write_messages(values, messages[part], reduction.bits, feedback)
-        return sent, collectives.exchange_rows(sent, self._take_messages)
-
-    def _take_messages(self, num_bytes: int) -> Tensor:
-        return self._reduction.take(num_bytes, torch.uint8, self._device)
+        return sent, collectives.exchange_rows(sent, lambda numel: reduction.take(numel, torch.uint8, self._device))
 
     def receive(self, hop: int, rows: Rows, sums: Tensor) -> None:
         """Add up the rows that arrived in this hop into `sums` (count, row_numel)."""

@@ -466,16 +466,13 @@ def _tensors(value: Any, depth: int = _DEEPEST, seen: set[int] | None = None) ->
 
 def _parts(thing: Any) -> list[Any]:
     """The parts of an object that `tree_leaves` does not know: attributes, and items of container subclasses."""
-    names = [name for kind in type(thing).__mro__ for name in _as_tuple(vars(kind).get("__slots__", ()))]
+    slots = [vars(kind).get("__slots__", ()) for kind in type(thing).__mro__]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
     parts = [getattr(thing, name, None) for name in names if name not in ("__dict__", "__weakref__")]
     parts += getattr(thing, "__dict__", {}).values()
     if isinstance(thing, (list, tuple, set, frozenset)):
         parts += thing
     return [*parts, *thing.values()] if isinstance(thing, dict) else parts
-
-
-def _as_tuple(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _shown_in(tensors: Sequence[Tensor], units: Sequence[Unit]) -> list[Unit]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from hf_zero.params.store import HANDLE, of
 
 
 TOGETHER_NUMEL = 1 << 20  # elements gathered in one collective
+T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -42,7 +43,8 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     for index, handle in enumerate(handles):
         by_kind.setdefault((handle.shard.dtype, handle.device), []).append(index)
     for indices in by_kind.values():
-        for batch in _batches(indices, handles):
+        # Large parameters are gathered alone, to avoid a second copy.
+        for batch in batches(indices, lambda index: handles[index].numel, TOGETHER_NUMEL):
             members = [handles[index] for index in batch]
             gathered.update(zip(batch, _gather_together(members), strict=True))
     kept = [handle.kept for handle in handles if handle.kept is not None]
@@ -54,16 +56,16 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     return [gathered[index] for index in range(len(handles))]
 
 
-def _batches(indices: Sequence[int], handles: Sequence[ShardedParameter]) -> Iterator[list[int]]:
-    """Yield batches for one gather: large parameters alone, to avoid a second copy, and small ones together."""
-    batch: list[int] = []
+def batches(items: Iterable[T], numel_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield consecutive items of at most `limit` elements together, or one larger item."""
+    batch: list[T] = []
     numel = 0
-    for index in indices:
-        if batch and numel + handles[index].numel > TOGETHER_NUMEL:
+    for item in items:
+        if batch and numel + numel_of(item) > limit:
             yield batch
             batch, numel = [], 0
-        batch.append(index)
-        numel += handles[index].numel
+        batch.append(item)
+        numel += numel_of(item)
     if batch:
         yield batch
 

@@ -25,14 +25,14 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Memory
 from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import InMemoryVector, Vector, absent
-from hf_zero.params.stand_ins import REPLACE_FIX, released_class, signature, signature_of, signed_nan
+from hf_zero.params.stand_ins import REPLACE_FIX, released_class, signed_nan
 from hf_zero.params.store import of
 
 if TYPE_CHECKING:
     from hf_zero.params.sharded import ShardedParameters
 
 HEAP = HostHeap()
-_numbers = itertools.count()  # numbers of parameters, stored in their NaN
+_numbers = itertools.count()
 
 
 class ZeroParamStatus(Enum):
@@ -62,6 +62,7 @@ class ShardedParameter:
         name: the parameter's name in its model, if known.
         unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
         unshard_count: number of GatheredParameters contexts that hold the parameter.
+        number: stored in the NaN that the released parameter holds.
         owner: the store whose unit the parameter belongs to; None before initialize().
         as_gathered: returns the kept chunk with this number as a gather delivers it, if gathers are not exact.
     """
@@ -83,7 +84,7 @@ class ShardedParameter:
         self.unshard_count = 0
         self.owner: ShardedParameters | None = None
         self.as_gathered: Callable[[int], Tensor] | None = None
-        self._number = next(_numbers)
+        self.number = next(_numbers)
         self.stand_in = self._stand_in(shard.dtype, shard.device)
         self.hide()
 
@@ -173,12 +174,7 @@ class ShardedParameter:
 
     def _stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         # A separate scalar for each parameter: other libraries recognise tied parameters by equal addresses.
-        return signed_nan(self._number, dtype, device).expand(self.shape)
-
-    def is_source_of(self, value: float) -> bool:
-        """Whether `value` is the NaN that the released parameter holds, by its bits."""
-        bits = signature_of(value)
-        return bits != 0 and bits == signature(self._number, self.stand_in.dtype)
+        return signed_nan(self.number, dtype, device).expand(self.shape)
 
     @property
     def mark(self) -> Tensor:

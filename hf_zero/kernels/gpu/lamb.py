@@ -13,7 +13,6 @@ from torch import Tensor
 from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, FUSED, floats, options, scaled, split_scale, store_weight
 
 if TYPE_CHECKING:
-    # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.lamb import LambRule, Segments
     from hf_zero.kernels.vectors import Vectors
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_weight
 
 if TYPE_CHECKING:
-    # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.lion import LionRule
     from hf_zero.kernels.vectors import Vectors
 
