@@ -339,12 +339,6 @@ def in_memory_placement(device: torch.device) -> Placement:
     return Placement(work=own, masters=store, states=None, gradients=store, staging=staging_in(own, device))
 
 
-def beside_placement(device: torch.device, policy: OffloadOptimizer) -> Placement:
-    """A placement in host memory with updates on the CPU. If `device` is the CPU, this is the same memory."""
-    pinned = pins(policy, device)
-    return host_placement(device, MemoryStore(pinned=pinned), None, MemoryStore(pinned=pinned), pinned=pinned)
-
-
 def host_placement(
     device: torch.device, masters: Store, states: Store | None, gradients: Store, *, pinned: bool
 ) -> Placement:

@@ -16,7 +16,6 @@ from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import (
     Placement,
     Placements,
-    beside_placement,
     host_placement,
     in_memory_placement,
     pins,
@@ -101,7 +100,8 @@ def _far_placement(
         short_lived = Recycled(MemoryStore(pinned=pinned))  # gradients, which updates during backward free
         return host_placement(device, masters, None, short_lived, pinned=pinned)
     if policy.device == "cpu" or drive is None:
-        return beside_placement(device, policy)
+        store = MemoryStore(pinned=pinned)
+        return host_placement(device, store, None, store, pinned=pinned)
     from hf_zero.offload.swap_store import BufferPool
 
     stages = 1 + policy.reads_ahead + policy.writes_behind

@@ -18,8 +18,11 @@ def runs_on_gpu(*vectors: Tensor) -> bool:
     It does for nonempty CUDA tensors (which includes ROCm) with at most 32 bits per element, if Triton is installed. In
     all other cases, including other accelerators, PyTorch's vectorised operations are used.
     """
-    on_gpu = (each.is_cuda and each.element_size() <= MAX_ELEMENT_BYTES and each.numel() > 0 for each in vectors)
-    return all(on_gpu) and has_triton()
+    return all(map(_suits, vectors)) and has_triton()
+
+
+def _suits(vector: Tensor) -> bool:
+    return vector.is_cuda and vector.element_size() <= MAX_ELEMENT_BYTES and vector.numel() > 0
 
 
 @functools.cache
