@@ -123,10 +123,6 @@ class StagedVector(Vector):
     def is_whole(self) -> bool:
         return self._home.is_whole
 
-    @property
-    def failure(self) -> StorageError | None:
-        return self._home.failure
-
     def fetch(self, *, reads: bool = True) -> None:
         self._users += 1
         if self._users > 1:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels.message import BLOCK
-from hf_zero.kernels.quantize import new_messages, read_messages, split_message, write_messages
-from hf_zero.offload.vector import Store, Vector, WrappedVector
+from hf_zero.kernels.quantize import read_messages, split_message, write_messages
+from hf_zero.offload.vector import Vector, WrappedVector
 
 BITS = 8
 
@@ -19,13 +19,6 @@ class QuantizedVector(WrappedVector):
         super().__init__(message, numel, dtype)
         self._values: Tensor | None = None  # while taken
         self._num_fetched = 0
-
-    @classmethod
-    def adopt(cls, name: str, values: Tensor, store: Store) -> QuantizedVector:
-        """Quantise `values` (1-D) into a message in `store`."""
-        message = new_messages(1, values.numel(), BITS, values.device)
-        write_messages(values.view(1, -1), message, BITS)
-        return cls(store.adopt(name, message.view(-1)), values.numel(), values.dtype)
 
     def fetch(self, *, reads: bool = True) -> None:
         self._num_fetched += 1

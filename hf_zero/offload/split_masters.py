@@ -115,11 +115,6 @@ class Recycled(Store):
             lent.take().zero_()
         return lent
 
-    def adopt(self, name: str, values: Tensor) -> Vector:
-        vector = self.keep(name, values.numel(), values.dtype)
-        vector.take().copy_(values)
-        return vector
-
     def give_back(self, home: Tensor) -> None:
         self.num_out -= home.numel()
         self._free.append(home)

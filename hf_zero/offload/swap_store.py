@@ -426,12 +426,6 @@ class SwapStore(Store):
                 values.zero_()
         return vector
 
-    def adopt(self, name: str, values: Tensor) -> Vector:
-        vector = SwappedVector(self, name, values.numel(), values.dtype)
-        with vector.opened(reads=False, changes=True) as place:
-            place.copy_(values)
-        return vector
-
 
 class SwappedVector(Vector):
     """One vector of a `SwapStore`."""

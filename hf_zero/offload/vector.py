@@ -236,9 +236,12 @@ class Store(ABC):
     def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
         """Create a vector, of zeros or uninitialised. `name` appears in messages."""
 
-    @abstractmethod
     def adopt(self, name: str, values: Tensor) -> Vector:
         """Create a vector with these values (1-D), which are moved."""
+        vector = self.keep(name, values.numel(), values.dtype)
+        with vector.opened(reads=False, changes=True) as place:
+            place.copy_(values)
+        return vector
 
     def adopt_master(self, name: str, values: Tensor, lp_param: Vector) -> Vector:
         """Create a vector of masters; `lp_param` has the rounded values."""
