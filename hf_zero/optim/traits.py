@@ -168,7 +168,6 @@ class Traits:
     """
     Attributes:
         make: creates an updater that computes exactly the optimizer's own step; None: its own step runs.
-        family: its elementwise rule, if it has one.
         highest_stage: the last stage at which it works.
         serves_whole_buckets: whether `make` also works if a rank owns whole buckets.
         joins_parts: whether `make` also works if ranks hold parts of parameters.
@@ -177,7 +176,6 @@ class Traits:
 
     sees: Sees
     make: Make | None = None
-    family: Family | None = None
     highest_stage: int = 3
     serves_whole_buckets: bool = True
     joins_parts: bool = False
@@ -252,9 +250,7 @@ def _built_in(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None) ->
     """Traits of optimizers with an own updater at every stage they support."""
     rule = family_of(optimizer)
     if rule is not None:
-        return Traits(
-            Sees.ELEMENTS, lambda sub_groups, peers, ranks: ElementwiseUpdater(optimizer, sub_groups, rule), family=rule
-        )
+        return Traits(Sees.ELEMENTS, lambda sub_groups, peers, ranks: ElementwiseUpdater(optimizer, sub_groups, rule))
     described: Callable[[torch.optim.Optimizer], Traits] | None = vars(type(optimizer)).get("traits")
     if described is not None:
         return described(optimizer)
