@@ -49,6 +49,9 @@ class Then(Pending):
         self._pending = pending
         self._finish = finish
 
+    def advance(self) -> None:
+        self._pending.advance()
+
     def is_ready(self) -> bool:
         return self._pending.is_ready()
 

@@ -178,7 +178,6 @@ class GroupPartition:
         return min(max((rank + 1) * part - self.used_numel, 0), part)
 
     def extents(self, rank: int, buffer: int) -> list[Extent]:
-        """Extents in `rank`'s part."""
         part = Interval(rank * self.partition_numel, (rank + 1) * self.partition_numel)
         extents = []
         for member, offset in zip(self.members, self.offsets(), strict=True):

@@ -413,7 +413,6 @@ class Placements:
             drive.release_buffers()
 
     def close(self) -> None:
-        """Close the drives."""
         for drive in self.drives:
             drive.close()
 

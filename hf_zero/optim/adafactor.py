@@ -536,9 +536,9 @@ class AdafactorUpdater(Updater):
     def _restore(self, parameter: int, saved: Mapping[str, Any]) -> None:
         part = self._part(parameter)
         for kind, shape in self._flavour.shapes(part.shape).items():
-            if not isinstance(saved.get(kind), Tensor) or tuple(saved[kind].shape) != shape:
-                have = tuple(saved[kind].shape) if isinstance(saved.get(kind), Tensor) else "no tensor"
-                name = type(self.optimizer).__name__
+            value, name = saved.get(kind), type(self.optimizer).__name__
+            have = tuple(value.shape) if isinstance(value, Tensor) else "no tensor"
+            if have != shape:
                 raise ValueError(
                     f"{name}'s state {kind!r} of a parameter of shape {part.shape} has {have}, not {shape}"
                 )

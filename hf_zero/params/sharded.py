@@ -140,7 +140,6 @@ class UnitBuilder:
         return part
 
     def _store_masters(self, part: UnitPart, in_master_dtype: Tensor | None) -> None:
-        """Store the masters of a part."""
         layout = part.layout
         bucket, row = layout.bucket(-1, {slot.member: -1 for slot in layout.slots}), Interval(0, layout.trained_numel)
         placement = self._placements.next(layout.trained_numel)

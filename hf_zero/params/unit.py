@@ -215,7 +215,6 @@ class UnitPart:
         return rows
 
     def _kept_row(self, index: int) -> Vector:
-        """One of the kept rows."""
         numel = self.stored.numel // self.rows.count
         row = self.stored if self.rows.count == 1 else part_of(self.stored, index * numel, numel)
         if type(self.form) is StoredMessages:

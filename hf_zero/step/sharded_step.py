@@ -365,13 +365,13 @@ class ShardedStep:
         self._store.sync_masters()
         facts = self._agreement.meet()
         self.settle()
-        agreed = self._agreement.reach(facts)
+        used, sums = self._agreement.reach(facts)
         if self._rules.require_all_gradients:
-            refuse_unused(self._store, agreed.used)
-        self.outcome = self._unsettled = StepOutcome(agreed.sums, self._norm_rule)
+            refuse_unused(self._store, used)
+        self.outcome = self._unsettled = StepOutcome(sums, self._norm_rule)
         if not (self._runs_ahead and self._updater.obeys_skip):
             self.settle()
-        return agreed.used, self.outcome
+        return used, self.outcome
 
     def _gradients(self, used: Set[int], outcome: StepOutcome, first: Sequence[int]) -> StepGradients:
         """Gradients for an update that starts with the buckets `first`. The next forward needs these first, so stage 3
