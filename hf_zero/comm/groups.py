@@ -247,27 +247,6 @@ class ParallelGroups:
         places = [{host_of[rank] for rank in ranks} for ranks in self.mesh.copies_beside(self._rank)]
         return places[self.replica] not in places[: self.replica]
 
-    @classmethod
-    def plain(cls, channels: Mapping[Channel, Collectives], hosts: Hosts | None = None) -> ParallelGroups:
-        """Groups of plain ZeRO. `channels`: collectives of all ranks; `hosts`: default: one host."""
-        world, access = channels[Channel.REDUCE], channels[Channel.ACCESS]
-        lone = LoneCollectives(world.ranks[world.rank])
-        return cls(
-            mesh=Mesh.of(hosts or Hosts.one(world.size)),
-            world=world,
-            same_weights=world,
-            shard=world,
-            replicate=lone,
-            gather=channels[Channel.GATHER],
-            across_gather=lone,
-            access=access,
-            access_copies=access,
-            data=world,
-            sample=lone,
-            host=world,
-            across_hosts=lone,
-        )
-
 
 def parallel_groups(
     device: torch.device,

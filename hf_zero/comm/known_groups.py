@@ -174,12 +174,9 @@ class KnownGroups:
             self.partitions.append(partition)
         return self.partitions.index(partition)
 
-    @property
-    def link(self) -> SharedMemoryLink | None:
-        """The link to the ranks that share memory with this one. Collective at first use."""
-        return self._linked()[0]
-
-    def _linked(self) -> tuple[SharedMemoryLink | None, frozenset[int]]:
+    def linked(self) -> tuple[SharedMemoryLink | None, frozenset[int]]:
+        """The link to the ranks that share memory with this one, and the hosts that have one. Collective at first
+        use."""
         if self._link is None:
             timeout_s = common_timeout().total_seconds()
             self._link = shared_memory.connect(get_rank(), self.hosts, NativeCollectives().gather_objects, timeout_s)
@@ -187,7 +184,7 @@ class KnownGroups:
 
     def group_link(self, ranks: tuple[int, ...], number: int) -> GroupLink | None:
         """A group's view of the link; None if its ranks do not share memory."""
-        link, linked = self._linked()
+        link, linked = self.linked()
         on = {self.hosts.of_rank[rank] for rank in ranks}
         if link is None or len(on) > 1 or not on <= linked:
             return None

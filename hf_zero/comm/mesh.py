@@ -49,10 +49,6 @@ class Hosts:
         """Number of ranks of every host."""
         return tuple(len(self.ranks_on(host)) for host in range(self.num_hosts))
 
-    def in_order(self) -> tuple[int, ...]:
-        """All ranks, host by host."""
-        return tuple(rank for host in range(self.num_hosts) for rank in self.ranks_on(host))
-
     def crossed_by(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are on several hosts."""
         return len({self.of_rank[rank] for rank in ranks}) > 1

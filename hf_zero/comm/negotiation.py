@@ -210,7 +210,6 @@ class Sources:
         return f"{'is at the end of a pass' if head.kind is Kind.END else 'waits for a message'} {state}"
 
     def contradiction(self, ranks: Sequence[int], heads: Sequence[Request]) -> str:
-        """Describe contradictory requests."""
         asked = "; ".join(f"rank {rank} {self.describe(head)}" for rank, head in zip(ranks, heads, strict=True))
         return (
             f"ranks have come to different places: {asked}. Between two updates every rank has to run the same number "

@@ -105,6 +105,5 @@ def parts_among(model: nn.Module, values: Mapping[str, object]) -> Iterator[str]
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter."""
     part = held_part(parameter)
     return tuple(parameter.shape) if part is None else part.cut.shape

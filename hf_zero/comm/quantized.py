@@ -10,6 +10,7 @@ so that all ranks continue with the same bits. Results are sums: callers that ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -54,9 +55,7 @@ class QuantizedReduction:
         self.hops = tuple(hops)
         self.bits = bits
         self.feedback = feedback
-        self.size = 1
-        for hop in hops:
-            self.size *= hop.size
+        self.size = math.prod(hop.size for hop in hops)
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
     def wire(self, row_numel: int, device: torch.device) -> QuantizedWire:
@@ -126,19 +125,14 @@ class QuantizedWire:
         sent = reduction.take(rows.shape[0] * size, torch.uint8, self._device)
         messages = sent.view(-1, size)
         # If there are several rows per rank of this hop, those for one rank are `world` apart.
-        rows_per_rank = rows.shape[0] // collectives.size
-        for peer in range(collectives.size if rows_per_rank > 1 else 1):
-            part = slice(peer * rows_per_rank, (peer + 1) * rows_per_rank) if rows_per_rank > 1 else slice(None)
-            write_messages(
-                rows[peer :: collectives.size] if rows_per_rank > 1 else rows,
-                messages[part],
-                reduction.bits,
-                self._feedback(hop, part),
-            )
-        return sent, collectives.exchange_rows(sent, self._take_messages)
-
-    def _take_messages(self, num_bytes: int) -> Tensor:
-        return self._reduction.take(num_bytes, torch.uint8, self._device)
+        world, per_rank, rule = collectives.size, rows.shape[0] // collectives.size, reduction.feedback
+        parts = [(rows, slice(None))]
+        if per_rank > 1:
+            parts = [(rows[peer::world], slice(peer * per_rank, (peer + 1) * per_rank)) for peer in range(world)]
+        for values, part in parts:
+            feedback = None if rule is None else Feedback(self.errors[hop][part], rule.beta)
+            write_messages(values, messages[part], reduction.bits, feedback)
+        return sent, collectives.exchange_rows(sent, lambda numel: reduction.take(numel, torch.uint8, self._device))
 
     def receive(self, hop: int, rows: Rows, sums: Tensor) -> None:
         """Add up the rows that arrived in this hop into `sums` (count, row_numel)."""
@@ -153,10 +147,6 @@ class QuantizedWire:
         rows.give_back()
         if rows.buffer is not None:
             self._reduction.give(rows.buffer)
-
-    def _feedback(self, hop: int, part: slice) -> Feedback | None:
-        rule = self._reduction.feedback
-        return None if rule is None else Feedback(self.errors[hop][part], rule.beta)
 
 
 class _QuantizedSum(Pending):

@@ -33,7 +33,6 @@ TINY = 2.0**-126  # the smallest normal fp32; from here on 1 / scale is finite
 DECADES = 7
 _BLOCKS_AT_ONCE = 1 << 10
 _WORTH_A_THREAD = 1 << 15
-_CPU = torch.device("cpu")
 
 
 class Blocks(NamedTuple):
@@ -75,7 +74,7 @@ def blocks_of(packed: Tensor) -> Blocks:
 
 
 @functools.cache
-def code_values(signed: bool, device: torch.device = _CPU) -> Tensor:
+def code_values(signed: bool) -> Tensor:
     """The fp32 value of each code: (256)."""
     positive: list[float] = []
     for decade in range(DECADES):
@@ -83,7 +82,7 @@ def code_values(signed: bool, device: torch.device = _CPU) -> Tensor:
         low = 10.0 ** (decade - DECADES)
         positive += [low * (1 + 9 * (step + 0.5) / count) for step in range(count)]
     negative = [-value for value in reversed(positive)] if signed else []
-    return torch.tensor([0.0, *positive, 1.0, *negative], dtype=torch.float64).to(device, torch.float32)
+    return torch.tensor([0.0, *positive, 1.0, *negative], dtype=torch.float32, device="cpu")
 
 
 @functools.cache

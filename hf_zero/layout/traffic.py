@@ -79,10 +79,6 @@ class Wiring:
     def shard_ranks(self) -> int:
         return self.shard or self.ranks
 
-    @property
-    def hosts(self) -> int:
-        return -(-self.ranks // self.per_host)
-
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

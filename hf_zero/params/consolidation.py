@@ -10,7 +10,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hf_zero.comm import Collectives
 from hf_zero.comm.parts import whole_value
-from hf_zero.params.partitioning import all_gather_values
+from hf_zero.params.partitioning import all_gather_values, batches
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.store import of
 from hf_zero.precision import is_packed
@@ -60,15 +60,10 @@ def unsharded_values(
         together_numel: elements that are whole at a time, or one larger parameter; default: MAX_GATHERED_NUMEL.
     """
     most = MAX_GATHERED_NUMEL if together_numel is None else together_numel
-    batch: list[nn.Parameter] = []
-    for name, parameter in module.named_parameters():
-        if exclude_frozen and not parameter.requires_grad and name not in include:
-            continue
-        if batch and sum(member.numel() for member in (*batch, parameter)) > most:
-            yield from _whole(batch)
-            batch = []
-        batch.append(parameter)
-    yield from _whole(batch)
+    named = module.named_parameters()
+    chosen = [p for name, p in named if p.requires_grad or not exclude_frozen or name in include]
+    for batch in batches(chosen, lambda parameter: parameter.numel(), most):
+        yield from _whole(batch)
 
 
 def _whole(parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -107,7 +107,7 @@ def run_timeouts(rank: int, folder: str) -> list[float]:
     one.train()
     background = comm.background_collectives()
     known = comm.groups._known()
-    link = known.link
+    link = known.linked()[0]
     assert link is not None
     groups = [
         torch.distributed.group.WORLD,

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -101,7 +101,8 @@ class SocketWires(Wires):
         except ConnectionResetError:
             heard, descriptors = b"", []
         if not heard:
-            self._forget(peer)
+            with suppress(KeyError):  # a closed connection would always be ready
+                self._poller.unregister(self._sockets[peer])
             raise Gone
         return heard, list(descriptors)
 
@@ -115,13 +116,6 @@ class SocketWires(Wires):
     def close(self) -> None:
         for way in self._sockets.values():
             way.close()
-
-    def _forget(self, peer: int) -> None:
-        """Stop polling a closed connection, which would always be ready."""
-        try:
-            self._poller.unregister(self._sockets[peer])
-        except KeyError:
-            return
 
 
 NUM_DETAILS = 5
