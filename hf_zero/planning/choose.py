@@ -1,4 +1,4 @@
-"""Every candidate with what it needs and how long its step takes; and the one to take."""
+"""Memory and step time of every candidate, and the choice among them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from hf_zero.planning.model import PlannedModel, Tiling, trace
 from hf_zero.planning.trace import Trace, in_place_of
 from hf_zero.precision import precision_from
 
-ALIKE = 1.05  # times of steps that a model of a step cannot tell apart
-_ROUNDED = "yours: ZeRO++'s messages of fewer bits count as such in what is sent, not in memory or time"
+ALIKE = 1.05  # step times closer than this ratio are too close to distinguish
+_ROUNDED = "yours: ZeRO++'s quantized messages are counted in the bytes sent, but not in memory and time"
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One candidate.
+    """The estimate of one candidate.
 
     Attributes:
         config: its ds.json.
-        seconds: of a step (an update).
+        seconds: time of a step (an update).
         bound: the lane that is busy longest.
-        lacks: what does not fit, in words; empty where it fits.
+        lacks: what does not fit, as text; empty if everything fits.
     """
 
     candidate: Candidate
@@ -64,16 +64,16 @@ class Estimate:
         return not self.lacks
 
     def tokens_per_s(self, training: Training, ranks: int) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return training.tokens * training.data_ranks(ranks) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All candidates, by preference, and the one to take (None: nothing fits).
+    """All candidates in order of preference, and the chosen one (None: nothing fits).
 
     Attributes:
-        yours: a ds.json of the user's, without and with gradient checkpointing where both are tried.
+        yours: the user's ds.json, without and with gradient checkpointing if both are tried.
     """
 
     model: PlannedModel
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def rows(self) -> tuple[Estimate, ...]:
-        """What is reported."""
+        """The estimates that are reported."""
         return (*self.yours, *self.estimates)
 
 
@@ -95,15 +95,15 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     """Estimate all candidates and choose.
 
     Args:
-        model: cut for `training.tensor_parallel` ranks, its experts spread over `training.expert_parallel`.
-        given: a ds.json of the user's, with which `training` agrees.
+        model: cut for `training.tensor_parallel` ranks, with experts distributed over `training.expert_parallel`.
+        given: the user's ds.json, consistent with `training`.
 
     Raises:
-        ConfigError: when no candidate is a config that hf_zero takes, with what is wrong with the first; when ranks
-            cannot share the model's sequences.
+        ConfigError: no candidate has a valid config (the error is that of the first one), or ranks cannot share the
+            model's sequences.
     """
     sizes = training.tensor_parallel, training.expert_parallel
-    assert (model.tensor_size, model.expert_size) == sizes, "the model of another plan"
+    assert (model.tensor_size, model.expert_size) == sizes, "the model is of another plan"
     check_sizes(training, hardware.ranks)
     model.check_shares(training.sequence_parallel)
     traces: dict[bool, Trace] = {}
@@ -133,7 +133,7 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
 
 
 def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, traces: Mapping[bool, Trace]) -> str:
-    """What tokens on their way to experts cost, beside what stage 3 would send in their place."""
+    """Compare the bytes that expert parallelism sends with those of stage 3 without it."""
     tokens, size = training.micro_batch * training.local_length, model.dtype.itemsize
     sent = [
         f"{Traffic.of(_exchanges(hardware, training, seen)).total / tokens:,.0f}"
@@ -144,18 +144,18 @@ def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, tra
     sizes = Sizes(gathered=whole, trained=trained, weight_bytes=size, gradient_bytes=size)
     plain = Traffic.of(traffic_of(sizes, Wiring(ranks=hardware.ranks, per_host=hardware.per_host))).total
     return (
-        f"experts over {model.expert_size} ranks, evenly routed: per token {' or '.join(sent)} bytes leave a rank in a "
-        f"forward and a backward, in place of {plain / tokens:,.0f} of stage 3's gathers and reductions of all experts"
+        f"experts over {model.expert_size} ranks, evenly routed: per token a rank sends {' or '.join(sent)} bytes in "
+        f"forward and backward, instead of {plain / tokens:,.0f} for stage 3's gathers and reductions of all experts"
     )
 
 
 def given_estimates(
     model: PlannedModel, hardware: Hardware, training: Training, given: ConfigDict, size: OptimizerSize
 ) -> Iterator[Estimate]:
-    """Of a ds.json with which `training` agrees: without and with checkpointing, or as `training` says.
+    """Estimate the user's ds.json, without and with checkpointing unless `training` decides.
 
     Raises:
-        ConfigError: where it is refused.
+        ConfigError: the config is invalid.
     """
     config = given_config(given, training)
     answers = resolve(
@@ -178,11 +178,11 @@ def _rounds(config: dict[str, Any]) -> bool:
     return any(zero.get(f"zero_quantized_{what}") for what in ("weights", "gradients"))
 
 
-@lru_cache(maxsize=32)  # what would help when nothing fits is asked for more than once
+@lru_cache(maxsize=32)  # `remedies` needs the same traces again
 def traced(
     model: PlannedModel, training: Training, *, checkpointing: bool, tiling: Tiling | None = None, on_cpu: bool = False
 ) -> Trace:
-    """A micro-batch of one rank."""
+    """Trace one rank's micro-batch."""
     return trace(
         model,
         micro_batch=training.micro_batch,
@@ -195,7 +195,7 @@ def traced(
 
 
 def choose(estimates: Sequence[Estimate]) -> Estimate | None:
-    """The fastest that fits; of those that are as fast as far as one can tell, the first by preference."""
+    """Return the fastest estimate that fits; among those about as fast, the first in order of preference."""
     fitting = [each for each in estimates if each.fits]
     fastest = min((each.seconds for each in fitting), default=0.0)
     return next((each for each in fitting if each.seconds <= fastest * ALIKE), None)
@@ -209,10 +209,10 @@ def estimate(
     seen: Trace,
     size: OptimizerSize,
 ) -> Estimate:
-    """One candidate.
+    """Estimate one candidate.
 
     Raises:
-        ConfigError: where its ds.json is refused.
+        ConfigError: its ds.json is invalid.
     """
     config = ds_config(candidate, training)
     answers = resolved(config, training, model, hardware.ranks)
@@ -230,7 +230,7 @@ def _estimated(
     *,
     checkpointing: bool,
 ) -> tuple[RankMemory, Traffic, float, str, float, tuple[str, ...]]:
-    """What an `Estimate` has beside candidate and config."""
+    """Return the fields of `Estimate` after candidate and config."""
     setting = setting_of(answers, size, hardware)
     if setting.shard_ranks % model.expert_size:
         equation = f"{setting.shard_ranks} != n x {model.expert_size}"
@@ -248,13 +248,13 @@ def _estimated(
 
 
 def kept_by_layers(model: PlannedModel, training: Training) -> int:
-    """Bytes of inputs that go to host memory with `activation_checkpointing.cpu_checkpointing`."""
+    """Bytes of inputs that `activation_checkpointing.cpu_checkpointing` moves to host memory."""
     tokens = training.micro_batch * training.local_length
     return on_host(tokens * model.hidden * model.dtype.itemsize, model.layers)
 
 
 def _exchanges(hardware: Hardware, training: Training, seen: Trace, accumulation: int = 1) -> list[Transfer]:
-    """Activations, among ranks that hold parts of the same matrices or sequences, or experts of the same layers."""
+    """Return the exchanges of activations in tensor, sequence and expert parallelism."""
     return exchanges_of(seen.messages, group=training.exchanging, per_host=hardware.per_host, accumulation=accumulation)
 
 
@@ -281,7 +281,7 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
         hops=2 if answers.zero.hops == 2 else 1,
     )
     found = traffic_of(sizes, wiring)
-    if apart:  # gradients travel among ranks with the same experts, which are so many places apart
+    if apart:  # expert gradients are reduced among the ranks with the same experts
         stays = answers.zero.stage == 3
         experts = replace(sizes, gathered=0, kept=0, trained=0 if stays else trained_apart)
         ranks, per_host = with_same_weights(hardware.ranks, hardware.per_host, model.expert_size)
@@ -303,7 +303,7 @@ def shard_ranks(answers: Resolved, hardware: Hardware) -> int:
 
 
 def second_shard(answers: Resolved, hardware: Hardware) -> int:
-    """Ranks that gather around use among themselves, 1 where all do that share the states."""
+    """Size of the groups that gather parameters (hpZ); 1: all ranks that share the states."""
     _, per_host = with_same_weights(hardware.ranks, hardware.per_host, answers.tensor_size)
     size = answers.zero.gather_size
     return 1 if size is None else min(per_host if size == "host" else size, shard_ranks(answers, hardware))
@@ -349,7 +349,7 @@ def _step(
 
 
 def _waits(answers: Resolved) -> bool:
-    """Whether updates wait for all gradients."""
+    """Whether updates start only after all gradients are complete."""
     clip_norm, skips, streaming = answers.gradients.clip_norm, answers.precision.skip_nonfinite, answers.zero.streaming
     return clip_norm > 0 or skips if streaming is None else bool(streaming.why_gradients_stay(clip_norm, skips))
 
@@ -365,28 +365,28 @@ def _lacks(memory: RankMemory, hardware: Hardware) -> Iterator[str]:
     if memory.device_total > hardware.limit:
         largest = max(KINDS, key=lambda kind: memory.device.get(kind, 0))
         yield (
-            f"{gigabytes(memory.device_total)} of device memory, of which {gigabytes(memory.device[largest])} "
-            f"{largest}; {gigabytes(hardware.limit)} can be used"
+            f"{gigabytes(memory.device_total)} of device memory ({gigabytes(memory.device[largest])} of it {largest}); "
+            f"{gigabytes(hardware.limit)} can be used"
         )
     if memory.host_total * per_host > hardware.host_limit and hardware.separate:
         yield (
-            f"{gigabytes(memory.host_total * per_host)} of host memory for {per_host} rank(s) of a host; "
+            f"{gigabytes(memory.host_total * per_host)} of host memory for {per_host} rank(s) per host; "
             f"{gigabytes(hardware.host_limit)} can be used"
         )
     if memory.disk_total * per_host > hardware.disk:
-        yield f"{gigabytes(memory.disk_total * per_host)} on a host's drive; there are {gigabytes(hardware.disk)}"
+        yield f"{gigabytes(memory.disk_total * per_host)} on a host's drive; {gigabytes(hardware.disk)} can be used"
 
 
 def gigabytes(size: float) -> str:
-    """1.2 GB, 35 MB."""
+    """Format a size, such as 1.2 GB or 35 MB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def optimizer_size(training: Training) -> OptimizerSize:
-    """Of the optimizer itself, made for one number."""
+    """Measure the states per element of the optimizer on one small parameter."""
     params = {"lr": 1e-3} if training.optimizer.lower() != "adafactor" else {}
     policy = OptimizerPolicy(type=training.optimizer, params=params)
-    plain = inspect.unwrap(torch.optim.Optimizer.add_param_group)  # what is around it loads torch's compiler
+    plain = inspect.unwrap(torch.optim.Optimizer.add_param_group)  # its wrapper imports torch's compiler
     with in_place_of((torch.optim.Optimizer, "add_param_group", plain)):
         optimizer = build_optimizer(policy, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
     return OptimizerSize(states_per_element(optimizer), stored_bytes_per_element(optimizer))

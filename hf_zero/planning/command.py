@@ -1,4 +1,4 @@
-"""The command `plan`: the order in which things happen."""
+"""The command `plan`."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """The plan that the arguments ask for.
+    """Return the plan for the arguments.
 
     Raises:
-        ConfigError: for arguments that cannot be.
+        ConfigError: for invalid arguments.
     """
     model, machine, training, given = _asked(arguments)
     return make_plan(model, machine, training, given)
@@ -59,7 +59,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 def _longest(arguments: argparse.Namespace) -> int:
     model, machine, training, given = _asked(arguments)
     if given is not None:
-        rule, fix = "--longest tries all ways to train, and no ds.json", "leave out one of the two"
+        rule, fix = "--longest tries all candidates and uses no ds.json", "leave out one of the two"
         raise ConfigError(Problem("--config", arguments.config, rule, fix))
     if arguments.sequence_parallel is None:
         training = most_sharing(model, machine, training)
@@ -74,7 +74,7 @@ def _longest(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Training, ConfigDict | None]:
-    """Model, machine, training and ds.json of the arguments."""
+    """Return model, machine, training and ds.json for the arguments."""
     names = "seq_length micro_batch accumulation tensor_parallel sequence_parallel expert_parallel"
     least = dict.fromkeys(names.split(), 1)
     for key, smallest in (least | {"lora_rank": 0, "measure": 0}).items():

@@ -314,7 +314,7 @@ def test_a_model_that_needs_values_gets_a_formula(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     found = trace(model, micro_batch=1, length=16, checkpointing=False)
-    assert "by a formula" in found.note and "values are needed" in found.note
+    assert "from a formula" in found.note and "values are needed" in found.note
     assert found.saved == 34 * 16 * 64 * 3 + 10 * 16 * 500
 
 
