@@ -25,7 +25,7 @@ _TENSOR = (
 _COMPILER = "graph passes of DeepCompile are not supported: engine.compile() runs the model under torch.compile"
 _DRIVE = "no compiled operators: zero_optimization.offload_optimizer and offload_param with device nvme use the drive"
 _KERNELS = "no compiled operators: models run on PyTorch's own kernels and transformers' attn_implementation"
-_QUANTISED = "no quantising operators: load the model with transformers' BitsAndBytesConfig or TorchAoConfig"
+_QUANTISED = "no quantizing operators: load the model with transformers' BitsAndBytesConfig or TorchAoConfig"
 _CHECKPOINT_TOOLS = (
     "tools for Megatron checkpoints are not supported: load_checkpoint takes checkpoints of any stage and number of "
     "ranks, and `python -m hf_zero.zero_to_fp32` writes whole weights"
@@ -33,7 +33,7 @@ _CHECKPOINT_TOOLS = (
 _DATA = "curricula, samplers and random-LTD work from ds.json alone: docs/data_efficiency.md"
 _SWAPPING = "how states move to a drive is decided by zero_optimization.offload_optimizer, offload_param and aio"
 _MONITORS = "the sections tensorboard, csv_monitor, wandb and comet of ds.json, or monitor.monitor.MonitorMaster"
-_LORA = "LoRA and quantised layers come from PEFT: LoraConfig, get_peft_model, at every stage"
+_LORA = "LoRA and quantized layers come from PEFT: LoraConfig, get_peft_model, at every stage"
 _ENGINE_REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
 _ENGINE_COMPILER = "engine.compile() runs the model under torch.compile"
 _ENGINE_PROFILER = "deepspeed.profiling.flops_profiler has FlopsProfiler and get_model_profile"

@@ -132,7 +132,7 @@ class Snapshot:
             if any(source._version != version for source, _, version in self._later):
                 raise CheckpointError(
                     "this checkpoint",
-                    "was not written: the program has changed optimizer states while they were being saved",
+                    "was not written: the program changed optimizer states while they were being saved",
                     "change them before save_checkpoint(), or after the next step()",
                 )
         finally:

@@ -97,7 +97,7 @@ def _write_trained(store: ParameterStore, subject: Subject, plan: LoadPlan) -> N
 
 
 def _write_errors(subject: Subject, plan: LoadPlan) -> None:
-    """Restore the errors of quantised gradients with the optimizer's states."""
+    """Restore the errors of quantized gradients with the optimizer's states."""
     view, shard = plan.view, subject.groups.shard
     goes_on = view.world == shard.size and any(group is not None for group in plan.groups)
     saved = view.gradient_errors[shard.rank] if goes_on and view.gradient_errors else ()
@@ -165,7 +165,7 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
         raise CheckpointError(
             view.folder.path,
             "holds no optimizer state that can be assigned to parameters",
-            "load with load_optimizer_states=False to take the weights alone",
+            "load with load_optimizer_states=False to load only the weights",
         )
     holder = {name: group for group in view.groups for name in group.names}
     names, updater = subject.names, subject.assembly.optimizer.updater
@@ -173,7 +173,7 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
     for members, options in zip(subject.assembly.members, subject.assembly.optimizer.param_groups, strict=True):
         group = next((holder[names[index]] for index in members if names[index] in holder), None)
         if group is None:
-            logger.warning("%s: no state for the parameters of one optimizer group; it starts anew", view.folder.path)
+            logger.warning("%s: no state for the parameters of an optimizer group; it starts empty", view.folder.path)
         wanted = updater.state_names(options)
         _refuse_other_kinds(updater, view)
         if wanted and view.states() and not set(wanted) & set(view.states()):
@@ -194,9 +194,7 @@ def _refuse_other_kinds(updater: Updater, view: CheckpointView) -> None:
     if view.whole_states and whole_names == ():
         problem = f"holds optimizer states of whole tensors, and {kind} updates one element at a time or flat shards"
     elif view.shard_states and not updater.may_bind_states:
-        problem = (
-            f"holds optimizer states that fit nothing but the flat shards it was saved from, and {kind} has others"
-        )
+        problem = f"holds optimizer states that only fit the flat shards they were saved from, and {kind} has others"
     elif whole_names and (view.states() or saved) and not saved & set(whole_names):
         known = ", ".join(sorted({*view.states(), *saved}))
         problem = f"holds the optimizer states {known}; {kind} has {', '.join(whole_names)} of whole tensors"
@@ -334,7 +332,7 @@ def _write_bound_state(updater: Updater, sub_group: SubGroup, view: CheckpointVi
         kind = type(updater.optimizer).__name__
         raise CheckpointError(
             view.folder.path,
-            f"{kind} ran on flat shards of {view.world} ranks there, and its states fit no other layout",
+            f"was saved by {kind} on flat shards of {view.world} ranks, and its states fit no other layout",
             f"continue with {view.world} ranks and the same stage and bucket sizes, or load with "
             'load_optimizer_states=False; with hf_zero.optimizer_sees "whole_tensors" states fit any number of ranks',
         )

@@ -83,8 +83,8 @@ def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> C
     if cuts is None:
         raise CheckpointError(
             first.folder.path,
-            f"was written with {len(views)} ranks per tensor group, and does not say how its matrices are cut: parts "
-            "cannot be put together",
+            f"was written with {len(views)} ranks per tensor group, and does not say how its matrices are cut, so the "
+            "parts cannot be joined",
             f"set tensor_parallel.autotp_size to {len(views)}, or start from whole weights (save_16bit_model, "
             "save_model)",
         )
@@ -135,11 +135,11 @@ def in_parts(
 def _check_parts(views: Sequence[CheckpointView], cuts: Mapping[str, Cut]) -> None:
     for rank, view in enumerate(views):
         if saved_cuts(view) != cuts:
-            raise CheckpointError(view.folder.path, f"the files of tensor rank {rank} are cut in other parts", _FIX)
+            raise CheckpointError(view.folder.path, f"the files of tensor rank {rank} are cut differently", _FIX)
         for name, shape in {**view.shapes, **{name: pieces.shape for name, pieces in view.frozen.items()}}.items():
             cut = cuts.get(name)
             if cut is not None and (len(cut.intervals) != len(views) or cut.part_shape(rank) != tuple(shape)):
-                problem = f"tensor rank {rank} has {tuple(shape)} of {name!r}, which {cut} does not give it"
+                problem = f"tensor rank {rank} has {tuple(shape)} of {name!r}, which does not match {cut}"
                 raise CheckpointError(view.folder.path, problem, _FIX)
         if set(view.shapes) != set(views[0].shapes) or set(view.frozen) != set(views[0].frozen):
             raise CheckpointError(view.folder.path, f"tensor rank {rank} has other parameters than the first", _FIX)
@@ -149,8 +149,8 @@ def _refuse_bound_states(views: Sequence[CheckpointView], by: str) -> None:
     if any(view.whole_states or view.shard_states for view in views):
         raise CheckpointError(
             views[0].folder.path,
-            f"was written with {by} per tensor group, and holds optimizer states that are not one value per element: "
-            "they fit the parts they belong to only",
+            f"was written with {by} per tensor group, and holds optimizer states that are not one value per element, "
+            "so they only fit the parts that they belong to",
             "set tensor_parallel.autotp_size to what it was, or load with load_optimizer_states=False",
         )
 

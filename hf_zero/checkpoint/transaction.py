@@ -65,7 +65,7 @@ def read_manifest(folder: Path) -> dict[str, Written] | None:
     if not path.exists():
         return None
     if path.stat().st_size > MAX_BYTES:
-        raise CheckpointError(path, f"takes {path.stat().st_size} bytes, far more than a list of files", _RESTORE)
+        raise CheckpointError(path, f"has {path.stat().st_size} bytes, far more than a list of files", _RESTORE)
     try:
         stated: Any = json.loads(path.read_bytes())
         seal = stated.pop("crc32")
@@ -99,7 +99,7 @@ def files_to_check(folder: Path) -> list[Written | Path]:
             raise CheckpointError(path, "this file of the checkpoint is missing", _RESTORE)
         size = path.stat().st_size
         if size != file.num_bytes:
-            kind = "truncated" if size < file.num_bytes else "not the one that was written"
+            kind = "truncated" if size < file.num_bytes else "not the file that was written"
             raise CheckpointError(path, f"is {kind}: {size} bytes instead of {file.num_bytes}", _RESTORE)
     foreign = sorted(present - set(listed))
     if foreign:
@@ -231,7 +231,7 @@ def write_checkpoint(
         return "" if staging is None else str(staging.path)
 
     try:
-        folders = _all_or_nothing(place, collectives, "make the folder", prepare)
+        folders = _all_or_nothing(place, collectives, "create the folder", prepare)
         partial = Path(next(path for node, path in folders if path and node == place.node))
         reports = _all_or_nothing(place, collectives, "write its files", lambda: _write_files(partial, files, write))
         _all_or_nothing(place, collectives, "finish the checkpoint", lambda: _finish(place, partial, reports))
@@ -260,14 +260,14 @@ def _all_or_nothing(
         raise CheckpointError(
             place.final,
             f"was not written: rank {rank} could not {what} ({text})",
-            "free disk space or give a folder that can be written to; earlier checkpoints are untouched",
+            "free disk space or give a writable folder; earlier checkpoints are unchanged",
         )
     return [(node, value) for node, value, _ in outcomes]
 
 
 def _prepare(place: Destination) -> StagingFolder:
     for leftover in leftovers(place.root):
-        logger.warning("%s is left of a save that did not end; it is not a checkpoint and can be deleted", leftover)
+        logger.warning("%s is from an interrupted save; it is not a checkpoint and can be deleted", leftover)
     return StagingFolder(place.final.parent, place.final.name)
 
 

@@ -28,7 +28,7 @@ class QuantizedVector(Vector):
 
     @classmethod
     def adopt(cls, name: str, values: Tensor, store: Store) -> QuantizedVector:
-        """Quantise `values` (1-D) into a message in `store`."""
+        """Quantize `values` (1-D) into a message in `store`."""
         message = new_messages(1, values.numel(), BITS, values.device)
         write_messages(values.view(1, -1), message, BITS)
         return cls(store.adopt(name, message.view(-1)), values.numel(), values.dtype)
@@ -84,7 +84,7 @@ class QuantizedVector(Vector):
         return values
 
     def _write(self, values: Tensor) -> None:
-        """Write changed blocks only, because quantising values again may change them."""
+        """Write changed blocks only, because quantizing values again may change them."""
         kept = self.message.take().view(1, -1)
         fresh = torch.empty_like(kept)
         write_messages(values.view(1, -1), fresh, BITS)

@@ -111,7 +111,7 @@ def _rank_file(path: Path) -> _RankFile:
 def _stage(folder: Folder, files: Sequence[_RankFile]) -> int:
     if not files:
         raise CheckpointError(
-            folder.path, f"holds no *{ds.OPTIMIZER_SUFFIX} file: its weights are those of the model file", _FIX
+            folder.path, f"has no *{ds.OPTIMIZER_SUFFIX} file: its weights are in the model file", _FIX
         )
     inner = files[0].inner
     if ds.ZERO_STAGE in inner:
@@ -119,7 +119,7 @@ def _stage(folder: Folder, files: Sequence[_RankFile]) -> int:
     else:  # one optimizer class of DeepSpeed lacks it (bf16, stage 1, fp32 accumulation)
         stage = 3 if ds.FP32_FLAT_GROUPS in inner else 1
     if stage not in (1, 2, 3) or (stage == 3) != (ds.FP32_FLAT_GROUPS in inner):
-        raise CheckpointError(files[0].path, f"says stage {stage}, and its content is of another", _FIX)
+        raise CheckpointError(files[0].path, f"says stage {stage}, but its content is of another stage", _FIX)
     return stage
 
 
@@ -131,7 +131,7 @@ def _check_world(model: Any, model_path: Path, files: Sequence[_RankFile]) -> No
     for path, count in stated.items():
         if count != world:
             raise CheckpointError(
-                path, f"is of a checkpoint of {count} ranks, and this folder holds the files of {world}", _FIX
+                path, f"is of a checkpoint of {count} ranks, but this folder has the files of {world}", _FIX
             )
 
 
@@ -172,7 +172,7 @@ def _check_available(tensor: Any, partition: GroupPartition, rank: int, path: Pa
     if have not in (stripped, partition.partition_numel):
         raise CheckpointError(
             path,
-            f"holds {have} master weights of a group whose part on this rank has {stripped} "
+            f"holds {have} master weights of a group whose part on this rank should have {stripped} "
             f"(the group has {partition.used_numel} elements)",
             _FIX,
         )
@@ -206,7 +206,7 @@ def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_R
             what = f"sub-group {number}"
             buffers.setdefault(MASTER, {})[place] = parts_of(masters[number], what, file.path, sub.numel)
             if (have := numel_of(masters[number])) != sub.numel:
-                raise CheckpointError(file.path, f"{what} has {have} elements where its shapes give {sub.numel}", _FIX)
+                raise CheckpointError(file.path, f"{what} has {have} elements, but its shapes give {sub.numel}", _FIX)
             for kind, tensor in element_states(states[rank][number], sub.numel).items():
                 buffers.setdefault(kind, {})[place] = parts_of(tensor, f"{kind} of {what}", file.path, sub.numel)
     return _elements(extents, buffers), _groups_3(
@@ -252,7 +252,7 @@ def _elements(
 
 def _check_count(have: int, wanted: int, path: Path) -> None:
     if have != wanted:
-        raise CheckpointError(path, f"holds {have} groups where the model file lists {wanted}", _FIX)
+        raise CheckpointError(path, f"holds {have} groups, but the model file lists {wanted}", _FIX)
 
 
 # Views of stage 0 checkpoints (everything in the model file) and of universal checkpoints (a folder per parameter).
@@ -297,7 +297,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
             buffers.setdefault(kind, {})[number] = tensor
     stated = inner.get(ds.PARAM_GROUPS, [{}] * len(groups))
     if groups and len(stated) != len(groups):
-        raise CheckpointError(path, f"holds {len(stated)} optimizer groups where there should be {len(groups)}", _FIX)
+        raise CheckpointError(path, f"holds {len(stated)} optimizer groups, but should hold {len(groups)}", _FIX)
     return CheckpointView(
         folder=folder,
         stage=0,
@@ -337,7 +337,7 @@ def read_universal(folder: Folder) -> CheckpointView:
     """The view of a universal checkpoint: whole `zero/<parameter>/fp32.pt` and moments."""
     paths = list(folder.model_files.values())
     if not paths:
-        raise CheckpointError(folder.path, f"holds no *{ds.MODEL_SUFFIX} file", _FIX)
+        raise CheckpointError(folder.path, f"has no *{ds.MODEL_SUFFIX} file", _FIX)
     models = [read_torch_file(path) for path in paths]
     states = read_torch_file(folder.path / ds.UNIVERSAL_FOLDER / ds.UNIVERSAL_OPTIMIZER_FILE)
     pieces = shapes_in_groups(models[0], ds.PARAM_SHAPES, paths[0])
@@ -406,7 +406,7 @@ def _universal_groups(
 
 def _parameter_files(folder: Folder, name: str) -> list[Path]:
     if "/" in name or "\\" in name or name.startswith("."):
-        raise CheckpointError(folder.path, f"names a parameter {name!r}, which is not a folder name", _FIX)
+        raise CheckpointError(folder.path, f"lists a parameter {name!r}, which is not a folder name", _FIX)
     place = folder.path / ds.UNIVERSAL_FOLDER / name
     if not place.is_dir():
         raise CheckpointError(place, f"the folder of parameter {name!r} is missing", _FIX)

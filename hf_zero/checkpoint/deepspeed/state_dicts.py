@@ -26,7 +26,7 @@ _FIX = "the file is damaged, or not of this kind of checkpoint; restore it from 
 def need(mapping: Any, key: Any, path: Path) -> Any:
     """`mapping[key]`."""
     if not isinstance(mapping, Mapping):
-        raise CheckpointError(path, f"holds a {type(mapping).__name__} where a dictionary with {key!r} belongs", _FIX)
+        raise CheckpointError(path, f"holds a {type(mapping).__name__} instead of a dictionary with {key!r}", _FIX)
     if key not in mapping:
         raise CheckpointError(path, f"has no {key!r}", _FIX)
     return mapping[key]

@@ -86,7 +86,7 @@ class OptimizerPart:
         steps: updates by parameter name, if these differ.
         whole: this rank's states of whole tensors by parameter name; see `whole_states`.
         bound: this rank's states that only fit its own shards.
-        errors: error feedback of this rank's quantised gradients; see `gradient_errors`.
+        errors: error feedback of this rank's quantized gradients; see `gradient_errors`.
     """
 
     options: Sequence[Mapping[str, Any]]

@@ -48,15 +48,15 @@ def convert_to_universal(source: Path, target: Path, on_parameter: Callable[[str
 
 
 def _refuse_unfit(view: CheckpointView) -> None:
-    where, fix = view.folder.path, "load it as it is: hf_zero takes any stage and number of ranks"
+    where, fix = view.folder.path, "load it unconverted: hf_zero loads it at any stage and number of ranks"
     if view.folder.is_universal:
-        raise CheckpointError(where, "is universal already", "name the folder that save_checkpoint wrote")
+        raise CheckpointError(where, "is already universal", "give the folder that save_checkpoint wrote")
     if view.stage == 0:
         raise CheckpointError(where, "is of stage 0, whose weights are whole and have no universal form", fix)
     if not view.groups or MASTER not in view.elements:
-        raise CheckpointError(where, "holds no optimizer state with names of parameters", fix)
+        raise CheckpointError(where, "has no optimizer states with names of parameters", fix)
     if saved_cuts(view):
-        problem = "is of tensor-parallel training: its model files, which the universal form takes over, hold parts"
+        problem = "is of tensor-parallel training: its model files, which the universal format copies, hold parts"
         raise CheckpointError(where, problem, f"{fix}; save again without tensor_parallel.autotp_size to convert that")
     if view.whole_states or view.shard_states:
         raise CheckpointError(where, "holds optimizer states that are not one value per element", fix)

@@ -210,7 +210,7 @@ def _blocks(content: Streamed | Awaited | bytes) -> Iterator[memoryview]:
     if isinstance(content, bytes):
         yield memoryview(content)
         return
-    assert isinstance(content, Streamed), "bytes that have not come cannot be written"
+    assert isinstance(content, Streamed), "bytes that have not arrived cannot be written"
     for chunk in content.chunks():
         yield chunk.view(torch.uint8).numpy().data
 

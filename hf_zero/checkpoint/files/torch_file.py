@@ -401,16 +401,16 @@ def check_container(path: Path) -> None:
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise CheckpointError(path, f"is truncated or damaged ({_first_line(error)})", _RESTORE) from error
     if len(members) > MAX_RECORDS:
-        raise CheckpointError(path, f"announces {len(members)} records, more than {MAX_RECORDS}", _RESTORE)
+        raise CheckpointError(path, f"has {len(members)} records, more than {MAX_RECORDS}", _RESTORE)
     if len({member.filename for member in members}) < len(members):
-        raise CheckpointError(path, "holds two records of one name", _RESTORE)
+        raise CheckpointError(path, "has two records of the same name", _RESTORE)
     for member in members:
         is_plain = member.compress_type == zipfile.ZIP_STORED and member.compress_size == member.file_size
         if not is_plain or member.header_offset + member.file_size > num_bytes:
             problem = f"its record {member.filename!r} is compressed or larger than the file ({num_bytes} bytes)"
             raise CheckpointError(path, problem, _RESTORE)
         if member.filename.endswith("data.pkl") and member.file_size > MAX_PICKLE_BYTES:
-            raise CheckpointError(path, f"its description takes {member.file_size} bytes", _RESTORE)
+            raise CheckpointError(path, f"its pickle is too large ({member.file_size} bytes)", _RESTORE)
 
 
 def check_records(path: Path) -> None:
@@ -440,8 +440,8 @@ def _refusal(path: Path, error: Exception, is_zip: bool) -> CheckpointError:
         return CheckpointError(path, f"cannot be read ({_first_line(error)})", _RESTORE)
     return CheckpointError(
         path,
-        f"asks to run or build {', '.join(strangers)}, which may do anything on this machine; hf_zero builds tensors, "
-        "numbers and arrays of numpy, plain containers and the four state classes of DeepSpeed only",
+        f"asks to run or build {', '.join(strangers)}, which may do anything on this machine; hf_zero only builds "
+        "tensors, numpy's numbers and arrays, plain containers and DeepSpeed's four state classes",
         "if it is in your own client_state, save plain values there; if you trust the file, allow the class with "
         "torch.serialization.add_safe_globals([...]); otherwise do not load it",
     )

@@ -65,7 +65,7 @@ class HostNegotiation(Negotiation):
         while gathering.decision is None:
             if not self._decide_all():
                 missing = self._silent_until(gathering)
-                self._wait(missing, f"to learn what it needs, for this rank {self.sources.describe(gathering.request)}")
+                self._wait(missing, f"for its next request, since this rank {self.sources.describe(gathering.request)}")
         return gathering.decision
 
     # Requests

@@ -33,7 +33,7 @@ from hf_zero.extras.compression.schedule import (
 )
 from hf_zero.extras.compression.section import ActivationPolicy, PruningPolicy, Rule, WeightPolicy
 
-# Quantisation of one layer: its weight and inputs are rounded to few bits in forward.
+# Quantization of one layer: its weight and inputs are rounded to few bits in forward.
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def grid_of(groups: Tensor, bits: int, *, symmetric: bool) -> Grid:
 def quantized(
     values: Tensor, bits: int, num_groups: int, *, symmetric: bool = True, noise: Tensor | None = None
 ) -> Tensor:
-    """`values` quantised to `bits` and dequantised to their own dtype; computed in fp32.
+    """`values` quantized to `bits` and dequantized to their own dtype; computed in fp32.
 
     Args:
         num_groups: must divide the number of values.
@@ -103,14 +103,14 @@ def _ternary(groups: Tensor) -> Tensor:
 
 
 def quantized_in_range(values: Tensor, low: Tensor, high: Tensor, bits: int, *, symmetric: bool) -> Tensor:
-    """`values` quantised to `bits` in the range from `low` to `high` (0-dim tensors); values outside are clamped."""
+    """`values` quantized to `bits` in the range from `low` to `high` (0-dim tensors); values outside are clamped."""
     grid = Grid.of_range(low.float().view(1, 1), high.float().view(1, 1), bits, symmetric=symmetric)
     return grid.rounded(values.detach().reshape(1, -1).float()).view(values.shape).to(values.dtype)
 
 
 @dataclass(slots=True, eq=False)
 class WeightBits:
-    """Weight quantisation of one layer, active if `is_on`. Stochastic rounding uses the same noise in all forwards of
+    """Weight quantization of one layer, active if `is_on`. Stochastic rounding uses the same noise in all forwards of
     an update and on all ranks."""
 
     layer: Layer
@@ -177,7 +177,7 @@ OLD, NEW = 0.95, 0.05
 
 @dataclass(slots=True, eq=False)
 class ActivationBits:
-    """Input quantisation of one layer, active if `is_on`.
+    """Input quantization of one layer, active if `is_on`.
 
     Attributes:
         notes: whether ranges of inputs are recorded.
@@ -199,7 +199,7 @@ class ActivationBits:
         self.notes = not self.policy.dynamic and updates + 1 >= self.policy.offset
 
     def apply(self, inputs: Tensor) -> Tensor:
-        """The quantised inputs of the layer."""
+        """The quantized inputs of the layer."""
         if not inputs.is_floating_point() or not inputs.numel():
             return inputs
         if self.notes and self.layer.module.training:
