@@ -44,7 +44,6 @@ from hf_zero.planning.choose import (
     ALIKE,
     Estimate,
     given_estimates,
-    optimizer_size,
 )
 from hf_zero.planning.machine import CONTEXT_BYTES, Hardware, hardware
 from hf_zero.planning.model import PlannedModel, load_model
@@ -140,7 +139,7 @@ def _compared(run: Mapping[str, Any], config: Mapping[str, Any], is_held_out: bo
 def _estimates(
     run: Mapping[str, Any], model: PlannedModel, machine: Hardware, training: Training
 ) -> tuple[Estimate, ...]:
-    return tuple(given_estimates(model, machine, training, _ds_config(run), optimizer_size(training)))
+    return tuple(given_estimates(model, machine, training, _ds_config(run)))
 
 
 def _shape(run: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

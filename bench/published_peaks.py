@@ -16,7 +16,7 @@ from hf_zero.config import resolve
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.config.features.long_sequences import Tiling as TilingKeys
 from hf_zero.planning.candidates import Training
-from hf_zero.planning.choose import Estimate, kept_by_layers, optimizer_size, setting_of, traced
+from hf_zero.planning.choose import Estimate, kept_by_layers, setting_of, traced
 from hf_zero.planning.machine import CONTEXT_BYTES, Hardware
 from hf_zero.planning.memory import (
     ACTIVATIONS,
@@ -110,7 +110,7 @@ def _moments(
     unit_of: dict[str, int] = {}
     sizes: list[int] = []
     if estimate.candidate.stage == 3:
-        setting = setting_of(answers, optimizer_size(training), machine)
+        setting = setting_of(answers, training, machine)
         specs, policy = trained_specs(model.module), answers.zero.keys
         units = plan_units(model, specs, setting.shard_ranks, policy, looks_far=setting.looks_far)
         gathered = units.live(seen)

@@ -28,7 +28,7 @@ from hf_zero.planning.candidates import (
     given_config,
     resolved,
 )
-from hf_zero.planning.event_model import Setup, Shape, exchange_seconds, simulate
+from hf_zero.planning.event_model import Setup, Shape, Step, exchange_seconds, simulate
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import KINDS, OptimizerSize, RankMemory, Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling, trace
@@ -64,7 +64,6 @@ class Estimate:
         return not self.lacks
 
     def tokens_per_s(self, training: Training, ranks: int) -> float:
-        """Tokens per second of all ranks."""
         return training.tokens * training.data_ranks(ranks) / self.seconds
 
 
@@ -87,7 +86,6 @@ class Plan:
 
     @property
     def rows(self) -> tuple[Estimate, ...]:
-        """The estimates that are reported."""
         return (*self.yours, *self.estimates)
 
 
@@ -107,26 +105,25 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     check_sizes(training, hardware.ranks)
     model.check_shares(training.sequence_parallel)
     traces: dict[bool, Trace] = {}
-    size = optimizer_size(training)
     estimates: list[Estimate] = []
     refused: dict[str, ConfigError] = {}
     alike, per_host = with_same_weights(hardware.ranks, hardware.per_host, training.tensor_parallel)
     ways = list(candidates(training, ranks=alike, separate=hardware.separate, per_host=per_host))
     for candidate in tracked(ways, "estimating"):
-        if candidate.checkpointing not in traces:
-            way = candidate.checkpointing
+        way = candidate.checkpointing
+        if way not in traces:
             traces[way] = traced(model, training, checkpointing=way, on_cpu=not hardware.separate)
+        config = ds_config(candidate, training)
         try:
-            found = estimate(model, hardware, training, candidate, traces[candidate.checkpointing], size)
+            answers = resolved(config, training, model, hardware.ranks)
+            estimates.append(_estimate(model, hardware, training, candidate, config, answers, traces[way]))
         except ConfigError as error:
             refused[candidate.name] = error
-        else:
-            estimates.append(found)
     if not estimates and refused:
         raise next(iter(refused.values()))
     notes = [*model.notes, *hardware.notes, *dict.fromkeys(each.note for each in traces.values() if each.note)]
     reasons = tuple(f"{name}: {error.problems[0].rule}" for name, error in refused.items())
-    yours = () if given is None else tuple(given_estimates(model, hardware, training, given, size))
+    yours = () if given is None else tuple(given_estimates(model, hardware, training, given))
     notes += [_of_experts(model, hardware, training, traces)] if training.expert_parallel > 1 else []
     notes += [_ROUNDED] if any(_rounds(each.config) for each in yours) else []
     return Plan(model, hardware, training, tuple(estimates), choose(estimates), reasons, tuple(notes), yours)
@@ -150,7 +147,7 @@ def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, tra
 
 
 def given_estimates(
-    model: PlannedModel, hardware: Hardware, training: Training, given: ConfigDict, size: OptimizerSize
+    model: PlannedModel, hardware: Hardware, training: Training, given: ConfigDict
 ) -> Iterator[Estimate]:
     """Estimate the user's ds.json, without and with checkpointing unless `training` decides.
 
@@ -169,8 +166,8 @@ def given_estimates(
     tiling = Tiling(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
     for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
         seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
-        found = _estimated(model, hardware, training, answers, seen, size, checkpointing=checkpointing)
-        yield Estimate(candidate_of(answers, checkpointing=checkpointing), config, *found)
+        candidate = candidate_of(answers, checkpointing=checkpointing)
+        yield _estimate(model, hardware, training, candidate, config, answers, seen)
 
 
 def _rounds(config: dict[str, Any]) -> bool:
@@ -182,7 +179,6 @@ def _rounds(config: dict[str, Any]) -> bool:
 def traced(
     model: PlannedModel, training: Training, *, checkpointing: bool, tiling: Tiling | None = None, on_cpu: bool = False
 ) -> Trace:
-    """Trace one rank's micro-batch."""
     return trace(
         model,
         micro_batch=training.micro_batch,
@@ -201,50 +197,36 @@ def choose(estimates: Sequence[Estimate]) -> Estimate | None:
     return next((each for each in fitting if each.seconds <= fastest * ALIKE), None)
 
 
-def estimate(
+def _estimate(
     model: PlannedModel,
     hardware: Hardware,
     training: Training,
     candidate: Candidate,
-    seen: Trace,
-    size: OptimizerSize,
-) -> Estimate:
-    """Estimate one candidate.
-
-    Raises:
-        ConfigError: its ds.json is invalid.
-    """
-    config = ds_config(candidate, training)
-    answers = resolved(config, training, model, hardware.ranks)
-    found = _estimated(model, hardware, training, answers, seen, size, checkpointing=candidate.checkpointing)
-    return Estimate(candidate, config, *found)
-
-
-def _estimated(
-    model: PlannedModel,
-    hardware: Hardware,
-    training: Training,
+    config: dict[str, Any],
     answers: Resolved,
     seen: Trace,
-    size: OptimizerSize,
-    *,
-    checkpointing: bool,
-) -> tuple[RankMemory, Traffic, float, str, float, tuple[str, ...]]:
-    """Return the fields of `Estimate` after candidate and config."""
-    setting = setting_of(answers, size, hardware)
+) -> Estimate:
+    setting = setting_of(answers, training, hardware)
     if setting.shard_ranks % model.expert_size:
         equation = f"{setting.shard_ranks} != n x {model.expert_size}"
         rule = f"ranks per shard group = n x ranks along expert does not hold: {equation}"
         raise ConfigError(Problem("--expert-parallel", model.expert_size, rule, "give a divisor of the shard group"))
     memory = rank_memory(model, setting, seen)
     goes_out = answers.section(ActivationCheckpointing).cpu_checkpointing
-    if checkpointing and goes_out and hardware.separate:
+    if candidate.checkpointing and goes_out and hardware.separate:
         memory = memory.with_activations_on_host(kept_by_layers(model, training))
-    seconds, bound = _step(model, hardware, training, answers, seen, recomputes=checkpointing)
+    step = _step(model, hardware, training, answers, seen, recomputes=candidate.checkpointing)
     exchanges = _exchanges(hardware, training, seen, training.accumulation)
-    moved = Traffic.of([*_of_states(model, hardware, answers), *exchanges])
-    lacks = tuple(_lacks(memory, hardware))
-    return memory, moved, seconds, bound, seen.flops * training.accumulation, lacks
+    return Estimate(
+        candidate,
+        config,
+        memory,
+        traffic=Traffic.of([*_of_states(model, hardware, answers), *exchanges]),
+        seconds=step.seconds,
+        bound=step.bound,
+        flops=seen.flops * training.accumulation,
+        lacks=tuple(_lacks(memory, hardware)),
+    )
 
 
 def kept_by_layers(model: PlannedModel, training: Training) -> int:
@@ -291,7 +273,8 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
     return found
 
 
-def setting_of(answers: Resolved, size: OptimizerSize, hardware: Hardware) -> Setting:
+def setting_of(answers: Resolved, training: Training, hardware: Hardware) -> Setting:
+    size = optimizer_size(training.optimizer)
     return Setting(answers, size, shard_ranks(answers, hardware), hardware.separate, hardware.hosts)
 
 
@@ -311,7 +294,7 @@ def second_shard(answers: Resolved, hardware: Hardware) -> int:
 
 def _step(
     model: PlannedModel, hardware: Hardware, training: Training, answers: Resolved, seen: Trace, *, recomputes: bool
-) -> tuple[float, str]:
+) -> Step:
     zero, shard = answers.zero, shard_ranks(answers, hardware)
     optimizer, parameters = zero.offload_optimizer, zero.offload_param if zero.stage == 3 else None
     tokens, machine = training.micro_batch * training.local_length, hardware.machine()
@@ -344,8 +327,7 @@ def _step(
         gathers=zero.keys,
         agreement=_agreement(answers, hardware),
     )
-    step = simulate(machine, shape, setup)
-    return step.seconds, step.bound
+    return simulate(machine, shape, setup)
 
 
 def _waits(answers: Resolved) -> bool:
@@ -382,10 +364,10 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
-def optimizer_size(training: Training) -> OptimizerSize:
-    """Measure the states per element of the optimizer on one small parameter."""
-    params = {"lr": 1e-3} if training.optimizer.lower() != "adafactor" else {}
-    policy = OptimizerPolicy(type=training.optimizer, params=params)
+@lru_cache(maxsize=4)
+def optimizer_size(name: str) -> OptimizerSize:
+    """Measure the states per element of the optimizer of this type on one small parameter."""
+    policy = OptimizerPolicy(type=name, params={"lr": 1e-3} if name.lower() != "adafactor" else {})
     plain = inspect.unwrap(torch.optim.Optimizer.add_param_group)  # its wrapper imports torch's compiler
     with in_place_of((torch.optim.Optimizer, "add_param_group", plain)):
         optimizer = build_optimizer(policy, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])

@@ -19,9 +19,9 @@ from hf_zero.config import ConfigError
 from hf_zero.config.features.long_sequences import on_host as inputs_on_host
 from hf_zero.log import tracked
 from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
-from hf_zero.planning.choose import gigabytes, optimizer_size, setting_of, traced
+from hf_zero.planning.choose import gigabytes, setting_of, traced
 from hf_zero.planning.machine import Hardware
-from hf_zero.planning.memory import OptimizerSize, rank_memory
+from hf_zero.planning.memory import rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
 from hf_zero.planning.show import new_console, sequence_sizes, show_choice
 from hf_zero.planning.trace import Trace
@@ -85,7 +85,7 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
     check_sizes(training, hardware.ranks)
     model.check_shares(training.sequence_parallel)
     training, shared = replace(training, checkpointing=True), training.sequence_parallel
-    tiling, size = Tiling.that_fits(model.module), optimizer_size(training)
+    tiling = Tiling.that_fits(model.module)
     tile = max(_LEAST_TILE, model.hidden)
     lengths = tuple(count * tile for count in _TILES)
     on_cpu = not hardware.separate
@@ -100,7 +100,7 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
         for on_host in (False, True) if hardware.separate else (False,):
             config = _config(candidate, training, tiling, on_host)
             try:
-                lines = _lines(model, hardware, training, config, size, lengths, traces)
+                lines = _lines(model, hardware, training, config, lengths, traces)
             except ConfigError as error:
                 refused.append(error)
                 continue
@@ -133,13 +133,12 @@ def _lines(
     hardware: Hardware,
     training: Training,
     config: dict[str, Any],
-    size: OptimizerSize,
     lengths: Sequence[int],
     traces: Sequence[Trace],
 ) -> tuple[Line, Line]:
     """Return the memory of a device, and of one rank on the host, with all inputs of layers on the device."""
     answers = resolved(config, training, model, hardware.ranks)
-    setting = setting_of(answers, size, hardware)
+    setting = setting_of(answers, training, hardware)
     short, long = (rank_memory(model, setting, each) for each in traces)
     per_token = (long.device_total - short.device_total) / (lengths[1] - lengths[0])
     return Line(long.device_total - per_token * lengths[1], per_token), Line(long.host_total, 0.0)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -87,7 +88,6 @@ class Hardware:
         return max(0.0, self.host_memory * (1 - SYSTEM_SHARE) - SYSTEM_BYTES_PER_RANK * self.per_host)
 
     def machine(self) -> Machine:
-        """One device in the event model."""
         return Machine(
             self.name,
             self.ranks,
@@ -129,8 +129,8 @@ def hardware(given: Mapping[str, object]) -> Hardware:
     """
     accelerators, notes = found_accelerators(), []
     name = str(given.get("gpu") or (accelerators[0].name if accelerators else CPU)).lower()
-    per_host = _count(given, "gpus_per_node") or len(accelerators) or 1
-    hosts = _count(given, "nodes") or 1
+    per_host = count(given, "gpus_per_node") or len(accelerators) or 1
+    hosts = count(given, "nodes") or 1
     separate = name != CPU
     gpu = _CORE if not separate else _gpu(name, given)
     host_memory = _bytes(given, "host_memory")
@@ -178,13 +178,16 @@ def _disk(given: Mapping[str, object]) -> float:
     return size or 0.0
 
 
-def _count(given: Mapping[str, object], key: str) -> int | None:
-    value = given.get(key)
-    if value is None:
-        return None
-    number = int(str(value))
-    if number < 1:
-        raise ConfigError(Problem(f"--{key.replace('_', '-')}", number, "must be at least 1", "give another number"))
+def count(given: Mapping[str, Any], key: str, least: int = 1) -> int | None:
+    """Return an option that is a number, or None if it is not given.
+
+    Raises:
+        ConfigError: it is below `least`.
+    """
+    number: int | None = given.get(key)
+    if number is not None and number < least:
+        rule = f"must be at least {least}"
+        raise ConfigError(Problem(f"--{key.replace('_', '-')}", number, rule, "give another number"))
     return number
 
 
@@ -222,11 +225,8 @@ def calibrated(hardware: Hardware, precision: str) -> Hardware:
     gpu = replace(hardware.gpu, flops=flops, memory=memory)
     if not hardware.separate:
         gpu = replace(gpu, link=memory / 2 / _COPIES)
-    return replace(hardware, gpu=gpu, notes=(*hardware.notes, f"measured on this machine: {_words(gpu)}"))
-
-
-def _words(gpu: Gpu) -> str:
-    return f"{gpu.flops / 1e9:,.0f} GFLOP/s, {gpu.memory / 1e9:,.1f} GB/s of memory, {gpu.link / 1e9:,.1f} GB/s of link"
+    speeds = f"{flops / 1e9:,.0f} GFLOP/s, {memory / 1e9:,.1f} GB/s of memory, {gpu.link / 1e9:,.1f} GB/s of link"
+    return replace(hardware, gpu=gpu, notes=(*hardware.notes, f"measured on this machine: {speeds}"))
 
 
 @contextmanager

@@ -115,7 +115,7 @@ class PlannedUnits:
             if position >= 0 and position != here:
                 before, here = here, position
                 if after_loss:
-                    kept -= {unit for unit in kept if not self._used_up_to(position, unit)}
+                    kept &= {unit for _, use in self.uses[: position + 1] for unit in use.units}
                 elif before in self.plan.kept_for_backward:
                     kept.update(self.uses[before][1].units)
                 in_use = self.uses[position][1].units
@@ -126,9 +126,6 @@ class PlannedUnits:
                     kept.update(self.uses[here][1].units)
             found.append(sum(whole[unit] for unit in live | kept))
         return found
-
-    def _used_up_to(self, position: int, unit: int) -> bool:
-        return any(unit in use.units for _, use in self.uses[: position + 1])
 
     @property
     def ahead_bytes(self) -> int:
@@ -544,7 +541,8 @@ def _buffers(
 
 def worst_moment(layout: FlatLayout, units: PlannedUnits | None, trace: Trace, sums: Sequence[int]) -> dict[str, int]:
     """Return the temporary memory by kind at its peak; `sums`: bytes of each bucket's reduced gradients."""
-    moments = zip((segment.peak for segment in trace.segments), _waiting(layout, trace, sums), _gathered(units, trace))
+    gathered = [0] * len(trace.segments) if units is None else units.live(trace)
+    moments = zip((segment.peak for segment in trace.segments), _waiting(layout, trace, sums), gathered)
     return dict(zip((ACTIVATIONS, GRADIENTS, GATHERED), max(moments, key=sum)))
 
 
@@ -565,9 +563,3 @@ def _waiting(layout: FlatLayout, trace: Trace, sums: Sequence[int]) -> Iterator[
                 held[bucket] = 0
                 summed += sums[bucket]
         yield held.total() + summed
-
-
-def _gathered(units: PlannedUnits | None, trace: Trace) -> Sequence[int]:
-    if units is None:
-        return [0] * len(trace.segments)
-    return units.live(trace)

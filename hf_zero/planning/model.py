@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -74,15 +74,14 @@ class PlannedModel:
     dtype: torch.dtype
     gathered_modules: tuple[GatheredModule, ...]
     lora_rank: int = 0
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     tensor_size: int = 1
     expert_size: int = 1
 
     @cached_property
     def whole(self) -> tuple[int, int]:
         """(number of parameters, number of trained ones) of the whole model."""
-        numels = [(torch.Size(whole_shape(p)).numel(), p.requires_grad) for p in self.module.parameters()]
-        return sum(numel for numel, _ in numels), sum(numel for numel, is_trained in numels if is_trained)
+        return _totals((torch.Size(whole_shape(p)).numel(), p.requires_grad) for p in self.module.parameters())
 
     @cached_property
     def num_parameters(self) -> int:
@@ -96,8 +95,7 @@ class PlannedModel:
     @cached_property
     def apart(self) -> tuple[int, int]:
         """(number of expert parameters, number of trained ones); they are sharded over ranks with the same experts."""
-        numels = [(p.numel(), p.requires_grad) for p in self.module.parameters() if is_apart(p)]
-        return sum(numel for numel, _ in numels), sum(numel for numel, is_trained in numels if is_trained)
+        return _totals((p.numel(), p.requires_grad) for p in self.module.parameters() if is_apart(p))
 
     @cached_property
     def num_frozen_bytes(self) -> int:
@@ -109,7 +107,6 @@ class PlannedModel:
 
     @cached_property
     def view(self) -> ModelView:
-        """The model as the config resolver sees it."""
         shapes = tuple(whole_shape(parameter) for parameter in self.module.parameters())
         return ModelView(config=self.config.to_dict(), shapes=shapes)
 
@@ -171,7 +168,7 @@ def load_model(
     count = count_of(source)
     try:
         with collector_off():
-            config, notes = (_llama_of(count), [_as_llama(source)]) if count else (config_of(source), [])
+            config: Any = _llama_of(count) if count else config_of(source)
             module = _build(config, _DTYPES[precision], lora_rank, tensor_size, expert_size)
     except ConfigError:
         raise
@@ -180,9 +177,16 @@ def load_model(
     except (ValueError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         rule = f"its class cannot be built from this configuration: {error}"
         raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
-    gathered = tuple(find_gathered_modules(module))
+    note = f"{source} parameters: a Llama of that size is assumed; give a config.json for the layout of your model"
+    gathered, notes = tuple(find_gathered_modules(module)), (note,) if count else ()
     sizes = tensor_size, expert_size
-    return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, tuple(notes), *sizes)
+    return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, notes, *sizes)
+
+
+def _totals(numels: Iterable[tuple[int, bool]]) -> tuple[int, int]:
+    """(sum of all, sum of the trained ones) of (number of elements, whether it is trained)."""
+    pairs = list(numels)
+    return sum(numel for numel, _ in pairs), sum(numel for numel, is_trained in pairs if is_trained)
 
 
 def is_apart(parameter: nn.Parameter) -> bool:
@@ -208,53 +212,45 @@ def trace(
         on_cpu: the model will run on CPUs.
     """
     ulysses, length = model.ulysses(sequence_size), -(-length // sequence_size)
-    found = _trace(model, _Run(micro_batch, length, checkpointing, tiling, ulysses, on_cpu))
+
+    def run(module: nn.Module) -> Trace:
+        if checkpointing:
+            _enable_checkpointing(module)
+        inputs = sample_inputs(module, micro_batch, length, torch.device("meta"))
+        gathered = {each.name: each.module for each in find_gathered_modules(module)}
+        inputs = tiling.features(module).before_forward(Progress(0), inputs)
+        return trace_step(module, inputs, gathered, ulysses, on_cpu=on_cpu)
+
+    try:
+        seen = _from_few_layers(model, run) or run(_fresh(model))
+    except Exception as error:  # noqa: BLE001  # anything that a model raises for tensors without values
+        reason = str(error).split("\n")[0]
+        seen = _by_formula(model, micro_batch * length, checkpointing, reason, ulysses)
     # Attention holds as much as on one rank, plus key heads that several ranks have; buffers of its messages are freed
     # before the layer's peak.
     copied = micro_batch * length * ulysses.copied_heads * 2 * model.heads[2] * model.dtype.itemsize
     copied *= 1 if checkpointing else model.layers
-    return replace(found, segments=tuple(replace(each, peak=each.peak + copied) for each in found.segments))
+    return replace(seen, segments=tuple(replace(each, peak=each.peak + copied) for each in seen.segments))
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """How one rank runs its micro-batch; `length`: tokens of its part of each sample."""
-
-    micro_batch: int
-    length: int
-    checkpointing: bool
-    tiling: Tiling
-    ulysses: Ulysses
-    on_cpu: bool
-
-
-def _trace(model: PlannedModel, run: _Run) -> Trace:
+def _from_few_layers(model: PlannedModel, run: Callable[[nn.Module], Trace]) -> Trace | None:
     layers = getattr(text_config(model.config), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > FEW + 2:
-        try:
-            small = _with_layers(model, FEW)
-            prefix = _layer_prefix(small)
-            return stretch(_traced(small, run), layers, prefix)
-        except Exception:  # noqa: BLE001, S110  # the model is built differently: trace all layers
-            pass
+    if not isinstance(layers, int) or layers <= FEW + 2:
+        return None
     try:
-        return _traced(_fresh(model), run)
-    except Exception as error:  # noqa: BLE001  # anything that a model raises for tensors without values
-        reason = str(error).split("\n")[0]
-        return _by_formula(model, run.micro_batch * run.length, run.checkpointing, reason, run.ulysses)
+        small = _with_layers(model, FEW)
+        prefix = _layer_prefix(small)
+        return stretch(run(small), layers, prefix)
+    except Exception:  # noqa: BLE001  # the model is built differently: trace all layers
+        return None
 
 
-def _traced(model: nn.Module, run: _Run) -> Trace:
-    if run.checkpointing:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-            if hasattr(model, "enable_input_require_grads") and not _trains_embeddings(model):
-                model.enable_input_require_grads()  # type: ignore[operator]  # as Trainer and peft do
-    inputs = sample_inputs(model, run.micro_batch, run.length, torch.device("meta"))
-    gathered = {each.name: each.module for each in find_gathered_modules(model)}
-    inputs = run.tiling.features(model).before_forward(Progress(0), inputs)
-    return trace_step(model, inputs, gathered, run.ulysses, on_cpu=run.on_cpu)
+def _enable_checkpointing(model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        if hasattr(model, "enable_input_require_grads") and not _trains_embeddings(model):
+            model.enable_input_require_grads()  # type: ignore[operator]  # as Trainer and peft do
 
 
 def sample_inputs(model: nn.Module, micro_batch: int, length: int, device: torch.device) -> dict[str, Any]:
@@ -437,7 +433,3 @@ def _llama_of(count: float) -> llama.LlamaShape:
         num_attention_heads=hidden // per_head,
         num_key_value_heads=hidden // per_head,
     )
-
-
-def _as_llama(source: str) -> str:
-    return f"{source} parameters: a Llama of that size is assumed; give a config.json for the layout of your model"

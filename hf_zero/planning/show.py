@@ -15,10 +15,10 @@ from rich.table import Table
 
 from hf_zero.config import ConfigError
 from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved
-from hf_zero.planning.choose import Estimate, Plan, gigabytes, kept_by_layers, optimizer_size, setting_of, traced
+from hf_zero.planning.choose import Estimate, Plan, gigabytes, kept_by_layers, setting_of, traced
 from hf_zero.planning.event_model import LANES
 from hf_zero.planning.machine import Hardware
-from hf_zero.planning.memory import rank_memory
+from hf_zero.planning.memory import RankMemory, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
 
 # The reasons for a choice and, if nothing fits, what would make it fit, by the same sums.
@@ -101,10 +101,8 @@ def less_on_the_host(plan: Plan) -> Iterator[tuple[str, float]]:
             "bf16": {"enabled": True, "check_grad_overflow": False},
             "hf_zero": {"streaming": {"enabled": True, **keys}},
         }
-        answers = resolved(config | own, training, plan.model, plan.hardware.ranks)
-        setting = setting_of(answers, optimizer_size(training), plan.hardware)
-        seen = traced(plan.model, training, checkpointing=True)
-        yield what, float(rank_memory(plan.model, setting, seen).host_total * plan.hardware.per_host)
+        memory = _memory(replace(plan, training=training), config | own, checkpointing=True)
+        yield what, float(memory.host_total * plan.hardware.per_host)
 
 
 def sums(plan: Plan) -> Iterator[str]:
@@ -199,13 +197,17 @@ def sequence_sizes(model: PlannedModel, hardware: Hardware) -> list[int]:
 
 
 def _device_bytes(plan: Plan, candidate: Candidate, tiling: Tiling, on_host: bool) -> int:
-    """Return a rank's device memory, computed as for candidates."""
+    config, kept = ds_config(candidate, plan.training), kept_by_layers(plan.model, plan.training) if on_host else 0
+    memory = _memory(plan, config, checkpointing=candidate.checkpointing, tiling=tiling)
+    return memory.with_activations_on_host(kept).device_total
+
+
+def _memory(plan: Plan, config: dict[str, Any], *, checkpointing: bool, tiling: Tiling | None = None) -> RankMemory:
+    """Return a rank's memory with another config, computed as for candidates."""
     model, training, hardware = plan.model, plan.training, plan.hardware
-    answers = resolved(ds_config(candidate, training), training, model, hardware.ranks)
-    setting = setting_of(answers, optimizer_size(training), hardware)
-    seen = traced(model, training, checkpointing=candidate.checkpointing, tiling=tiling, on_cpu=not hardware.separate)
-    memory = rank_memory(model, setting, seen)
-    return (memory.with_activations_on_host(kept_by_layers(model, training)) if on_host else memory).device_total
+    setting = setting_of(resolved(config, training, model, hardware.ranks), training, hardware)
+    seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
+    return rank_memory(model, setting, seen)
 
 
 _WIDTH_IN_FILES = 150

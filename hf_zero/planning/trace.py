@@ -207,6 +207,9 @@ class _Living(TorchDispatchMode):
             if isinstance(given, Tensor):
                 self._follow(given)
 
+    def count(self, flops: float) -> None:
+        self.flops += flops
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Otherwise torch would import its compiler just to exclude this mode from it. Nothing is compiled in here."""
@@ -221,7 +224,7 @@ class _Living(TorchDispatchMode):
         if result is None:
             result = func(*args, **kwargs)
         flops = flops_of(func, args, kwargs, result)
-        self.flops += flops
+        self.count(flops)
         if not flops:
             self.touched += touched_by(func, args, result)
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
@@ -336,7 +339,7 @@ class _FusedAttention:
         return result
 
     def _add(self, flops: float, size: int) -> None:
-        self._living.flops += flops
+        self._living.count(flops)
         if size:
             self._sent["all_to_all"] += size
 
@@ -366,15 +369,12 @@ class _GroupedProducts:
         if rows.dim() != 2 or matrices.dim() != 3:
             raise NotImplementedError(f"grouped_mm of {rows.dim()} and {matrices.dim()} dimensions")
         flops = 2.0 * rows.numel() * matrices.shape[-1]
-        self._add(flops)
+        self._living.count(flops)
         result: Tensor = _Chosen.apply(rows, matrices)
         if result.requires_grad:
             products = rows.requires_grad + matrices.requires_grad
-            result.register_hook(lambda _: self._add(products * flops))
+            result.register_hook(lambda _: self._living.count(products * flops))
         return result
-
-    def _add(self, flops: float) -> None:
-        self._living.flops += flops
 
 
 def _masked(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
@@ -386,15 +386,15 @@ def _masked(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def in_place_of(*functions: tuple[Any, str, Any]) -> Iterator[None]:
     """Replace functions, each (holder, name, replacement); names that this version of torch lacks are skipped. (A mode
     for torch functions would be off during recomputation.)"""
-    originals = [(holder, name, getattr(holder, name)) for holder, name, _ in functions if hasattr(holder, name)]
-    for holder, name, replacement in functions:
-        if hasattr(holder, name):
-            setattr(holder, name, replacement)
+    known = [each for each in functions if hasattr(*each[:2])]
+    originals = [(holder, name, getattr(holder, name)) for holder, name, _ in known]
+    for each in known:
+        setattr(*each)
     try:
         yield
     finally:
-        for holder, name, original in originals:
-            setattr(holder, name, original)
+        for each in originals:
+            setattr(*each)
 
 
 class _Recorder:
