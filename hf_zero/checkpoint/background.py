@@ -192,7 +192,6 @@ def _written_by_updates(updater: Updater) -> frozenset[int]:
 
 
 def num_bytes_of(value: Any) -> int:
-    """Bytes of all tensors in it."""
     if isinstance(value, (Tensor, Streamed, Awaited)):
         return math.prod(value.shape) * value.dtype.itemsize
     if isinstance(value, Arriving):
@@ -259,7 +258,6 @@ class BackgroundSave:
                 raise error
 
     def close(self) -> None:
-        """Wait, and free the memory."""
         try:
             self.wait()
         finally:

@@ -33,7 +33,7 @@ from hf_zero.optim.updater import OF_WHOLE_TENSORS, StateSlice, WholeStates
 ShardKey = tuple[tuple[str, int, int, int], ...]
 _SHAPE, _START, _VALUES = "shape", "start", "values"
 _PIECES, _STATE = "pieces", "state"
-_FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
+FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
 
 
 def for_file(states: WholeStates, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -73,7 +73,7 @@ def merged(files: Sequence[tuple[Path, Any]]) -> dict[str, dict[str, Any]]:
 
 def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise CheckpointError(path, f"holds a {type(value).__name__} instead of states of whole tensors", _FIX)
+        raise CheckpointError(path, f"holds a {type(value).__name__} instead of states of whole tensors", FIX)
     return value
 
 
@@ -84,13 +84,13 @@ def _joined(what: str, slices: Sequence[tuple[Path, Mapping[str, Any]]]) -> Tens
     for path, entry in slices:
         is_right = isinstance(entry[_VALUES], Tensor) and isinstance(entry[_START], int) and entry[_SHAPE] == shape
         if not is_right or not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
-            raise CheckpointError(path, f"{what} is not a part of a tensor, or its shape differs", _FIX)
+            raise CheckpointError(path, f"{what} is not a part of a tensor, or its shape differs", FIX)
         if entry[_VALUES].numel():
             parts.append((entry[_START], entry[_VALUES].reshape(-1)))
     parts.sort(key=lambda part: part[0])
     ends = [start + values.numel() for start, values in parts]
     if [start for start, _ in parts] != [0, *ends[:-1]][: len(parts)] or (ends[-1] if ends else 0) != math.prod(shape):
-        raise CheckpointError(path, f"parts of {what} are missing", _FIX)
+        raise CheckpointError(path, f"parts of {what} are missing", FIX)
     values = [part for _, part in parts]
     joined = values[0] if len(values) == 1 else torch.cat(values) if values else torch.empty(0)
     return joined.view(shape)
@@ -120,7 +120,7 @@ def bound_together(files: Sequence[tuple[Path, Any]]) -> dict[ShardKey, Mapping[
     for path, entries in files:
         for entry in entries if isinstance(entries, list) else [None]:
             if not isinstance(entry, Mapping) or not isinstance(entry.get(_PIECES), list):
-                raise CheckpointError(path, "does not hold a list of states of shards where it should", _FIX)
+                raise CheckpointError(path, "does not hold a list of states of shards where it should", FIX)
             by_pieces[tuple(tuple(piece) for piece in entry[_PIECES])] = _mapping(entry.get(_STATE), path)
     return by_pieces
 

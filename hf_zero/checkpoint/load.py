@@ -48,18 +48,18 @@ def plan_load(subject: ModelSubject, view: CheckpointView, *, strict: bool, with
         CheckpointError: if a weight is missing or unexpected (with `strict`) or has another shape, or the optimizer
             state belongs to another optimizer.
     """
-    source = _Weights(view)
     names, shapes = subject.names, subject.shapes
-    weights = {i: parts for i, name in enumerate(names) if (parts := source.find(name, shapes[i])) is not None}
+    weights = {i: parts for i, name in enumerate(names) if (parts := _find(view, name, shapes[i])) is not None}
     frozen = {
-        name: parts for name, p in subject.frozen().items() if (parts := source.find(name, tuple(p.shape))) is not None
+        name: parts for name, p in subject.frozen().items() if (parts := _find(view, name, tuple(p.shape))) is not None
     }
     own_buffers = dict(persistent_buffers(subject.module))
     buffers = {name: view.buffers[name] for name in own_buffers if name in view.buffers}
     if strict:
         wanted = {*names, *subject.frozen(), *own_buffers}
         present = {*(names[i] for i in weights), *frozen, *buffers}
-        _refuse_differences(view, wanted - present, source.names() - wanted - set(subject.aliases()))
+        saved = {*view.shapes, *view.frozen, *view.buffers}
+        _refuse_differences(view, wanted - present, saved - wanted - set(subject.aliases()))
     for name, value in buffers.items():
         if value.shape != own_buffers[name].shape:
             raise _other_shape(view, name, tuple(value.shape), tuple(own_buffers[name].shape))
@@ -104,32 +104,22 @@ def _write_errors(subject: Subject, plan: LoadPlan) -> None:
     restore_errors(subject.assembly.reducer, subject.names, saved)
 
 
-class _Weights:
-    """Whole weights of a view by name, trained or frozen in the checkpoint."""
-
-    def __init__(self, view: CheckpointView) -> None:
-        self._view = view
-
-    def names(self) -> set[str]:
-        view = self._view
-        return {*view.shapes, *view.frozen, *view.buffers}
-
-    def find(self, name: str, shape: tuple[int, ...]) -> Parts | None:
-        view = self._view
-        owner = name if name in view.shapes or name in view.frozen else view.aliases.get(name, "")
-        if not owner:  # the model's first name of a tied pair may be the checkpoint's second
-            owner = next((alias for alias, main in view.aliases.items() if main == name), "")
-        if owner in view.shapes:
-            elements, index = view.elements[MASTER], view.indices[owner]
-            have, parts = view.shapes[owner], lambda start, stop: iter(elements.parts(index, start, stop))
-        elif owner in view.frozen:
-            pieces = view.frozen[owner]
-            have, parts = pieces.shape, lambda start, stop: span(pieces.parts, start, stop)
-        else:
-            return None
-        if tuple(have) != shape:
-            raise _other_shape(view, name, tuple(have), shape)
-        return parts
+def _find(view: CheckpointView, name: str, shape: tuple[int, ...]) -> Parts | None:
+    """Return a parameter's weights, trained or frozen in the checkpoint; None if it has none."""
+    owner = name if name in view.shapes or name in view.frozen else view.aliases.get(name, "")
+    if not owner:  # the model's first name of a tied pair may be the checkpoint's second
+        owner = next((alias for alias, main in view.aliases.items() if main == name), "")
+    if owner in view.shapes:
+        elements, index = view.elements[MASTER], view.indices[owner]
+        have, parts = view.shapes[owner], lambda start, stop: iter(elements.parts(index, start, stop))
+    elif owner in view.frozen:
+        pieces = view.frozen[owner]
+        have, parts = pieces.shape, lambda start, stop: span(pieces.parts, start, stop)
+    else:
+        return None
+    if tuple(have) != shape:
+        raise _other_shape(view, name, tuple(have), shape)
+    return parts
 
 
 def _refuse_differences(view: CheckpointView, missing: set[str], unexpected: set[str]) -> None:

@@ -39,8 +39,6 @@ _TAKEN = (ds.LATEST, ds.LATEST_UNIVERSAL, "zero_to_fp32.py")
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """Arguments of one save."""
-
     directory: Directory
     tag: str
     save_latest: bool = True
@@ -49,8 +47,6 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Arguments of one load."""
-
     directory: Directory
     tag: str | None = None
     strict: bool = True
@@ -288,7 +284,6 @@ def _plan(subject: ModelSubject, folders: Sequence[Folder], request: LoadRequest
 
 
 def scheduler_state(view: CheckpointView) -> Mapping[str, Any] | None:
-    """The saved state of the learning-rate schedule."""
     state = view.meta.get(ds.LR_SCHEDULER)
     return state if isinstance(state, Mapping) else None
 
@@ -302,8 +297,6 @@ def feature_states(view: CheckpointView) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The saved progress of training."""
-
     global_steps: int
     skipped_steps: int
     global_samples: int

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.extra_states import FIX
 from hf_zero.checkpoint.files.stream import Between, Parts, span
 from hf_zero.checkpoint.view import CheckpointView, Elements, Pieces
 from hf_zero.comm.parts import held_part
@@ -28,7 +29,6 @@ from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 
 _SHAPE, _DIM, _INTERVALS = "shape", "dim", "intervals"
-_FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
 
 
 def cuts_of(module: nn.Module, *, in_files: bool = False) -> dict[str, Cut]:
@@ -68,7 +68,7 @@ def _cut(name: object, entry: Any, path: Path) -> Cut:
         intervals = tuple(tuple(Interval(start, stop) for start, stop in mine) for mine in entry[_INTERVALS])
         return Cut(tuple(int(extent) for extent in entry[_SHAPE]), int(entry[_DIM]), intervals)
     except (TypeError, ValueError, KeyError, IndexError) as error:
-        raise CheckpointError(path, f"does not say how {name!r} is cut, but {entry!r} ({error})", _FIX) from error
+        raise CheckpointError(path, f"does not say how {name!r} is cut, but {entry!r} ({error})", FIX) from error
 
 
 def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> CheckpointView:
@@ -135,14 +135,14 @@ def in_parts(
 def _check_parts(views: Sequence[CheckpointView], cuts: Mapping[str, Cut]) -> None:
     for rank, view in enumerate(views):
         if saved_cuts(view) != cuts:
-            raise CheckpointError(view.folder.path, f"the files of tensor rank {rank} are cut differently", _FIX)
+            raise CheckpointError(view.folder.path, f"the files of tensor rank {rank} are cut differently", FIX)
         for name, shape in {**view.shapes, **{name: pieces.shape for name, pieces in view.frozen.items()}}.items():
             cut = cuts.get(name)
             if cut is not None and (len(cut.intervals) != len(views) or cut.part_shape(rank) != tuple(shape)):
                 problem = f"tensor rank {rank} has {tuple(shape)} of {name!r}, which does not match {cut}"
-                raise CheckpointError(view.folder.path, problem, _FIX)
+                raise CheckpointError(view.folder.path, problem, FIX)
         if set(view.shapes) != set(views[0].shapes) or set(view.frozen) != set(views[0].frozen):
-            raise CheckpointError(view.folder.path, f"tensor rank {rank} has other parameters than the first", _FIX)
+            raise CheckpointError(view.folder.path, f"tensor rank {rank} has other parameters than the first", FIX)
 
 
 def _refuse_bound_states(views: Sequence[CheckpointView], by: str) -> None:

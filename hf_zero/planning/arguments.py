@@ -99,7 +99,6 @@ _SIZES = "in bytes: 80G, 1.5T, 24GiB"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `plan`."""
     parser.add_argument("model", help="folder, config.json, hub name, or a number of parameters (7b, 350M, 1.5e9)")
     machine = parser.add_argument_group("machine (default: this one)")
     machine.add_argument("--gpu", metavar="NAME", help=f"{', '.join(GPUS)} or cpu; any name with --device-memory")

@@ -60,7 +60,6 @@ class Candidate:
 
     @property
     def short(self) -> str:
-        """Name in folder names."""
         words = ["yours_" * self.is_given + f"z{self.stage}"]
         words += [f"opt-{self.optimizer}"] if self.optimizer else []
         words += [f"param-{self.parameters}"] if self.parameters else []
@@ -145,11 +144,9 @@ class Training:
         return max(self.neighbours, self.expert_parallel)
 
     def data_ranks(self, ranks: int) -> int:
-        """Number of ranks with different samples."""
         return ranks // self.neighbours
 
     def view(self) -> TrainingView:
-        """The corresponding TrainingArguments."""
         return TrainingView(
             per_device_train_batch_size=self.micro_batch,
             gradient_accumulation_steps=self.accumulation,
@@ -199,7 +196,6 @@ def candidates(training: Training, *, ranks: int, separate: bool, per_host: int 
 
 
 def _grouped(each: Candidate, ranks: int, per_host: int) -> Iterator[Candidate]:
-    """Yield the candidate, and its variants with groups within hosts."""
     yield each
     if each.stage == 0 or not 1 < per_host < ranks:
         return
@@ -319,7 +315,6 @@ def _place_of(section: OffloadOptimizer | OffloadParam | None) -> Literal["cpu",
 
 
 def candidate_of(answers: Resolved, *, checkpointing: bool) -> Candidate:
-    """Return the user's ds.json as a candidate."""
     zero = answers.zero
     return Candidate(
         zero.stage,

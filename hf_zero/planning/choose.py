@@ -130,7 +130,6 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
 
 
 def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, traces: Mapping[bool, Trace]) -> str:
-    """Compare the bytes that expert parallelism sends with those of stage 3 without it."""
     tokens, size = training.micro_batch * training.local_length, model.dtype.itemsize
     sent = [
         f"{Traffic.of(_exchanges(hardware, training, seen)).total / tokens:,.0f}"
@@ -236,7 +235,6 @@ def kept_by_layers(model: PlannedModel, training: Training) -> int:
 
 
 def _exchanges(hardware: Hardware, training: Training, seen: Trace, accumulation: int = 1) -> list[Transfer]:
-    """Return the exchanges of activations in tensor, sequence and expert parallelism."""
     return exchanges_of(seen.messages, group=training.exchanging, per_host=hardware.per_host, accumulation=accumulation)
 
 

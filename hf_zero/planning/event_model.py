@@ -157,7 +157,6 @@ class Step:
 
     @property
     def bound(self) -> str:
-        """The lane that is busy longest."""
         return max(LANES, key=lambda lane: self.busy[lane])
 
 
@@ -169,8 +168,6 @@ STREAMED_BYTES = 50
 
 @dataclass(frozen=True, slots=True)
 class _Seconds:
-    """Seconds of one unit's tasks."""
-
     forward: float
     backward: float
     gather: float

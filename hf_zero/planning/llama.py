@@ -69,15 +69,12 @@ class _Attention(nn.Module):
         query = self.q_proj(hidden).view(heads).transpose(1, 2)
         key = self.k_proj(hidden).view(heads).transpose(1, 2)
         value = self.v_proj(hidden).view(heads).transpose(1, 2)
-        query, key = _rotated(query, key, cos.unsqueeze(1), sin.unsqueeze(1))
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        query, key = (query * cos) + (_half_turn(query) * sin), (key * cos) + (_half_turn(key) * sin)
         # Looked up in torch's module, where a trace replaces it.
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         seen = seen.transpose(1, 2).contiguous()
         return self.o_proj(seen.reshape(*hidden.shape[:-1], -1))  # type: ignore[no-any-return]
-
-
-def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return (query * cos) + (_half_turn(query) * sin), (key * cos) + (_half_turn(key) * sin)
 
 
 def _half_turn(x: Tensor) -> Tensor:
@@ -97,8 +94,6 @@ class _MLP(nn.Module):
 
 
 class _Place:
-    """Holds a recomputed value."""
-
     value: Tensor | None = None
 
 
@@ -189,7 +184,6 @@ class _Model(nn.Module):
 
 
 def ForCausalLMLoss(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:  # noqa: N802  # tiled_loss checks it
-    """Cross entropy of the next tokens, in fp32."""
     wide = logits.float()
     following = functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     return functional.cross_entropy(wide.view(-1, vocab_size), following.view(-1))

@@ -162,7 +162,6 @@ def _reach(
 
 
 def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:
-    """Yield the sums that give the longest length."""
     tokens = reach.length // reach.ranks
     parts = [("a device", reach.device, hardware.limit)]
     if reach.host.fixed or reach.host.per_token:
@@ -173,7 +172,6 @@ def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:
 
 
 def show_longest(reaches: Sequence[Reach], model: PlannedModel, hardware: Hardware, training: Training) -> None:
-    """Print the table, and sums and config of the longest."""
     console = new_console()
     shared = f", {reaches[0].ranks} ranks per sequence" if reaches and reaches[0].ranks > 1 else ""
     title = f"{model.name}: longest sequence on {hardware.name}{shared}, checkpointed layers, tiled MLPs and loss"
@@ -197,7 +195,6 @@ def show_longest(reaches: Sequence[Reach], model: PlannedModel, hardware: Hardwa
 
 
 def reaches_as_dict(reaches: Sequence[Reach]) -> list[dict[str, Any]]:
-    """Return the JSON form, in bytes and tokens."""
     return [
         {
             "name": each.name,

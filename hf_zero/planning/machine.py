@@ -249,7 +249,6 @@ def _flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _bytes_per_s(device: torch.device) -> float:
-    """Bytes per second read and written by a copy."""
     source = torch.ones(_COPIED_BYTES * (1 if device.type == "cpu" else _LARGER), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * source.numel() / _seconds(device, lambda: target.copy_(source))

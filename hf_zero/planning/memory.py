@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -254,9 +254,9 @@ class RankMemory:
         host, disk: during a step and between steps.
     """
 
-    device: Mapping[str, int] = field(default_factory=dict)
-    host: Mapping[str, int] = field(default_factory=dict)
-    disk: Mapping[str, int] = field(default_factory=dict)
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
 
     @property
     def device_total(self) -> int:
@@ -406,7 +406,6 @@ def _size(dtype: str) -> int:
 
 
 def _owned(setting: Setting, layout: FlatLayout) -> list[tuple[str, int]]:
-    """Return (dtype, number of elements that this rank updates) of every bucket."""
     return [(bucket.dtype, setting.sharding.owned(bucket).numel) for bucket in layout.buckets]
 
 

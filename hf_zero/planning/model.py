@@ -49,7 +49,6 @@ class Tiling:
         return cls(mlp=bool(dense_mlps(module)), loss=is_whole and has_tiled_loss(base))
 
     def features(self, module: nn.Module) -> Features:
-        """Create the features for a model, as an engine does."""
         made: list[TrainingFeature] = [TiledMLPs(module)] if self.mlp else []
         return Features(made + ([TiledLoss(unwrapped(module))] if self.loss else []))
 
@@ -125,9 +124,6 @@ class PlannedModel:
     @property
     def hidden(self) -> int:
         return int(getattr(text_config(self.config), "hidden_size", 0) or 1)
-
-    def ulysses(self, sequence_size: int) -> Ulysses:
-        return Ulysses(sequence_size, self.heads[1])
 
     def check_shares(self, sequence_size: int) -> None:
         """
@@ -211,7 +207,7 @@ def trace(
         length: tokens per sample, which `sequence_size` ranks share.
         on_cpu: the model will run on CPUs.
     """
-    ulysses, length = model.ulysses(sequence_size), -(-length // sequence_size)
+    ulysses, length = Ulysses(sequence_size, model.heads[1]), -(-length // sequence_size)
 
     def run(module: nn.Module) -> Trace:
         if checkpointing:
@@ -323,7 +319,6 @@ def _sent_by_formula(model: PlannedModel, tokens: int, ulysses: Ulysses) -> Iter
 
 
 def build_model(config: Any, lora_rank: int = 0) -> nn.Module:
-    """Build the model of a config, with random weights, on torch's default device."""
     import transformers
 
     names = getattr(config, "architectures", None) or []

@@ -35,7 +35,6 @@ td:first-child, th:first-child { text-align: left; white-space: normal; min-widt
 
 
 def as_html(plan: Plan) -> str:
-    """Return the whole page."""
     return "\n".join(_page(plan)) + "\n"
 
 
@@ -46,7 +45,9 @@ def _page(plan: Plan) -> Iterator[str]:
     yield f"<h1>{escape(title(plan))}</h1>"
     yield from _answer(plan)
     yield "<h2>Memory of one device at the peak of a step</h2>"
-    yield from _legend(plan)
+    parts = [f'<li><i style="background:{COLOURS[kind]}"></i>{kind}</li>' for kind in KINDS]
+    limit = gigabytes(plan.hardware.limit)
+    yield f'<ul class="legend">{"".join(parts)}<li><i style="background:#b00020"></i>limit: {limit}</li></ul>'
     scale = _scale(plan)
     for each in plan.rows:
         yield from _bar(each, plan, scale)
@@ -75,12 +76,6 @@ def _flags(text: str) -> str:
     """Format flags so that lines only break between them."""
     flags = text.removeprefix("--").split(" --")
     return " ".join(f"<code>--{escape(flag)}</code>" for flag in flags)
-
-
-def _legend(plan: Plan) -> Iterator[str]:
-    parts = [f'<li><i style="background:{COLOURS[kind]}"></i>{kind}</li>' for kind in KINDS]
-    limit = gigabytes(plan.hardware.limit)
-    yield f'<ul class="legend">{"".join(parts)}<li><i style="background:#b00020"></i>limit: {limit}</li></ul>'
 
 
 def _scale(plan: Plan) -> float:

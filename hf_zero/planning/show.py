@@ -203,7 +203,6 @@ def _device_bytes(plan: Plan, candidate: Candidate, tiling: Tiling, on_host: boo
 
 
 def _memory(plan: Plan, config: dict[str, Any], *, checkpointing: bool, tiling: Tiling | None = None) -> RankMemory:
-    """Return a rank's memory with another config, computed as for candidates."""
     model, training, hardware = plan.model, plan.training, plan.hardware
     setting = setting_of(resolved(config, training, model, hardware.ranks), training, hardware)
     seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
@@ -245,7 +244,6 @@ def new_console() -> Console:
 def show_choice(
     console: Console, name: str, config: dict[str, Any], training: Training, candidate: Candidate, hardware: Hardware
 ) -> None:
-    """Print a ds.json, and how to start a script with it."""
     console.print(f"\n[bold]{name}[/], ds.json:")
     console.print(escape(config_text(config)), soft_wrap=True)
     console.print(f"start the script with {escape(training.flags(candidate))}", soft_wrap=True)
@@ -318,7 +316,6 @@ def or_none(size: float) -> str:
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """Return the JSON form, in bytes and seconds."""
     hardware, training, model = plan.hardware, plan.training, plan.model
     return {
         "model": {

@@ -93,7 +93,6 @@ class AbsentRanks(LoneCollectives):
 
 
 def messages_of(model: nn.Module) -> Counter[str]:
-    """Return the recorded messages of a model that was cut for `AbsentRanks`."""
     groups = (part.group for parameter in model.parameters() if (part := held_part(parameter)) is not None)
     group = next(groups, None)
     return group.sent if isinstance(group, AbsentRanks) else Counter()
@@ -153,7 +152,6 @@ class Trace:
 
     @property
     def forward_touched(self) -> int:
-        """Bytes that other operators read and write in forward."""
         return sum(segment.touched for segment in self.segments[: self._loss])
 
     @cached_property
@@ -398,8 +396,6 @@ def in_place_of(*functions: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 class _Recorder:
-    """Turns events into segments."""
-
     def __init__(self, living: _Living, sent: Counter[str]) -> None:
         self.living = living
         self.sent = sent

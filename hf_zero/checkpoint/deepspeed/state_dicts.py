@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,7 +23,6 @@ _FIX = "the file is damaged, or not of this kind of checkpoint; restore it from 
 
 
 def need(mapping: Any, key: Any, path: Path) -> Any:
-    """`mapping[key]`."""
     if not isinstance(mapping, Mapping):
         raise CheckpointError(path, f"holds a {type(mapping).__name__} instead of a dictionary with {key!r}", _FIX)
     if key not in mapping:
@@ -136,9 +134,8 @@ def scaler_values(scaler: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(scaler).items() if not isinstance(value, torch.dtype)} if scaler else {}
 
 
-@dataclass(frozen=True, slots=True)
-class ModulePart:
-    """Contents of a model file except the trainable weights."""
+class ModulePart(TypedDict):
+    """Fields of a `CheckpointView` from the model files."""
 
     frozen: dict[str, Pieces]
     buffers: dict[str, Tensor]
@@ -170,7 +167,7 @@ def module_part(models: Sequence[Mapping[str, Any]], paths: Sequence[Path], trai
     owners = {*trainable, *frozen}
     aliases = {alias: owner for alias, owner in aliases.items() if owner in owners and alias not in owners}
     meta = {key: value for key, value in model.items() if key != ds.MODULE}
-    return ModulePart(frozen, buffers, aliases, {**meta, ds.EXTRA_STATES: extra})
+    return {"frozen": frozen, "buffers": buffers, "aliases": aliases, "meta": {**meta, ds.EXTRA_STATES: extra}}
 
 
 def _aliases(models: Sequence[Mapping[str, Any]], module: Mapping[str, Any], buffers: set[str]) -> dict[str, str]:

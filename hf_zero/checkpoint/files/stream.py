@@ -11,7 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,24 +47,10 @@ class Between:
 Parts = tuple[Tensor, ...] | Between
 
 
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """A tensor as it will be written to a file: the 1-D `parts` one after the other, cast to `dtype`, in `shape`.
-
-    The parts stay where they are (mapped files, flat buffers, a GPU) until their bytes are written.
-    """
-
+@dataclass(frozen=True, slots=True, eq=False)
+class _Described:
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: Parts
-
-    def __post_init__(self) -> None:
-        have = (
-            self.parts.stop - self.parts.start
-            if isinstance(self.parts, Between)
-            else sum(part.numel() for part in self.parts)
-        )
-        assert have == self.numel, f"parts hold {have} elements, the shape {self.shape} needs {self.numel}"
 
     @property
     def numel(self) -> int:
@@ -73,6 +59,21 @@ class Streamed:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed(_Described):
+    """A tensor as it will be written to a file: the 1-D `parts` one after the other, cast to `dtype`, in `shape`.
+
+    The parts stay where they are (mapped files, flat buffers, a GPU) until their bytes are written.
+    """
+
+    parts: Parts
+
+    def __post_init__(self) -> None:
+        parts = self.parts
+        have = parts.stop - parts.start if isinstance(parts, Between) else sum(part.numel() for part in parts)
+        assert have == self.numel, f"parts hold {have} elements, the shape {self.shape} needs {self.numel}"
 
     def chunks(self) -> Iterator[Tensor]:
         """The elements in order, as contiguous 1-D CPU tensors of at most CHUNK_BYTES."""
@@ -96,26 +97,14 @@ class Streamed:
         return Streamed(self.dtype, (stop - start,), tuple(span(self.parts, start, stop)))
 
     def materialise(self) -> Tensor:
-        """The whole tensor in memory."""
         whole = torch.empty(self.numel, dtype=self.dtype)
         fill(whole, self.chunks())
         return whole.view(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Awaited:
+class Awaited(_Described):
     """A tensor whose bytes come later, in any order; its place in the file is known already."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +234,6 @@ def written(path: Path, records: Sequence[Record], checksums: Sequence[int]) -> 
 
 @contextmanager
 def created(path: Path) -> Iterator[int]:
-    """The descriptor of a new file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         yield file
@@ -281,13 +269,9 @@ def into_place(path: Path, write: Callable[[Path], Written]) -> Written:
 
 def sync_folder(folder: Path) -> None:
     """Make renames inside `folder` durable; not where the file system cannot."""
-    try:
+    with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -80,7 +80,6 @@ class Writer:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with suppress(BrokenPipeError):  # of an order that it has not read before it ended
             self._process.stdin.close()
