@@ -101,17 +101,14 @@ def pieces_of(sub_group: SubGroup, names: Sequence[str]) -> ShardKey:
     return tuple((names[p.parameter], p.in_parameter, p.numel, p.in_shard) for p in sub_group.pieces)
 
 
-def bound_for_file(
-    sub_groups: Sequence[SubGroup], states: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> list[dict[str, Any]]:
+def bound_for_file(updater: Updater, names: Sequence[str]) -> list[dict[str, Any]]:
     """Unchanged states of flat shards, each with its pieces."""
-    return [
-        {
-            _PIECES: [list(piece) for piece in pieces_of(sub_group, names)],
-            _STATE: {key: v.detach() if isinstance(v, Tensor) else plain(v) for key, v in state.items()},
-        }
-        for sub_group, state in zip(sub_groups, states, strict=True)
-    ]
+    entries = []
+    for sub_group in updater.sub_groups:
+        state = updater.optimizer.state.get(sub_group.tensors[0].parameter, {})
+        values = {key: v.detach() if isinstance(v, Tensor) else plain(v) for key, v in state.items()}
+        entries.append({_PIECES: [list(piece) for piece in pieces_of(sub_group, names)], _STATE: values})
+    return entries
 
 
 def bound_together(files: Sequence[tuple[Path, Any]]) -> dict[ShardKey, Mapping[str, Any]]:

@@ -265,15 +265,9 @@ class _Collected:
             scaler=subject.scaler,
             steps=steps,
             whole=for_file(self.whole, names) if subject.stage else {},
-            bound=self._bound(subject) if self.is_bound else (),
+            bound=bound_for_file(subject.assembly.optimizer.updater, names) if self.is_bound else (),
             errors=errors_for_file(subject.assembly.reducer, names),
         )
-
-    @staticmethod
-    def _bound(subject: Subject) -> Sequence[Mapping[str, Any]]:
-        updater = subject.assembly.optimizer.updater
-        states = [updater.optimizer.state.get(sub_group.tensors[0].parameter, {}) for sub_group in updater.sub_groups]
-        return bound_for_file(updater.sub_groups, states, subject.names)
 
     def kinds(self) -> dict[str, torch.dtype]:
         """All kinds of state of any group, in the same order on all ranks."""

@@ -420,7 +420,8 @@ def _parameters(
 ) -> None:
     if units is None:
         flat = sum(bucket.numel * _size(bucket.dtype) for bucket in layout.buckets)
-        ledger.add("device", PARAMETERS, flat + model.num_frozen_bytes)
+        frozen = sum(p.nbytes for p in model.module.parameters() if not p.requires_grad)
+        ledger.add("device", PARAMETERS, flat + frozen)
         return
     policy, count = setting.resolved.zero.offload_param, setting.sharding.kept_rows
     rows = units.row_bytes * count

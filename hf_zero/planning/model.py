@@ -97,10 +97,6 @@ class PlannedModel:
         return _totals((p.numel(), p.requires_grad) for p in self.module.parameters() if is_apart(p))
 
     @cached_property
-    def num_frozen_bytes(self) -> int:
-        return sum(p.numel() * p.itemsize for p in self.module.parameters() if not p.requires_grad)
-
-    @cached_property
     def num_buffer_bytes(self) -> int:
         return sum(buffer.numel() * buffer.itemsize for buffer in self.module.buffers())
 
