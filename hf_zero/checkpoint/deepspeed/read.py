@@ -53,7 +53,7 @@ def read_sharded(folder: Folder) -> CheckpointView:
         return _untrained(folder, models, model_paths)
     stage = _stage(folder, files)
     _check_world(models[0], model_paths[0], files)
-    pieces = shapes_in_groups(models[0], ds.PARAM_SHAPES, model_paths[0])
+    pieces = shapes_in_groups(models[0], model_paths[0])
     shapes = {name: shape for group in pieces for name, shape in group.items()}
     read = _stage_3 if stage == 3 else _stages_1_2
     elements, groups = read(pieces, files)
@@ -123,12 +123,10 @@ def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence
     alignment = files[0].inner.get(ds.ALIGNMENT_PADDINGS) or []
     partitions, next_index = [], 0
     for number, group in enumerate(pieces):
-        members = []
-        for shape in group.values():
-            members.append(Member(next_index, math.prod(shape)))
-            next_index += 1
+        members = tuple(Member(next_index + i, math.prod(shape)) for i, shape in enumerate(group.values()))
+        next_index += len(members)
         gaps = tuple(alignment[number]) if number < len(alignment) else ()
-        partitions.append(GroupPartition(tuple(members), world, gaps))
+        partitions.append(GroupPartition(members, world, gaps))
     extents = [
         extent for g, partition in enumerate(partitions) for r in range(world) for extent in partition.extents(r, g)
     ]
@@ -255,7 +253,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
     model = read_torch_file(path)
     check_manifest_is_there(model.get(ds.HF_ZERO), path)
     if model.get(ds.PARAM_SHAPES):
-        groups = shapes_in_groups(model, ds.PARAM_SHAPES, path)
+        groups = shapes_in_groups(model, path)
     optimizer = model.get(ds.OPTIMIZER)
     if not groups or not isinstance(optimizer, Mapping):
         groups, optimizer = (), {}
@@ -319,7 +317,7 @@ def read_universal(folder: Folder) -> CheckpointView:
         raise CheckpointError(folder.path, f"has no *{ds.MODEL_SUFFIX} file", FIX)
     models = [read_torch_file(path) for path in paths]
     states = read_torch_file(folder.path / ds.UNIVERSAL_FOLDER / ds.UNIVERSAL_OPTIMIZER_FILE)
-    pieces = shapes_in_groups(models[0], ds.PARAM_SHAPES, paths[0])
+    pieces = shapes_in_groups(models[0], paths[0])
     shapes = {name: shape for group in pieces for name, shape in group.items()}
     part = module_part(models, paths, shapes)
     buffers: dict[str, dict[int, Tensor]] = {}

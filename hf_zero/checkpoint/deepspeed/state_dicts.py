@@ -89,8 +89,9 @@ def shape_of(value: Any, name: str, path: Path) -> tuple[int, ...]:
     return tuple(value)
 
 
-def shapes_in_groups(model: Mapping[str, Any], key: str, path: Path) -> list[dict[str, tuple[int, ...]]]:
+def shapes_in_groups(model: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
     """`param_shapes`: one dictionary name -> shape per group or sub-group; no name twice."""
+    key = ds.PARAM_SHAPES
     groups: list[dict[str, tuple[int, ...]]] = []
     seen: set[str] = set()
     for group in need_list(model, key, path):
