@@ -32,8 +32,8 @@ _SHAPE, _DIM, _INTERVALS = "shape", "dim", "intervals"
 
 
 def cuts_of(module: nn.Module, *, in_files: bool = False) -> dict[str, Cut]:
-    """How the parameters are split of which this rank holds parts, by name; `in_files`: only those whose files also
-    have parts (not experts)."""
+    """Return how the parameters are split that this rank holds parts of, by name; `in_files`: only parameters that
+    files also store in parts (not experts)."""
     parts = ((name, held_part(parameter)) for name, parameter in module.named_parameters())
     return {name: part.cut for name, part in parts if part is not None and not (in_files and part.is_mixed)}
 

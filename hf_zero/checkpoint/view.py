@@ -1,4 +1,4 @@
-"""A uniform view of any checkpoint, of whose parameters any interval can be read without the rest."""
+"""A uniform view of any checkpoint, from which any interval of a parameter can be read without the rest."""
 
 from __future__ import annotations
 

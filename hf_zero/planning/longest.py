@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from hf_zero.config import ConfigError
 from hf_zero.config.features.long_sequences import on_host as inputs_on_host
@@ -23,7 +22,7 @@ from hf_zero.planning.choose import gigabytes, setting_of, traced
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
-from hf_zero.planning.show import new_console, sequence_sizes, show_choice
+from hf_zero.planning.show import new_console, new_table, sequence_sizes, show_choice
 from hf_zero.planning.trace import Trace
 
 _TILES = 16, 32  # lengths that are traced, in units of a tile, so that buffers of one tile matter little
@@ -175,11 +174,7 @@ def show_longest(reaches: Sequence[Reach], model: PlannedModel, hardware: Hardwa
     console = new_console()
     shared = f", {reaches[0].ranks} ranks per sequence" if reaches and reaches[0].ranks > 1 else ""
     title = f"{model.name}: longest sequence on {hardware.name}{shared}, checkpointed layers, tiled MLPs and loss"
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column("candidate")  # in a narrow terminal names wrap, numbers do not
-    for name in ("tokens", "device", "per token", "host", "per token"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
+    table = new_table(title, "tokens", "device", "per token", "host", "per token")
     for each in reaches:
         cells = [f"{each.length:,}"]
         for line in (each.device, each.host):

@@ -278,12 +278,19 @@ def title(plan: Plan) -> str:
     )
 
 
-def _table(plan: Plan, everything: bool) -> Table:
-    table = Table(title=escape(title(plan)), title_justify="left")
+def new_table(title: str, *numbers: str) -> Table:
+    """Return an empty table of candidates, with these columns of numbers."""
+    table = Table(title=escape(title), title_justify="left")
     table.add_column("candidate")  # in a narrow terminal names wrap, numbers do not
-    for name in ("device", "states", "activations", "host", "disk", "sent within", "across", "step", "tokens/s"):
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
+    return table
+
+
+def _table(plan: Plan, everything: bool) -> Table:
+    names = ("device", "states", "activations", "host", "disk", "sent within", "across", "step", "tokens/s")
+    table = new_table(title(plan), *names)
     for each in plan.rows:
         if not (everything or each.fits or each.candidate.is_given):
             continue

@@ -219,7 +219,7 @@ def test_what_goes_wrong_in_the_writer_is_an_error_here(writer: Writer, tmp_path
         writer.write(full, [Order(0, [Piece("", 0, 10)])])
     assert caught.value.errno == errno.ENOSPC
     writer._process.kill()
-    with pytest.raises(OSError, match="the process that writes checkpoints has ended with status -9"):
+    with pytest.raises(OSError, match="the process that writes checkpoints has exited with status -9"):
         writer.write(full, [Order(0, [Piece("", 0, 10)])])
     os.close(full)
 

@@ -46,7 +46,7 @@ class ModelWeights:
         shared: second names of tied parameters -> first names.
         frozen_shapes, frozen: parameters that are not trained: whole, or this rank's shard at stage 3. None leaves
             them out of the file (`exclude_frozen_parameters`).
-        tensor_parts: how parameters are split of which this file has parts; see `tensor_ranks`.
+        tensor_parts: how parameters are split that this file has parts of; see `tensor_ranks`.
     """
 
     module: Mapping[str, Content]

@@ -1,7 +1,6 @@
 """Writes a checkpoint in DeepSpeed's universal format: a folder per parameter, for resuming at any world size.
 
-hf_zero itself does not need this: every checkpoint loads at any world size and stage. It is for going back to
-DeepSpeed.
+hf_zero itself does not need this: every checkpoint loads at any world size and stage. It is for returning to DeepSpeed.
 """
 
 from __future__ import annotations
