@@ -87,8 +87,8 @@ class Compared:
 
 
 def contents() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RUNS.read_text(encoding="utf-8"))
-    return found
+    values: dict[str, Any] = json.loads(RUNS.read_text(encoding="utf-8"))
+    return values
 
 
 def set_of(run: Mapping[str, Any]) -> int:
@@ -111,14 +111,14 @@ def compared(rows: str = "all", *, opened: bool = False) -> Iterator[Compared]:
     Args:
         opened: include held-out runs of sealed sets.
     """
-    found = contents()
-    chosen = held_out(found["runs"])
-    for run in found["runs"]:
+    published = contents()
+    chosen = held_out(published["runs"])
+    for run in published["runs"]:
         is_held_out = run["id"] in chosen
         if is_held_out and set_of(run) in SEALED and not opened:
             continue
         if rows == "all" or is_held_out == (rows == "held-out"):
-            yield _compared(run, found["models"][run["model"]], is_held_out)
+            yield _compared(run, published["models"][run["model"]], is_held_out)
 
 
 def _compared(run: Mapping[str, Any], config: Mapping[str, Any], is_held_out: bool) -> Compared:
@@ -218,10 +218,10 @@ def predicted_rate(each: Compared) -> float:
     return sum(each.rates) / 2 / (each.run["gpus_per_node"] * each.run["nodes"])
 
 
-def orders(found: Sequence[Compared]) -> Iterator[tuple[Compared, Compared, str]]:
+def orders(compared_runs: Sequence[Compared]) -> Iterator[tuple[Compared, Compared, str]]:
     """Yield pairs of runs of one source that differ in rate, and whether the faster one is predicted to be faster
     ("right"), slower ("wrong"), or about as fast ("alike")."""
-    for first, second in combinations(found, 2):
+    for first, second in combinations(compared_runs, 2):
         rates = published_rate(first.run), published_rate(second.run)
         if first.run["address"] != second.run["address"] or rates[0] is None or rates[1] is None:
             continue
@@ -232,21 +232,21 @@ def orders(found: Sequence[Compared]) -> Iterator[tuple[Compared, Compared, str]
         yield slow, fast, "right" if ratio > ALIKE else "wrong" if ratio < 1 / ALIKE else "alike"
 
 
-def within(found: Sequence[Compared], bound: float = CLOSE) -> tuple[int, int]:
+def within(compared_runs: Sequence[Compared], bound: float = CLOSE) -> tuple[int, int]:
     """Return (number of runs whose error is within `bound`, number of runs with a peak), without `selective` runs."""
-    offs = _offs(found)
+    offs = _offs(compared_runs)
     return sum(abs(off) <= bound for off in offs), len(offs)
 
 
-def _offs(found: Sequence[Compared]) -> list[float]:
-    return [each.off for each in found if each.off is not None and each.peaks[0] == each.peaks[1]]
+def _offs(compared_runs: Sequence[Compared]) -> list[float]:
+    return [each.off for each in compared_runs if each.off is not None and each.peaks[0] == each.peaks[1]]
 
 
-def section(found: Sequence[Compared]) -> str:
+def section(compared_runs: Sequence[Compared]) -> str:
     """Return the summary and the table."""
     lines = ["| run | published | predicted | | tokens/s of a GPU | predicted |", "|" + " --- |" * 6]
-    lines += [f"| {' | '.join(_cells(each))} |" for each in found]
-    return "\n".join([_words(found), *lines]) + "\n"
+    lines += [f"| {' | '.join(_cells(each))} |" for each in compared_runs]
+    return "\n".join([_words(compared_runs), *lines]) + "\n"
 
 
 def _cells(each: Compared) -> Iterator[str]:
@@ -264,11 +264,11 @@ def _cells(each: Compared) -> Iterator[str]:
     yield from ("", "") if rate is None or not run["length"] else (f"{rate:,.0f}", f"{predicted_rate(each):,.0f}")
 
 
-def _words(found: Sequence[Compared]) -> str:
+def _words(compared_runs: Sequence[Compared]) -> str:
     lines = []
     for number in SEEDS:
         for name, is_held_out in (("not held out", False), ("held out", True)):
-            rows = [each for each in found if set_of(each.run) == number and each.is_held_out == is_held_out]
+            rows = [each for each in compared_runs if set_of(each.run) == number and each.is_held_out == is_held_out]
             lines += [f"- Set {number}, {name}: {_outcome(rows)}"] if rows else []
     versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
     return "\n".join([*lines, f"- Traced with {versions}.", ""])

@@ -132,15 +132,15 @@ def _join(attention: Any) -> None:
     bases = [getattr(each, "base_layer", each).forward for each in parts]
     joint = _Joint(lambda x: torch.cat([base(x) for base in bases], dim=-1), [parts[0], parts[2]])
     widths = [getattr(each, "base_layer", each).out_features for each in parts]
-    found: list[Tensor] = []
+    views: list[Tensor] = []
 
     def first(x: Tensor) -> Tensor:
-        found[:] = joint(x).split(widths, dim=-1)
-        return found.pop(0)
+        views[:] = joint(x).split(widths, dim=-1)
+        return views.pop(0)
 
     parts[0].forward = first
     for each in parts[1:]:
-        each.forward = lambda _: found.pop(0)
+        each.forward = lambda _: views.pop(0)
 
 
 # Losses of other programs: which copies of logits are kept. (transformers today: one copy in fp32, which is freed.)
@@ -189,8 +189,8 @@ class _Listed(torch.autograd.Function):
 
 
 def _listed(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    found: Tensor = _Listed.apply(logits)
-    return found
+    result: Tensor = _Listed.apply(logits)
+    return result
 
 
 def _in_chunks(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:

@@ -260,15 +260,15 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
         gradient_bits=answers.zero.gradient_bits,
         hops=2 if answers.zero.hops == 2 else 1,
     )
-    found = traffic_of(sizes, wiring)
+    transfers = traffic_of(sizes, wiring)
     if apart:  # expert gradients are reduced among the ranks with the same experts
         stays = answers.zero.stage == 3
         experts = replace(sizes, gathered=0, kept=0, trained=0 if stays else trained_apart)
         ranks, per_host = with_same_weights(hardware.ranks, hardware.per_host, model.expert_size)
         shard = wiring.shard // model.expert_size if wiring.shard is not None else None
         alike = replace(wiring, ranks=ranks, per_host=per_host, shard=shard, second_shard=1, gradient_bits=None)
-        found += traffic_of(replace(experts, persistent=trained_apart if stays else 0), alike)
-    return found
+        transfers += traffic_of(replace(experts, persistent=trained_apart if stays else 0), alike)
+    return transfers
 
 
 def setting_of(answers: Resolved, training: Training, hardware: Hardware) -> Setting:

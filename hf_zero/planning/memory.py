@@ -106,7 +106,7 @@ class PlannedUnits:
         position_of = {name: position for position, (name, _) in enumerate(self.uses)}
         whole = [unit.whole_bytes for unit in self.units]
         kept: set[int] = set()
-        found, here = [], -1
+        live_bytes, here = [], -1
         live: set[int] = set()
         after_loss = False
         for segment in trace.segments:
@@ -124,8 +124,8 @@ class PlannedUnits:
                 live = set(self.uses[here][1].units) if here >= 0 else set()
                 if here in self.plan.kept_for_backward:
                     kept.update(self.uses[here][1].units)
-            found.append(sum(whole[unit] for unit in live | kept))
-        return found
+            live_bytes.append(sum(whole[unit] for unit in live | kept))
+        return live_bytes
 
     @property
     def ahead_bytes(self) -> int:
@@ -394,7 +394,7 @@ class _Ledger:
         self.places[place][kind] += round(size)
 
     def result(self, setting: Setting) -> RankMemory:
-        places = {name: {kind: found[kind] for kind in KINDS if found[kind]} for name, found in self.places.items()}
+        places = {name: {kind: sizes[kind] for kind in KINDS if sizes[kind]} for name, sizes in self.places.items()}
         if not setting.separate:
             both = Counter(places["device"]) + Counter(places["host"])
             places["device"], places["host"] = {kind: both[kind] for kind in KINDS if both[kind]}, {}
@@ -486,22 +486,17 @@ def _gradients(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> list[in
     streaming, resolved = setting.resolved.zero.streaming, setting.resolved
     clip_norm, skips = resolved.gradients.clip_norm, resolved.precision.skip_nonfinite
     streams = streaming is not None and not (setting.accumulates or streaming.why_gradients_stay(clip_norm, skips))
-    passing = [0] * len(layout.buckets)
-    for index, bucket in enumerate(layout.buckets):
-        size = precision.accumulation_dtype(getattr(torch, bucket.dtype)).itemsize
-        owned = sharding.owned(bucket).numel
-        if streams:
-            continue  # gradients in flight count as buffers
-        if far == "device" and setting.separate and not setting.accumulates:
-            passing[index] = owned * size
-            continue
-        if whole and (owned < bucket.numel or far != "device"):
+    sizes = [precision.accumulation_dtype(getattr(torch, bucket.dtype)).itemsize for bucket in layout.buckets]
+    owned = [sharding.owned(bucket).numel * size for bucket, size in zip(layout.buckets, sizes, strict=True)]
+    if far == "device" and setting.separate and not (streams or setting.accumulates):
+        return owned
+    for bucket, size, part in zip(layout.buckets, sizes, owned, strict=True) if not streams else ():
+        is_whole = whole and (part < bucket.numel * size or far != "device")
+        if is_whole:
             ledger.add("device", GRADIENTS, bucket.numel * size)
-            if far != "device":
-                ledger.add(far, GRADIENTS, owned * size)
-        else:
-            ledger.add(far, GRADIENTS, owned * size)
-    return passing
+        if not is_whole or far != "device":
+            ledger.add(far, GRADIENTS, part)
+    return [0] * len(layout.buckets)  # while streaming, gradients in flight count as buffers
 
 
 def _buffers(
