@@ -10,7 +10,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,9 @@ def weights_of(
     parameters: dict[str, Streamed] = {}
     if not exclude_frozen:
         parameters.update(
-            {name: pieces.to_stream(target(pieces.dtype, keep=True)) for name, pieces in view.frozen.items()}
+            {name: replace(value, dtype=target(value.dtype, keep=True)) for name, value in view.frozen.items()}
         )
-    parameters.update({name: view.master(name).to_stream(dtype or torch.float32) for name in view.shapes})
+    parameters.update({name: view.master(name, dtype or torch.float32) for name in view.shapes})
     aliases = {alias: owner for alias, owner in view.aliases.items() if owner in parameters}
     return Weights({**tensors, **parameters}, aliases, sum(content.numel for content in parameters.values()))
 

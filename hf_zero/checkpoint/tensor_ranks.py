@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.extra_states import FIX
-from hf_zero.checkpoint.files.stream import Between, Parts, span
-from hf_zero.checkpoint.view import CheckpointView, Elements, Pieces
+from hf_zero.checkpoint.files.stream import Between, Parts, Streamed, span
+from hf_zero.checkpoint.view import CheckpointView, Elements
 from hf_zero.comm.parts import held_part
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Interval
@@ -205,7 +205,7 @@ def _runs(cut: Cut | None, start: int, stop: int) -> Iterable[tuple[int, Interva
     return [(0, Interval(start, stop))] if cut is None else cut.in_parts(start, stop)
 
 
-def _whole_pieces(name: str, cut: Cut | None, views: Sequence[CheckpointView]) -> Pieces:
+def _whole_pieces(name: str, cut: Cut | None, views: Sequence[CheckpointView]) -> Streamed:
     if cut is None:
         return views[0].frozen[name]
     parts = [view.frozen[name].parts for view in views]
@@ -214,10 +214,10 @@ def _whole_pieces(name: str, cut: Cut | None, views: Sequence[CheckpointView]) -
         for rank, run in cut.in_parts(start, stop):
             yield from span(parts[rank], run.start, run.stop)
 
-    return Pieces(cut.shape, Between(read, 0, math.prod(cut.shape)))
+    return replace(views[0].frozen[name], shape=cut.shape, parts=Between(read, 0, math.prod(cut.shape)))
 
 
-def _part_of_pieces(pieces: Pieces, cut: Cut | None, rank: int) -> Pieces:
+def _part_of_pieces(pieces: Streamed, cut: Cut | None, rank: int) -> Streamed:
     if cut is None:
         return pieces
     shape = cut.part_shape(rank)
@@ -226,4 +226,4 @@ def _part_of_pieces(pieces: Pieces, cut: Cut | None, rank: int) -> Pieces:
         for run in cut.in_whole(rank, start, stop):
             yield from span(pieces.parts, run.start, run.stop)
 
-    return Pieces(shape, Between(read, 0, math.prod(shape)))
+    return replace(pieces, shape=shape, parts=Between(read, 0, math.prod(shape)))

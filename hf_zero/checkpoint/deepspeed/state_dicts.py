@@ -13,7 +13,6 @@ from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.files.stream import Parts, Streamed
-from hf_zero.checkpoint.view import Pieces
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
 from hf_zero.optim.stager import COUNTERS
@@ -138,7 +137,7 @@ def scaler_values(scaler: Any) -> dict[str, Any]:
 class ModulePart(TypedDict):
     """Fields of a `CheckpointView` from the model files."""
 
-    frozen: dict[str, Pieces]
+    frozen: dict[str, Streamed]
     buffers: dict[str, Tensor]
     aliases: dict[str, str]
     meta: dict[str, Any]
@@ -156,7 +155,7 @@ def module_part(models: Sequence[Mapping[str, Any]], paths: Sequence[Path], trai
     frozen = _fragments(models, paths)
     if not frozen:
         frozen = {
-            name: Pieces(tuple(value.shape), (flat(value, f"{name!r}", path),))
+            name: Streamed(value.dtype, tuple(value.shape), (flat(value, f"{name!r}", path),))
             for name, value in module.items()
             if isinstance(value, Tensor)
             and name not in trainable
@@ -190,7 +189,7 @@ def _aliases(models: Sequence[Mapping[str, Any]], module: Mapping[str, Any], buf
     return aliases
 
 
-def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> dict[str, Pieces]:
+def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> dict[str, Streamed]:
     """Frozen parameters from DeepSpeed's extra keys: whole, or one shard in the file of every rank."""
     shapes = models[0].get(ds.FROZEN_PARAM_SHAPES)
     fragments = [model.get(ds.FROZEN_PARAM_FRAGMENTS) for model in models]
@@ -206,6 +205,7 @@ def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> di
                     paths[rank], f"lacks the frozen parameter {name!r}", "restore this file from a copy"
                 )
             wanted = chunk_interval(math.prod(shape), rank, len(models)).numel
-            parts.append(flat(mine[name], f"{name!r}", paths[rank], at_least=wanted).narrow(0, 0, wanted))
-        pieces[name] = Pieces(shape, tuple(part for part in parts if part.numel()))
+            part = flat(mine[name], f"{name!r}", paths[rank], at_least=wanted).narrow(0, 0, wanted)
+            parts += [part] if wanted else []
+        pieces[name] = Streamed(parts[0].dtype if parts else torch.float32, shape, tuple(parts))
     return pieces

@@ -83,7 +83,7 @@ def _write(view: CheckpointView, folder: Path, on_parameter: Callable[[str], obj
 
 def _untrained(view: CheckpointView) -> dict[str, Tensor]:
     """Frozen weights, buffers, and second names of tied parameters."""
-    tensors = {name: pieces.to_stream().materialise() for name, pieces in view.frozen.items()} | dict(view.buffers)
+    tensors = {name: value.materialise() for name, value in view.frozen.items()} | dict(view.buffers)
     for alias, owner in view.aliases.items():
         if owner in view.shapes:
             tensors[alias] = view.read(owner).view(view.shapes[owner])
