@@ -24,7 +24,7 @@ _TENSOR = (
 )
 _COMPILER = "graph passes of DeepCompile are not supported: engine.compile() runs the model under torch.compile"
 _DRIVE = "no compiled operators: zero_optimization.offload_optimizer and offload_param with device nvme use the drive"
-_QUANTISED = "no quantising operators: load the model with transformers' BitsAndBytesConfig or TorchAoConfig"
+_QUANTISED = "no quantizing operators: load the model with transformers' BitsAndBytesConfig or TorchAoConfig"
 _CHECKPOINT_TOOLS = (
     "tools for Megatron checkpoints are not supported: load_checkpoint takes checkpoints of any stage and number of "
     "ranks, and `python -m hf_zero.zero_to_fp32` writes whole weights"

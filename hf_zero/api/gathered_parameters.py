@@ -95,7 +95,7 @@ def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             inference_model.load_weights([(name, values)])
 
     Raises:
-        ValueError: for adapters that are not added to a weight (such as DoRA), or on quantised weights.
+        ValueError: for adapters that are not added to a weight (such as DoRA), or on quantized weights.
     """
     inner = getattr(model, "module", model)
     names, adapted = _names_without_adapters(inner), _adapters(inner)

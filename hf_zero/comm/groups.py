@@ -373,7 +373,7 @@ class ProgramGroups(ABC):
         if size < 1 or len(beside[0]) % size:
             raise WrongArgument(
                 f"world size = data ranks x {cls.size_name} does not hold: {world} != n x {size}; start a multiple of "
-                f"{size} ranks, or take a size that divides {world}"
+                f"{size} ranks, or give a size that divides {world}"
             )
         return cls(tuple(group for ranks in beside for group in consecutive(ranks, size)))
 

@@ -1,4 +1,4 @@
-"""Adam and AdamW with 8-bit states, which are dequantised, updated and quantised again in one pass over memory.
+"""Adam and AdamW with 8-bit states, which are dequantized, updated and quantized again in one pass over memory.
 
 The update is that of `hf_zero.kernels.adam`; the format is that of `hf_zero.kernels.dynamic8`: m signed, v unsigned.
 Source: Dettmers et al. 2021 (arXiv 2110.02861).
@@ -40,7 +40,7 @@ class BlockVectors(Vectors):
 
 
 def adam8_reference(vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float = 1.0) -> None:
-    """Dequantise both states, apply Adam to the part of the weights, and quantise them; states are packed (m, v)."""
+    """Dequantize both states, apply Adam to the part of the weights, and quantize them; states are packed (m, v)."""
     start, numel = vectors.start, vectors.weight.numel()
     held = blocks_of(vectors.states[0]).codes.numel()
     wide = [

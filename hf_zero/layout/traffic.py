@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from hf_zero.kernels.message import message_bytes
 
-WEIGHT_BITS = 8  # per element of a quantised gather
+WEIGHT_BITS = 8  # per element of a quantized gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,7 @@ class QuantizedVector(WrappedVector):
         return values
 
     def _write(self, values: Tensor) -> None:
-        """Write changed blocks only, because quantising values again may change them."""
+        """Write changed blocks only, because quantizing values again may change them."""
         kept = self.stored.take().view(1, -1)
         fresh = torch.empty_like(kept)
         write_messages(values.view(1, -1), fresh, BITS)

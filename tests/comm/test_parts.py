@@ -59,7 +59,7 @@ def test_units_of_an_engine_that_is_gone_cannot_be_gathered() -> None:
     negotiation, source = LoneCollectives().negotiation, OneRow()
     first = negotiation.sources.register(source, 2)
     negotiation.sources.forget(first, 2)
-    with pytest.raises(RuntimeError, match="destroyed, or dropped"):
+    with pytest.raises(RuntimeError, match="that this rank has destroyed"):
         negotiation.gather(first, order=0, in_backward=False)
 
 

@@ -64,7 +64,7 @@ class HostNegotiation(Negotiation):
         self.reopen()
         while gathering.decision is None:
             if not self._decide_all():
-                purpose = f"to learn what it needs, for this rank {self.sources.describe(gathering.request)}"
+                purpose = f"for its next request, since this rank {self.sources.describe(gathering.request)}"
                 self._wait(lambda: self._silent() if gathering.decision is None else set(), purpose)
         return gathering.decision
 

@@ -171,7 +171,7 @@ class Mismatch(RuntimeError):
     """
 
     def __init__(self, peer: int, ours: Label, theirs: Label) -> None:
-        super().__init__(f"rank {peer} has made another call: {theirs} where this rank has {ours}")
+        super().__init__(f"rank {peer} is in another call: {theirs}, but this rank is in {ours}")
         self.peer, self.ours, self.theirs = peer, ours, theirs
 
 
@@ -342,15 +342,15 @@ class SharedMemoryLink:
         left = self.timeout_s - STALL_S
         if left > 0:
             logger.warning(
-                "nothing from rank %d for %g seconds: this rank waits for it %s. It may be slow, or run other modules "
-                "or collective calls than this one; after %g seconds this is an error",
+                "nothing from rank %d for %g seconds: this rank waits for it %s. It may be slow, or it may run other "
+                "modules or collective calls than this rank; after %g seconds this is an error",
                 peer,
                 STALL_S,
                 purpose,
                 self.timeout_s,
             )
         if left <= 0 or not self._wires.wait(left):
-            raise RuntimeError(f"rank {peer} has not answered for {self.timeout_s:g} seconds ({purpose})")
+            raise RuntimeError(f"rank {peer} has not responded for {self.timeout_s:g} seconds ({purpose})")
 
     def _attend(self, awaited: Callable[[], AbstractSet[int]]) -> bool:
         if self._is_attending:  # no nested calls from a wait inside an attendant
@@ -371,7 +371,7 @@ class SharedMemoryLink:
         try:
             while not self._wires.send(peer, word, descriptor):
                 if not self._wires.wait(self.timeout_s, room_for=peer):
-                    raise RuntimeError(f"rank {peer} has not answered for {self.timeout_s:g} seconds")
+                    raise RuntimeError(f"rank {peer} has not responded for {self.timeout_s:g} seconds")
                 self._listen(peer)
         except Gone as gone:
             if not optional:
@@ -387,7 +387,7 @@ class SharedMemoryLink:
             culprit = self._blamed.pop(culprit)
         for other in self._peers:
             self._send(other, pack_word(_Kind.BLAMED, culprit), optional=True)
-        return RuntimeError(f"rank {culprit} has stopped" + (f", and then rank {peer}" if peer != culprit else ""))
+        return RuntimeError(f"rank {culprit} has exited" + (f", and then rank {peer}" if peer != culprit else ""))
 
     def _listen_to_all(self) -> None:
         for peer in self._peers:
@@ -472,7 +472,7 @@ def _socket_folder() -> Iterator[str | None]:
     try:
         folder = tempfile.TemporaryDirectory(prefix="hf_zero-")
     except OSError as error:
-        logger.warning("ranks do not share memory: no temporary folder can be made (%s); TMPDIR names one", error)
+        logger.warning("ranks do not share memory: no temporary folder can be created (%s); set TMPDIR", error)
         yield None
         return
     with folder as name:

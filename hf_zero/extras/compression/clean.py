@@ -1,4 +1,4 @@
-"""redundancy_clean: applies masks and quantisation to the weights permanently, and removes pruned structures.
+"""redundancy_clean: applies masks and quantization to the weights permanently, and removes pruned structures.
 
     rows       the layer's outputs            related: inputs of modules that read them (outputs of a gate's partner)
     heads      the layer's inputs             related: outputs of Q, K and V, which may be packed in one projection
@@ -390,7 +390,7 @@ class Size:
         num_parameters: with tied parameters counted once.
         num_nonzero: number of nonzero parameters.
         num_bytes: size of the tensors in their dtypes.
-        num_packed_bytes: size with quantised weights packed into their bits, plus fp32 scales.
+        num_packed_bytes: size with quantized weights packed into their bits, plus fp32 scales.
         num_flops: FLOPs of linear layers per token and of convolutions per output position: two per weight.
     """
 
@@ -426,7 +426,7 @@ def size_of(model: nn.Module, bits: Mapping[int, tuple[int, int]] | None = None,
     """The size of a model with plain tensors.
 
     Args:
-        bits: id of a quantised weight -> (bits, number of scales).
+        bits: id of a quantized weight -> (bits, number of scales).
         without: ids of parameters that do not count: scores, which are not saved.
     """
     packed = 0

@@ -1,4 +1,4 @@
-"""Quantised weights on disk: as a compressed-tensors checkpoint if possible, else as safetensors with scales.
+"""Quantized weights on disk: as a compressed-tensors checkpoint if possible, else as safetensors with scales.
 
 compressed-tensors (which transformers loads with the package of that name) stores int8 codes and symmetric scales per
 output or per group of inputs of linear layers. If a weight does not fit this format, plain tensors are kept, and the
@@ -56,7 +56,7 @@ def init_compression(
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
-    """Make compression permanent, after training: write masks and quantisation into the weights, and remove pruned
+    """Make compression permanent, after training: write masks and quantization into the weights, and remove pruned
     structures together with the corresponding parts of related_modules. Collective at stage 3.
 
     Returns:
@@ -151,7 +151,7 @@ _FEWEST, _MOST = 3, 8
 
 
 def save_quantized(model: Any, folder: str | Path, deepspeed_config: Any) -> str:
-    """Clean a model under weight quantisation and write its codes; returns "compressed-tensors" or "safetensors".
+    """Clean a model under weight quantization and write its codes; returns "compressed-tensors" or "safetensors".
 
     Raises:
         WrongArgument: if no weight has 3 to 8 bits.
@@ -179,7 +179,7 @@ def save_quantized(model: Any, folder: str | Path, deepspeed_config: Any) -> str
 
 
 class Codes(NamedTuple):
-    """A quantised weight: code * scale + zero, group by group."""
+    """A quantized weight: code * scale + zero, group by group."""
 
     codes: Tensor
     scale: Tensor
@@ -245,7 +245,7 @@ def _write_codes(path: Path, kept: list[WeightBits], grids: dict[str, Codes]) ->
 
 
 def unpack(folder: str | Path) -> dict[str, Tensor]:
-    """Dequantise `quantized.safetensors` in a folder: by module name, values of shape (groups, values)."""
+    """Dequantize `quantized.safetensors` in a folder: by module name, values of shape (groups, values)."""
     tensors = load_file(Path(folder) / CODES)
     names = [name.removesuffix(".codes") for name in tensors if name.endswith(".codes")]
     return {name: tensors[f"{name}.codes"] * tensors[f"{name}.scale"] + tensors[f"{name}.zero"] for name in names}

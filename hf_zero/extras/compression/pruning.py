@@ -41,7 +41,7 @@ from hf_zero.extras.compression.section import (
     WeightShared,
 )
 
-# Quantisation of one layer: its weight and inputs are rounded to few bits in forward.
+# Quantization of one layer: its weight and inputs are rounded to few bits in forward.
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def grid_of(groups: Tensor, bits: int, *, symmetric: bool) -> Grid:
 def quantized(
     values: Tensor, bits: int, num_groups: int, *, symmetric: bool = True, noise: Tensor | None = None
 ) -> Tensor:
-    """`values` quantised to `bits` and dequantised to their own dtype; computed in fp32.
+    """`values` quantized to `bits` and dequantized to their own dtype; computed in fp32.
 
     Args:
         num_groups: must divide the number of values.
@@ -111,14 +111,14 @@ def _ternary(groups: Tensor) -> Tensor:
 
 
 def quantized_in_range(values: Tensor, low: Tensor, high: Tensor, bits: int, *, symmetric: bool) -> Tensor:
-    """`values` quantised to `bits` in the range from `low` to `high` (0-dim tensors); values outside are clamped."""
+    """`values` quantized to `bits` in the range from `low` to `high` (0-dim tensors); values outside are clamped."""
     grid = Grid.of_range(low.float().view(1, 1), high.float().view(1, 1), bits, symmetric=symmetric)
     return grid.rounded(values.detach().reshape(1, -1).float()).view(values.shape).to(values.dtype)
 
 
 @dataclass(slots=True, eq=False)
 class WeightBits:
-    """Weight quantisation of one layer, active if `is_on`. Stochastic rounding uses the same noise in all forwards of
+    """Weight quantization of one layer, active if `is_on`. Stochastic rounding uses the same noise in all forwards of
     an update and on all ranks."""
 
     layer: Layer
@@ -182,7 +182,7 @@ OLD, NEW = 0.95, 0.05
 
 @dataclass(slots=True, eq=False)
 class ActivationBits:
-    """Input quantisation of one layer, active if `is_on`.
+    """Input quantization of one layer, active if `is_on`.
 
     Attributes:
         notes: whether ranges of inputs are recorded.

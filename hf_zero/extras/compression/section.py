@@ -58,7 +58,7 @@ class _Group(Section):
 
 
 class WeightParams(Section):
-    """How one group's weights are quantised."""
+    """How one group's weights are quantized."""
 
     start_bits: Bits | None = supported(None, "Bits at the beginning; unset: target_bits.", unit="bits")
     target_bits: Bits | None = supported(None, "Bits in the end; required.", unit="bits")
@@ -68,20 +68,20 @@ class WeightParams(Section):
 
 
 class WeightGroup(_Group):
-    """A group of modules whose weights are quantised alike."""
+    """A group of modules whose weights are quantized alike."""
 
     params: WeightParams = detail(WeightParams(), "Bits and schedule.")
 
 
 class MixedQuantize(Section):
-    """A gradual transition from exact to quantised weights."""
+    """A gradual transition from exact to quantized weights."""
 
-    enabled: Flag = supported(False, "Weights are (1 - r) * quantised + r * exact, r falling from 1 to 0.")
+    enabled: Flag = supported(False, "Weights are (1 - r) * quantized + r * exact, r falling from 1 to 0.")
     quantize_change_ratio: PositiveNumber = supported(0.001, "Decrease of r per update.")
 
 
 class WeightShared(Section):
-    """Settings common to all groups of weight quantisation."""
+    """Settings common to all groups of weight quantization."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(0, _OFFSET, unit="updates")
@@ -92,8 +92,8 @@ class WeightShared(Section):
     fp16_mixed_quantize: MixedQuantize = supported(MixedQuantize(), "A gradual transition, with any precision.")
     quantize_weight_in_forward: Flag = ignored(
         False,
-        "Quantise in forward, or the stored low-precision weights after each update.",
-        why="forward sees quantised weights and masters stay exact either way",
+        "Quantize in forward, or the stored low-precision weights after each update.",
+        why="forward sees quantized weights and masters stay exact either way",
         met=True,
     )
     quantizer_kernel: Flag = ignored(False, "Use a GPU kernel.", why="results are the same", met=True)
@@ -113,19 +113,19 @@ class WeightQuantization(Section):
 
 
 class ActivationParams(Section):
-    """How one group's inputs are quantised."""
+    """How one group's inputs are quantized."""
 
     bits: Bits | None = supported(None, "Bits, at least 3; required.", unit="bits")
 
 
 class ActivationGroup(_Group):
-    """A group of modules whose inputs are quantised alike."""
+    """A group of modules whose inputs are quantized alike."""
 
     params: ActivationParams = detail(ActivationParams(), "Bits.")
 
 
 class ActivationShared(Section):
-    """Settings common to all groups of activation quantisation."""
+    """Settings common to all groups of activation quantization."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")

@@ -130,7 +130,7 @@ class LtdSchedule(Section):
     min_value: Positive | None = supported(None, "Initial number of tokens.", unit="tokens")
     max_value: Positive | None = supported(None, "Final number of tokens.", unit="tokens")
     schedule_type: Literal["fixed_linear"] | None = supported(None, "fixed_linear.")
-    schedule_config: LtdScheduleConfig | None = detail(None, "Its numbers.")
+    schedule_config: LtdScheduleConfig | None = detail(None, "Its parameters.")
 
 
 class LayerTokenLr(Section):
@@ -157,8 +157,8 @@ class RandomLTD(Section):
     )
     random_ltd_schedule: LtdSchedule | None = detail(None, "Its schedule.")
     layer_token_lr_schedule: LayerTokenLr | None = detail(None, "The learning rate.")
-    micro_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="the batch sizes say it", met=True)
-    global_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="the batch sizes say it", met=True)
+    micro_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="set by the batch sizes", met=True)
+    global_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="set by the batch sizes", met=True)
 
 
 class DataRouting(Section):

@@ -1,4 +1,4 @@
-"""Block quantisation in Triton: see hf_zero.kernels.quantize. One program for 16 blocks of a row."""
+"""Block quantization in Triton: see hf_zero.kernels.quantize. One program for 16 blocks of a row."""
 
 from __future__ import annotations
 
