@@ -262,28 +262,48 @@ def test_an_adapters_file_has_its_frozen_weights(kind: str, tmp_path: Path) -> N
             torch.testing.assert_close(saved[name], weights[name.replace("lora_A.weight", "lora_A.default.weight")])
 
 
+MATRICES = {"target_modules": ["q_proj", "v_proj"]}
+# Kinds of adapters: the arguments of PEFT's config.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "AdaLora": {**MATRICES, "target_r": 2, "init_r": 4, "total_step": 8, "tinit": 1, "tfinal": 2, "deltaT": 1},
+    "TrainableTokens": {"token_indices": [3, 5, 8], "target_modules": ["embed_tokens"]},
+    "AdaptionPrompt": {"adapter_len": 4, "adapter_layers": 1, "task_type": "CAUSAL_LM"},
+    "BOFT": {**MATRICES, "boft_block_size": 4},
+    "C3A": {"target_modules": ["q_proj"], "block_size": 6},
+    "FourierFT": {**MATRICES, "n_frequency": 50},
+    "HRA": {**MATRICES, "r": 4},
+    "IA3": {"target_modules": ["k_proj", "v_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    "LNTuning": {"target_modules": ["input_layernorm"]},
+    "LoHa": {**MATRICES, "r": 4},
+    "LoKr": {**MATRICES, "r": 4},
+    "Miss": {**MATRICES, "r": 4},
+    "OFT": {"target_modules": ["q_proj"], "r": 0, "oft_block_size": 6},
+    "PrefixTuning": {"num_virtual_tokens": 4, "task_type": "CAUSAL_LM"},
+    "RandLora": {**MATRICES, "r": 8},
+    "Road": {"target_modules": ["q_proj"], "group_size": 6},
+    "Shira": {**MATRICES, "r": 4, "random_seed": 3},
+    "Vera": {**MATRICES, "r": 8},
+    "WaveFT": {**MATRICES, "n_frequency": 50},
+}
+
+
 def run_adapter(rank: int, folder: str, kind: str, stage: int | None, precision: str = "fp32") -> list[float]:
-    from peft import AdaLoraConfig, TrainableTokensConfig, get_peft_model
+    import peft
     from transformers import TrainerCallback
 
     class Allocates(TrainerCallback):
         def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
             getattr(model, "module", model).base_model.update_and_allocate(state.global_step)
 
-    if kind == "adalora":
-        schedule = {"total_step": 8, "tinit": 1, "tfinal": 2, "deltaT": 1}
-        config: Any = AdaLoraConfig(target_r=2, init_r=4, target_modules=["q_proj", "v_proj"], **schedule)
-    else:
-        config = TrainableTokensConfig(token_indices=[3, 5, 8], target_modules=["embed_tokens"])
     torch.manual_seed(1)
-    model = get_peft_model(tiny_llama(), config)
+    model = peft.get_peft_model(tiny_llama(), getattr(peft, f"{kind}Config")(**ADAPTERS[kind]))
     alone_is_not_distributed()
     zero = {"stage": 3, **NOTHING_STAYS} if stage == 3 else {"stage": stage}
     engine = None if stage is None else {**auto_config(), "bf16": {"enabled": "auto"}, "zero_optimization": zero}
     options = {"max_steps": 6, "max_grad_norm": 1e-3, "learning_rate": 1e-2, "bf16": precision == "bf16"}
     size = {"per_device_train_batch_size": 8 if stage is None else 4}
     trainer = trainer_of(model, arguments(folder, engine, **options, **size), rows=48)
-    if kind == "adalora":
+    if kind == "AdaLora":
         trainer.add_callback(Allocates())
     trainer.train()
     trainer.save_model(f"{folder}/saved-{stage}")
@@ -299,9 +319,14 @@ def adapter_of(folder: Path, kind: str, stage: int | None, precision: str = "fp3
 
 @requires(modules=("peft",))
 @pytest.mark.parametrize(
-    ("kind", "stages"), [("adalora", (2, 3)), ("tokens", (3,)), pytest.param("adalora", (0, 1), marks=pytest.mark.slow)]
+    ("kind", "stages"),
+    [
+        ("AdaLora", (2, 3)),
+        ("TrainableTokens", (3,)),
+        *(pytest.param(kind, (0, 1, 2, 3), marks=pytest.mark.slow) for kind in ADAPTERS),
+    ],
 )
-def test_adapters_that_peft_handles_apart_train_as_without_an_engine(
+def test_every_kind_of_adapter_trains_as_without_an_engine(
     kind: str, stages: tuple[int, ...], tmp_path: Path
 ) -> None:
     """AdaLoRA's `update_and_allocate`, called from a callback as PEFT's documentation shows, failed: the engine had
@@ -317,6 +342,6 @@ def test_adapters_that_peft_handles_apart_train_as_without_an_engine(
 def test_adaloras_masks_reach_the_masters(tmp_path: Path) -> None:
     """Singular values that AdaLoRA had set to zero came back with the next update, from masters in fp32; at stage 3 all
     masters of the adapters lost their low bits."""
-    (losses, tensors), (seen, saved) = (adapter_of(tmp_path, "adalora", stage, "bf16") for stage in (2, 3))
+    (losses, tensors), (seen, saved) = (adapter_of(tmp_path, "AdaLora", stage, "bf16") for stage in (2, 3))
     assert seen == losses
     assert saved.keys() == tensors.keys() and all(torch.equal(saved[name], tensors[name]) for name in saved)
