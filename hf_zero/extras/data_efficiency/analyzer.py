@@ -247,7 +247,9 @@ class DataAnalyzer:
             if kind == PER_SAMPLE:
                 write_metric(self._folder, name, np.concatenate(values), np.concatenate([ids for _, ids in parts]))
             else:
-                write_total(self._folder, name, np.sum(values, axis=0))
+                total = np.sum(values, axis=0)
+                dtype = fitting_dtype(int(total.min()), int(total.max()))
+                write_rows(self._folder / name / f"{name}_metric_value", [total], dtype)
 
     def _measure(self, first: int, last: int) -> list[Values]:
         by_metric: list[list[Values]] = [[] for _ in self._metrics]
@@ -359,8 +361,3 @@ def samples_by_value(values: Values, numbers: Values) -> Mapping[int, Values]:
     order = np.argsort(values, kind="stable")
     distinct, starts = np.unique(values[order], return_index=True)
     return {int(value): part for value, part in zip(distinct, np.split(numbers[order], starts[1:]))}
-
-
-def write_total(folder: Path, name: str, total: Values) -> None:
-    """Write the file of a metric that is summed over all samples."""
-    write_rows(folder / name / f"{name}_metric_value", [total], fitting_dtype(int(total.min()), int(total.max())))
