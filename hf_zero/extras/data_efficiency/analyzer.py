@@ -76,7 +76,10 @@ def write_rows(prefix: str | os.PathLike[str], rows: Iterable[Sequence[int] | In
 
 
 class IndexedRows:
-    """The rows of one pair of files, accessed by index.
+    """The rows of one pair of files.
+
+    Attributes:
+        lengths: the length of every row.
 
     Raises:
         FileNotFoundError: if a file is missing; ValueError: if a file has another format or is truncated.
@@ -93,20 +96,12 @@ class IndexedRows:
             raise ValueError(f"{path}.idx is damaged or has an unknown version (version {version}, dtype {code})")
         self.dtype = np.dtype(_DTYPES[code])
         self.lengths: Integers = np.frombuffer(index, "<i4", number, start)
-        self._offsets: Integers = np.frombuffer(index, "<i8", number, start + 4 * number)
         size = os.path.getsize(f"{path}.bin")
         needed = int(self.lengths.sum()) * self.dtype.itemsize
         if size < needed:
             raise ValueError(f"{path}.bin has {size} bytes, but its index expects {needed}")
         empty: Integers = np.zeros(0, self.dtype)
         self._values = np.memmap(f"{path}.bin", self.dtype.newbyteorder("<"), "r") if size else empty
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, number: int) -> Integers:
-        start = int(self._offsets[number]) // self.dtype.itemsize
-        return np.asarray(self._values[start : start + int(self.lengths[number])], dtype=self.dtype)
 
     def flat(self) -> Integers:
         """All rows concatenated."""
