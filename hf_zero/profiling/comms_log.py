@@ -64,12 +64,9 @@ class CommsLog:
 
     def take(self, calls: Sequence[FinishedCall]) -> None:
         for call in calls if self.is_on else ():
-            if self._is_wanted(call.operation):
+            # DeepSpeed's names are longer: all_gather_into_tensor, reduce_scatter_tensor.
+            if self.policy.prof_all or any(name.startswith(call.operation) for name in self.policy.prof_ops):
                 self._note(call)
-
-    def _is_wanted(self, operation: str) -> bool:
-        # DeepSpeed's names are longer: all_gather_into_tensor, reduce_scatter_tensor.
-        return self.policy.prof_all or any(name.startswith(operation) for name in self.policy.prof_ops)
 
     def _note(self, call: FinishedCall) -> None:
         name = f"{call.operation} | [Caller Func: {call.caller}]" if self.policy.debug else call.operation

@@ -26,7 +26,7 @@ from hf_zero.device.runtime import HOST, Event
 
 
 GIB = 1024**3
-_SIZES = {"T": 1e12, "G": 1e9, "B": 1e9, "M": 1e6, "K": 1e3, "m": 1e-3, "u": 1e-6}
+_SIZES = {"T": 1e12, "G": 1e9, "B": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
@@ -39,11 +39,11 @@ def trim_mean(data: Sequence[float], trim_percent: float) -> float:
 
 def amount(num_bytes: float) -> str:
     """Format bytes with the largest fitting unit; units are powers of 1024, as in DeepSpeed: 1 MB is 1024 * 1024."""
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if abs(num_bytes) < 1024 or unit == "TB":
+    for unit in ("B", "KB", "MB", "GB"):
+        if abs(num_bytes) < 1024:
             return f"{num_bytes:.2f} {unit}" if unit != "B" else f"{num_bytes:.0f} B"
         num_bytes /= 1024
-    raise AssertionError("unreachable")
+    return f"{num_bytes:.2f} TB"
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
@@ -71,10 +71,8 @@ def scaled(number: float, unit: str, *, precision: int = 2, billions: str = "G")
     """Format a number with a unit: 3014656, "MACs" -> 3.01 MMACs. `billions` is the prefix for 1e9."""
     if not number:
         return f"0 {unit}".rstrip()
-    for size, letter in ((1e12, "T"), (1e9, billions), (1e6, "M"), (1e3, "K"), (1.0, ""), (1e-3, "m"), (1e-6, "u")):
-        if abs(number) >= size or size == 1e-6:
-            return f"{round(number / size, precision):g} {letter}{unit}".rstrip()
-    raise AssertionError("unreachable")
+    letter = next((each for each in ("T", billions, "M", "K", "", "m") if abs(number) >= _SIZES[each]), "u")
+    return f"{round(number / _SIZES[letter], precision):g} {letter}{unit}".rstrip()
 
 
 def _attention_on_cpu(

@@ -53,21 +53,18 @@ def _swapped_evenly(group: Collectives, tensors: Sequence[Tensor], split: int, j
         place.unflatten(1, part.shape[1:]).copy_(part)
     rows = group.exchange_rows(message.view(-1), lambda numel: message.new_empty(numel))
     rows.wait()
-    joined = tuple(part.new_empty(_joined_shape(part, join)) for part in parts)
     extents = [part.shape[1:][join] for part in parts]
+    joined = []
+    for part, extent in zip(parts, extents, strict=True):
+        shape = list(part.shape[1:])
+        shape[join] = group.size * extent
+        joined.append(part.new_empty(shape))
     for rank in range(group.size):
         pieces = rows.row(rank)[: sum(sizes)].split(sizes)
         for whole, part, piece, extent in zip(joined, parts, pieces, extents, strict=True):
             whole.narrow(join, rank * extent, extent).copy_(piece.view(part.shape[1:]))
     rows.give_back()
-    return joined
-
-
-def _joined_shape(part: Tensor, join: int) -> list[int]:
-    """Shape of the parts from `part.shape[0]` ranks, concatenated along `join`."""
-    shape = list(part.shape[1:])
-    shape[join] *= part.shape[0]
-    return shape
+    return tuple(joined)
 
 
 def gather(group: Collectives, tensor: Tensor, dim: int) -> Tensor:

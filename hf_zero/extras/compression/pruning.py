@@ -229,13 +229,9 @@ class ActivationBits:
 
     def _note(self, inputs: Tensor) -> None:
         low, high = torch.aminmax(inputs)
-        extremes = torch.stack([low, high]).float()
-        if self.seen is None:
-            self.seen = extremes
-        else:
-            self.seen = torch.stack(
-                [torch.minimum(self.seen[0], extremes[0]), torch.maximum(self.seen[1], extremes[1])]
-            )
+        if self.seen is not None:
+            low, high = torch.minimum(self.seen[0], low.float()), torch.maximum(self.seen[1], high.float())
+        self.seen = torch.stack([low, high]).float()
 
     def learn(self, low: float, high: float) -> None:
         """Update the running range with the range of the inputs over all ranks."""

@@ -76,7 +76,10 @@ def write_rows(prefix: str | os.PathLike[str], rows: Iterable[Sequence[int] | In
 
 
 class IndexedRows:
-    """The rows of one pair of files, accessed by index.
+    """The rows of one pair of files.
+
+    Attributes:
+        lengths: the length of every row.
 
     Raises:
         FileNotFoundError: if a file is missing; ValueError: if a file has another format or is truncated.
@@ -93,20 +96,12 @@ class IndexedRows:
             raise ValueError(f"{path}.idx is damaged or has an unknown version (version {version}, dtype {code})")
         self.dtype = np.dtype(_DTYPES[code])
         self.lengths: Integers = np.frombuffer(index, "<i4", number, start)
-        self._offsets: Integers = np.frombuffer(index, "<i8", number, start + 4 * number)
         size = os.path.getsize(f"{path}.bin")
         needed = int(self.lengths.sum()) * self.dtype.itemsize
         if size < needed:
             raise ValueError(f"{path}.bin has {size} bytes, but its index expects {needed}")
         empty: Integers = np.zeros(0, self.dtype)
         self._values = np.memmap(f"{path}.bin", self.dtype.newbyteorder("<"), "r") if size else empty
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, number: int) -> Integers:
-        start = int(self._offsets[number]) // self.dtype.itemsize
-        return np.asarray(self._values[start : start + int(self.lengths[number])], dtype=self.dtype)
 
     def flat(self) -> Integers:
         """All rows concatenated."""
@@ -247,7 +242,9 @@ class DataAnalyzer:
             if kind == PER_SAMPLE:
                 write_metric(self._folder, name, np.concatenate(values), np.concatenate([ids for _, ids in parts]))
             else:
-                write_total(self._folder, name, np.sum(values, axis=0))
+                total = np.sum(values, axis=0)
+                dtype = fitting_dtype(int(total.min()), int(total.max()))
+                write_rows(self._folder / name / f"{name}_metric_value", [total], dtype)
 
     def _measure(self, first: int, last: int) -> list[Values]:
         by_metric: list[list[Values]] = [[] for _ in self._metrics]
@@ -359,8 +356,3 @@ def samples_by_value(values: Values, numbers: Values) -> Mapping[int, Values]:
     order = np.argsort(values, kind="stable")
     distinct, starts = np.unique(values[order], return_index=True)
     return {int(value): part for value, part in zip(distinct, np.split(numbers[order], starts[1:]))}
-
-
-def write_total(folder: Path, name: str, total: Values) -> None:
-    """Write the file of a metric that is summed over all samples."""
-    write_rows(folder / name / f"{name}_metric_value", [total], fitting_dtype(int(total.min()), int(total.max())))

@@ -113,10 +113,6 @@ class Difficulties(dict[str, Difficulty]):
         for name, function in functions.items():
             self[name].custom = function
 
-    def current(self, step: int) -> dict[str, int]:
-        """The difficulty of every metric in update `step` (from 0)."""
-        return {name: schedule.at(step + 1) for name, schedule in self.items()}
-
 
 class SampleStream:
     """The samples of all updates, in order.
@@ -347,7 +343,7 @@ class SampledCurriculumFeature(TrainingFeature):
         self.next_step = 0  # update at which the engine's loader begins
 
     def current(self, progress: Progress) -> dict[str, int]:
-        return self.schedules.current(progress.step)
+        return {name: schedule.at(progress.step + 1) for name, schedule in self.schedules.items()}
 
     def set_custom(self, functions: Mapping[str, Custom]) -> None:
         self.schedules.set_custom(functions)

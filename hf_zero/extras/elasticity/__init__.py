@@ -157,15 +157,10 @@ def _grown(base: int, max_batch: int) -> int:
 def valid_counts(batch: int, micros: Iterable[int], low: int, high: int) -> tuple[int, ...]:
     """All numbers of ranks from `low` to `high` over which a batch can be divided evenly in micro-batches."""
     numbers: set[int] = set()
-    for micro in micros:
-        if batch % micro == 0:
-            numbers |= _divisors(batch // micro)
+    for most in (batch // micro for micro in micros if batch % micro == 0):
+        small = [divisor for divisor in range(1, math.isqrt(most) + 1) if most % divisor == 0]
+        numbers |= {*small, *(most // divisor for divisor in small)}
     return tuple(sorted(count for count in numbers if low <= count <= high))
-
-
-def _divisors(number: int) -> set[int]:
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return {*small, *(number // divisor for divisor in small)}
 
 
 def _micro(rule: Elasticity, chosen: ElasticBatch, count: int) -> int:

@@ -15,6 +15,7 @@ from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.clean import (
     Change,
     CleaningReport,
+    clean,
     cut,
     cut_heads,
     cut_inputs,
@@ -26,10 +27,11 @@ from hf_zero.extras.compression.clean import (
     save_with_code,
     size_of,
 )
+from hf_zero.extras.compression.compressed_model import compression_of
 from hf_zero.extras.compression.feature import compress, compression_feature, is_reduced, reduce_layers, take_over
 from hf_zero.extras.compression.matching import Match, layers_of
 from hf_zero.extras.compression.section import LayerReduction, Rule
-from tests.extras.compression.models import HEADS, ds_config, tiny_bert, tiny_gpt2
+from tests.extras.compression.models import EIGHT_BITS, HEADS, ds_config, tiny_bert, tiny_gpt2
 
 RULE = Rule(path="group", modules=("*",))
 PREFIX = "bert.encoder.layer"
@@ -113,6 +115,17 @@ def test_sizes() -> None:
     assert (size.num_parameters, size.num_nonzero, size.num_bytes, size.num_flops) == (12, 2, 48, 16)
     assert size.num_packed_bytes == 8 // 2 + 2 * 4 + 4 * 4
     assert "bytes, packed" in str(CleaningReport(size, size))
+
+
+def test_adapters_count_neither_before_nor_after() -> None:
+    """FLOPs of adapters were counted before cleaning, but not after it."""
+    model = tiny_bert()
+    model.classifier.add_module("lora_A", nn.Linear(16, 2))
+    compress(model, resolve_extra(ds_config(weight_quantization=EIGHT_BITS), "compression"))
+    compressed = compression_of(model)
+    assert compressed is not None
+    report = clean(compressed)
+    assert report.before.num_flops == report.after.num_flops
 
 
 def test_layers_leave_or_are_taken_over() -> None:

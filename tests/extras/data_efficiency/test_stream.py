@@ -55,13 +55,16 @@ def policy(*metrics: MetricPolicy, seed: int = 3, epochs: int = 1000) -> Samplin
 def test_the_analyzers_files(tmp_path: Path, options: dict[str, Any]) -> None:
     prefix = analyse(tmp_path, VALUES, **options)
     names = IndexedRows(prefix + "_index_to_metric")
-    assert [row.tolist() for row in names] == [[2], [3], [5], [7], [9]] and names.dtype == np.uint8  # type: ignore[attr-defined]
+    assert names.flat().tolist() == [2, 3, 5, 7, 9] and names.lengths.tolist() == [1] * 5 and names.dtype == np.uint8
     rows = IndexedRows(prefix + "_index_to_sample")
-    assert [rows[i].tolist() for i in range(len(rows))] == [[3, 7, 8], [1, 5, 11], [0, 2, 10], [6], [4, 9]]
+    parts = np.split(rows.flat(), np.cumsum(rows.lengths)[:-1])
+    assert [part.tolist() for part in parts] == [[3, 7, 8], [1, 5, 11], [0, 2, 10], [6], [4, 9]]
     assert IndexedRows(prefix + "_sample_to_metric").flat().tolist() == VALUES
     index = Path(prefix + "_index_to_metric.idx").read_bytes()
     assert index[:9] == b"MMIDIDX\x00\x00" and index[9:17] == (1).to_bytes(8, "little") and index[17] == 1
     assert len(index) == 34 + 5 * 12 + 2 * 8
+    samples = Path(prefix + "_index_to_sample.idx").read_bytes()
+    assert np.frombuffer(samples, "<i8", 5, 34 + 4 * 5).tolist() == [0, 3, 6, 9, 10], "offsets of the rows in bytes"
 
 
 def test_totals_and_metrics_that_are_wrong(tmp_path: Path) -> None:
