@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -26,24 +25,16 @@ from hf_zero.step.sharded_step import Source
 _FRAGMENTS: weakref.WeakValueDictionary[int, Fragments] = weakref.WeakValueDictionary()
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """This rank's part of a parameter: `piece` of the shard with this number."""
-
-    sub_group: SubGroup
-    piece: Piece
-
-
 class Fragments:
     """Finds this rank's parts of every trained parameter, and keeps these alive."""
 
     def __init__(self, assembly: Assembly, groups: ParallelGroups) -> None:
         self._assembly = assembly
         self._groups = groups
-        self._parts: dict[int, list[_Part]] = {}
+        self._parts: dict[int, list[tuple[SubGroup, Piece]]] = {}  # by the parameter's index
         for sub_group in assembly.optimizer.sub_groups:
             for piece in sub_group.pieces:
-                self._parts.setdefault(piece.parameter, []).append(_Part(sub_group, piece))
+                self._parts.setdefault(piece.parameter, []).append((sub_group, piece))
         self._index = {id(parameter): index for index, parameter in enumerate(assembly.store.parameters)}
         self._owns_all = not assembly.optimizer.sharding.shards_optimizer
 
@@ -70,10 +61,10 @@ class Fragments:
         # One more element counts the ranks that have values, and a sum needs a multiple of the world size.
         padded = round_up(numel + 1, groups.access.size)
         flat = torch.zeros(padded, dtype=torch.float32, device=self._assembly.store.device)
-        for part in self._parts_of(parameter):
-            with source(part.sub_group, False) as values:
+        for sub_group, piece in self._parts_of(parameter):
+            with source(sub_group, False) as values:
                 if values is not None:
-                    flat.narrow(0, part.piece.in_parameter, part.piece.numel).copy_(_inside(values, part))
+                    flat.narrow(0, piece.in_parameter, piece.numel).copy_(_inside(values, piece))
                     flat[numel] = 1.0
         self._assembly.placements.check(groups.access_copies)
         if not self._owns_all:
@@ -84,7 +75,7 @@ class Fragments:
         """Write this rank's part of `values` (of the parameter's shape) to `target`."""
         if values.shape != parameter.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for a parameter of {tuple(parameter.shape)}")
-        self._write(parameter, values, target, [part.piece.in_parameter for part in self._parts_of(parameter)])
+        self._write(parameter, values, target, [piece.in_parameter for _, piece in self._parts_of(parameter)])
 
     def read_local(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
         """This rank's chunk at stage 3, without padding: a view if it is in memory, else a copy.
@@ -92,31 +83,29 @@ class Fragments:
         Raises:
             StorageError: if it could not be read from a drive.
         """
-        parts = self._parts_of(parameter)
-        chunks = []
-        for part in parts:
-            with source(part.sub_group, False) as values:
+        stays, chunks = self._assembly.optimizer.updater.stager.always_at_hand, []
+        for sub_group, piece in self._parts_of(parameter):
+            with source(sub_group, False) as values:
                 if values is not None:
-                    stays = self._assembly.optimizer.updater.stager.always_at_hand
-                    chunks.append(_inside(values, part) if stays else _inside(values, part).clone())
+                    chunks.append(_inside(values, piece) if stays else _inside(values, piece).clone())
         if self._assembly.placements.failure is not None:
             raise self._assembly.placements.failure
         return chunks[0] if len(chunks) == 1 else (torch.cat(chunks) if chunks else None)
 
     def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
         """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""
-        numels = (part.piece.numel for part in self._parts_of(parameter))
+        numels = (piece.numel for _, piece in self._parts_of(parameter))
         self._write(parameter, values, target, accumulate(numels, initial=0))
 
     def _write(self, parameter: nn.Parameter, values: Tensor, target: Source, starts: Iterable[int]) -> None:
         wait_for_readers()
         flat = values.detach().reshape(-1)
-        for part, start in zip(self._parts_of(parameter), starts):
-            with target(part.sub_group, True) as place:
+        for (sub_group, piece), start in zip(self._parts_of(parameter), starts):
+            with target(sub_group, True) as place:
                 if place is not None:
-                    _inside(place, part).copy_(flat.narrow(0, start, part.piece.numel))
+                    _inside(place, piece).copy_(flat.narrow(0, start, piece.numel))
 
-    def _parts_of(self, parameter: nn.Parameter) -> list[_Part]:
+    def _parts_of(self, parameter: nn.Parameter) -> list[tuple[SubGroup, Piece]]:
         return self._parts.get(self._index[id(parameter)], [])
 
     @property
@@ -152,8 +141,8 @@ class Fragments:
         self._assembly.step.values.master_to_params(self._index[id(parameter)])
 
 
-def _inside(values: Tensor, part: _Part) -> Tensor:
-    return values.view(-1).narrow(0, part.piece.in_shard, part.piece.numel)
+def _inside(values: Tensor, piece: Piece) -> Tensor:
+    return values.view(-1).narrow(0, piece.in_shard, piece.numel)
 
 
 def attach_fragments(assembly: Assembly, groups: ParallelGroups) -> None:
