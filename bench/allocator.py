@@ -1,14 +1,14 @@
-"""What torch's caching allocator takes from the driver for the tensors of a step, beside what the tensors take.
+"""Memory that torch's caching allocator reserves for the tensors of a step, in addition to their own size.
 
 A whole step is traced, tensor by tensor (`hf_zero.planning.trace`), and replayed with the allocator's rules
-(CUDACachingAllocator.cpp of PyTorch): sizes are rounded up to 512 bytes; up to 1 MiB come from segments of 2 MiB,
-up to 10 MiB from those of 20 MiB, larger ones have a segment of their own size in steps of 2 MiB; the smallest free
-block that is large enough is taken, and split if enough is left; neighbors that are free become one. Nothing is given
-back. With `expandable_segments` blocks up to 1 MiB are of one segment and all others of another, which grow in steps
-of 2 and 20 MiB where what is free at their end is too small.
+(CUDACachingAllocator.cpp of PyTorch): sizes are rounded up to 512 bytes; blocks up to 1 MiB come from segments of 2
+MiB, those up to 10 MiB from segments of 20 MiB, and larger ones have their own, in steps of 2 MiB; the smallest free
+block that is large enough is used, and split if enough is left; adjacent free blocks are merged. Nothing is returned to
+the driver. With `expandable_segments`, blocks up to 1 MiB are in one segment and all others in another, which grow in
+steps of 2 and 20 MiB if the free block at their end is too small.
 
-Between steps parameters stay; Adam's states are made in the first update, where activations have been: the next step
-finds their places taken. Tensors of other streams (those that FSDP gathers and reduces) are not in it.
+Parameters stay between steps. Adam's states are allocated in the first update, in free blocks of activations, which the
+next step can no longer use. Tensors of other streams (those that FSDP gathers and reduces) are not included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_zero.planning import model, trace
 MIB = 2**20
 ROUND, SMALL, SMALL_SEGMENT = 512, MIB, 2 * MIB
 MEDIUM, MEDIUM_SEGMENT, STEP = 10 * MIB, 20 * MIB, 2 * MIB
-STEPS = 3  # the second is the first one with states in its way
+STEPS = 3  # the second is the first one with optimizer states
 
 
 @dataclass(slots=True)
@@ -41,14 +41,14 @@ class _Block:
 class Allocator:
     """
     Attributes:
-        reserved: bytes that it has taken.
-        most: bytes that were in use at once.
+        reserved: bytes reserved.
+        most: maximum of the bytes in use.
     """
 
     def __init__(self, *, expandable: bool = False) -> None:
         self.reserved = self.most = self._used = self._count = 0
         self._expandable = expandable
-        self._last: dict[bool, _Block] = {}  # of expandable segments
+        self._last: dict[bool, _Block] = {}  # last blocks of expandable segments
         self._free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
         self._number: dict[int, int] = {}
 
@@ -72,7 +72,7 @@ class Allocator:
         return block
 
     def give(self, block: _Block, num_bytes: int) -> None:
-        """`num_bytes`: that were asked for."""
+        """`num_bytes`: the requested size."""
         self._used -= block.size
         is_small = num_bytes <= SMALL
         for other in (block.before, block.after):
@@ -117,12 +117,12 @@ class Allocator:
         insort(self._free[is_small], (block.size, self._count, block))
 
 
-Event = tuple[str, int, int]  # made, gone or gradient; the storage; its bytes
+Event = tuple[str, int, int]  # "made", "gone" or "gradient"; the storage; its bytes
 
 
 @contextmanager
 def recording() -> Iterator[list[Event]]:
-    """What traces make while it is on. A storage is gone once; its number may then be another one's."""
+    """Record allocations and deallocations of traces. A later storage may have the number of a freed one."""
     events: list[Event] = []
 
     class Living(trace._Living):
@@ -151,15 +151,16 @@ def recording() -> Iterator[list[Event]]:
 
 @dataclass(frozen=True)
 class Kept:
-    """Of a program, between steps.
+    """What a program keeps between steps.
 
     Attributes:
         weights: bytes of each parameter.
-        states: bytes of each tensor that an update makes in the first step.
-        temporary: bytes of each that it makes in every step.
-        keeps_gradients: until the update, each in a tensor of its own; otherwise they go where they have been reduced.
-        zeroes_gradients: they stay after it.
-        micro_batches: of an update.
+        states: bytes of each tensor that the first update creates.
+        temporary: bytes of each temporary tensor of an update.
+        keeps_gradients: gradients are kept until the update, each in its own tensor; otherwise they are freed when
+            they have been reduced.
+        zeroes_gradients: gradients are kept after the update.
+        micro_batches: micro-batches per update.
     """
 
     weights: Sequence[int]
@@ -171,7 +172,7 @@ class Kept:
 
 
 def holes(events: Sequence[Event], kept: Kept, *, expandable: bool = False) -> int:
-    """Bytes that the allocator has taken beyond the most that is in use at once."""
+    """Return the bytes that the allocator has reserved beyond the maximum in use."""
     allocator = Allocator(expandable=expandable)
     for size in kept.weights:
         allocator.take(size)
@@ -191,7 +192,7 @@ def holes(events: Sequence[Event], kept: Kept, *, expandable: bool = False) -> i
 
 
 def _play(allocator: Allocator, events: Sequence[Event], gradients: dict[int, tuple[_Block, int]] | None) -> None:
-    """One forward and backward; `gradients`: those that stay, in the order in which they were complete."""
+    """Replay one forward and backward; `gradients`: gradients that are kept, in the order of completion."""
     here: dict[int, tuple[_Block, int]] = {}
     number: dict[int, int] = {}
     for kind, key, size in events:
@@ -208,7 +209,7 @@ def _play(allocator: Allocator, events: Sequence[Event], gradients: dict[int, tu
 def _end(
     allocator: Allocator, block: _Block, size: int, gradient: int, gradients: dict[int, tuple[_Block, int]] | None
 ) -> None:
-    """Of a tensor; `gradient`: its number, or -1."""
+    """Free a tensor, unless it is a gradient that is kept; `gradient`: its number, or -1."""
     if gradients is not None and gradient >= 0 and gradient not in gradients:
         gradients[gradient] = block, size
     else:

@@ -176,7 +176,7 @@ def _forget(device: torch.device) -> None:
 def predict(run: Run, gpu: str, host_gb: int) -> dict[str, Any]:
     """The row of `plan` for this ds.json."""
     from hf_zero.planning.candidates import Training, training_of
-    from hf_zero.planning.choose import given_estimates, optimizer_size
+    from hf_zero.planning.choose import given_estimates
     from hf_zero.planning.machine import hardware
     from hf_zero.planning.model import load_model
 
@@ -186,7 +186,7 @@ def predict(run: Run, gpu: str, host_gb: int) -> dict[str, Any]:
         model = load_model(folder, "bf16", run.lora_rank or 0)
     asked = Training(length=run.length, micro_batch=run.batch, checkpointing=run.checkpointing)
     training = training_of(run.ds_config, asked, machine.ranks)
-    (found,) = given_estimates(model, machine, training, run.ds_config, optimizer_size(training))
+    (found,) = given_estimates(model, machine, training, run.ds_config)
     return {"device": dict(found.memory.device), "total": found.memory.device_total, "seconds": found.seconds}
 
 

@@ -39,7 +39,7 @@ from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
 from hf_zero.kernels.lion import LionRule, lion
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.kernels.quantize import Feedback, new_messages, read_messages, sum_messages, write_messages
-from hf_zero.kernels.signs import pack_signs, unpack_signs
+from hf_zero.kernels.signs import pack_signs_with_error, unpack_signs
 from hf_zero.kernels.vectors import Vectors
 from tests.kernels import adam8_cases, cases
 
@@ -193,7 +193,7 @@ def other_kernels(numel: int, device: str) -> Iterator[tuple[str, float, Callabl
     yield "lion", 20, lambda: lion(one, lion_rule)
     yield "lamb, 64 tensors", 40, lamb
     yield "sum of squares, bf16", 2, lambda: sum_of_squares(gradient)
-    yield "pack signs (with its norm)", 24.125, lambda: pack_signs(gradient, m, packed)
+    yield "pack signs (with its norm)", 24.125, lambda: pack_signs_with_error(m.add_(gradient), packed)
     yield "unpack signs", 4.125, lambda: unpack_signs(packed, 0.5, m)
     for bits in (8, 4):
         yield from message_kernels(gradient.view(1, -1), lp_param.view(1, -1), bits)

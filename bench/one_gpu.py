@@ -18,7 +18,7 @@ from typing import Any
 
 from bench.surroundings import ROOT, page_with
 from hf_zero.planning.candidates import Training, training_of
-from hf_zero.planning.choose import Estimate, given_estimates, optimizer_size
+from hf_zero.planning.choose import Estimate, given_estimates
 from hf_zero.planning.event_model import LANES
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import PlannedModel, load_model
@@ -96,7 +96,7 @@ def fit(gpu: str, host_gb: int, name: str, way: str) -> Fit | None:
         given = {**WAYS[way], "train_micro_batch_size_per_gpu": micro_batch}
         asked = Training(length=LENGTH, micro_batch=micro_batch, checkpointing=True)
         training = training_of(given, asked, machine.ranks)
-        (found,) = given_estimates(model, machine, training, given, optimizer_size(training))
+        (found,) = given_estimates(model, machine, training, given)
         if found.fits:
             return Fit(name, micro_batch, found, found.tokens_per_s(training, 1), model.num_parameters)
         if any("host memory" in each for each in found.lacks):

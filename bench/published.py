@@ -1,19 +1,20 @@
-"""What `plan` says of runs on GPUs that others have published, beside what they measured.
+"""Compares predictions of `plan` with measurements that others have published for runs on GPUs.
 
     python -m bench.published                       # the table
-    python -m bench.published --rows compared       # without the runs that are held out
-    python -m bench.published --held-out            # with those of a lot that is still sealed: once, at the end
+    python -m bench.published --rows compared       # without held-out runs
+    python -m bench.published --held-out            # with held-out runs of sealed sets: once, at the end
     python -m bench.published --write               # into docs/planning.md
 
 `published.json` has the runs: where each is published, its model, machine and settings as a ds.json, and what was
-measured. Sets are collected one after the other, each before any of its runs is predicted. Of each a lot with a fixed
-seed holds half of the runs out: no formula or constant is chosen by them, so that their errors are those that another
-run will have.
+measured. Sets are collected one after another, each before any of its runs is predicted. A random half of each set,
+with a fixed seed, is held out: no formula or constant is chosen by these runs, so their errors are representative of
+other runs.
 
-Programs measure different things, which is said of each run as its `meter`: what tensors take (`allocated`), what the
-allocator has taken for them (`reserved`), or what the driver shows (`device`); `active` is what tensors take, with what
-waits for another stream. What the allocator has beside them comes from a replay (`bench/allocator.py`). A run whose
-checkpointing is `selective`, which hf_zero does not have, must lie between a plan with and one without.
+Programs measure different things, which is given for each run as its `meter`: memory of tensors (`allocated`), memory
+that the allocator has reserved (`reserved`), or memory that the driver reports (`device`); `active` is memory of
+tensors, including blocks that wait for another stream. The difference between reserved and allocated memory comes from
+a replay (`bench/allocator.py`). A run with `selective` checkpointing, which hf_zero does not have, must lie between the
+plans with and without checkpointing.
 """
 
 from __future__ import annotations
@@ -43,27 +44,26 @@ from hf_zero.planning.choose import (
     ALIKE,
     Estimate,
     given_estimates,
-    optimizer_size,
 )
 from hf_zero.planning.machine import CONTEXT_BYTES, Hardware, hardware
 from hf_zero.planning.model import PlannedModel, load_model
 
 RUNS = Path(__file__).with_name("published.json")
 PAGE = ROOT / "docs" / "planning.md"
-SEEDS = {1: 20261125, 2: 20261126, 3: 20261127, 4: 20261128}  # of the lot of each set of runs
-# Sets whose held-out runs are not predicted unless asked for: a new set, as long as rules are changed.
+SEEDS = {1: 20261125, 2: 20261126, 3: 20261127, 4: 20261128}  # set -> seed that selects its held-out half
+# Sets whose held-out runs are only predicted with --held-out: a new set, as long as rules are being changed.
 SEALED: frozenset[int] = frozenset()
 UNITS = {"B": 1.0, "MiB": float(2**20), "GB": 1e9, "GiB": float(2**30)}
 CLOSE = 0.10
-RATE_DIFFERS = 1.10  # runs of a source whose published rates are closer than that have no order to predict
+RATE_DIFFERS = 1.10  # the order of two runs is only compared if their published rates differ by this ratio
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A published run and what is predicted of it: the least and the most where its checkpointing is `selective`.
+    """A published run and its predictions: minimum and maximum if its checkpointing is `selective`.
 
     Attributes:
-        peaks: bytes, as the run's meter has them.
+        peaks: bytes as the run's meter measures them.
         rates: tokens per second of all ranks.
     """
 
@@ -74,12 +74,12 @@ class Compared:
 
     @property
     def published(self) -> float | None:
-        """Bytes."""
+        """Published peak in bytes."""
         return self.run["peak"] * UNITS[self.run["unit"]] if "peak" in self.run else None
 
     @property
     def off(self) -> float | None:
-        """Predicted over published, less one; 0 between the two of a pair."""
+        """Relative error of the prediction; 0 between the two of a pair."""
         if self.published is None:
             return None
         nearest = min(max(self.published, self.peaks[0]), self.peaks[1])
@@ -87,17 +87,17 @@ class Compared:
 
 
 def contents() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RUNS.read_text(encoding="utf-8"))
-    return found
+    values: dict[str, Any] = json.loads(RUNS.read_text(encoding="utf-8"))
+    return values
 
 
 def set_of(run: Mapping[str, Any]) -> int:
-    """Which collection it belongs to."""
+    """Return the number of the set that a run belongs to."""
     return int(run.get("set", 1))
 
 
 def held_out(runs: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Half of the runs of each set, by lot."""
+    """Return the ids of the held-out runs: a random half of each set."""
     chosen: set[str] = set()
     for number, seed in SEEDS.items():
         names = sorted(run["id"] for run in runs if set_of(run) == number)
@@ -106,19 +106,19 @@ def held_out(runs: Sequence[Mapping[str, Any]]) -> set[str]:
 
 
 def compared(rows: str = "all", *, opened: bool = False) -> Iterator[Compared]:
-    """`rows`: all, compared (which are not held out), or held-out.
+    """Yield predictions for all runs, for those that are not held out ("compared"), or for held-out ones.
 
     Args:
-        opened: with those of sealed lots.
+        opened: include held-out runs of sealed sets.
     """
-    found = contents()
-    chosen = held_out(found["runs"])
-    for run in found["runs"]:
+    published = contents()
+    chosen = held_out(published["runs"])
+    for run in published["runs"]:
         is_held_out = run["id"] in chosen
         if is_held_out and set_of(run) in SEALED and not opened:
             continue
         if rows == "all" or is_held_out == (rows == "held-out"):
-            yield _compared(run, found["models"][run["model"]], is_held_out)
+            yield _compared(run, published["models"][run["model"]], is_held_out)
 
 
 def _compared(run: Mapping[str, Any], config: Mapping[str, Any], is_held_out: bool) -> Compared:
@@ -130,7 +130,7 @@ def _compared(run: Mapping[str, Any], config: Mapping[str, Any], is_held_out: bo
         estimates = _estimates(run, model, machine, training)
         seen = [list(peaks_of(run, each, model, machine, training)) for each in estimates]
         left = [left_over(run, each, model, machine, training) for each in estimates]
-    limit = machine.device_memory / UNITS["GB"] * UNITS["GiB"] - CONTEXT_BYTES  # cards of 80 "GB" have as many GiB
+    limit = machine.device_memory / UNITS["GB"] * UNITS["GiB"] - CONTEXT_BYTES  # a GPU of 80 "GB" has 80 GiB
     peaks = sorted(max(metered(peak, run["meter"], some, limit) for peak in each) for each, some in zip(seen, left))
     rates = sorted(each.tokens_per_s(training, machine.ranks) for each in estimates)
     return Compared(run, is_held_out, (peaks[0], peaks[-1]), (rates[0], rates[-1]))
@@ -139,16 +139,16 @@ def _compared(run: Mapping[str, Any], config: Mapping[str, Any], is_held_out: bo
 def _estimates(
     run: Mapping[str, Any], model: PlannedModel, machine: Hardware, training: Training
 ) -> tuple[Estimate, ...]:
-    return tuple(given_estimates(model, machine, training, _ds_config(run), optimizer_size(training)))
+    return tuple(given_estimates(model, machine, training, _ds_config(run)))
 
 
 def _shape(run: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's configuration, with the attention that the run had."""
+    """Return the model's config with the attention implementation of the run."""
     return {**config, **({"attn_implementation": run["attention"]} if "attention" in run else {})}
 
 
 def _surroundings(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What makes two traces of one model different, beside what a `Training` says."""
+    """Return what traces of a model depend on, in addition to `Training`."""
     keys = (
         "program",
         "autocast",
@@ -165,8 +165,8 @@ def _surroundings(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ds_config(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's, with batch sizes as a Trainer fills them in; under autocast weights are in fp32; FSDP keeps no unit
-    from forward to backward, unless it is told to."""
+    """Return the run's ds.json, with batch sizes "auto"; under autocast weights are in fp32; FSDP keeps no unit
+    gathered from forward to backward, unless it is configured to."""
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     ds = {"bf16": {"enabled": True}, **run["ds"], **dict.fromkeys(keys, "auto")}
     if "fsdp" in run:
@@ -191,7 +191,7 @@ def _training(run: Mapping[str, Any]) -> Training:
 
 @lru_cache(maxsize=4)
 def _model(config: str, precision: str, lora_rank: int, surroundings: str) -> PlannedModel:
-    """`surroundings`: of which `as_it_ran` is on; a model's traces are kept with it."""
+    """Load a model. `surroundings` is a part of the cache key, because a model's traces depend on `as_it_ran`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(config, encoding="utf-8")
@@ -199,7 +199,7 @@ def _model(config: str, precision: str, lora_rank: int, surroundings: str) -> Pl
 
 
 def published_rate(run: Mapping[str, Any]) -> float | None:
-    """Tokens per second of one GPU, from whatever the source counts."""
+    """Return tokens per second and GPU, from the unit of the source."""
     if "rate" not in run:
         return None
     ranks, rate = run["gpus_per_node"] * run["nodes"], float(run["rate"])
@@ -214,14 +214,14 @@ def published_rate(run: Mapping[str, Any]) -> float | None:
 
 
 def predicted_rate(each: Compared) -> float:
-    """Tokens per second of one GPU."""
+    """Return tokens per second and GPU."""
     return sum(each.rates) / 2 / (each.run["gpus_per_node"] * each.run["nodes"])
 
 
-def orders(found: Sequence[Compared]) -> Iterator[tuple[Compared, Compared, str]]:
-    """Pairs of runs of one source that differ in rate: whether the faster one is predicted to be faster ("right"),
-    slower ("wrong"), or as fast as a plan can tell ("alike")."""
-    for first, second in combinations(found, 2):
+def orders(compared_runs: Sequence[Compared]) -> Iterator[tuple[Compared, Compared, str]]:
+    """Yield pairs of runs of one source that differ in rate, and whether the faster one is predicted to be faster
+    ("right"), slower ("wrong"), or about as fast ("alike")."""
+    for first, second in combinations(compared_runs, 2):
         rates = published_rate(first.run), published_rate(second.run)
         if first.run["address"] != second.run["address"] or rates[0] is None or rates[1] is None:
             continue
@@ -232,21 +232,21 @@ def orders(found: Sequence[Compared]) -> Iterator[tuple[Compared, Compared, str]
         yield slow, fast, "right" if ratio > ALIKE else "wrong" if ratio < 1 / ALIKE else "alike"
 
 
-def within(found: Sequence[Compared], bound: float = CLOSE) -> tuple[int, int]:
-    """(runs whose peak is predicted as closely as that, runs with a peak); none that must only lie between two."""
-    offs = _offs(found)
+def within(compared_runs: Sequence[Compared], bound: float = CLOSE) -> tuple[int, int]:
+    """Return (number of runs whose error is within `bound`, number of runs with a peak), without `selective` runs."""
+    offs = _offs(compared_runs)
     return sum(abs(off) <= bound for off in offs), len(offs)
 
 
-def _offs(found: Sequence[Compared]) -> list[float]:
-    return [each.off for each in found if each.off is not None and each.peaks[0] == each.peaks[1]]
+def _offs(compared_runs: Sequence[Compared]) -> list[float]:
+    return [each.off for each in compared_runs if each.off is not None and each.peaks[0] == each.peaks[1]]
 
 
-def section(found: Sequence[Compared]) -> str:
-    """The table, and what it comes to."""
+def section(compared_runs: Sequence[Compared]) -> str:
+    """Return the summary and the table."""
     lines = ["| run | published | predicted | | tokens/s of a GPU | predicted |", "|" + " --- |" * 6]
-    lines += [f"| {' | '.join(_cells(each))} |" for each in found]
-    return "\n".join([_words(found), *lines]) + "\n"
+    lines += [f"| {' | '.join(_cells(each))} |" for each in compared_runs]
+    return "\n".join([_words(compared_runs), *lines]) + "\n"
 
 
 def _cells(each: Compared) -> Iterator[str]:
@@ -264,11 +264,11 @@ def _cells(each: Compared) -> Iterator[str]:
     yield from ("", "") if rate is None or not run["length"] else (f"{rate:,.0f}", f"{predicted_rate(each):,.0f}")
 
 
-def _words(found: Sequence[Compared]) -> str:
+def _words(compared_runs: Sequence[Compared]) -> str:
     lines = []
     for number in SEEDS:
         for name, is_held_out in (("not held out", False), ("held out", True)):
-            rows = [each for each in found if set_of(each.run) == number and each.is_held_out == is_held_out]
+            rows = [each for each in compared_runs if set_of(each.run) == number and each.is_held_out == is_held_out]
             lines += [f"- Set {number}, {name}: {_outcome(rows)}"] if rows else []
     versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
     return "\n".join([*lines, f"- Traced with {versions}.", ""])
@@ -291,15 +291,15 @@ def _outcome(rows: Sequence[Compared]) -> str:
 
 
 def page(text: str, inside: str) -> str:
-    """The page with its section replaced."""
+    """Return the page with its section replaced."""
     return page_with(text, inside, "python -m bench.published --write")
 
 
 def main() -> None:
-    """Print the table, or put it into the page."""
+    """Print the table, or write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", choices=["all", "compared", "held-out"], default="all")
-    parser.add_argument("--held-out", action="store_true", help="with held-out runs of sealed lots")
+    parser.add_argument("--held-out", action="store_true", help="with held-out runs of sealed sets")
     parser.add_argument("--write", action="store_true", help="into docs/planning.md")
     arguments = parser.parse_args()
     rows = "all" if arguments.write else arguments.rows

@@ -1,6 +1,6 @@
-"""What memory other programs would show where a plan is at its worst: what each keeps at other times than hf_zero.
+"""Peak memory of other programs, derived from a plan: what they keep at other times than hf_zero.
 
-Each rule stands beside the source that it was read in (`_deepspeed`, `_torch`).
+Each rule is documented with the source code that it comes from (`_deepspeed`, `_torch`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_zero.config import resolve
 from hf_zero.config.features.long_sequences import ActivationCheckpointing
 from hf_zero.config.features.long_sequences import Tiling as TilingKeys
 from hf_zero.planning.candidates import Training
-from hf_zero.planning.choose import Estimate, kept_by_layers, optimizer_size, setting_of, traced
+from hf_zero.planning.choose import Estimate, kept_by_layers, setting_of, traced
 from hf_zero.planning.machine import CONTEXT_BYTES, Hardware
 from hf_zero.planning.memory import (
     ACTIVATIONS,
@@ -32,20 +32,20 @@ from hf_zero.planning.memory import (
 from hf_zero.planning.model import PlannedModel, Tiling
 
 SUB_GROUP_NUMEL = 10**9  # DeepSpeed's default; Lightning's is 10**12
-# Copies of all second moments that torch's Adam makes at once: in its `foreach` form, its default on GPUs, their square
-# root (`_multi_tensor_adam` in torch/optim/adam.py); before PyTorch 2.1 another, with epsilon added, beside it.
+# Copies of all second moments that torch's Adam has at once: its `foreach` form, the default on GPUs, has their square
+# root (`_multi_tensor_adam` in torch/optim/adam.py), and before PyTorch 2.1 a second copy, with epsilon added.
 _TEMPORARY = {"foreach": 1, "foreach 2.0": 2}
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of one rank at the worst moment.
+    """Bytes of one rank at a moment of the step.
 
     Attributes:
-        kept: what lies where it lay in the step before: weights, states, sums of gradients.
-        passing: what comes and goes.
-        waiting: what is free, but not for use yet.
-        apart: what is free, but for tensors of another stream alone: the allocator has room for each stream.
+        kept: persistent memory: weights, states, reduced gradients.
+        passing: temporary memory.
+        waiting: freed memory that cannot be reused yet.
+        apart: freed memory that only another stream can reuse: the allocator has separate blocks for each stream.
     """
 
     kept: float
@@ -60,12 +60,12 @@ class Peak:
 
 @dataclass(frozen=True)
 class Moment:
-    """Of a step.
+    """A moment of a step.
 
     Attributes:
         activations, gathered: bytes.
-        unreduced: bytes of gradients of units of FSDP1 that backward is in, and of the flat ones that are made of them.
-        done: share of the gradients that are complete.
+        unreduced: bytes of unreduced gradients of FSDP1's current units, and of the flat gradients created from them.
+        done: fraction of the gradients that are complete.
     """
 
     activations: int
@@ -82,7 +82,7 @@ class Moment:
 def peaks_of(
     run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, machine: Hardware, training: Training
 ) -> Iterator[Peak]:
-    """What the plan's kinds come to in another program, which keeps some of them at other times; moment by moment.
+    """Yield the memory of another program at each moment of the step.
 
     - `deepspeed`: see `_deepspeed`.
     - `torch` (FSDP, Trainer without an engine, torchtune), `autocast`: see `_torch`.
@@ -94,13 +94,13 @@ def peaks_of(
 def _moments(
     run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, machine: Hardware, training: Training
 ) -> Iterator[Moment]:
-    """All of them: an estimate has the one that is the worst with hf_zero's gradients.
+    """Yield all moments of a step; the estimate itself only has the peak with hf_zero's gradients.
 
-    - FSDP's backward begins with a gather of the last layer (its root has a hook on the loss), where hf_zero waits
-      until the loss's own backward has passed.
-    - FSDP1's modules have views of a flat parameter. Their gradients wait until all of a unit are there, of which
-      autograd then makes the flat one (the backward of `torch.split` in `_get_unflat_views_unaligned` in _flat_param.py
-      concatenates); of frozen weights beside adapters it makes zeros.
+    - FSDP's backward begins with a gather of the last layer (its root has a hook on the loss), while hf_zero waits
+      until the backward of the loss is complete.
+    - FSDP1's modules have views of a flat parameter. Their gradients are kept until those of a unit are complete, and
+      autograd then creates the flat gradient (the backward of `torch.split` in `_get_unflat_views_unaligned` in
+      _flat_param.py concatenates); for frozen weights in the same unit as adapters it creates zeros.
     """
     answers = resolve(estimate.config, model=model.view, world_size=machine.ranks)
     keys, checkpointing = answers.section(TilingKeys), estimate.candidate.checkpointing
@@ -110,7 +110,7 @@ def _moments(
     unit_of: dict[str, int] = {}
     sizes: list[int] = []
     if estimate.candidate.stage == 3:
-        setting = setting_of(answers, optimizer_size(training), machine)
+        setting = setting_of(answers, training, machine)
         specs, policy = trained_specs(model.module), answers.zero.keys
         units = plan_units(model, specs, setting.shard_ranks, policy, looks_far=setting.looks_far)
         gathered = units.live(seen)
@@ -141,8 +141,8 @@ def _moments(
 
 
 def _flat_units(run: Mapping[str, Any], model: PlannedModel, units: PlannedUnits) -> tuple[dict[str, int], list[int]]:
-    """By name of what is trained, its unit; and of each unit bytes of its flat gradient. Without `no_sync` adapters
-    have units of their own (peft's `fsdp_auto_wrap_policy`): no frozen weights are beside trained ones."""
+    """Return the unit of each trained parameter by name, and the bytes of each unit's flat gradient. Without `no_sync`
+    adapters have their own units (peft's `fsdp_auto_wrap_policy`), separate from frozen weights."""
     chosen = [[parameter for _, members in unit.parts for parameter in members] for unit in units.units]
     if run.get("units") == "matrix":
         chosen = [[parameter] for members in chosen for parameter in members]
@@ -157,8 +157,8 @@ def _flat_units(run: Mapping[str, Any], model: PlannedModel, units: PlannedUnits
 
 
 def _sums(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int) -> float:
-    """Bytes of the sums of gradients that a rank owns when all are there. Of one micro-batch's hf_zero's kinds have as
-    many as are there when most is taken."""
+    """Return the bytes of all reduced gradients that a rank owns. With one micro-batch, hf_zero's estimate only has
+    those that exist at the peak."""
     if run["accumulation"] > 1 and estimate.candidate.optimizer is None:
         return float(estimate.memory.device.get(GRADIENTS, 0))
     if estimate.candidate.optimizer is not None and run.get("fsdp") != 1:
@@ -169,21 +169,23 @@ def _sums(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks
 def _deepspeed(
     run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int, moments: Sequence[Moment]
 ) -> Iterator[Peak]:
-    """Those of forward and backward, and the update.
+    """Yield the memory in forward and backward, and in the update.
 
-    - Sums of gradients keep their room between steps at stage 3 (`grad_partitions_flat_buffer` in its stage3.py); at
-      others they go with the update (`averaged_gradients` in its stage_1_and_2.py, `grad` of parameters at stage 0).
-    - An update begins with a copy of gradients in the masters' fp32: of all that a rank owns at stages 1 and 2, of a
-      sub-group at stage 3 (`_prepare_fp32_grad_for_sub_group` in its stage3.py), at stage 0 of each and then of all
-      together (`step` in its fused_optimizer.py). Activations have gone.
-    - At stages 1 and 2 backward has a buffer of `reduce_bucket_size` numbers, two with `overlap_comm`, which is off by
+    - Reduced gradients keep their buffer between steps at stage 3 (`grad_partitions_flat_buffer` in its stage3.py); at
+      other stages they are freed after the update (`averaged_gradients` in its stage_1_and_2.py, `grad` of parameters
+      at stage 0).
+    - An update begins with a copy of gradients in fp32: of all that a rank owns at stages 1 and 2, of a sub-group at
+      stage 3 (`_prepare_fp32_grad_for_sub_group` in its stage3.py), and at stage 0 of each and then of all together
+      (`step` in its fused_optimizer.py). Activations have been freed.
+    - At stages 1 and 2 backward has a buffer of `reduce_bucket_size` elements, two with `overlap_comm`, which is off by
       default there (`setup_buckets` in its stage_1_and_2.py).
-    - Masters are copies, even if they have the weights' dtype (`_create_fp32_partitions` clones them); hf_zero's are
-      then the weights.
-    - A model that is not made under `zero.Init` has torch's own `linear`, for which autograd keeps a transposed view of
-      each gathered weight: until backward has passed, it stays whole. Under zero.Init `linear` is one that keeps the
-      parameter alone (`LinearFunctionForZeroStage3` in linear.py). Versions 0.3.12 and 0.3.13 put torch's own back when
-      the model was made (`__exit__` in their partition_parameters.py). Checkpointed layers are gathered anew.
+    - Masters are copies, even if they have the weights' dtype (`_create_fp32_partitions` clones them); hf_zero uses the
+      weights in that case.
+    - A model that was not created under `zero.Init` uses torch's `linear`, for which autograd keeps a transposed view
+      of each gathered weight, so that it stays whole until backward. Under zero.Init, `linear` is replaced by one that
+      only keeps the parameter (`LinearFunctionForZeroStage3` in linear.py). Versions 0.3.12 and 0.3.13 restored torch's
+      own when the model had been created (`__exit__` in their partition_parameters.py). Checkpointed layers are
+      gathered again.
     """
     device, total, weight = estimate.memory.device, estimate.memory.device_total, model.dtype.itemsize
     worst = device.get(ACTIVATIONS, 0) + device.get(GATHERED, 0)
@@ -212,26 +214,26 @@ def _deepspeed(
 def _torch(
     run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int, moments: Sequence[Moment]
 ) -> Iterator[Peak]:
-    """Those of forward and backward, and the update.
+    """Yield the memory in forward and backward, and in the update.
 
-    - Gradients are made by backward and given up after the update: in forward there are those of the micro-batches
-      before, if there are any.
-    - torch's Adam makes as many copies of all second moments at once as `_TEMPORARY` has it.
-    - Before PyTorch 2.0 `zero_grad` filled gradients with zeros: they stay.
-    - FSDP1 gathers into the flat parameter and reduces from the flat gradient, where hf_zero has buffers; FSDP2 copies,
+    - Gradients are created by backward and freed after the update; in forward, those of earlier micro-batches exist.
+    - torch's Adam has as many copies of all second moments at once as `_TEMPORARY` says.
+    - Before PyTorch 2.0, `zero_grad` set gradients to zero and kept them.
+    - FSDP1 gathers into the flat parameter and reduces from the flat gradient, while hf_zero has buffers; FSDP2 copies,
       as hf_zero does. Embedding and output are in the root's unit, which stays whole between forward and backward.
-    - FSDP with mixed precision has fp32 shards alone of what is trained, which are cast as they are gathered.
-      InternEvo keeps fp32 masters beside 16-bit shards, and makes fp32 gradients for an update.
+    - FSDP with mixed precision only has fp32 shards of trained parameters, which are cast for gathering. InternEvo
+      keeps fp32 masters in addition to 16-bit shards, and creates fp32 gradients for an update.
     - FSDP's gradients have the dtype of its shards (`_cast_grad_to_param_dtype` in _runtime_utils.py of FSDP1).
-    - FSDP1 with the optimizer on the host copies each reduced shard there, but keeps it until backward is over
+    - FSDP1 with the optimizer on the host copies each reduced shard there, but keeps it until the end of backward
       (`_saved_grad_shard`, which `prepare_gradient_for_optim` in _flat_param.py deletes).
-    - FSDP1 under `no_sync` reduces no gradients: between an update's micro-batches they stay whole. They are of flat
-      parameters: those of frozen weights beside adapters too (`_validate_frozen_params` in _wrap_utils.py warns of it).
-    - DistributedDataParallel copies gradients to buckets, which stay (`gradient_as_bucket_view`, off by default).
-    - Before FSDP1 had `limit_all_gathers` on by default (PyTorch 2.1, pull request 104900) the host asked for as many
-      units as it came to; they are free when the device has used them, and until then take room of the allocator's.
-    - A loop that gives up gradients between forward and backward has those of the step before in the forward.
-    - A model that is not told otherwise caches keys and values as in generation; they go with its output.
+    - FSDP1 under `no_sync` does not reduce gradients: they stay whole between the micro-batches of an update. They are
+      gradients of flat parameters, including frozen weights in the same unit as adapters (`_validate_frozen_params` in
+      _wrap_utils.py warns about this).
+    - DistributedDataParallel copies gradients to buckets, which are kept (`gradient_as_bucket_view`, off by default).
+    - Before FSDP1 enabled `limit_all_gathers` by default (PyTorch 2.1, pull request 104900), the host ran ahead and
+      gathered further units; their memory is freed when the device has used them, and until then counts as reserved.
+    - A loop that frees gradients between forward and backward still has those of the previous step in forward.
+    - A model with `use_cache` caches keys and values as in generation; they are freed with its output.
     - PEFT 0.12 and later keep adapters in fp32 (`autocast_adapter_dtype`).
     """
     device, weight = estimate.memory.device, model.dtype.itemsize
@@ -266,13 +268,13 @@ def _torch(
 
 
 def _cache_bytes(run: Mapping[str, Any], model: PlannedModel) -> int:
-    """Of keys and values of all layers."""
+    """Return the bytes of cached keys and values of all layers."""
     _, key_heads, extent = model.heads
     return 2 * model.layers * run["micro_batch"] * run["length"] * key_heads * extent * model.dtype.itemsize
 
 
 def _unreduced_bytes(model: PlannedModel) -> float:
-    """Of gradients of all flat parameters: adapters are in the layers' units, and none in the root's."""
+    """Return the bytes of gradients of all flat parameters with adapters: all units except the root's."""
     if not model.lora_rank:
         return model.dtype.itemsize * model.num_trained
     ends = {id(end.weight): end.weight for end in _embeddings(model)}
@@ -280,13 +282,13 @@ def _unreduced_bytes(model: PlannedModel) -> float:
 
 
 def _embedding_bytes(model: PlannedModel) -> int:
-    """Of the input's, if it is not the output's too: that is in use where most is."""
+    """Return the bytes of the input embedding, unless it is tied to the output, which is in use at the peak."""
     first, last = _embeddings(model)
     return 0 if last is None or last.weight is first.weight else int(first.weight.nbytes)
 
 
 def _embeddings(model: PlannedModel) -> tuple[Any, Any]:
-    """The input's and the output's, if there is one."""
+    """Return the input embedding and the output layer, if there is one."""
     base: Any = model.module.get_base_model() if model.lora_rank else model.module  # type: ignore[operator]
     return base.get_input_embeddings(), base.get_output_embeddings()
 
@@ -294,7 +296,7 @@ def _embeddings(model: PlannedModel) -> tuple[Any, Any]:
 def left_over(
     run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, machine: Hardware, training: Training
 ) -> float:
-    """Bytes that torch's allocator has taken and cannot use, where the run's meter shows them."""
+    """Return the bytes that torch's allocator has reserved but cannot use, if the run's meter includes them."""
     if run["meter"] not in ("reserved", "device"):
         return 0.0
     tiled = resolve(estimate.config, model=model.view, world_size=machine.ranks).section(TilingKeys)
@@ -306,7 +308,8 @@ def left_over(
 
 
 def _kept(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks: int) -> Kept:
-    """FSDP and DeepSpeed have shards; DeepSpeed's are flat, like its states and gradients, and there from the start."""
+    """Return what the program keeps between steps. DeepSpeed's shards, states and gradients are flat, and allocated at
+    the start."""
     device, is_deepspeed = estimate.memory.device, run["program"] == "deepspeed"
     shards = ranks if estimate.candidate.stage == 3 else 1
     parameters = list(model.module.parameters())
@@ -328,15 +331,15 @@ def _kept(run: Mapping[str, Any], estimate: Estimate, model: PlannedModel, ranks
 
 
 def metered(peak: Peak, meter: str, left: float = 0.0, limit: float = math.inf) -> float:
-    """What a program would have seen of its tensors.
+    """Return the bytes that the run's meter would have shown.
 
     Args:
-        left: what the allocator has taken and cannot use.
-        limit: bytes of a device that the allocator can have; before it fails it gives back what nothing uses.
+        left: bytes that the allocator has reserved but cannot use.
+        limit: bytes of a device available to the allocator, which frees unused segments before it fails.
     """
     if meter == "allocated":
         return peak.total
-    if meter == "active":  # in use, or freed and waiting for another stream
+    if meter == "active":  # in use, or freed but still used by another stream
         return max(peak.total, min(peak.total + peak.waiting, limit))
     reserved = max(peak.total, min(peak.total + left + peak.waiting + peak.apart, limit))
     return reserved + (CONTEXT_BYTES if meter == "device" else 0)

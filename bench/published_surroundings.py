@@ -1,9 +1,9 @@
-"""What other programs do while a model runs, so that its trace is theirs: adapters, autocast.
+"""Reproduces in a trace what other programs do while a model runs: adapters, autocast, losses.
 
-hf_zero trains weights in the dtype in which they compute. Under autocast weights are in fp32, and operators cast what
-they are given: matrix products and convolutions to 16 bits, norms, softmax and losses to fp32
-(https://docs.pytorch.org/docs/stable/amp.html). Tensors on the meta device have no autocast of their own; the casts are
-made here, and live as long as autograd keeps them.
+hf_zero computes in the dtype of the weights. Under autocast weights are in fp32, and operators cast their inputs:
+matrix products and convolutions to 16 bits, norms, softmax and losses to fp32
+(https://docs.pytorch.org/docs/stable/amp.html). The meta device has no autocast; the casts are done here, and live as
+long as autograd keeps them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _IN_FP32 = ((nn.functional, "layer_norm"), (nn.functional, "softmax"), (nn.funct
 
 
 SHAPES = ("output_apart", "target_length")
-"""Of a run: its output matrix is not the input's (transformers 5 ties those of all T5); its targets are so long."""
+"""Keys of a run: its output is not tied to the input (transformers 5 ties those of all T5); length of its targets."""
 
 
 @contextmanager
 def as_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
-    """While a run's model is made and traced."""
+    """Patch functions while a run's model is built and traced."""
     with ExitStack() as stack:
         if run["lora_rank"]:
             stack.enter_context(mock.patch.object(planned, "_with_lora", _adding(run)))
@@ -50,7 +50,7 @@ def as_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
             stack.enter_context(mock.patch.dict(LOSS_MAPPING, {"ForCausalLM": _LOSSES[run["loss"]]}))
         if run.get("copies_attention"):
             stack.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, {"sdpa": _copying}))
-        if run.get("softmax") == "16 bits":  # of nn.MultiheadAttention, where transformers' eager attention has fp32
+        if run.get("softmax") == "16 bits":  # as in nn.MultiheadAttention; transformers' eager attention uses fp32
             stack.enter_context(mock.patch.object(nn.functional, "softmax", _narrow(nn.functional.softmax)))
         if run.get("clamps_scores"):
             stack.enter_context(mock.patch.object(nn.functional, "softmax", _clamping(nn.functional.softmax)))
@@ -64,10 +64,10 @@ def as_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _copying(*args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-    """nn.MultiheadAttention, which torchvision's models have: its result is laid out anew for the last matrix, and kept
-    both ways."""
-    found, scores = sdpa_attention_forward(*args, **kwargs)
-    return found.clone(), scores
+    """nn.MultiheadAttention, as in torchvision's models: its result is copied to another layout for the last matrix,
+    and both are kept."""
+    result, scores = sdpa_attention_forward(*args, **kwargs)
+    return result.clone(), scores
 
 
 def _apart(build: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -91,7 +91,7 @@ def _short(length: int) -> Callable[..., dict[str, Any]]:
 
 
 def _adding(run: Mapping[str, Any]) -> Callable[[nn.Module, int], nn.Module]:
-    """Adapters on the matrices that the run has them on, with its dropout, whose input and mask autograd keeps."""
+    """Add adapters to the run's target modules, with its dropout, whose input and mask autograd keeps."""
 
     def add(model: nn.Module, rank: int) -> nn.Module:
         from peft import LoraConfig, get_peft_model
@@ -109,8 +109,9 @@ def _adding(run: Mapping[str, Any]) -> Callable[[nn.Module, int], nn.Module]:
 
 
 class _Joint:
-    """LitGPT's `LoRAQKVLinear`: one product for queries, keys and values, of which attention keeps values and all of it
-    with them. What adapters of queries and values add is put between zeros; for that, autograd keeps it."""
+    """LitGPT's `LoRAQKVLinear`: one product for queries, keys and values; attention keeps values, which are a view of
+    the whole product. Outputs of the adapters of queries and values are padded with zeros, for which autograd keeps
+    them."""
 
     def __init__(self, base: Callable[[Tensor], Tensor], adapters: Sequence[Any]) -> None:
         self._base, self._adapters = base, adapters
@@ -126,36 +127,36 @@ class _Joint:
 
 
 def _join(attention: Any) -> None:
-    """Queries, keys and values, which have a matrix each, become views of one result."""
+    """Make queries, keys and values, which have separate matrices, views of one result."""
     parts = attention.q_proj, attention.k_proj, attention.v_proj
     bases = [getattr(each, "base_layer", each).forward for each in parts]
     joint = _Joint(lambda x: torch.cat([base(x) for base in bases], dim=-1), [parts[0], parts[2]])
     widths = [getattr(each, "base_layer", each).out_features for each in parts]
-    found: list[Tensor] = []
+    views: list[Tensor] = []
 
     def first(x: Tensor) -> Tensor:
-        found[:] = joint(x).split(widths, dim=-1)
-        return found.pop(0)
+        views[:] = joint(x).split(widths, dim=-1)
+        return views.pop(0)
 
     parts[0].forward = first
     for each in parts[1:]:
-        each.forward = lambda _: found.pop(0)
+        each.forward = lambda _: views.pop(0)
 
 
-# Losses of other programs: what of logits is copied and kept. (transformers today: one copy in fp32, which goes.)
+# Losses of other programs: which copies of logits are kept. (transformers today: one copy in fp32, which is freed.)
 
-_held: list[Tensor] = []  # by the loop that calls the model, of the newest trace
+_held: list[Tensor] = []  # tensors that the training loop holds, of the latest trace
 
 
 def _copied(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    """transformers 4.48.1 (`ForCausalLMLoss`): a copy in fp32, and another of all but the last position."""
+    """transformers 4.48.1 (`ForCausalLMLoss`): a copy in fp32, and another one without the last position."""
     wide = logits.float()
     shifted, following = wide[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
     return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
 
 
 def _in_16_bits(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    """GPTBigCode's own in transformers 4.48.1: no fp32."""
+    """GPTBigCode's loss in transformers 4.48.1: no fp32."""
     shifted, following = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
     return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
 
@@ -166,14 +167,14 @@ def _unshifted(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> 
 
 
 def _wide(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    """fairseq, whose labels are shifted in the data: logarithms of probabilities in fp32."""
-    found = nn.functional.log_softmax(logits, dim=-1, dtype=torch.float32)
-    return nn.functional.nll_loss(found.view(-1, vocab_size), labels.view(-1))
+    """fairseq, whose labels are shifted in the data: log-probabilities in fp32."""
+    log_probs = nn.functional.log_softmax(logits, dim=-1, dtype=torch.float32)
+    return nn.functional.nll_loss(log_probs.view(-1, vocab_size), labels.view(-1))
 
 
 class _Listed(torch.autograd.Function):
-    """torchtune (`CEWithChunkedOutputLoss`, compiled): logits of eight chunks are there in 16 bits until backward has
-    come to each; nothing else of them is kept."""
+    """torchtune (`CEWithChunkedOutputLoss`, compiled): logits of eight chunks are kept in 16 bits until backward
+    reaches them; nothing else is kept."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -188,13 +189,13 @@ class _Listed(torch.autograd.Function):
 
 
 def _listed(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    found: Tensor = _Listed.apply(logits)
-    return found
+    result: Tensor = _Listed.apply(logits)
+    return result
 
 
 def _in_chunks(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
     """LitGPT (`chunked_cross_entropy`): 128 positions at a time, in 16 bits. Its loop holds logits until the next ones
-    are there."""
+    exist."""
     _held[:] = [logits]
     pairs = zip(logits[..., :-1, :].split(128, dim=1), labels[..., 1:].split(128, dim=1))
     parts = [
@@ -205,8 +206,8 @@ def _in_chunks(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> 
 
 
 def _kept(logits: Tensor, labels: Tensor, vocab_size: int, **_: object) -> Tensor:
-    """transformers of early 2024 made logits fp32 in the model; the script (fsdp_qlora's train.py) holds the model's
-    output, and they with it, until backward is over."""
+    """transformers of early 2024 cast logits to fp32 in the model; the script (fsdp_qlora's train.py) holds the model's
+    output, including logits, until the end of backward."""
     _held[:] = [logits.float()]
     shifted, following = _held[0][..., :-1, :].contiguous(), labels[..., 1:].contiguous()
     return nn.functional.cross_entropy(shifted.view(-1, vocab_size), following.view(-1))
@@ -224,7 +225,7 @@ _LOSSES: dict[str, Callable[..., Tensor]] = {
 
 
 class _Autocast:
-    """Casts of what operators are given. Copies of weights stay until backward begins, as autocast's cache has them."""
+    """Casts inputs of operators. Copies of weights are kept until backward begins, as in autocast's cache."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -255,13 +256,13 @@ class _Autocast:
 
 
 def _narrow(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """In the dtype of its scores, whatever is asked for."""
+    """Softmax in the dtype of the scores, whatever dtype is requested."""
     return lambda scores, dim=None, **_: softmax(scores, dim=dim)
 
 
 def _clamping(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """OPT of transformers in early 2023 takes the larger of each score and the least number of its dtype, for which
-    autograd keeps masked scores."""
+    """OPT in transformers of early 2023 computes the maximum of each score and the smallest number of its dtype, for
+    which autograd keeps masked scores."""
 
     def clamped(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return softmax(torch.maximum(scores, scores.new_empty(())), *args, **kwargs)

@@ -1,4 +1,4 @@
-"""ZeRO++'s quantised gathers and reductions on the demo's model: held-out loss after the same steps, bytes per step.
+"""ZeRO++'s quantized gathers and reductions on the demo's model: held-out loss after the same steps, bytes per step.
 
     python -m bench.zeropp --name demo                                      # the demo's sizes
     python -m bench.zeropp --name small --hidden-size 128 --block-size 64   # if there is less time

@@ -24,26 +24,18 @@ _TENSOR = (
 )
 _COMPILER = "graph passes of DeepCompile are not supported: engine.compile() runs the model under torch.compile"
 _DRIVE = "no compiled operators: zero_optimization.offload_optimizer and offload_param with device nvme use the drive"
-_KERNELS = "no compiled operators: models run on PyTorch's own kernels and transformers' attn_implementation"
-_QUANTISED = "no quantising operators: load the model with transformers' BitsAndBytesConfig or TorchAoConfig"
+_QUANTISED = "no quantizing operators: load the model with transformers' BitsAndBytesConfig or TorchAoConfig"
 _CHECKPOINT_TOOLS = (
     "tools for Megatron checkpoints are not supported: load_checkpoint takes checkpoints of any stage and number of "
     "ranks, and `python -m hf_zero.zero_to_fp32` writes whole weights"
 )
 _DATA = "curricula, samplers and random-LTD work from ds.json alone: docs/data_efficiency.md"
 _SWAPPING = "how states move to a drive is decided by zero_optimization.offload_optimizer, offload_param and aio"
-_MONITORS = "the sections tensorboard, csv_monitor, wandb and comet of ds.json, or monitor.monitor.MonitorMaster"
-_LORA = "LoRA and quantised layers come from PEFT: LoraConfig, get_peft_model, at every stage"
 _ENGINE_REDUCTION = "engine.backward() reduces gradients by itself, bucket by bucket; inside no_sync() it does not"
-_ENGINE_COMPILER = "engine.compile() runs the model under torch.compile"
-_ENGINE_PROFILER = "deepspeed.profiling.flops_profiler has FlopsProfiler and get_model_profile"
-_ENGINE_INSIDE = "it is an internal of DeepSpeed's engine; hf_zero's differs"
 _ENGINE_EXPERTS = "expert_parallel in the config spreads transformers' packed experts over ranks; there are no others"
-_OPTIMIZER_INSIDE = "it is an internal of DeepSpeed's optimizer; hf_zero's differs"
 _OPTIMIZER_REDUCTION = (
     "gradients are reduced in engine.backward(); utils.safe_get_full_grad and safe_set_full_grad reach them"
 )
-_OPTIMIZER_EXPERTS = "experts over ranks (expert_parallel) are updated as all other parameters are"
 
 # By class of what is to be copied or pickled.
 COPIES = {
@@ -81,7 +73,7 @@ MODULES = {
     "inference": _INFERENCE,
     "io": _DRIVE,
     "launcher": "`hf-zero launch` starts the ranks, with the same options",
-    "linear": _LORA,
+    "linear": "LoRA and quantised layers come from PEFT: LoraConfig, get_peft_model, at every stage",
     "model_implementations": _INFERENCE,
     "module_inject": _INFERENCE,
     "module_inject.auto_ep": _EXPERTS,
@@ -90,9 +82,9 @@ MODULES = {
     "module_inject.tp_plan_converter": _TENSOR,
     "module_inject.tp_shard": _TENSOR,
     "moe": _EXPERTS,
-    "monitor": _MONITORS,
+    "monitor": "the sections tensorboard, csv_monitor, wandb and comet of ds.json, or monitor.monitor.MonitorMaster",
     "nvme": _DRIVE,
-    "ops": _KERNELS,
+    "ops": "no compiled operators: models run on PyTorch's own kernels and transformers' attn_implementation",
     "ops.aio": _DRIVE,
     "ops.fp_quantizer": _QUANTISED,
     "ops.gds": _DRIVE,
@@ -137,9 +129,9 @@ ENGINE = {
     "clip_fp32_gradients": "engine.step() clips by the key gradient_clipping",
     "compile_autosp compile_autotp compile_zero_optimization_stage get_autosp_backend get_autotp_backend "
     "get_compile_time get_deepcompile_backend get_deepspeed_compile_backend register_compile_pass "
-    "uses_parallelization_pass_only": _ENGINE_COMPILER,
+    "uses_parallelization_pass_only": "engine.compile() runs the model under torch.compile",
     "cpuadam_cores_perc swap_tensor_config": "zero_offload_optimizer() and aio_config() say how states are offloaded",
-    "flops flops_profiler": _ENGINE_PROFILER,
+    "flops flops_profiler": "deepspeed.profiling.flops_profiler has FlopsProfiler and get_model_profile",
     "get_optimizer_configuration": "optimizer_name() and optimizer_params() say it",
     "all_to_all_group gate_modules load_moe_state_dict local_all_to_all_group": _ENGINE_EXPERTS,
     "tensor_parallel_config": "autotp_size() says how many ranks hold parts of the same matrices",
@@ -153,7 +145,7 @@ ENGINE = {
     "monitor summary_events": "deepspeed.monitor.monitor.MonitorMaster takes events of a program's own",
     "optimized_linear_base_weight_sharding optimized_linear_lora_enabled": "LoRA comes from PEFT",
     "first_dataloader_check flatten losses module_forward_post_hook module_forward_pre_hook scale_wrt_gas unflatten "
-    "update_interval warn_unscaled_loss": _ENGINE_INSIDE,
+    "update_interval warn_unscaled_loss": "it is an internal of DeepSpeed's engine; hf_zero's differs",
 }
 
 OPTIMIZER = {
@@ -197,7 +189,7 @@ OPTIMIZER = {
     "dump_post_step_gradients dump_pre_step_gradients": _OPTIMIZER_REDUCTION,
     "configure_autoep_folding_tp_gradient_reduction ep_process_group expert_dp_process_group expert_gradients "
     "get_ep_ranks is_moe_group is_moe_param_group autoep_folding_spec autoep_folding_tp_group "
-    "non_expert_gradients": _OPTIMIZER_EXPERTS,
+    "non_expert_gradients": "experts over ranks (expert_parallel) are updated as all other parameters are",
     "create_zenflow_hooks zenflow": "zenflow is not supported: offload_optimizer without it",
     "muon_beta muon_momentum_buffer_partitioned_groups_flat muon_ns_method save_muon_momentum_buffer_in_memory "
     "sub_groups_using_muon use_muon": "Muon's states: utils.safe_get_full_optimizer_state(parameter, key)",
@@ -233,7 +225,7 @@ OPTIMIZER = {
     "sub_group_process_groups sub_group_size sub_group_to_group_id sub_groups_lacking_loss_scale "
     "timers torch_autocast_gradscaler unflatten "
     "update_lp_params use_grad_accum_attribute use_multi_rank_bucket_allreduce use_separate_grad_accum "
-    "using_pipeline using_real_optimizer verbose": _OPTIMIZER_INSIDE,
+    "using_pipeline using_real_optimizer verbose": "it is an internal of DeepSpeed's optimizer; hf_zero's differs",
 }
 
 

@@ -15,9 +15,9 @@ from hf_zero.config import LossScalePolicy, PrecisionPolicy
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 WRAPPED_AT_STAGE_3 = (
-    "torchao's quantised weights are several tensors each, which stage 3 does not shard. Use "
+    "torchao's quantized weights are several tensors each, which stage 3 does not shard. Use "
     "BitsAndBytesConfig(load_in_4bit=True), whose weights it shards as they are, or stage 2, where every rank has "
-    "all quantised weights"
+    "all quantized weights"
 )
 
 
@@ -77,7 +77,7 @@ def is_packed(parameter: torch.Tensor) -> bool:
 
 
 def is_wrapped(parameter: torch.Tensor) -> bool:
-    """Whether it is one of torchao's quantised tensors, which wrap several tensors."""
+    """Whether it is one of torchao's quantized tensors, which wrap several tensors."""
     return type(parameter).__module__.startswith("torchao.")
 
 

@@ -20,7 +20,7 @@ BUDGETS = {
     "activations": (596, "inputs of checkpointed layers in host memory or in parts"),
     "api": (3_150, "initialize, the engine, messages of a run, zero.Init, safe_get_*, DeepSpeed's names on both"),
     "checkpoint": (5_350, "DeepSpeed's files both ways, streamed, at any shape; background saves"),
-    "comm": (4_960, "NCCL, gloo, shared memory, the mesh, negotiation and plans, quantised wires"),
+    "comm": (4_960, "NCCL, gloo, shared memory, the mesh, negotiation and plans, quantized wires"),
     "config": (5_230, "meaning, verdict and rules of every key; reports all problems at once with file and line"),
     "device": (718, "streams and memory of accelerators and CPUs"),
     "explain": (685, "what a config does, its corrected copy, and models of a hub that may be unreachable"),

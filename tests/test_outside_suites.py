@@ -49,9 +49,9 @@ def test_a_checkpoint_needs_a_folder_with_a_name(folder: Any, tmp_path: Path, mo
     """`save_checkpoint("")` wrote into the working directory; `save_checkpoint(None)` raised a TypeError of pathlib."""
     monkeypatch.chdir(tmp_path)
     engine = new_engine(1)
-    with pytest.raises(AssertionError, match=r"save_checkpoint\(save_dir=.*\): name a folder"):
+    with pytest.raises(AssertionError, match=r"save_checkpoint\(save_dir=.*\): give a folder"):
         engine.save_checkpoint(folder)
-    with pytest.raises(ValueError, match=r"load_checkpoint\(load_dir=.*\): name a folder"):
+    with pytest.raises(ValueError, match=r"load_checkpoint\(load_dir=.*\): give a folder"):
         engine.load_checkpoint(folder)
     assert list(tmp_path.iterdir()) == []
 

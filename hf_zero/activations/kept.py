@@ -12,7 +12,6 @@ the next step.
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,23 +33,11 @@ from hf_zero.log import log_dist
 _ALIGNMENT = 512  # bytes; aligns every slot for any dtype
 
 
-class Buffers(ABC):
-    """A source of memory blocks, which are represented by uint8 tensors."""
-
-    @abstractmethod
-    def take(self, num_bytes: int) -> Tensor:
-        """Take an uninitialised 1-D uint8 block of at least `num_bytes`, which must be returned by `give`."""
-
-    @abstractmethod
-    def give(self, block: Tensor) -> None:
-        """Return a block from `take`."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free unused memory."""
+# Sources of memory: `take` returns an uninitialised 1-D uint8 block of at least a number of bytes, which must be given
+# back; `release` frees unused memory.
 
 
-class HostPool(Buffers):
+class HostPool:
     """A pool of pinned host memory blocks of any sizes; its number of blocks is the maximum in use at once."""
 
     def __init__(self) -> None:
@@ -75,7 +62,7 @@ class HostPool(Buffers):
         self._free.clear()
 
 
-class OneBuffer(Buffers):
+class OneBuffer:
     """Slots of one block, so that long-lived inputs do not fragment memory.
 
     A slot has the size of the first request. Larger requests, or those without a free slot, get a separate block; when
@@ -109,6 +96,9 @@ class OneBuffer(Buffers):
     def release(self) -> None:
         if len(self._free) == len(self._slots):
             self._size, self._slots, self._free = 0, {}, []
+
+
+Buffers = HostPool | OneBuffer
 
 
 class Times:
@@ -330,10 +320,7 @@ class CheckpointedCalls:
     def __init__(
         self, policy: ActivationCheckpointing, *, group: Collectives | None = None, num_slots: int | None = None
     ) -> None:
-        """
-        Args:
-            num_slots: number of calls per forward, for the contiguous buffer; the policy's number takes precedence.
-        """
+        """`num_slots`: calls per forward, for the contiguous buffer; the policy's number takes precedence."""
         self.policy = policy
         self.num_calls = 0
         self.group = group
@@ -414,7 +401,9 @@ class CheckpointedCalls:
     @contextmanager
     def _kept(self, args: Sequence[Any], place: Place) -> Iterator[None]:
         """Context that keeps the tensors in `args` that autograd saves."""
-        self._send_latest()
+        for ref in self._order[-1] if self._order else ():  # the last call's, which backward no longer needs first
+            if (kept := ref()) is not None:
+                kept.send()
         candidates = {_key(arg): arg for arg in args if self._is_candidate(arg)}
         mine: list[weakref.ref[KeptInput]] = []
         self._order = [refs for refs in self._order if any(ref() is not None for ref in refs)]
@@ -457,12 +446,6 @@ class CheckpointedCalls:
             and arg.numel() >= self._group.size
             and can_be_flat(arg)
         )
-
-    def _send_latest(self) -> None:
-        """Send the inputs of the last call, which backward no longer needs first."""
-        for ref in self._order[-1] if self._order else ():
-            if (kept := ref()) is not None:
-                kept.send()
 
     def _fetch_ahead_of(self, kept: KeptInput) -> None:
         """Prefetch the other inputs of this call, and those of the next call in backward."""

@@ -75,11 +75,16 @@ class ModuleView:
         return self._is_cut
 
     def consolidated(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Return whole weights in host memory on rank 0, None on the others. Collective."""
+        """Return whole weights in host memory on rank 0, None on the others. Collective. Frozen parameters that PEFT
+        saves with the model's adapters are not excluded."""
+        from hf_zero.api.gathered_parameters import frozen_in_adapters  # no step needs it
         from hf_zero.params.consolidation import consolidated_state_dict  # no step needs it
 
         keeps = self._world.rank == 0
-        weights = consolidated_state_dict(self._module, keeps=keeps, exclude_frozen=exclude_frozen_parameters)
+        include = frozen_in_adapters(self._module) if exclude_frozen_parameters else ()
+        weights = consolidated_state_dict(
+            self._module, keeps=keeps, exclude_frozen=exclude_frozen_parameters, include=include
+        )
         return weights if keeps else None
 
     # Callers of this name check stage3_gather_16bit_weights_on_model_save (accelerate) or need the weights regardless

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace, TracebackType
@@ -94,7 +95,7 @@ def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             inference_model.load_weights([(name, values)])
 
     Raises:
-        ValueError: for adapters that are not added to a weight (such as DoRA), or on quantised weights.
+        ValueError: for adapters that are not added to a weight (such as DoRA), or on quantized weights.
     """
     inner = getattr(model, "module", model)
     names, adapted = _names_without_adapters(inner), _adapters(inner)
@@ -137,6 +138,25 @@ def _names_without_adapters(model: nn.Module) -> dict[int, list[str]]:
             name = re.sub(r"\.base_layer|\.modules_to_save\.[^.]+", "", name.removeprefix("base_model.model."))
         names.setdefault(id(parameter), []).append(name)
     return names
+
+
+def frozen_in_adapters(model: nn.Module) -> set[str]:
+    """Names of frozen parameters that PEFT saves with the model's adapters: embeddings that are targeted or resized,
+    adapters that are not being trained, frozen factors. PEFT itself is asked."""
+    adapters: Any = getattr(model, "peft_config", None)
+    if adapters is None:
+        return set()
+    from peft import get_peft_model_state_dict
+
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    names = {name: torch.zeros(()).expand(tensor.shape) for name, tensor in named}  # no memory
+    saved: set[int] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT repeats them when it saves
+        for adapter in adapters:
+            saved |= set(map(id, get_peft_model_state_dict(model, names, adapter).values()))
+    frozen = (name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return {name for name in frozen if id(names[name]) in saved}
 
 
 # Loading whole weights into an engine's model, parameter by parameter, sharded or not.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm import ParallelGroups
 from hf_zero.layout import Piece
@@ -23,6 +24,8 @@ from hf_zero.step.sharded_step import Source
 
 # By the parameter's id, and not on the parameter, so that models can be pickled.
 _FRAGMENTS: weakref.WeakValueDictionary[int, Fragments] = weakref.WeakValueDictionary()
+# Gradients of the last step, where something keeps them.
+LAST_GRADIENTS = WeakTensorKeyDictionary()
 
 
 class Fragments:
@@ -164,7 +167,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return the gradient since the last step (mean over ranks, before clipping) in fp32; None if there is none.
+    """Return the gradient since the last step (mean over ranks, before clipping) in fp32; None if there is none (with
+    AdaLoRA after a step: the clipped gradient of that step).
 
     While gradients accumulate without a reduction (stages 0 and 1 before the boundary, and inside `no_sync`) the result
     is this rank's own gradient.
@@ -176,7 +180,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     if own is not None:
         return (own.float() * fragments.unreduced_factor).view(param.shape)
     total = fragments.read(param, gradients)
-    return None if total is None else total.mul_(fragments.gradient_factor)
+    return LAST_GRADIENTS.get(param) if total is None else total.mul_(fragments.gradient_factor)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:

@@ -33,8 +33,6 @@ def sum_of_words(data: NDArray[np.uint8]) -> int:
 
 
 class _Segment:
-    """Memory that other processes can map."""
-
     def __init__(self, num_bytes: int, path: Path | None = None) -> None:
         """`path`: a file of a tmpfs, which outlives this process; an existing file is reused.
 
@@ -123,21 +121,20 @@ class Arena:
         """A placeholder for a piece of another host's rank in a file of `num_bytes`; only for descriptions."""
         key = f"{piece.path}:{num_bytes}"
         if key not in self._theirs:
-            pages = mmap.mmap(-1, num_bytes)  # never accessed
-            self._theirs[key] = torch.frombuffer(pages, dtype=torch.uint8)
-            self._names[self._theirs[key].data_ptr()] = piece.path
+            self._map(key, piece.path, mmap.mmap(-1, num_bytes))  # never accessed
         return self._theirs[key].narrow(0, piece.start, piece.num_bytes).view(dtype)
 
     def of_other(self, piece: Piece, dtype: torch.dtype) -> Tensor:
-        """A piece that another rank of this host has placed."""
         if piece.path not in self._theirs:
             with open(piece.path, "rb") as file:
                 # Read-only by convention, because torch warns about read-only memory.
                 pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            memory = torch.frombuffer(pages, dtype=torch.uint8)
-            self._theirs[piece.path] = memory
-            self._names[memory.data_ptr()] = piece.path
+            self._map(piece.path, piece.path, pages)
         return self._theirs[piece.path].narrow(0, piece.start, piece.num_bytes).view(dtype)
+
+    def _map(self, key: str, path: str, pages: mmap.mmap) -> None:
+        memory = self._theirs[key] = torch.frombuffer(pages, dtype=torch.uint8)
+        self._names[memory.data_ptr()] = path
 
     def write_records(self, file: int, records: Sequence[Record]) -> list[int]:
         """Like `stream.write_records`, using the writer process where possible."""
@@ -167,7 +164,6 @@ class Arena:
         return pieces if content.num_bytes > self.SMALL_BYTES else None
 
     def close(self) -> None:
-        """End the writer process and free the memory."""
         if self._writer is not None:
             self._writer.close()
         self._segments, self._theirs, self._names, self._unchanged, self._writer = [], {}, {}, {}, None

@@ -132,7 +132,7 @@ class Snapshot:
             if any(source._version != version for source, _, version in self._later):
                 raise CheckpointError(
                     "this checkpoint",
-                    "was not written: the program has changed optimizer states while they were being saved",
+                    "was not written: the program changed optimizer states while they were being saved",
                     "change them before save_checkpoint(), or after the next step()",
                 )
         finally:
@@ -192,7 +192,6 @@ def _written_by_updates(updater: Updater) -> frozenset[int]:
 
 
 def num_bytes_of(value: Any) -> int:
-    """Bytes of all tensors in it."""
     if isinstance(value, (Tensor, Streamed, Awaited)):
         return math.prod(value.shape) * value.dtype.itemsize
     if isinstance(value, Arriving):
@@ -259,7 +258,6 @@ class BackgroundSave:
                 raise error
 
     def close(self) -> None:
-        """Wait, and free the memory."""
         try:
             self.wait()
         finally:

@@ -10,7 +10,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,9 @@ def weights_of(
     parameters: dict[str, Streamed] = {}
     if not exclude_frozen:
         parameters.update(
-            {name: pieces.to_stream(target(pieces.dtype, keep=True)) for name, pieces in view.frozen.items()}
+            {name: replace(value, dtype=target(value.dtype, keep=True)) for name, value in view.frozen.items()}
         )
-    parameters.update({name: view.master(name).to_stream(dtype or torch.float32) for name in view.shapes})
+    parameters.update({name: view.master(name, dtype or torch.float32) for name in view.shapes})
     aliases = {alias: owner for alias, owner in view.aliases.items() if owner in parameters}
     return Weights({**tensors, **parameters}, aliases, sum(content.numel for content in parameters.values()))
 
@@ -160,7 +160,7 @@ def parse_bytes(text: str | int) -> int:
     """
     size = int(bytes_of(str(text)) or 0)
     if size < 1:
-        raise ValueError(f"max shard size {text!r} is not a size: write a positive number and a unit, such as 5GB")
+        raise ValueError(f"max shard size {text!r} is not a size: give a positive number and a unit, such as 5GB")
     return size
 
 
@@ -172,7 +172,7 @@ def write_weights(weights: Weights, target: Target, progress: Progress | None = 
     """
     if target.is_file:
         if target.output.is_dir():
-            raise CheckpointError(target.output, "is a folder, and a file is to be written there", "remove it first")
+            raise CheckpointError(target.output, "is a folder, but the output is a file", "remove it first")
         target.output.parent.mkdir(parents=True, exist_ok=True)
         _write_file(target.output, list(weights.tensors), weights, target, progress)
         return [target.output]
@@ -193,7 +193,7 @@ def _write_file(path: Path, names: Sequence[str], weights: Weights, target: Targ
         # Check before the rename: afterwards another process may have put its own file there.
         size, payload = partial.stat().st_size, sum(content.num_bytes for content in tensors.values())
         if not size == written.num_bytes >= payload:
-            raise CheckpointError(path, f"has {size} bytes and should have {written.num_bytes}", "try again")
+            raise CheckpointError(path, f"has {size} bytes, but should have {written.num_bytes}", "try again")
         return written
 
     into_place(path, write)
@@ -202,7 +202,7 @@ def _write_file(path: Path, names: Sequence[str], weights: Weights, target: Targ
 def _write_folder(weights: Weights, target: Target, progress: Progress | None) -> list[Path]:
     folder = target.output
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(folder, "is a file, and a folder is to be written there", "choose another name")
+        raise CheckpointError(folder, "is a file, but the output is a folder", "choose another name")
     staging = StagingFolder(folder if folder.is_dir() else folder.absolute().parent, folder.name or "weights")
     try:
         names = _write_shards(staging.path, weights, target, progress)
@@ -304,7 +304,7 @@ def save_whole_weights(module: nn.Module, path: Path, collectives: Collectives, 
         pass
     problem = str(collectives.gather_objects(problem)[0])
     if problem:
-        raise CheckpointError(path, f"was not written ({problem})", "free disk space, or name another folder")
+        raise CheckpointError(path, f"was not written ({problem})", "free disk space, or give another folder")
 
 
 def _state(module: nn.Module, *, exclude_frozen: bool) -> tuple[dict[str, Awaited | Tensor], dict[int, Awaited]]:
@@ -410,7 +410,7 @@ def target_for(view: CheckpointView, output: Path, safetensors: bool, max_shard_
     # Trainer keeps config.json next to the tag's folder.
     target = Target(output, safetensors, limit, extras_from=(view.folder.path, view.folder.path.parent))
     if safetensors and target.is_file and not target.writes_safetensors:
-        raise ValueError(f"output {str(output)!r} is a torch file by its name: end it in .safetensors or name a folder")
+        raise ValueError(f"output {str(output)!r} has the name of a torch file: use .safetensors, or give a folder")
     return target
 
 

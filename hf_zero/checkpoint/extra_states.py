@@ -4,7 +4,7 @@ DeepSpeed's lists of flat states cannot store them. Every rank writes the states
 that it updates alone, or slices of shared ones (rows and columns of Adafactor). Together these are the states of whole
 tensors, which can be split again at any stage and world size.
 
-States of client optimizers on flat shards are meaningless without these shards (for example blocks of a quantised
+States of client optimizers on flat shards are meaningless without these shards (for example blocks of a quantized
 state). They are stored unchanged, and only load at the same world size and layout.
 """
 
@@ -33,7 +33,7 @@ from hf_zero.optim.updater import OF_WHOLE_TENSORS, StateSlice, WholeStates
 ShardKey = tuple[tuple[str, int, int, int], ...]
 _SHAPE, _START, _VALUES = "shape", "start", "values"
 _PIECES, _STATE = "pieces", "state"
-_FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
+FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
 
 
 def for_file(states: WholeStates, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -73,7 +73,7 @@ def merged(files: Sequence[tuple[Path, Any]]) -> dict[str, dict[str, Any]]:
 
 def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise CheckpointError(path, f"holds a {type(value).__name__} where states of whole tensors belong", _FIX)
+        raise CheckpointError(path, f"holds a {type(value).__name__} instead of states of whole tensors", FIX)
     return value
 
 
@@ -84,13 +84,13 @@ def _joined(what: str, slices: Sequence[tuple[Path, Mapping[str, Any]]]) -> Tens
     for path, entry in slices:
         is_right = isinstance(entry[_VALUES], Tensor) and isinstance(entry[_START], int) and entry[_SHAPE] == shape
         if not is_right or not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
-            raise CheckpointError(path, f"{what} is not a part of a tensor, or one of another shape", _FIX)
+            raise CheckpointError(path, f"{what} is not a part of a tensor, or its shape differs", FIX)
         if entry[_VALUES].numel():
             parts.append((entry[_START], entry[_VALUES].reshape(-1)))
     parts.sort(key=lambda part: part[0])
     ends = [start + values.numel() for start, values in parts]
     if [start for start, _ in parts] != [0, *ends[:-1]][: len(parts)] or (ends[-1] if ends else 0) != math.prod(shape):
-        raise CheckpointError(path, f"parts of {what} are missing", _FIX)
+        raise CheckpointError(path, f"parts of {what} are missing", FIX)
     values = [part for _, part in parts]
     joined = values[0] if len(values) == 1 else torch.cat(values) if values else torch.empty(0)
     return joined.view(shape)
@@ -101,17 +101,14 @@ def pieces_of(sub_group: SubGroup, names: Sequence[str]) -> ShardKey:
     return tuple((names[p.parameter], p.in_parameter, p.numel, p.in_shard) for p in sub_group.pieces)
 
 
-def bound_for_file(
-    sub_groups: Sequence[SubGroup], states: Sequence[Mapping[str, Any]], names: Sequence[str]
-) -> list[dict[str, Any]]:
+def bound_for_file(updater: Updater, names: Sequence[str]) -> list[dict[str, Any]]:
     """Unchanged states of flat shards, each with its pieces."""
-    return [
-        {
-            _PIECES: [list(piece) for piece in pieces_of(sub_group, names)],
-            _STATE: {key: v.detach() if isinstance(v, Tensor) else plain(v) for key, v in state.items()},
-        }
-        for sub_group, state in zip(sub_groups, states, strict=True)
-    ]
+    entries = []
+    for sub_group in updater.sub_groups:
+        state = updater.optimizer.state.get(sub_group.tensors[0].parameter, {})
+        values = {key: v.detach() if isinstance(v, Tensor) else plain(v) for key, v in state.items()}
+        entries.append({_PIECES: [list(piece) for piece in pieces_of(sub_group, names)], _STATE: values})
+    return entries
 
 
 def bound_together(files: Sequence[tuple[Path, Any]]) -> dict[ShardKey, Mapping[str, Any]]:
@@ -120,12 +117,12 @@ def bound_together(files: Sequence[tuple[Path, Any]]) -> dict[ShardKey, Mapping[
     for path, entries in files:
         for entry in entries if isinstance(entries, list) else [None]:
             if not isinstance(entry, Mapping) or not isinstance(entry.get(_PIECES), list):
-                raise CheckpointError(path, "holds no list of states of shards where one belongs", _FIX)
+                raise CheckpointError(path, "does not hold a list of states of shards where it should", FIX)
             by_pieces[tuple(tuple(piece) for piece in entry[_PIECES])] = _mapping(entry.get(_STATE), path)
     return by_pieces
 
 
-# This rank's optimizer state, shard by shard, for saving and loading; and the error feedback of quantised gradients
+# This rank's optimizer state, shard by shard, for saving and loading; and the error feedback of quantized gradients
 # (LoCo), under an additional key.
 #
 # The error feedback belongs to one rank's messages of one bucket, so it only fits the same layout and world size;
@@ -329,7 +326,7 @@ def restore_errors(reducer: GradientReducer, names: Sequence[str], saved: Sequen
         for own, theirs in zip(wire.errors, errors, strict=True):
             own.copy_(theirs)
     if num_lost and saved:
-        logger.info("errors of quantised gradients were saved with another layout: they start at zero")
+        logger.info("errors of quantized gradients were saved with another layout: they start at zero")
 
 
 def _names(bucket: BucketGradients, names: Sequence[str]) -> list[str]:

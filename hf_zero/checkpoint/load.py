@@ -48,18 +48,18 @@ def plan_load(subject: ModelSubject, view: CheckpointView, *, strict: bool, with
         CheckpointError: if a weight is missing or unexpected (with `strict`) or has another shape, or the optimizer
             state belongs to another optimizer.
     """
-    source = _Weights(view)
     names, shapes = subject.names, subject.shapes
-    weights = {i: parts for i, name in enumerate(names) if (parts := source.find(name, shapes[i])) is not None}
+    weights = {i: parts for i, name in enumerate(names) if (parts := _find(view, name, shapes[i])) is not None}
     frozen = {
-        name: parts for name, p in subject.frozen().items() if (parts := source.find(name, tuple(p.shape))) is not None
+        name: parts for name, p in subject.frozen().items() if (parts := _find(view, name, tuple(p.shape))) is not None
     }
     own_buffers = dict(persistent_buffers(subject.module))
     buffers = {name: view.buffers[name] for name in own_buffers if name in view.buffers}
     if strict:
         wanted = {*names, *subject.frozen(), *own_buffers}
         present = {*(names[i] for i in weights), *frozen, *buffers}
-        _refuse_differences(view, wanted - present, source.names() - wanted - set(subject.aliases()))
+        saved = {*view.shapes, *view.frozen, *view.buffers}
+        _refuse_differences(view, wanted - present, saved - wanted - set(subject.aliases()))
     for name, value in buffers.items():
         if value.shape != own_buffers[name].shape:
             raise _other_shape(view, name, tuple(value.shape), tuple(own_buffers[name].shape))
@@ -97,39 +97,29 @@ def _write_trained(store: ParameterStore, subject: Subject, plan: LoadPlan) -> N
 
 
 def _write_errors(subject: Subject, plan: LoadPlan) -> None:
-    """Restore the errors of quantised gradients with the optimizer's states."""
+    """Restore the errors of quantized gradients with the optimizer's states."""
     view, shard = plan.view, subject.groups.shard
     goes_on = view.world == shard.size and any(group is not None for group in plan.groups)
     saved = view.gradient_errors[shard.rank] if goes_on and view.gradient_errors else ()
     restore_errors(subject.assembly.reducer, subject.names, saved)
 
 
-class _Weights:
-    """Whole weights of a view by name, trained or frozen in the checkpoint."""
-
-    def __init__(self, view: CheckpointView) -> None:
-        self._view = view
-
-    def names(self) -> set[str]:
-        view = self._view
-        return {*view.shapes, *view.frozen, *view.buffers}
-
-    def find(self, name: str, shape: tuple[int, ...]) -> Parts | None:
-        view = self._view
-        owner = name if name in view.shapes or name in view.frozen else view.aliases.get(name, "")
-        if not owner:  # the model's first name of a tied pair may be the checkpoint's second
-            owner = next((alias for alias, main in view.aliases.items() if main == name), "")
-        if owner in view.shapes:
-            elements, index = view.elements[MASTER], view.indices[owner]
-            have, parts = view.shapes[owner], lambda start, stop: iter(elements.parts(index, start, stop))
-        elif owner in view.frozen:
-            pieces = view.frozen[owner]
-            have, parts = pieces.shape, lambda start, stop: span(pieces.parts, start, stop)
-        else:
-            return None
-        if tuple(have) != shape:
-            raise _other_shape(view, name, tuple(have), shape)
-        return parts
+def _find(view: CheckpointView, name: str, shape: tuple[int, ...]) -> Parts | None:
+    """Return a parameter's weights, trained or frozen in the checkpoint; None if it has none."""
+    owner = name if name in view.shapes or name in view.frozen else view.aliases.get(name, "")
+    if not owner:  # the model's first name of a tied pair may be the checkpoint's second
+        owner = next((alias for alias, main in view.aliases.items() if main == name), "")
+    if owner in view.shapes:
+        elements, index = view.elements[MASTER], view.indices[owner]
+        have, parts = view.shapes[owner], lambda start, stop: iter(elements.parts(index, start, stop))
+    elif owner in view.frozen:
+        pieces = view.frozen[owner]
+        have, parts = pieces.shape, lambda start, stop: span(pieces.parts, start, stop)
+    else:
+        return None
+    if tuple(have) != shape:
+        raise _other_shape(view, name, tuple(have), shape)
+    return parts
 
 
 def _refuse_differences(view: CheckpointView, missing: set[str], unexpected: set[str]) -> None:
@@ -165,7 +155,7 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
         raise CheckpointError(
             view.folder.path,
             "holds no optimizer state that can be assigned to parameters",
-            "load with load_optimizer_states=False to take the weights alone",
+            "load with load_optimizer_states=False to load only the weights",
         )
     holder = {name: group for group in view.groups for name in group.names}
     names, updater = subject.names, subject.assembly.optimizer.updater
@@ -173,7 +163,7 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
     for members, options in zip(subject.assembly.members, subject.assembly.optimizer.param_groups, strict=True):
         group = next((holder[names[index]] for index in members if names[index] in holder), None)
         if group is None:
-            logger.warning("%s: no state for the parameters of one optimizer group; it starts anew", view.folder.path)
+            logger.warning("%s: no state for the parameters of an optimizer group; it starts empty", view.folder.path)
         wanted = updater.state_names(options)
         _refuse_other_kinds(updater, view)
         if wanted and view.states() and not set(wanted) & set(view.states()):
@@ -194,9 +184,7 @@ def _refuse_other_kinds(updater: Updater, view: CheckpointView) -> None:
     if view.whole_states and whole_names == ():
         problem = f"holds optimizer states of whole tensors, and {kind} updates one element at a time or flat shards"
     elif view.shard_states and not updater.may_bind_states:
-        problem = (
-            f"holds optimizer states that fit nothing but the flat shards it was saved from, and {kind} has others"
-        )
+        problem = f"holds optimizer states that only fit the flat shards they were saved from, and {kind} has others"
     elif whole_names and (view.states() or saved) and not saved & set(whole_names):
         known = ", ".join(sorted({*view.states(), *saved}))
         problem = f"holds the optimizer states {known}; {kind} has {', '.join(whole_names)} of whole tensors"
@@ -334,7 +322,7 @@ def _write_bound_state(updater: Updater, sub_group: SubGroup, view: CheckpointVi
         kind = type(updater.optimizer).__name__
         raise CheckpointError(
             view.folder.path,
-            f"{kind} ran on flat shards of {view.world} ranks there, and its states fit no other layout",
+            f"was saved by {kind} on flat shards of {view.world} ranks, and its states fit no other layout",
             f"continue with {view.world} ranks and the same stage and bucket sizes, or load with "
             'load_optimizer_states=False; with hf_zero.optimizer_sees "whole_tensors" states fit any number of ranks',
         )

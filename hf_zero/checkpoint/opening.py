@@ -21,24 +21,16 @@ from hf_zero.layout.cuts import Cut
 T = TypeVar("T")
 
 
-def open_checkpoint(
-    directory: str | os.PathLike[str], tag: str | None = None, groups: Sequence[Shapes] | None = None
-) -> CheckpointView:
+def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> CheckpointView:
     """Open the checkpoint `tag` in `directory` (default: the latest) as intervals of mapped files.
-
-    Args:
-        groups: names and shapes of the expected optimizer groups; needed for the optimizer state of a stage 0
-            checkpoint of DeepSpeed, which has no names.
 
     Checks presence and sizes of all files, but not checksums, which would read everything.
 
     Raises:
         CheckpointError: names the file that is missing, damaged, foreign or from another checkpoint.
     """
-    folders = find(directory, tag)
-    if len(folders) == 1:
-        return view_of(folders[0], groups)
-    return joined([view_of(folder) for folder in folders], with_optimizer=False)
+    views = [view_of(folder) for folder in find(directory, tag)]
+    return views[0] if len(views) == 1 else joined(views, with_optimizer=False)
 
 
 def view_of_part(
@@ -53,7 +45,8 @@ def view_of_part(
 
     Args:
         folders: the result of `find`.
-        groups: as for `open_checkpoint`, with the shapes of this rank's parts.
+        groups: names and shapes of the expected optimizer groups, with the shapes of this rank's parts; needed for the
+            optimizer state of a stage 0 checkpoint of DeepSpeed, which has no names.
         cuts: how the model's parameters are split; empty without tensor parallelism.
         part: (index of this rank's parts of the weights, number of ranks that hold all parts).
 

@@ -109,15 +109,17 @@ class Exchange:
         """The pieces of each target buffer with their offsets. Local elements are views of `buffers`. Collective."""
         placed: dict[int, list[Placed]] = defaultdict(list)
         rank = self._collectives.rank
+
+        def place(copies: Sequence[Copy], sources: Sequence[Tensor]) -> None:
+            for copy in copies:
+                view = sources[copy.source_buffer].narrow(0, copy.source_offset, copy.numel)
+                placed[copy.target_buffer].append(Placed(copy.target_offset, view))
+
         if self._share is not None and not self.is_local:
             for theirs, copies in zip(self._share(buffers, self._collectives), self._incoming, strict=True):
-                for copy in copies:
-                    view = theirs[copy.source_buffer].narrow(0, copy.source_offset, copy.numel)
-                    placed[copy.target_buffer].append(Placed(copy.target_offset, view))
+                place(copies, theirs)
             return placed
-        for copy in self._incoming[rank]:
-            view = buffers[copy.source_buffer].narrow(0, copy.source_offset, copy.numel)
-            placed[copy.target_buffer].append(Placed(copy.target_offset, view))
+        place(self._incoming[rank], buffers)
         if not self.is_local:
             for peer, received in enumerate(self._swap(buffers)):
                 cursor = 0
@@ -263,15 +265,9 @@ class _Collected:
             scaler=subject.scaler,
             steps=steps,
             whole=for_file(self.whole, names) if subject.stage else {},
-            bound=self._bound(subject) if self.is_bound else (),
+            bound=bound_for_file(subject.assembly.optimizer.updater, names) if self.is_bound else (),
             errors=errors_for_file(subject.assembly.reducer, names),
         )
-
-    @staticmethod
-    def _bound(subject: Subject) -> Sequence[Mapping[str, Any]]:
-        updater = subject.assembly.optimizer.updater
-        states = [updater.optimizer.state.get(sub_group.tensors[0].parameter, {}) for sub_group in updater.sub_groups]
-        return bound_for_file(updater.sub_groups, states, subject.names)
 
     def kinds(self) -> dict[str, torch.dtype]:
         """All kinds of state of any group, in the same order on all ranks."""
@@ -541,6 +537,5 @@ def _file_value(subject: ModelSubject, parameter: torch.nn.Parameter) -> Tensor:
 
 
 def _fragment(parameter: Tensor, rank: int, world: int) -> Tensor:
-    """This rank's chunk of a frozen parameter at stage 3."""
     handle = of(parameter)
     return handle.view() if handle is not None else local_chunk(parameter.detach(), rank, world)

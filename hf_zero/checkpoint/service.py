@@ -1,4 +1,4 @@
-"""The engine's calls: save a live training under a tag, and load a checkpoint. Both are collective."""
+"""The engine's calls to save a checkpoint under a tag, and to load one. Both are collective."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ _TAKEN = (ds.LATEST, ds.LATEST_UNIVERSAL, "zero_to_fp32.py")
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """Arguments of one save."""
-
     directory: Directory
     tag: str
     save_latest: bool = True
@@ -49,8 +47,6 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Arguments of one load."""
-
     directory: Directory
     tag: str | None = None
     strict: bool = True
@@ -60,8 +56,8 @@ class LoadRequest:
 def save_checkpoint(subject: ModelSubject, run: RunState, request: SaveRequest, background: BackgroundSave) -> Path:
     """Write one checkpoint and return its folder. A failure on any rank is raised on all ranks.
 
-    With `hf_zero.checkpoint.async` it returns when everything is copied to host memory, but for what only the next
-    update will change; the rest goes on beside training (`background.py`).
+    With `hf_zero.checkpoint.async` it returns when everything is copied to host memory, except what only the next
+    update changes; the rest runs in the background during training (`background.py`).
 
     Raises:
         CheckpointError: if it could not be written; earlier checkpoints are unchanged.
@@ -202,27 +198,26 @@ def _check_drives(subject: ModelSubject) -> None:
 
 def _named_folder(call: str, folder: object) -> Path:
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        raise WrongArgument(f'{call}={folder!r}): name a folder; "." is the one that the program runs in')
+        raise WrongArgument(f'{call}={folder!r}): give a folder; "." is the current directory')
     return Path(folder)
 
 
 def _common_tag(tag: str, policy: Checkpoint, collectives: Collectives) -> str:
     tags = collectives.gather_objects(tag)
     if len(set(tags)) > 1:
-        problem = f"the ranks name the checkpoint differently: {', '.join(map(repr, tags))}"
+        problem = f"ranks use different tags: {', '.join(map(repr, tags))}"
         if policy.tag_validation == "Fail":
             raise WrongArgument(
                 f"save_checkpoint(tag=...): {problem} (checkpoint.tag_validation is Fail); give one tag"
             )
         if policy.tag_validation == "Warn":
-            logger.warning("%s; rank 0's is taken", problem)
+            logger.warning("%s; that of rank 0 is used", problem)
     first = str(tags[0])
     if not first or first.startswith(("/", ".")) or ".." in first.split("/"):
         raise WrongArgument(f"save_checkpoint(tag={first!r}): a tag is the name of a folder inside save_dir")
     if first.split("/")[0] in _TAKEN:
         raise WrongArgument(
-            f"save_checkpoint(tag={first!r}): in save_dir this is the name of a file that goes beside the checkpoints; "
-            "use another tag"
+            f"save_checkpoint(tag={first!r}): this name is reserved for a file in save_dir; use another tag"
         )
     return first
 
@@ -236,14 +231,14 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest) -> CheckpointVi
     collectives, root = subject.groups.world, _named_folder("load_checkpoint(load_dir", request.directory)
     if collectives.rank == 0:
         for leftover in leftovers(root):
-            logger.warning("%s is left of a save that did not end; it is ignored and can be deleted", leftover)
+            logger.warning("%s is from an interrupted save; it is ignored and can be deleted", leftover)
     tag = request.tag
     if tag is None:
         tag = together(lambda: _latest(root, subject.resolved.section(Checkpoint)), collectives)
     if tag is None:
         together(lambda: _refuse_to_guess(root), collectives)
     if tag is None:
-        logger.warning("%s has no file %r: nothing is loaded. Name a tag to load without it.", root, ds.LATEST)
+        logger.warning("%s has no file %r: nothing is loaded. Pass a tag to load without it.", root, ds.LATEST)
         return None
     with ledger.phase("checkpoint"):
         try:
@@ -270,12 +265,12 @@ def _refuse_to_guess(root: Path) -> None:
     if not root.is_dir():
         return
     if any(ds.parse(entry.name) for entry in root.iterdir()):
-        fix = f"give the folder around it, with tag={root.resolve().name!r}"
-        raise CheckpointError(root / ds.LATEST, "is missing: this folder is that of one tag", fix)
+        fix = f"pass its parent folder, with tag={root.resolve().name!r}"
+        raise CheckpointError(root / ds.LATEST, "is missing: this is the folder of a single tag", fix)
     folders = [folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
     tags = sorted(folder.name for folder in folders if any(ds.parse(entry.name) for entry in folder.iterdir()))
     if tags:
-        problem = f"is missing, and there are checkpoints beside it: {', '.join(tags[:5])}"
+        problem = f"is missing, but this folder contains checkpoints: {', '.join(tags[:5])}"
         raise CheckpointError(root / ds.LATEST, problem, "pass one of them as tag, or write its name into this file")
 
 
@@ -289,7 +284,6 @@ def _plan(subject: ModelSubject, folders: Sequence[Folder], request: LoadRequest
 
 
 def scheduler_state(view: CheckpointView) -> Mapping[str, Any] | None:
-    """The saved state of the learning-rate schedule."""
     state = view.meta.get(ds.LR_SCHEDULER)
     return state if isinstance(state, Mapping) else None
 
@@ -303,8 +297,6 @@ def feature_states(view: CheckpointView) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """The saved progress of training."""
-
     global_steps: int
     skipped_steps: int
     global_samples: int

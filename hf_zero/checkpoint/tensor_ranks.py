@@ -20,20 +20,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.checkpoint.files.stream import Between, Parts, span
-from hf_zero.checkpoint.view import CheckpointView, Elements, Pieces
+from hf_zero.checkpoint.extra_states import FIX
+from hf_zero.checkpoint.files.stream import Between, Parts, Streamed, span
+from hf_zero.checkpoint.view import CheckpointView, Elements
 from hf_zero.comm.parts import held_part
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 
 _SHAPE, _DIM, _INTERVALS = "shape", "dim", "intervals"
-_FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
 
 
 def cuts_of(module: nn.Module, *, in_files: bool = False) -> dict[str, Cut]:
-    """How the parameters are split of which this rank holds parts, by name; `in_files`: only those whose files also
-    have parts (not experts)."""
+    """Return how the parameters are split that this rank holds parts of, by name; `in_files`: only parameters that
+    files also store in parts (not experts)."""
     parts = ((name, held_part(parameter)) for name, parameter in module.named_parameters())
     return {name: part.cut for name, part in parts if part is not None and not (in_files and part.is_mixed)}
 
@@ -68,7 +68,7 @@ def _cut(name: object, entry: Any, path: Path) -> Cut:
         intervals = tuple(tuple(Interval(start, stop) for start, stop in mine) for mine in entry[_INTERVALS])
         return Cut(tuple(int(extent) for extent in entry[_SHAPE]), int(entry[_DIM]), intervals)
     except (TypeError, ValueError, KeyError, IndexError) as error:
-        raise CheckpointError(path, f"does not say how {name!r} is cut, but {entry!r} ({error})", _FIX) from error
+        raise CheckpointError(path, f"does not say how {name!r} is cut, but {entry!r} ({error})", FIX) from error
 
 
 def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> CheckpointView:
@@ -83,8 +83,8 @@ def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> C
     if cuts is None:
         raise CheckpointError(
             first.folder.path,
-            f"was written with {len(views)} ranks per tensor group, and does not say how its matrices are cut: parts "
-            "cannot be put together",
+            f"was written with {len(views)} ranks per tensor group, and does not say how its matrices are cut, so the "
+            "parts cannot be joined",
             f"set tensor_parallel.autotp_size to {len(views)}, or start from whole weights (save_16bit_model, "
             "save_model)",
         )
@@ -135,22 +135,22 @@ def in_parts(
 def _check_parts(views: Sequence[CheckpointView], cuts: Mapping[str, Cut]) -> None:
     for rank, view in enumerate(views):
         if saved_cuts(view) != cuts:
-            raise CheckpointError(view.folder.path, f"the files of tensor rank {rank} are cut in other parts", _FIX)
+            raise CheckpointError(view.folder.path, f"the files of tensor rank {rank} are cut differently", FIX)
         for name, shape in {**view.shapes, **{name: pieces.shape for name, pieces in view.frozen.items()}}.items():
             cut = cuts.get(name)
             if cut is not None and (len(cut.intervals) != len(views) or cut.part_shape(rank) != tuple(shape)):
-                problem = f"tensor rank {rank} has {tuple(shape)} of {name!r}, which {cut} does not give it"
-                raise CheckpointError(view.folder.path, problem, _FIX)
+                problem = f"tensor rank {rank} has {tuple(shape)} of {name!r}, which does not match {cut}"
+                raise CheckpointError(view.folder.path, problem, FIX)
         if set(view.shapes) != set(views[0].shapes) or set(view.frozen) != set(views[0].frozen):
-            raise CheckpointError(view.folder.path, f"tensor rank {rank} has other parameters than the first", _FIX)
+            raise CheckpointError(view.folder.path, f"tensor rank {rank} has other parameters than the first", FIX)
 
 
 def _refuse_bound_states(views: Sequence[CheckpointView], by: str) -> None:
     if any(view.whole_states or view.shard_states for view in views):
         raise CheckpointError(
             views[0].folder.path,
-            f"was written with {by} per tensor group, and holds optimizer states that are not one value per element: "
-            "they fit the parts they belong to only",
+            f"was written with {by} per tensor group, and holds optimizer states that are not one value per element, "
+            "so they only fit the parts that they belong to",
             "set tensor_parallel.autotp_size to what it was, or load with load_optimizer_states=False",
         )
 
@@ -205,7 +205,7 @@ def _runs(cut: Cut | None, start: int, stop: int) -> Iterable[tuple[int, Interva
     return [(0, Interval(start, stop))] if cut is None else cut.in_parts(start, stop)
 
 
-def _whole_pieces(name: str, cut: Cut | None, views: Sequence[CheckpointView]) -> Pieces:
+def _whole_pieces(name: str, cut: Cut | None, views: Sequence[CheckpointView]) -> Streamed:
     if cut is None:
         return views[0].frozen[name]
     parts = [view.frozen[name].parts for view in views]
@@ -214,10 +214,10 @@ def _whole_pieces(name: str, cut: Cut | None, views: Sequence[CheckpointView]) -
         for rank, run in cut.in_parts(start, stop):
             yield from span(parts[rank], run.start, run.stop)
 
-    return Pieces(cut.shape, Between(read, 0, math.prod(cut.shape)))
+    return replace(views[0].frozen[name], shape=cut.shape, parts=Between(read, 0, math.prod(cut.shape)))
 
 
-def _part_of_pieces(pieces: Pieces, cut: Cut | None, rank: int) -> Pieces:
+def _part_of_pieces(pieces: Streamed, cut: Cut | None, rank: int) -> Streamed:
     if cut is None:
         return pieces
     shape = cut.part_shape(rank)
@@ -226,4 +226,4 @@ def _part_of_pieces(pieces: Pieces, cut: Cut | None, rank: int) -> Pieces:
         for run in cut.in_whole(rank, start, stop):
             yield from span(pieces.parts, run.start, run.stop)
 
-    return Pieces(shape, Between(read, 0, math.prod(shape)))
+    return replace(pieces, shape=shape, parts=Between(read, 0, math.prod(shape)))

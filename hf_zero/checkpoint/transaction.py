@@ -29,6 +29,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.files import crc
 from hf_zero.checkpoint.files.stream import NUM_THREADS, Arriving, Written, sync_folder, write_records, write_small
 from hf_zero.checkpoint.files.torch_file import (
+    RESTORE,
     WriteRecords,
     check_records,
     write_torch_file,
@@ -42,7 +43,6 @@ from hf_zero.staging import PARTIAL, StagingFolder, alone_in
 # The list of a checkpoint's files with sizes and checksums, and the check of a folder against it.
 
 
-_RESTORE = "restore it from a copy, or load an older checkpoint"
 MAX_BYTES = 64 << 20  # 100,000 ranks would take 20 MB
 _PART_BYTES = 64 << 20
 _READ_BYTES = 4 << 20  # size of the reused read buffer
@@ -65,7 +65,7 @@ def read_manifest(folder: Path) -> dict[str, Written] | None:
     if not path.exists():
         return None
     if path.stat().st_size > MAX_BYTES:
-        raise CheckpointError(path, f"takes {path.stat().st_size} bytes, far more than a list of files", _RESTORE)
+        raise CheckpointError(path, f"has {path.stat().st_size} bytes, far more than a list of files", RESTORE)
     try:
         stated: Any = json.loads(path.read_bytes())
         seal = stated.pop("crc32")
@@ -74,12 +74,12 @@ def read_manifest(folder: Path) -> dict[str, Written] | None:
             for name, entry in stated["files"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(path, f"is damaged ({type(error).__name__})", _RESTORE) from error
+        raise CheckpointError(path, f"is damaged ({type(error).__name__})", RESTORE) from error
     if seal != _seal(stated):
-        raise CheckpointError(path, "is damaged: it differs from its own checksum", _RESTORE)
+        raise CheckpointError(path, "is damaged: it differs from its own checksum", RESTORE)
     for name in files:
         if "/" in name or name in ("", ".", ".."):
-            raise CheckpointError(path, f"lists {name!r}, which is not a file of this folder", _RESTORE)
+            raise CheckpointError(path, f"lists {name!r}, which is not a file of this folder", RESTORE)
     return files
 
 
@@ -96,11 +96,11 @@ def files_to_check(folder: Path) -> list[Written | Path]:
     for name, file in listed.items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(path, "this file of the checkpoint is missing", _RESTORE)
+            raise CheckpointError(path, "this file of the checkpoint is missing", RESTORE)
         size = path.stat().st_size
         if size != file.num_bytes:
-            kind = "truncated" if size < file.num_bytes else "not the one that was written"
-            raise CheckpointError(path, f"is {kind}: {size} bytes instead of {file.num_bytes}", _RESTORE)
+            kind = "truncated" if size < file.num_bytes else "not the file that was written"
+            raise CheckpointError(path, f"is {kind}: {size} bytes instead of {file.num_bytes}", RESTORE)
     foreign = sorted(present - set(listed))
     if foreign:
         raise CheckpointError(folder / foreign[0], "does not belong to this checkpoint", "move it out of the folder")
@@ -112,7 +112,7 @@ def check_content(folder: Path, file: Written | Path) -> None:
     if isinstance(file, Path):
         check_records(file)
     elif checksum_of(folder / file.name) != file.crc32:
-        raise CheckpointError(folder / file.name, "differs from its checksum: the file is damaged", _RESTORE)
+        raise CheckpointError(folder / file.name, "differs from its checksum: the file is damaged", RESTORE)
 
 
 def check_folder(folder: Path) -> None:
@@ -227,11 +227,15 @@ def write_checkpoint(
 
     def prepare() -> str:
         nonlocal staging
-        staging = _prepare(place) if place.is_leader else None
-        return "" if staging is None else str(staging.path)
+        if not place.is_leader:
+            return ""
+        for leftover in leftovers(place.root):
+            logger.warning("%s is from an interrupted save; it is not a checkpoint and can be deleted", leftover)
+        staging = StagingFolder(place.final.parent, place.final.name)
+        return str(staging.path)
 
     try:
-        folders = _all_or_nothing(place, collectives, "make the folder", prepare)
+        folders = _all_or_nothing(place, collectives, "create the folder", prepare)
         partial = Path(next(path for node, path in folders if path and node == place.node))
         reports = _all_or_nothing(place, collectives, "write its files", lambda: _write_files(partial, files, write))
         _all_or_nothing(place, collectives, "finish the checkpoint", lambda: _finish(place, partial, reports))
@@ -260,19 +264,12 @@ def _all_or_nothing(
         raise CheckpointError(
             place.final,
             f"was not written: rank {rank} could not {what} ({text})",
-            "free disk space or give a folder that can be written to; earlier checkpoints are untouched",
+            "free disk space or give a writable folder; earlier checkpoints are unchanged",
         )
     return [(node, value) for node, value, _ in outcomes]
 
 
-def _prepare(place: Destination) -> StagingFolder:
-    for leftover in leftovers(place.root):
-        logger.warning("%s is left of a save that did not end; it is not a checkpoint and can be deleted", leftover)
-    return StagingFolder(place.final.parent, place.final.name)
-
-
 def leftovers(root: Path) -> list[Path]:
-    """Leftover folders of interrupted saves."""
     return sorted(root.glob(f".*{PARTIAL}")) if root.is_dir() else []
 
 

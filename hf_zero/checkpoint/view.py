@@ -1,4 +1,4 @@
-"""A uniform view of any checkpoint, of whose parameters any interval can be read without the rest."""
+"""A uniform view of any checkpoint, from which any interval of a parameter can be read without the rest."""
 
 from __future__ import annotations
 
@@ -28,21 +28,6 @@ class Group:
     names: tuple[str, ...]
     options: Mapping[str, Any]
     scalars: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """One whole tensor as consecutive 1-D parts, with its `shape`."""
-
-    shape: tuple[int, ...]
-    parts: Parts
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next((part.dtype for part in self.parts), torch.float32)
-
-    def to_stream(self, dtype: torch.dtype | None = None) -> Streamed:
-        return Streamed(dtype or self.dtype, self.shape, self.parts)
 
 
 class Elements(Protocol):
@@ -109,7 +94,7 @@ class CheckpointView:
     stage: int
     world: int
     shapes: Mapping[str, tuple[int, ...]]
-    frozen: Mapping[str, Pieces]
+    frozen: Mapping[str, Streamed]
     buffers: Mapping[str, Tensor]
     aliases: Mapping[str, str]
     groups: tuple[Group, ...]
@@ -144,10 +129,10 @@ class CheckpointView:
         """Fill the 1-D `target` from element `start` on."""
         fill(target, self.elements[state].parts(self.indices[name], start, start + target.numel()))
 
-    def master(self, name: str) -> Pieces:
-        """A trainable parameter's weights in update precision."""
+    def master(self, name: str, dtype: torch.dtype = torch.float32) -> Streamed:
+        """A trainable parameter's weights in update precision, cast to `dtype`."""
         shape = self.shapes[name]
-        return Pieces(tuple(shape), self.elements[MASTER].whole(self.indices[name], math.prod(shape)))
+        return Streamed(dtype, tuple(shape), self.elements[MASTER].whole(self.indices[name], math.prod(shape)))
 
     def client_state(self) -> dict[str, Any]:
         """The client state that `load_checkpoint` returns."""

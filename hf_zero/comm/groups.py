@@ -247,27 +247,6 @@ class ParallelGroups:
         places = [{host_of[rank] for rank in ranks} for ranks in self.mesh.copies_beside(self._rank)]
         return places[self.replica] not in places[: self.replica]
 
-    @classmethod
-    def plain(cls, channels: Mapping[Channel, Collectives], hosts: Hosts | None = None) -> ParallelGroups:
-        """Groups of plain ZeRO. `channels`: collectives of all ranks; `hosts`: default: one host."""
-        world, access = channels[Channel.REDUCE], channels[Channel.ACCESS]
-        lone = LoneCollectives(world.ranks[world.rank])
-        return cls(
-            mesh=Mesh.of(hosts or Hosts.one(world.size)),
-            world=world,
-            same_weights=world,
-            shard=world,
-            replicate=lone,
-            gather=channels[Channel.GATHER],
-            across_gather=lone,
-            access=access,
-            access_copies=access,
-            data=world,
-            sample=lone,
-            host=world,
-            across_hosts=lone,
-        )
-
 
 def parallel_groups(
     device: torch.device,
@@ -394,7 +373,7 @@ class ProgramGroups(ABC):
         if size < 1 or len(beside[0]) % size:
             raise WrongArgument(
                 f"world size = data ranks x {cls.size_name} does not hold: {world} != n x {size}; start a multiple of "
-                f"{size} ranks, or take a size that divides {world}"
+                f"{size} ranks, or give a size that divides {world}"
             )
         return cls(tuple(group for ranks in beside for group in consecutive(ranks, size)))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
+from hf_zero.comm.rows import Pending, Rows, Then, TwoRounds, num_bytes, own_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class TwoHops(Collectives):
         return _Sum(self, flat) if self._are_two(flat) else self._direct.all_reduce(flat)
 
     def reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
-        return _ScatteredSum(self, shard, flat) if self._are_two(flat) else self._direct.reduce_scatter(shard, flat)
+        return _scattered_sum(self, shard, flat) if self._are_two(flat) else self._direct.reduce_scatter(shard, flat)
 
     def all_gather(self, flat: Tensor) -> Pending:
-        return _Gather(self, flat) if self._are_two(flat) else self._direct.all_gather(flat)
+        return _gather(self, flat) if self._are_two(flat) else self._direct.all_gather(flat)
 
     # In one hop
 
@@ -111,74 +111,51 @@ class TwoHops(Collectives):
         return self._direct._sum_with_facts(values, facts)
 
 
-class _ScatteredSum(Pending):
+def _scattered_sum(hops: TwoHops, shard: Tensor, flat: Tensor) -> Pending:
     """Sums within a host, then the sum of these across hosts."""
+    per_host, hosts = hops.host.size, hops.across.size
+    # The shards of ranks with the same number on all hosts are not contiguous.
+    buffer = hops.host.take_send_buffer(flat.numel(), flat.dtype, flat.device)
+    sent = buffer.narrow(0, 0, flat.numel())
+    sent.view(per_host, hosts, -1).copy_(flat.view(hosts, per_host, -1).transpose(0, 1))
+    sums = flat.new_empty(hosts * shard.numel())
 
-    has_more_rounds = True
+    def start_second() -> Pending:
+        hops.host.give_send_buffer(buffer)
+        return hops.across.reduce_scatter(shard, sums)
 
-    def __init__(self, hops: TwoHops, shard: Tensor, flat: Tensor) -> None:
-        self._hops, self._shard = hops, shard
-        per_host, hosts = hops.host.size, hops.across.size
-        # The shards of ranks with the same number on all hosts are not contiguous.
-        self._sent = hops.host.take_send_buffer(flat.numel(), flat.dtype, flat.device)
-        sent = self._sent.narrow(0, 0, flat.numel())
-        sent.view(per_host, hosts, -1).copy_(flat.view(hosts, per_host, -1).transpose(0, 1))
-        self._sums = flat.new_empty(hosts * shard.numel())
-        self._pending = hops.host.reduce_scatter(self._sums, sent)
-
-    def advance(self) -> None:
-        if self.has_more_rounds:
-            self.has_more_rounds = False
-            self._pending.wait()
-            self._hops.host.give_send_buffer(self._sent)
-            self._pending = self._hops.across.reduce_scatter(self._shard, self._sums)
-
-    def is_ready(self) -> bool:
-        return not self.has_more_rounds and self._pending.is_ready()
-
-    def wait(self) -> None:
-        self.advance()
-        self._pending.wait()
+    return TwoRounds(hops.host.reduce_scatter(sums, sent), start_second)
 
 
-class _Sum(Pending):
+class _Sum(TwoRounds):
     """The host's sum of this rank's part, then the sum over hosts, then the parts of the other ranks of this host."""
 
-    has_more_rounds = True
-
     def __init__(self, hops: TwoHops, flat: Tensor) -> None:
+        part = own_shard(flat, hops.host.rank, hops.host.size)
+        super().__init__(hops.host.reduce_scatter(part, flat), lambda: hops.across.all_reduce(part))
         self._hops, self._flat = hops, flat
-        self._part = own_shard(flat, hops.host.rank, hops.host.size)
-        self._pending = hops.host.reduce_scatter(self._part, flat)
 
-    def advance(self) -> None:
-        if self.has_more_rounds:
-            self.has_more_rounds = False
-            self._pending.wait()
-            self._pending = self._hops.across.all_reduce(self._part)
+    def is_ready(self) -> bool:
+        return False  # the third round starts in `wait`
 
     def wait(self) -> None:
-        self.advance()
-        self._pending.wait()
+        super().wait()
         self._hops.host.all_gather(self._flat).wait()
 
 
-class _Gather(Pending):
+def _gather(hops: TwoHops, flat: Tensor) -> Pending:
     """Shards of the ranks with this rank's number on all hosts, then those gathered by other ranks of this host."""
+    own = own_shard(flat, hops.rank, hops.size)
+    column = flat.new_empty(hops.across.size * own.numel())
+    own_shard(column, hops.across.rank, hops.across.size).copy_(own)
 
-    def __init__(self, hops: TwoHops, flat: Tensor) -> None:
-        self._hops, self._flat = hops, flat
-        column = own_shard(flat, hops.rank, hops.size)
-        self._column = flat.new_empty(hops.across.size * column.numel())
-        own_shard(self._column, hops.across.rank, hops.across.size).copy_(column)
-        self._pending = hops.across.all_gather(self._column)
-
-    def wait(self) -> None:
-        self._pending.wait()
-        host, hosts = self._hops.host, self._hops.across.size
-        columns = host.gather_rows(self._column, self._flat.new_empty)
+    def finish() -> None:
+        host, hosts = hops.host, hops.across.size
+        columns = host.gather_rows(column, flat.new_empty)
         columns.wait()
-        places = self._flat.view(hosts, host.size, -1)
+        places = flat.view(hosts, host.size, -1)
         for rank in range(host.size):
             places[:, rank].copy_(columns.row(rank).view(hosts, -1))
         columns.give_back()
+
+    return Then(hops.across.all_gather(column), finish)

@@ -109,19 +109,19 @@ def describe_dead(others: Sequence[_Process], store: dist.Store | None = None, p
     while not (dead := [process for process in here if _state(process.pid) in _ENDED]) and time.monotonic() < deadline:
         time.sleep(0.02)
     if dead:
-        return f"this rank ends because another one did: {_names(dead)} on {dead[0].host} is gone"
+        return f"this rank exits because another one has exited: {_names(dead)} on {dead[0].host}"
     stopped = [process for process in here if _state(process.pid) in _STOPPED]
     if stopped:
-        return f"one rank does not answer: {_names(stopped)} on {stopped[0].host} is stopped (SIGSTOP, or a debugger)"
+        return f"a rank does not respond: {_names(stopped)} on {stopped[0].host} is stopped (SIGSTOP, or a debugger)"
     away = [process for process in others if process.place != _place()]
     silent = _silent(away, store)
     if silent:
         names = ", ".join(f"rank {process.rank} on {process.host} (process {process.pid})" for process in silent)
-        return f"all ranks of this machine are alive: {names} has ended, or does not answer"
+        return f"all ranks of this machine are alive: {names} has exited, or does not respond"
     if away:
         hosts = ", ".join(sorted({process.host for process in away}))
-        return f"all ranks of this machine are alive: one on {hosts} has ended, or does not answer"
-    return "all other ranks are alive: one of them does not answer, or calls another collective"
+        return f"all ranks of this machine are alive: one on {hosts} has exited, or does not respond"
+    return "all other ranks are alive: one of them does not respond, or is in another collective call"
 
 
 def _silent(others: Sequence[_Process], store: dist.Store | None) -> list[_Process]:
@@ -174,12 +174,9 @@ class KnownGroups:
             self.partitions.append(partition)
         return self.partitions.index(partition)
 
-    @property
-    def link(self) -> SharedMemoryLink | None:
-        """The link to the ranks that share memory with this one. Collective at first use."""
-        return self._linked()[0]
-
-    def _linked(self) -> tuple[SharedMemoryLink | None, frozenset[int]]:
+    def linked(self) -> tuple[SharedMemoryLink | None, frozenset[int]]:
+        """The link to the ranks that share memory with this one, and the hosts that have one. Collective at first
+        use."""
         if self._link is None:
             timeout_s = common_timeout().total_seconds()
             self._link = shared_memory.connect(get_rank(), self.hosts, NativeCollectives().gather_objects, timeout_s)
@@ -187,7 +184,7 @@ class KnownGroups:
 
     def group_link(self, ranks: tuple[int, ...], number: int) -> GroupLink | None:
         """A group's view of the link; None if its ranks do not share memory."""
-        link, linked = self._linked()
+        link, linked = self.linked()
         on = {self.hosts.of_rank[rank] for rank in ranks}
         if link is None or len(on) > 1 or not on <= linked:
             return None

@@ -49,10 +49,6 @@ class Hosts:
         """Number of ranks of every host."""
         return tuple(len(self.ranks_on(host)) for host in range(self.num_hosts))
 
-    def in_order(self) -> tuple[int, ...]:
-        """All ranks, host by host."""
-        return tuple(rank for host in range(self.num_hosts) for rank in self.ranks_on(host))
-
     def crossed_by(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks are on several hosts."""
         return len({self.of_rank[rank] for rank in ranks}) > 1
@@ -65,7 +61,7 @@ def consecutive(ranks: Sequence[int], size: int) -> Partition:
         ValueError: if `size` does not divide the number of ranks.
     """
     if size < 1 or len(ranks) % size:
-        raise ValueError(f"{len(ranks)} ranks cannot be cut into groups of {size}")
+        raise ValueError(f"{len(ranks)} ranks cannot be divided into groups of {size}")
     return tuple(tuple(sorted(ranks[start : start + size])) for start in range(0, len(ranks), size))
 
 
@@ -196,7 +192,7 @@ class Mesh:
         for group in (group for each in mixed for group in each.groups):
             shards = group_of(group[0], self.shard)
             if not set(group) <= set(shards):
-                raise ValueError(f"ranks {group}, which hold all parts, are not among {shards}, which share the states")
+                raise ValueError(f"ranks {group} hold all parts, but are not all in the shard group {shards}")
         others = [each for each in self.dimensions if each.states is None]
         apart = [replace(each, weights="parts") if each.weights == "mixed" else each for each in others]
         return Mesh.of(self.hosts, ranks // parts if len(self.replicate[0]) > 1 else None, dimensions=apart)

@@ -1,4 +1,5 @@
 """The calls of torch.distributed that `deepspeed.comm` offers unchanged to user code; hf_zero does not use them."""
+# ruff: noqa: F401  (re-exported under DeepSpeed's names: hf_zero/integration/names/homes.json)
 
 from __future__ import annotations
 
@@ -36,50 +37,9 @@ from torch.distributed import (
     send,
 )
 
-from hf_zero.comm.process_group import get_world_group  # noqa: F401  (re-exported)
+from hf_zero.comm.process_group import get_world_group
 from hf_zero.device.kinds import kind_of_backend
 from hf_zero.rank_environment import set_rank_environment
-
-__all__ = [
-    "P2POp",
-    "ProcessGroup",
-    "ReduceOp",
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "allgather_fn",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "get_all_ranks_from_group",
-    "get_global_rank",
-    "get_world_group",
-    "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced",
-    "has_coalescing_manager",
-    "has_reduce_scatter_tensor",
-    "inference_all_reduce",
-    "initialize_mesh_device",
-    "irecv",
-    "is_available",
-    "isend",
-    "monitored_barrier",
-    "mpi_discovery",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-]
 
 # Older names of the same functions.
 allgather_fn, reduce_scatter_fn, inference_all_reduce = all_gather_into_tensor, reduce_scatter_tensor, all_reduce

@@ -194,8 +194,8 @@ class Sources:
         source = known[0]() if known is not None else None
         if known is None or source is None:
             raise RuntimeError(
-                "another rank gathers parameters of an engine that this rank has destroyed, or dropped: keep engines "
-                "alive on all ranks for as long as one of them uses them"
+                "another rank gathers parameters of an engine that this rank has destroyed: keep an engine on all "
+                "ranks as long as any rank uses it"
             )
         return source, known[1]
 
@@ -210,11 +210,10 @@ class Sources:
         return f"{'is at the end of a pass' if head.kind is Kind.END else 'waits for a message'} {state}"
 
     def contradiction(self, ranks: Sequence[int], heads: Sequence[Request]) -> str:
-        """Describe contradictory requests."""
         asked = "; ".join(f"rank {rank} {self.describe(head)}" for rank, head in zip(ranks, heads, strict=True))
         return (
-            f"ranks have come to different places: {asked}. Between two updates every rank has to run the same number "
-            "of backward passes and the same calls that gather parameters (GatheredParameters, state dicts, saving)."
+            f"ranks are in different calls: {asked}. Between two updates, every rank must run the same number of "
+            "backward passes and the same calls that gather parameters (GatheredParameters, state dicts, saving)."
         )
 
 

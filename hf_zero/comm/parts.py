@@ -90,7 +90,7 @@ def refuse_parts(model: nn.Module, values: Mapping[str, object], of: Sequence[st
     for name in parts_among(model, values):
         if not of or any(word in name for word in of):
             raise ValueError(
-                f"save_pretrained would write this rank's part of {name}, of which other ranks hold the rest: on every "
+                f"save_pretrained would write this rank's part of {name}, but other ranks hold the rest: on every "
                 "rank, call state = accelerator.get_state_dict(model) (or engine.module_state_dict()), then "
                 "save_pretrained(folder, state_dict=state, is_main_process=...); or Trainer.save_model(folder)"
             )
@@ -105,6 +105,5 @@ def parts_among(model: nn.Module, values: Mapping[str, object]) -> Iterator[str]
 
 
 def whole_shape(parameter: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter."""
     part = held_part(parameter)
     return tuple(parameter.shape) if part is None else part.cut.shape

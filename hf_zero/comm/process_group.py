@@ -109,7 +109,7 @@ def _place_in_world(rank: int, world_size: int) -> tuple[int, int]:
     if rank < 0 or world_size < 1 or rank >= world_size:
         raise ValueError(
             f"RANK={environment.get('RANK', 'unset')} and WORLD_SIZE={environment.get('WORLD_SIZE', 'unset')} do not "
-            "describe a place in a process group: a launcher sets both, with 0 <= RANK < WORLD_SIZE. Start the script "
+            "describe a rank of a process group: a launcher sets both, with 0 <= RANK < WORLD_SIZE. Start the script "
             "with torchrun or accelerate launch, or unset both to run as one process."
         )
     return rank, world_size

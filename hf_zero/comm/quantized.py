@@ -1,15 +1,16 @@
 """Reduce-scatters in 8 or 4 bits: ZeRO++'s qgZ (Wang et al. 2023, arXiv 2306.10209).
 
-    one hop     every rank quantises its gradients row by row and sends row r to rank r, which adds up all rows
+    one hop     every rank quantizes its gradients row by row and sends row r to rank r, which adds up all rows
     two hops    within a host: the rows of all hosts for rank l of a host are sent to its rank l, which adds them up and
-                quantises the sums; across hosts: row h of these is sent to host h, among ranks with the same number
+                quantizes the sums; across hosts: row h of these is sent to host h, among ranks with the same number
 
-Every element is quantised once per hop, for any number of ranks, and added up in rank order by the rank that owns it,
+Every element is quantized once per hop, for any number of ranks, and added up in rank order by the rank that owns it,
 so that all ranks continue with the same bits. Results are sums: callers that need a mean divide.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from hf_zero.layout import RowLayout
 
 @dataclass(frozen=True, slots=True)
 class FeedbackRule:
-    """LoCo error feedback: quantisation errors are added to later messages.
+    """LoCo error feedback: quantization errors are added to later messages.
 
     Attributes:
         beta: weight of the previous average of errors.
@@ -37,7 +38,7 @@ class FeedbackRule:
 
 
 class QuantizedReduction:
-    """The quantised reduction of one engine's gradients.
+    """The quantized reduction of one engine's gradients.
 
     Attributes:
         size: number of ranks that gradients are summed over.
@@ -54,9 +55,7 @@ class QuantizedReduction:
         self.hops = tuple(hops)
         self.bits = bits
         self.feedback = feedback
-        self.size = 1
-        for hop in hops:
-            self.size *= hop.size
+        self.size = math.prod(hop.size for hop in hops)
         self._free: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
     def wire(self, row_numel: int, device: torch.device) -> QuantizedWire:
@@ -73,7 +72,7 @@ class QuantizedReduction:
 
 
 class QuantizedWire:
-    """Reduces one bucket, and owns the quantisation errors of its messages.
+    """Reduces one bucket, and owns the quantization errors of its messages.
 
     Attributes:
         errors: errors of every hop as 8-bit messages (rows, bytes); empty without feedback. Zeros mean no error.
@@ -120,25 +119,20 @@ class QuantizedWire:
             split_message(errors, self._numel, 8)[1].mul_(factor)
 
     def send(self, hop: int, rows: Tensor) -> tuple[Tensor, Rows]:
-        """Quantise `rows` (count, row_numel) and send them in this hop. Returns (sent message, arriving rows)."""
+        """Quantize `rows` (count, row_numel) and send them in this hop. Returns (sent message, arriving rows)."""
         reduction, collectives = self._reduction, self._reduction.hops[hop]
         size = message_bytes(self._numel, reduction.bits)
         sent = reduction.take(rows.shape[0] * size, torch.uint8, self._device)
         messages = sent.view(-1, size)
         # If there are several rows per rank of this hop, those for one rank are `world` apart.
-        rows_per_rank = rows.shape[0] // collectives.size
-        for peer in range(collectives.size if rows_per_rank > 1 else 1):
-            part = slice(peer * rows_per_rank, (peer + 1) * rows_per_rank) if rows_per_rank > 1 else slice(None)
-            write_messages(
-                rows[peer :: collectives.size] if rows_per_rank > 1 else rows,
-                messages[part],
-                reduction.bits,
-                self._feedback(hop, part),
-            )
-        return sent, collectives.exchange_rows(sent, self._take_messages)
-
-    def _take_messages(self, num_bytes: int) -> Tensor:
-        return self._reduction.take(num_bytes, torch.uint8, self._device)
+        world, per_rank, rule = collectives.size, rows.shape[0] // collectives.size, reduction.feedback
+        parts = [(rows, slice(None))]
+        if per_rank > 1:
+            parts = [(rows[peer::world], slice(peer * per_rank, (peer + 1) * per_rank)) for peer in range(world)]
+        for values, part in parts:
+            feedback = None if rule is None else Feedback(self.errors[hop][part], rule.beta)
+            write_messages(values, messages[part], reduction.bits, feedback)
+        return sent, collectives.exchange_rows(sent, lambda numel: reduction.take(numel, torch.uint8, self._device))
 
     def receive(self, hop: int, rows: Rows, sums: Tensor) -> None:
         """Add up the rows that arrived in this hop into `sums` (count, row_numel)."""
@@ -153,10 +147,6 @@ class QuantizedWire:
         rows.give_back()
         if rows.buffer is not None:
             self._reduction.give(rows.buffer)
-
-    def _feedback(self, hop: int, part: slice) -> Feedback | None:
-        rule = self._reduction.feedback
-        return None if rule is None else Feedback(self.errors[hop][part], rule.beta)
 
 
 class _QuantizedSum(Pending):
@@ -206,7 +196,7 @@ class _QuantizedSum(Pending):
 # What a gather of a unit's rows sends: the row itself, or an 8-bit message of it (ZeRO++'s qwZ).
 #
 #     plain       shard ----------------------------> row ............ rows -----> full
-#     rounded     shard --- quantise --> message ............ messages --- read --> full       the shard stays exact
+#     rounded     shard --- quantize --> message ............ messages --- read --> full       the shard stays exact
 #     stored      message -------------> message ............ messages --- read --> full       the message is the shard
 #
 # A rank also reads its own message, so that parameters have the same bits on all ranks.
@@ -217,7 +207,7 @@ Take = Callable[[int, Tensor], Tensor]  # returns a buffer of at least this size
 
 
 class PlainRows:
-    """Rows that are sent unquantised.
+    """Rows that are sent unquantized.
 
     Attributes:
         is_exact: whether a gather delivers exactly the stored values.
@@ -258,7 +248,7 @@ class StoredMessages(PlainRows):
 
 
 class RoundedRows(StoredMessages):
-    """Rows that are stored exactly, and quantised for sending."""
+    """Rows that are stored exactly, and quantized for sending."""
 
     is_exact = False
 

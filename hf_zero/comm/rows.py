@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -39,6 +40,50 @@ class Pending:
 
     def wait(self) -> None:
         """Wait for the result."""
+
+
+class Then(Pending):
+    """`pending`, whose result `finish` puts in its place."""
+
+    def __init__(self, pending: Pending, finish: Callable[[], object]) -> None:
+        self._pending = pending
+        self._finish = finish
+
+    def advance(self) -> None:
+        self._pending.advance()
+
+    def is_ready(self) -> bool:
+        return self._pending.is_ready()
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._finish()
+
+
+class TwoRounds(Pending):
+    """A collective with a second round, which this process starts when the first has ended.
+
+    Attributes:
+        has_more_rounds: whether it is still to be started, and other ranks take part in it.
+    """
+
+    def __init__(self, first: Pending, start_second: Callable[[], Pending], *, has_more_rounds: bool = True) -> None:
+        self.has_more_rounds = has_more_rounds
+        self._round = first
+        self._start_second: Callable[[], Pending] | None = start_second
+
+    def advance(self) -> None:
+        if self._start_second is not None:
+            start, self._start_second, self.has_more_rounds = self._start_second, None, False
+            self._round.wait()
+            self._round = start()
+
+    def is_ready(self) -> bool:
+        return self._start_second is None and self._round.is_ready()
+
+    def wait(self) -> None:
+        self.advance()
+        self._round.wait()
 
 
 class Rows(Pending):

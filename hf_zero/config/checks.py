@@ -57,7 +57,7 @@ def _loco_problems(zero: Zero) -> Iterator[Problem]:
     loco = zero.zeropp_loco_param
     if zero.stage == 3 and loco is not None and loco.err_beta >= 1:
         rule = "must be below 1: at 1 the average of errors stays zero"
-        yield Problem("zero_optimization.zeropp_loco_param.err_beta", loco.err_beta, rule, "give less than 1, as 0.8")
+        yield Problem("zero_optimization.zeropp_loco_param.err_beta", loco.err_beta, rule, "use less, such as 0.8")
 
 
 def _offload_problems(name: str, offload: OffloadOptimizer | OffloadParam | None, stage: int) -> Iterator[Problem]:
@@ -69,7 +69,7 @@ def _offload_problems(name: str, offload: OffloadOptimizer | OffloadParam | None
         yield Problem(path, offload.device, rule, 'set zero_optimization.stage to 1, 2 or 3, or the device to "cpu"')
     elif offload.device == "nvme" and offload.nvme_path in (None, "", "none"):
         rule = "offload to NVMe needs a folder on the drive"
-        yield Problem(f"zero_optimization.{name}.nvme_path", offload.nvme_path, rule, "name an existing folder")
+        yield Problem(f"zero_optimization.{name}.nvme_path", offload.nvme_path, rule, "give an existing folder")
 
 
 def _precision_problems(config: Root) -> Iterator[Problem]:
@@ -104,12 +104,12 @@ def _loss_scale_problems(fp16: Fp16) -> Iterator[Problem]:
         return
     low, path = fp16.min_loss_scale, "fp16.min_loss_scale"
     if low <= 0:
-        yield Problem(path, low, "a dynamic scale needs a floor above 0", "remove it (1), or set fp16.loss_scale")
+        yield Problem(path, low, "a dynamic scale needs a minimum above 0", "remove it (1), or set fp16.loss_scale")
     elif fp16.initial_scale_power > MAX_SCALE_POWER:
         path, rule = "fp16.initial_scale_power", f"2 to this power must fit into fp32 (at most {MAX_SCALE_POWER})"
         yield Problem(path, fp16.initial_scale_power, rule, "16 is usual")
     elif 2.0**fp16.initial_scale_power < low:
-        rule = f"the first scale, 2 to the power {fp16.initial_scale_power}, lies below it"
+        rule = f"the initial scale, 2 to the power {fp16.initial_scale_power}, is below it"
         yield Problem(path, low, rule, "lower it, or raise fp16.initial_scale_power")
 
 
@@ -120,10 +120,10 @@ def _amp_problems(config: Root) -> Iterator[Problem]:
     if fp16.enabled or bf16.enabled:
         other = "fp16" if fp16.enabled else "bf16"
         rule = f"amp and {other} cannot both be enabled"
-        yield Problem(f"amp.enabled, {other}.enabled", True, rule, "switch amp off")
+        yield Problem(f"amp.enabled, {other}.enabled", True, rule, "set amp.enabled to false")
     if (config.torch_autocast or TorchAutocast()).enabled:
         rule = "both run forward under torch.autocast"
-        yield Problem("amp.enabled, torch_autocast.enabled", True, rule, "switch amp off")
+        yield Problem("amp.enabled, torch_autocast.enabled", True, rule, "set amp.enabled to false")
     if amp.opt_level in ("O2", "O3"):
         rule = f"{amp.opt_level} casts the weights themselves to fp16"
         yield Problem("amp.opt_level", amp.opt_level, rule, 'use "fp16": {"enabled": true} instead of amp, or "O1"')
@@ -156,7 +156,7 @@ def advice(config: Root) -> Iterator[Remark]:
     yield from _idle("offload_param", parameters, _NVME_PARAM)
     loco = zero.zeropp_loco_param
     if zero.stage == 3 and loco is not None and not zero.zero_quantized_gradients:
-        why = "gradients are not quantised (zero_quantized_gradients is off)"
+        why = "gradients are not quantized (zero_quantized_gradients is off)"
         yield _idle_key(("zero_optimization", "zeropp_loco_param"), loco.model_dump(exclude_unset=True), why)
     places = [section.device for section in (zero.offload_optimizer, parameters) if section is not None]
     if config.aio is not None and "nvme" not in places:
@@ -170,7 +170,7 @@ def advice(config: Root) -> Iterator[Remark]:
         )
     size = config.vocabulary_size
     if size is not None and size % 8:
-        yield Remark("vocabulary_size", f"{size} is not a multiple of 8, which GPUs like better")
+        yield Remark("vocabulary_size", f"{size} is not a multiple of 8, which is faster on GPUs")
 
 
 _NVME_OPTIMIZER = ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write", "fast_init")

@@ -436,7 +436,7 @@ def conflict(config: Mapping[str, Any], keys: tuple[str, ...], value: object, of
     Only an explicit flag can replace the written value; a default of TrainingArguments cannot.
     """
     shown = offer.value if isinstance(offer.value, (numbers.Number, list)) else str(offer.value)
-    path, rule = dotted(keys), "the config and TrainingArguments must say the same"
+    path, rule = dotted(keys), "the config and TrainingArguments must have the same value"
     fix = 'write "auto" in the config so that it follows, or make the two equal'
     origin, other = str(source_in(config, path)), Other(offer.name, shown, str(offer.source))
     edit = Edit(keys, value="auto") if offer.source.kind == "flag" else None

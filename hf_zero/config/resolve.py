@@ -94,7 +94,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     # An invalid stage is reported separately; the other keys must be checked in spite of it.
     verdicts = judge(config, stage if stage in ALL_STAGES else max(ALL_STAGES), origins.is_written)
     findings = [*invalid, *verdicts, *advice(config)]
-    unfilled = '"auto" was not filled in by anyone; taken as unset'
+    unfilled = '"auto" was not filled in; treated as unset'
     remarks = [*translated.remarks, *(Remark(path, unfilled, "auto") for path in sorted(translated.autos))]
     remarks += [finding for finding in findings if isinstance(finding, Remark)]
     problems = [*translated.problems, *changes.problems]

@@ -96,7 +96,7 @@ class ConfigDict(dict[str, Any]):
         if path in self.filled:
             return self.filled[path]
         if self.assumes(path):
-            return Source("default", "default, as nobody says one")
+            return Source("default", "default, since none is given")
         place = self.places.get(path)
         if place is None:
             return Source("dict", "the config")

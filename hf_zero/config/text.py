@@ -220,7 +220,7 @@ class _Reader:
     def key(self) -> str:
         if self.peek() == '"':
             return self.string()
-        unquoted, unfinished = f"a key must stand in double quotes, not {self.near()}", "the object is never closed"
+        unquoted, unfinished = f"a key must be in double quotes, not {self.near()}", "the object is never closed"
         self.fail(unquoted if self.peek() else unfinished, 'write "key": value pairs and close the object with }')
 
     def colon(self, key: str) -> None:

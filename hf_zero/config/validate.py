@@ -168,7 +168,7 @@ def _nested_aio(result: Translated) -> None:
         return
     nested = zero.pop("aio")
     if result.tree.get("aio"):
-        rule = "aio stands at the top level, where it is given too"
+        rule = "aio belongs at the top level, where it is also given"
         result.problems.append(Problem("zero_optimization.aio", nested, rule, "keep only the top-level aio"))
         return
     result.tree["aio"] = nested

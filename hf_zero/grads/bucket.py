@@ -307,10 +307,7 @@ class Arrivals:
     def take_apart(self, target: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Like `take`, but leaves copying to the caller: returns (view of `target`, gradient) for arrived gradients.
         The rest of `target`, a whole bucket owned by this rank, becomes zero."""
-        sources = self._taken()
-        places = [target.narrow(0, slot.offset, slot.numel).view(grad.shape) for slot, grad in sources]
-        self._zero_rest(target, sources)
-        return [(place, grad) for place, (_, grad) in zip(places, sources)]
+        return self._places(target, self._taken())
 
     def _taken(self) -> list[tuple[Slot, Tensor]]:
         """Remove all arrived gradients from their parameters and return them."""
@@ -328,18 +325,19 @@ class Arrivals:
             for slot, grad in sources:
                 add_into(target.narrow(0, slot.offset, slot.numel), grad.reshape(-1))
             return
-        places = [target.narrow(0, slot.offset, slot.numel).view(grad.shape) for slot, grad in sources]
+        places = self._places(target, sources)
         if places:
-            torch._foreach_copy_(places, [grad for _, grad in sources])
-        self._zero_rest(target, sources)
+            torch._foreach_copy_([place for place, _ in places], [grad for _, grad in places])
 
-    def _zero_rest(self, target: Tensor, sources: list[tuple[Slot, Tensor]]) -> None:
+    def _places(self, target: Tensor, sources: list[tuple[Slot, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """(view of `target`, gradient) for each source; the rest of `target` becomes zero."""
         arrived = {slot.parameter for slot, _ in sources}
         for slot in self._bucket.slots:
             if slot.parameter not in arrived:
                 target.narrow(0, slot.offset, slot.numel).zero_()
         for gap in self._gaps:
             target[gap.start : gap.stop].zero_()
+        return [(target.narrow(0, slot.offset, slot.numel).view(grad.shape), grad) for slot, grad in sources]
 
     def _write_rows(self, target: Tensor, sources: list[tuple[Slot, Tensor]], *, add: bool) -> None:
         rows = target.view(self._bucket.world, -1)
@@ -363,15 +361,15 @@ class BucketGradients:
         self,
         trained: TrainedBucket,
         dtypes: GradientDtypes,
+        collectives: Collectives,
         wire: QuantizedWire | None = None,
         sparse_rows: SparseRowSum | None = None,
-        collectives: Collectives | None = None,
     ) -> None:
         """
         Args:
+            collectives: of the ranks that gradients are summed over.
             wire: quantized reduction with its error feedback; None: gradients are reduced unquantized.
             sparse_rows: reduction by rows, if every rank needs all gradients; None: dense.
-            collectives: of the ranks that gradients are summed over; None: those of all other buckets.
         """
         self.trained = trained
         self.bucket = trained.bucket

@@ -94,11 +94,7 @@ class Reductions:
 
     def launch(self, bucket: BucketGradients, num_backward: int) -> None:
         """Start reducing the arrived gradients of `bucket` in backward pass `num_backward`. Collective."""
-        with SPANS.span("reduce", f"bucket {bucket.bucket.index}"):
-            self._launch(bucket, num_backward)
-
-    def _launch(self, bucket: BucketGradients, num_backward: int) -> None:
-        is_alone = self._scatters and (bucket.collectives or self._collectives).size == 1 and bucket.local is None
+        is_alone = self._scatters and bucket.collectives.size == 1 and bucket.local is None
         if is_alone and self._collectives.size == 1 and self._replicas is None:
             self._complete_until(0)  # without waiting: the previous bucket has been added, or its update comes next
             if bucket.send():
@@ -106,7 +102,7 @@ class Reductions:
                 return
         self._complete_until(self._max_before_launch)
         number = self._count_launch()
-        wire = self._wire_of(bucket)
+        wire = bucket.wire or bucket.collectives
         if is_alone:
             result = bucket.reduced.place_for_result()  # no other rank, so no send buffer
             bucket.arrivals.take(result, add=False)
@@ -119,7 +115,7 @@ class Reductions:
             pending = wire.reduce_scatter(result, buffer)
         else:
             result = buffer
-            pending = (bucket.sparse_rows or bucket.collectives or self._collectives).all_reduce(buffer)
+            pending = (bucket.sparse_rows or bucket.collectives).all_reduce(buffer)
         if self._flights:
             self._advance(self._flights[-1])  # it has had one bucket's backward to complete
         self._flights.append(_Flight(number, bucket, pending, result, sent))
@@ -132,9 +128,6 @@ class Reductions:
     def wait(self) -> None:
         """Wait until all launched reductions have been added."""
         self._complete_until(0)
-
-    def _wire_of(self, bucket: BucketGradients) -> Collectives | QuantizedWire:
-        return bucket.wire or bucket.collectives or self._collectives
 
     def _count_launch(self) -> int:
         """Return the number of the reduction that starts now."""
@@ -162,7 +155,8 @@ class Reductions:
     def _take_buffer(self, bucket: BucketGradients) -> tuple[Tensor, Tensor]:
         """The bucket's part of a send buffer, and the whole buffer."""
         dtype = bucket.dtypes.communication
-        buffer = self._wire_of(bucket).take_send_buffer(self._longest[dtype], dtype, bucket.trained.device)
+        wire = bucket.wire or bucket.collectives
+        buffer = wire.take_send_buffer(self._longest[dtype], dtype, bucket.trained.device)
         return buffer.narrow(0, 0, bucket.bucket.numel), buffer
 
     def _complete_until(self, num_left: int) -> None:
@@ -209,7 +203,7 @@ class Reductions:
             flight.bucket.reduced.add(flight.result, is_lent=is_lent)
         flight.bucket.local = None
         if flight.sent is not None:
-            self._wire_of(flight.bucket).give_send_buffer(flight.sent)
+            (flight.bucket.wire or flight.bucket.collectives).give_send_buffer(flight.sent)
         if self.when_summed is not None:
             self.when_summed(flight.bucket)
 
@@ -282,9 +276,9 @@ class GradientReducer:
             BucketGradients(
                 bucket,
                 _dtypes(bucket, precision),
+                groups.of(bucket.parameters[0]).shard,
                 _wire(bucket, quantized),
                 _by_rows(bucket, sparse, groups.shard) if sparse and not sharding.shards_optimizer else None,
-                groups.of(bucket.parameters[0]).shard,
             )
             for bucket in store.buckets
         )
@@ -473,7 +467,8 @@ class GradientReducer:
         while self._num_launched < stop:
             bucket = self.buckets[self._order[self._num_launched]]
             self._num_launched += 1
-            self._reductions.launch(bucket, self._num_backward)
+            with SPANS.span("reduce", f"bucket {bucket.bucket.index}"):
+                self._reductions.launch(bucket, self._num_backward)
 
 
 def _wire(bucket: TrainedBucket, quantized: QuantizedReduction | None) -> QuantizedWire | None:

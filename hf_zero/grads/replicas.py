@@ -11,26 +11,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from hf_zero.comm import Collectives, Pending
+from hf_zero.comm.rows import Then
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.layout.buckets import round_up
 
 MAX_IN_FLIGHT = 2
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A sum in flight: its buffer and its target."""
-
-    pending: Pending
-    buffer: Tensor
-    total: Tensor
-    opened: ExitStack
 
 
 class ReplicaSums:
@@ -54,22 +43,22 @@ class ReplicaSums:
     @torch.no_grad()
     def sum(self) -> None:
         """Sum everything reduced since the last call, and wait for it. Collective."""
-        flights: deque[_Flight] = deque()
+        flights: deque[Pending] = deque()
         for bucket in self._buckets:
             if bucket.reduced.is_there and bucket.bucket.index not in self._summed:
                 self._summed.add(bucket.bucket.index)
                 flights.append(self._start(bucket))
                 if len(flights) == MAX_IN_FLIGHT:
-                    flights[0].pending.advance()
-                    _finish(flights.popleft())
+                    flights[0].advance()
+                    flights.popleft().wait()
         while flights:
-            _finish(flights.popleft())
+            flights.popleft().wait()
 
     def clear(self) -> None:
         """Drop all gradients."""
         self._summed.clear()
 
-    def _start(self, bucket: BucketGradients) -> _Flight:
+    def _start(self, bucket: BucketGradients) -> Pending:
         opened = ExitStack()
         total = opened.enter_context(bucket.reduced.opened(changes=True))
         dtype, device = bucket.dtypes.communication, bucket.trained.device
@@ -78,11 +67,10 @@ class ReplicaSums:
         if (total.dtype, total.device, total.numel()) != (dtype, device, numel):
             buffer = torch.zeros(numel, dtype=dtype, device=device)
             buffer[: total.numel()].copy_(total)
-        return _Flight(self._collectives.all_reduce(buffer), buffer, total, opened)
 
+        def finish() -> None:
+            if buffer is not total:
+                total.copy_(buffer[: total.numel()])
+            opened.close()
 
-def _finish(flight: _Flight) -> None:
-    flight.pending.wait()
-    if flight.buffer is not flight.total:
-        flight.total.copy_(flight.buffer[: flight.total.numel()])
-    flight.opened.close()
+        return Then(self._collectives.all_reduce(buffer), finish)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives, Pending, Rows
+from hf_zero.comm.rows import Then
 from hf_zero.layout.buckets import round_up
 from hf_zero.params.store import TrainedBucket
 
@@ -81,7 +82,7 @@ class SparseRowSum:
             return [self._collectives.all_reduce(part)]
         padded = torch.zeros(numel, dtype=flat.dtype, device=flat.device)
         padded[: stop - start].copy_(part)
-        return [_Padded(self._collectives.all_reduce(padded), padded, part)]
+        return [Then(self._collectives.all_reduce(padded), lambda: part.copy_(padded[: stop - start]))]
 
 
 def sparse_row_sum(trained: TrainedBucket, sparse: Collection[int], collectives: Collectives) -> SparseRowSum | None:
@@ -130,22 +131,6 @@ class _GatheredRows(Pending):
             total.index_add_(0, torch.searchsorted(rows, indices), values.to(dtype))
         self._table.index_copy_(0, rows.long(), total.to(self._table.dtype))
         self._rows.give_back()
-
-
-class _Padded(Pending):
-    """A sum in a padded copy."""
-
-    def __init__(self, pending: Pending, padded: Tensor, part: Tensor) -> None:
-        self._pending = pending
-        self._padded = padded
-        self._part = part
-
-    def is_ready(self) -> bool:
-        return self._pending.is_ready()
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._part.copy_(self._padded[: self._part.numel()])
 
 
 class _All(Pending):

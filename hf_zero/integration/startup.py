@@ -33,6 +33,8 @@ PATCHED = frozenset(
         "accelerate.utils.dataclasses",
         "accelerate.utils.deepspeed",
         "peft.peft_model",
+        "peft.tuners.adalora.layer",
+        "peft.tuners.trainable_tokens.layer",
         "peft.tuners.tuners_utils",
         "peft.utils.other",
         "torch.distributed.nn.functional",

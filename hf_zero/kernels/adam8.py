@@ -1,4 +1,4 @@
-"""Adam and AdamW with 8-bit states, which are dequantised, updated and quantised again in one pass over memory.
+"""Adam and AdamW with 8-bit states, which are dequantized, updated and quantized again in one pass over memory.
 
 The update is that of `hf_zero.kernels.adam`; the format is that of `hf_zero.kernels.dynamic8`: m signed, v unsigned.
 Source: Dettmers et al. 2021 (arXiv 2110.02861).
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from hf_zero.kernels import vectors as walking
 from hf_zero.kernels.adam import AdamRule, adam_reference, chunk_update, divided_inside
 from hf_zero.kernels.dynamic8 import BLOCK, Coder, blocks_of, dequantize_reference, num_blocks, quantize_reference
 from hf_zero.kernels.gpu.devices import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, chunk_numel, fp32_chunks
+from hf_zero.kernels.vectors import Vectors, chunk_numel, fp32_chunks, keep
 
 _TIMES = 2  # larger chunks, because each needs about twenty calls with a few microseconds of overhead
 
@@ -42,7 +40,7 @@ class BlockVectors(Vectors):
 
 
 def adam8_reference(vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float = 1.0) -> None:
-    """Dequantise both states, apply Adam to the part of the weights, and quantise them; states are packed (m, v)."""
+    """Dequantize both states, apply Adam to the part of the weights, and quantize them; states are packed (m, v)."""
     start, numel = vectors.start, vectors.weight.numel()
     held = blocks_of(vectors.states[0]).codes.numel()
     wide = [
@@ -95,9 +93,7 @@ def _in_chunks(
         if not coders or mine[0].codes.numel() != coders[0].values.numel():
             count = mine[0].scales.numel()
             coders = [Coder(count, weight.device, signed=index == 0) for index in range(2)]
-        # Keep the old states if the flag cannot be read, as `fp32_chunks` does for the weights.
-        may_undo = skip is not None and not walking._is_at_hand(skip)
-        kept = [(run.codes.clone(), run.scales.clone()) for run in mine] if may_undo else []
+        put_back = keep(skip, [tensor for run in mine for tensor in (run.codes, run.scales)])
         for coder, run in zip(coders, mine, strict=True):
             coder.decode(run)
         held = [coder.values.narrow(0, begin, length) for coder in coders]
@@ -107,6 +103,4 @@ def _in_chunks(
             if moment is not values:
                 values.copy_(moment)
             coder.encode(run)
-        for run, before in zip(mine, kept, strict=False):
-            for now, then in zip((run.codes, run.scales), before, strict=True):
-                torch.where(skip.view(()) != 0, then, now, out=now)  # type: ignore[union-attr]
+        put_back()

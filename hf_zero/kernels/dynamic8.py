@@ -1,7 +1,7 @@
-"""Dynamic 8-bit quantisation in blocks of 256 elements: the state format of the 8-bit optimizers.
+"""Dynamic 8-bit quantization in blocks of 256 elements: the state format of the 8-bit optimizers.
 
 A block consists of 256 one-byte codes and one fp32 scale, its element of largest magnitude; an element is value(code)
-times scale. The values are those of dynamic tree quantisation (Dettmers et al. 2021, arXiv 2110.02861): seven decades
+times scale. The values are those of dynamic tree quantization (Dettmers et al. 2021, arXiv 2110.02861): seven decades
 below 1, the highest with 64 evenly spaced values, each lower one with half as many; unsigned codes have twice as many.
 
     signed      code  0: 0,  1 .. 127: positive values, ascending,  128: 1,  255 .. 129: negative values, descending
@@ -10,7 +10,7 @@ below 1, the highest with 64 evenly spaced values, each lower one with half as m
 Three rules in addition to rounding to the nearest value:
 
 - The scale of a signed block has the sign of its largest element. The code contains 1 but not -1, so that this element
-  is always exact, and dequantised values quantise to identical codes and scales.
+  is always exact, and dequantized values quantize to identical codes and scales.
 - A positive element of an unsigned block is never rounded to 0, because Adam divides by its root.
 - A block whose largest element is below `TINY` may become zeros; a block with a nonfinite element becomes NaN.
 """
@@ -33,11 +33,10 @@ TINY = 2.0**-126  # the smallest normal fp32; from here on 1 / scale is finite
 DECADES = 7
 _BLOCKS_AT_ONCE = 1 << 10
 _WORTH_A_THREAD = 1 << 15
-_CPU = torch.device("cpu")
 
 
 class Blocks(NamedTuple):
-    """Views of one quantised vector: `codes` uint8 (256 per block, 1-D) and `scales` fp32 (one per block)."""
+    """Views of one quantized vector: `codes` uint8 (256 per block, 1-D) and `scales` fp32 (one per block)."""
 
     codes: Tensor
     scales: Tensor
@@ -75,7 +74,7 @@ def blocks_of(packed: Tensor) -> Blocks:
 
 
 @functools.cache
-def code_values(signed: bool, device: torch.device = _CPU) -> Tensor:
+def code_values(signed: bool) -> Tensor:
     """The fp32 value of each code: (256)."""
     positive: list[float] = []
     for decade in range(DECADES):
@@ -83,7 +82,7 @@ def code_values(signed: bool, device: torch.device = _CPU) -> Tensor:
         low = 10.0 ** (decade - DECADES)
         positive += [low * (1 + 9 * (step + 0.5) / count) for step in range(count)]
     negative = [-value for value in reversed(positive)] if signed else []
-    return torch.tensor([0.0, *positive, 1.0, *negative], dtype=torch.float64).to(device, torch.float32)
+    return torch.tensor([0.0, *positive, 1.0, *negative], dtype=torch.float32, device="cpu")
 
 
 @functools.cache
@@ -97,7 +96,7 @@ def code_order(signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_reference(values: Tensor, packed: Tensor, *, signed: bool) -> None:
-    """Quantise a vector of any length and dtype by the rules above."""
+    """Quantize a vector of any length and dtype by the rules above."""
     blocks = blocks_of(packed)
     rows = torch.zeros(blocks.codes.numel(), dtype=torch.float64)
     rows[: values.numel()] = values
@@ -112,7 +111,7 @@ def quantize_reference(values: Tensor, packed: Tensor, *, signed: bool) -> None:
 
 
 def dequantize_reference(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
-    """The dequantised values: fp32, 1-D."""
+    """The dequantized values: fp32, 1-D."""
     blocks = blocks_of(packed)
     rows = code_values(signed)[blocks.codes.long()].view(-1, BLOCK)
     return (rows * blocks.scales.unsqueeze(1)).view(-1)[:numel]
@@ -141,9 +140,9 @@ def _nearest_codes(signed: bool, device: torch.device) -> Tensor:
 
 
 class Coder:
-    """Dequantises runs of `count` blocks into `values` (fp32, 1-D), and quantises `values`.
+    """Dequantizes runs of `count` blocks into `values` (fp32, 1-D), and quantizes `values`.
 
-    Quantisation only uses 12 bits of the mantissa: an element within 1/28 of a step from a limit may get either code.
+    Quantization only uses 12 bits of the mantissa: an element within 1/28 of a step from a limit may get either code.
     All views are created once, because for runs that stay in cache the overhead of each call matters.
     """
 
@@ -157,13 +156,13 @@ class Coder:
         self._pair_values, self._nearest_codes = _pair_values(signed, device), _nearest_codes(signed, device)
 
     def decode(self, run: Run) -> None:
-        """Dequantise `run` into `values`."""
+        """Dequantize `run` into `values`."""
         self._indices.copy_(run.pairs)
         _on_threads(_select, self._pair_values, self._indices, self._doubles)
         self._rows.mul_(run.scales)
 
     def encode(self, run: Run) -> None:
-        """Quantise `values` into `run`, and overwrite them."""
+        """Quantize `values` into `run`, and overwrite them."""
         if self._signed:
             largest, smallest = (reduce(self._rows, dim=1, keepdim=True) for reduce in (torch.amax, torch.amin))
             torch.where(largest + smallest >= 0, largest, smallest, out=run.scales)
@@ -217,7 +216,7 @@ os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not survi
 
 
 def quantize(values: Tensor, *, signed: bool) -> Tensor:
-    """Quantise a vector of any length and dtype into one packed tensor."""
+    """Quantize a vector of any length and dtype into one packed tensor."""
     packed = torch.empty(packed_bytes(values.numel()), dtype=torch.uint8, device=values.device)
     for coder, run, start in _runs(packed, signed=signed):
         part = values.narrow(0, start, min(coder.values.numel(), values.numel() - start))
@@ -228,7 +227,7 @@ def quantize(values: Tensor, *, signed: bool) -> Tensor:
 
 
 def dequantize(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
-    """Dequantise the first `numel` values of a packed tensor: fp32, 1-D."""
+    """Dequantize the first `numel` values of a packed tensor: fp32, 1-D."""
     out = torch.empty(numel, device=packed.device)
     for coder, run, start in _runs(packed, signed=signed):
         coder.decode(run)

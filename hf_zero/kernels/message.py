@@ -1,4 +1,4 @@
-"""Layout of a quantised message. This module only uses integers and no torch, because traffic formulas use it, too.
+"""Layout of a quantized message. This module only uses integers and no torch, because traffic formulas use it, too.
 
     | codes: 8 or 4 bits per element | scales: one bf16 per BLOCK elements |       both end at multiples of 16 bytes
 
@@ -23,7 +23,7 @@ def num_scales(numel: int) -> int:
 def code_bytes(numel: int, bits: int) -> int:
     """Bytes of the codes, including alignment."""
     if bits not in LIMIT:
-        raise ValueError(f"quantisation to {bits} bits: only 8 and 4 are supported")
+        raise ValueError(f"quantization to {bits} bits: only 8 and 4 are supported")
     return _aligned(-(-numel * bits // 8))
 
 

@@ -1,4 +1,4 @@
-"""Symmetric block quantisation to 8 or 4 bits, between rows of values and the messages that ZeRO++ sends.
+"""Symmetric block quantization to 8 or 4 bits, between rows of values and the messages that ZeRO++ sends.
 
     scale = bf16(max |x| of a block of 128 / limit)      limit: 127 for 8 bits, 7 for 4
     code  = round(x / scale), to even                    8 bits: two's complement; 4: code + 8, the first one low
@@ -54,7 +54,7 @@ def split_message(messages: Tensor, numel: int, bits: int) -> tuple[Tensor, Tens
 
 
 def quantize_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantise a 1-D vector: (codes as int8, one per element; scales as bf16)."""
+    """Quantize a 1-D vector: (codes as int8, one per element; scales as bf16)."""
     blocks = _padded(values.float()).view(-1, BLOCK)
     largest = blocks.abs().amax(dim=1)
     scales = (largest / LIMIT[bits]).bfloat16()
@@ -66,12 +66,12 @@ def quantize_reference(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_reference(codes: Tensor, scales: Tensor) -> Tensor:
-    """Dequantise the result of `quantize_reference` to fp32."""
+    """Dequantize the result of `quantize_reference` to fp32."""
     return (_padded(codes.float()).view(-1, BLOCK) * scales.float().unsqueeze(1)).view(-1)[: codes.numel()]
 
 
 def write_messages(values: Tensor, messages: Tensor, bits: int, feedback: Feedback | None = None) -> None:
-    """Quantise every row of `values` into its message."""
+    """Quantize every row of `values` into its message."""
     numel = _check(messages, values, bits)
     if runs_on_gpu(values):
         from hf_zero.kernels.gpu.quantize import write_messages_on_gpu
@@ -95,7 +95,7 @@ def write_messages(values: Tensor, messages: Tensor, bits: int, feedback: Feedba
 
 
 def read_messages(messages: Tensor, values: Tensor, bits: int) -> None:
-    """Dequantise every message into its row of `values`, rounded once to their dtype."""
+    """Dequantize every message into its row of `values`, rounded once to their dtype."""
     numel = _check(messages, values, bits)
     if runs_on_gpu(values):
         from hf_zero.kernels.gpu.quantize import read_messages_on_gpu
@@ -164,7 +164,7 @@ def _pieces(numel: int, device: torch.device) -> Iterator[_Piece]:
 
 
 def _encode(blocks: Tensor, codes: Tensor, scales: Tensor, piece: _Piece, bits: int) -> Tensor:
-    """Quantise `blocks` (fp32) into a row's codes and scales; overwrites it with decoded values, and returns it."""
+    """Quantize `blocks` (fp32) into a row's codes and scales; overwrites it with decoded values, and returns it."""
     low, high = torch.aminmax(blocks, dim=1)
     largest = torch.maximum(high, low.neg_())
     scale = largest.div(LIMIT[bits]).bfloat16()

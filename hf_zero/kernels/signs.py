@@ -32,14 +32,8 @@ def pack_signs_reference(value: Tensor, error: Tensor, packed: Tensor, numel: in
     return scale
 
 
-def pack_signs(value: Tensor, error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
-    """Same as the reference, without fp32 temporaries."""
-    error.add_(value)
-    return pack_signs_with_error(error, packed, numel)
-
-
 def pack_signs_with_error(error: Tensor, packed: Tensor, numel: int | None = None) -> Tensor:
-    """Like `pack_signs`, with the value already added to `error`."""
+    """Same as the reference, without fp32 temporaries and with the value already added to `error`."""
     _check_length(error, packed)
     numel = error.numel() if numel is None else numel
     scale = (sum_of_squares(error) / max(1, numel)).sqrt().to(error.dtype)

@@ -7,7 +7,7 @@ preserved on average (Gupta et al. 2015, arXiv 1502.02551).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -113,7 +113,7 @@ def fp32_chunks(
             if is_scaled:
                 gradient.mul_(scale)
         changing = (part.weight, *part.states)
-        kept = _Kept(part, skip) if skip is not None else None
+        put_back = keep(skip, changing if part.lp_param is None else (*changing, part.lp_param))
         in_fp32 = [
             own if scratch is None else scratch[:count].copy_(own)
             for own, scratch in zip(changing, scratches, strict=True)
@@ -128,25 +128,25 @@ def fp32_chunks(
                 store(own, updated, generator if own is part.weight else None)
         if part.lp_param is not None:
             store(part.lp_param, in_fp32[0], generator)
-        if kept is not None:
-            kept.put_back()
+        put_back()
 
 
 def _is_at_hand(flag: Tensor) -> bool:
     return flag.device.type == "cpu"
 
 
-class _Kept:
-    """A copy of a part before an update, which the device reverts if the update is skipped."""
+def keep(skip: Tensor | None, changing: Sequence[Tensor]) -> Callable[[], None]:
+    """Copy tensors before an update. The result reverts them on the device if the flag is set, which the host cannot
+    read."""
+    if skip is None or _is_at_hand(skip):
+        return lambda: None
+    copies, undoes = [tensor.clone() for tensor in changing], skip.view(()) != 0
 
-    def __init__(self, part: Vectors, skip: Tensor) -> None:
-        self._changing = [part.weight, *part.states, *([] if part.lp_param is None else [part.lp_param])]
-        self._before = [vector.clone() for vector in self._changing]
-        self._undoes = skip.view(()) != 0
+    def put_back() -> None:
+        for tensor, before in zip(changing, copies, strict=True):
+            torch.where(undoes, before, tensor, out=tensor)
 
-    def put_back(self) -> None:
-        for vector, before in zip(self._changing, self._before, strict=True):
-            torch.where(self._undoes, before, vector, out=vector)
+    return put_back
 
 
 def _scratch(

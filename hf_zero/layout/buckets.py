@@ -130,10 +130,6 @@ class Bucket:
         """Elements of the parameter per row, including the last row's padding."""
         return chunk_numel(slot.numel, self.world if self.by_rows else 1)
 
-    @property
-    def used_numel(self) -> int:
-        return sum(slot.numel for slot in self.slots)
-
     def shard(self, rank: int) -> Interval:
         """The interval of the bucket that `rank` owns."""
         if not 0 <= rank < self.world:

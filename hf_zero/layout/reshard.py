@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, repeat
 
 from hf_zero.layout.buckets import (
     FlatLayout,
@@ -151,7 +152,7 @@ def round_robin(members: Sequence[Member], world: int) -> tuple[Member, ...]:
 class GroupPartition:
     """Stages 1 and 2: one group's flat vector. `members` are in the order of their places.
 
-    `gaps[i]` zero elements follow member i (alignment); padding at the end comes on top.
+    `gaps[i]` zero elements follow member i (alignment; none by default); padding at the end comes on top.
     """
 
     members: tuple[Member, ...]
@@ -160,15 +161,12 @@ class GroupPartition:
 
     def offsets(self) -> tuple[int, ...]:
         """The start of each member."""
-        offsets, cursor = [], 0
-        for index, member in enumerate(self.members):
-            offsets.append(cursor)
-            cursor += member.numel + self._gap(index)
-        return tuple(offsets)
+        sizes = (member.numel + gap for member, gap in zip(self.members, chain(self.gaps, repeat(0))))
+        return (0, *accumulate(sizes))[:-1]
 
     @property
     def used_numel(self) -> int:
-        return sum(member.numel + self._gap(index) for index, member in enumerate(self.members))
+        return sum(member.numel for member in self.members) + sum(self.gaps[: len(self.members)])
 
     @property
     def partition_numel(self) -> int:
@@ -180,7 +178,6 @@ class GroupPartition:
         return min(max((rank + 1) * part - self.used_numel, 0), part)
 
     def extents(self, rank: int, buffer: int) -> list[Extent]:
-        """Extents in `rank`'s part."""
         part = Interval(rank * self.partition_numel, (rank + 1) * self.partition_numel)
         extents = []
         for member, offset in zip(self.members, self.offsets(), strict=True):
@@ -189,9 +186,6 @@ class GroupPartition:
                 start, inside = common.start - offset, common.start - part.start
                 extents.append(Extent(member.parameter, start, common.numel, rank, buffer, inside))
         return extents
-
-    def _gap(self, index: int) -> int:
-        return self.gaps[index] if index < len(self.gaps) else 0
 
 
 @dataclass(frozen=True, slots=True)

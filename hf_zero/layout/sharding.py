@@ -9,16 +9,7 @@ from hf_zero.layout import Bucket, Interval
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """Which of the three kinds of states are sharded.
-
-    | stage | optimizer state | gradients between micro-batches | reduction of a bucket          | after the step |
-    |-------|-----------------|---------------------------------|--------------------------------|----------------|
-    | 0     | whole           | whole                           | all-reduce at the boundary     | nothing        |
-    | 1     | shard           | whole                           | reduce-scatter at the boundary | all-gather     |
-    | 2     | shard           | shard                           | reduce-scatter in every backward | all-gather   |
-    | 3     | shard           | shard                           | reduce-scatter in every backward | nothing      |
-
-    At stage 3 parameters are also sharded, and gathered around their use.
+    """Which of the three kinds of states are sharded: see the table of stages in docs/architecture.md.
 
     Attributes:
         rank: index of this rank's shard.
@@ -43,20 +34,19 @@ class Sharding:
         return self.world * self.num_replicas
 
     @property
-    def _takes_apart(self) -> bool:
-        return self.world > 1 or self.alone
-
-    @property
     def shards_optimizer(self) -> bool:
-        return self.stage >= 1 and self._takes_apart
+        return self._shards_from(1)
 
     @property
     def shards_gradients(self) -> bool:
-        return self.stage >= 2 and self._takes_apart
+        return self._shards_from(2)
 
     @property
     def shards_parameters(self) -> bool:
-        return self.stage >= 3 and self._takes_apart
+        return self._shards_from(3)
+
+    def _shards_from(self, stage: int) -> bool:
+        return self.stage >= stage and (self.world > 1 or self.alone)
 
     def owned(self, bucket: Bucket, rank: int | None = None) -> Interval:
         """The part of `bucket` that this rank updates; `rank`: its number among the ranks that shard the bucket, if

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from hf_zero.kernels.message import message_bytes
 
-WEIGHT_BITS = 8  # per element of a quantised gather
+WEIGHT_BITS = 8  # per element of a quantized gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +78,6 @@ class Wiring:
     @property
     def shard_ranks(self) -> int:
         return self.shard or self.ranks
-
-    @property
-    def hosts(self) -> int:
-        return -(-self.ranks // self.per_host)
 
 
 @dataclass(frozen=True, slots=True)

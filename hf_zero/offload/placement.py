@@ -12,7 +12,7 @@ The target buffer of a copy belongs to the out lane until its event, then to the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -122,10 +122,6 @@ class StagedVector(Vector):
     @property
     def is_whole(self) -> bool:
         return self._home.is_whole
-
-    @property
-    def failure(self) -> StorageError | None:
-        return self._home.failure
 
     def fetch(self, *, reads: bool = True) -> None:
         self._users += 1
@@ -266,38 +262,33 @@ class Departures:
             count_in: called with the values in host memory, before `settle` returns.
             place: target in host memory, of the same dtype, where the values may stay.
         """
-        self._make_way()
         buffer = None
         if place is None:
+            self._make_way()
             self._pool.expect(part.numel(), part.dtype)
             buffer, _ = self._pool.take(part.numel(), part.dtype)
             place = buffer.narrow(0, 0, part.numel())
-        self._depart([(place, part)], place, buffer, count_in)
+        self.send_pieces([(place, part)], count_in, place, buffer)
 
     def send_pieces(
-        self, pieces: Sequence[tuple[Tensor, Tensor]], count_in: Callable[[Tensor], None], place: Tensor
+        self,
+        pieces: Sequence[tuple[Tensor, Tensor]],
+        count_in: Callable[[Tensor], None],
+        place: Tensor,
+        buffer: Tensor | None = None,
     ) -> None:
         """Like `send`, for separate pieces on the device: (view of `place`, values of that shape)."""
         self._make_way()
-        self._depart(pieces, place, None, count_in)
-
-    def _make_way(self) -> None:
-        while len(self._under_way) >= MAX_DEPARTURES:
-            self._settle_first()
-
-    def _depart(
-        self,
-        pieces: Sequence[tuple[Tensor, Tensor]],
-        place: Tensor,
-        buffer: Tensor | None,
-        count_in: Callable[[Tensor], None],
-    ) -> None:
         arrived: Event = DONE
         for target, values in pieces:  # one lane, so that the last event covers all
             arrived = self._runtime.copy_out(values, target)
             self._runtime.keep_until(arrived, values)
         self._runtime.keep_until(arrived, place)
         self._under_way.append(_Departure(arrived, place, buffer, count_in))
+
+    def _make_way(self) -> None:
+        while len(self._under_way) >= MAX_DEPARTURES:
+            self._settle_first()
 
     def settle(self, count_in: Callable[[Tensor], None] | None = None) -> None:
         """Wait until everything sent with `count_in`, and everything before it, is added; None: everything."""
@@ -342,12 +333,6 @@ def in_memory_placement(device: torch.device) -> Placement:
     own = runtime_of(device).own
     store = MemoryStore(own)
     return Placement(work=own, masters=store, states=None, gradients=store, staging=staging_in(own, device))
-
-
-def beside_placement(device: torch.device, policy: OffloadOptimizer) -> Placement:
-    """A placement in host memory with updates on the CPU. If `device` is the CPU, this is the same memory."""
-    pinned = pins(policy, device)
-    return host_placement(device, MemoryStore(pinned=pinned), None, MemoryStore(pinned=pinned), pinned=pinned)
 
 
 def host_placement(
@@ -428,7 +413,6 @@ class Placements:
             drive.release_buffers()
 
     def close(self) -> None:
-        """Close the drives."""
         for drive in self.drives:
             drive.close()
 
@@ -448,17 +432,14 @@ class Placements:
             weights: owned interval in the model's dtype.
             in_master_dtype: owned interval in the master dtype; not needed afterwards.
         """
-        return tuple(self._store(bucket, owned, weights, in_master_dtype, placement))
-
-    def _store(
-        self, bucket: Bucket, owned: Interval, weights: Vector, in_master_dtype: Tensor, placement: Placement
-    ) -> Iterator[StoredSubGroup]:
+        stored = []
         for group, part in cut_sub_groups(bucket, owned, self.sub_group_numel):
             lp_param = placement.weights(part_of(weights, part.start, part.numel))
             if lp_param.tensor is not None and lp_param.dtype == in_master_dtype.dtype:
-                yield StoredSubGroup(group, part, lp_param, None, placement.states)
+                stored.append(StoredSubGroup(group, part, lp_param, None, placement.states))
             else:
                 name = f"master weights of bucket {bucket.index} [{part.start}:{part.stop}]"
                 values = in_master_dtype.narrow(0, part.start, part.numel)
                 master = placement.masters.adopt_master(name, values, lp_param)
-                yield StoredSubGroup(group, part, master, lp_param, placement.states)
+                stored.append(StoredSubGroup(group, part, master, lp_param, placement.states))
+        return tuple(stored)

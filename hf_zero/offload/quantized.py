@@ -5,53 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zero.device.runtime import Memory
 from hf_zero.kernels.message import BLOCK
-from hf_zero.kernels.quantize import new_messages, read_messages, split_message, write_messages
-from hf_zero.offload.vector import StorageError, Store, Vector
+from hf_zero.kernels.quantize import read_messages, split_message, write_messages
+from hf_zero.offload.vector import Vector, WrappedVector
 
 BITS = 8
 
 
-class QuantizedVector(Vector):
-    """The values of a stored `message`. Changing values only changes the blocks that contain them.
-
-    Attributes:
-        message: 1-D, uint8, in any store.
-    """
+class QuantizedVector(WrappedVector):
+    """The values of a stored message (1-D, uint8). Changing values only changes the blocks that contain them."""
 
     def __init__(self, message: Vector, numel: int, dtype: torch.dtype) -> None:
-        super().__init__(numel, dtype)
-        self.message = message
+        super().__init__(message, numel, dtype)
         self._values: Tensor | None = None  # while taken
         self._num_fetched = 0
 
-    @classmethod
-    def adopt(cls, name: str, values: Tensor, store: Store) -> QuantizedVector:
-        """Quantise `values` (1-D) into a message in `store`."""
-        message = new_messages(1, values.numel(), BITS, values.device)
-        write_messages(values.view(1, -1), message, BITS)
-        return cls(store.adopt(name, message.view(-1)), values.numel(), values.dtype)
-
-    @property
-    def memory(self) -> Memory:
-        return self.message.memory
-
-    @property
-    def is_whole(self) -> bool:
-        return self.message.is_whole
-
-    @property
-    def failure(self) -> StorageError | None:
-        return self.message.failure
-
     def fetch(self, *, reads: bool = True) -> None:
         self._num_fetched += 1
-        self.message.fetch()  # a partial write must keep the rest
+        self.stored.fetch()  # a partial write must keep the rest
 
     def take(self) -> Tensor:
         if self._values is None:
-            self._values = self._read(self.message.take())
+            self._values = self._read(self.stored.take())
         return self._values
 
     def release(self, *, changed: bool) -> None:
@@ -60,23 +35,13 @@ class QuantizedVector(Vector):
         self._num_fetched -= 1
         if not self._num_fetched:
             self._values = None
-        self.message.release(changed=changed)
+        self.stored.release(changed=changed)
 
     def view(self) -> Tensor:
-        return self._read(self.message.view())
-
-    def join(self) -> None:
-        self.message.join()
-
-    @property
-    def leaves_late(self) -> bool:
-        return self.message.leaves_late
-
-    def flush(self) -> None:
-        self.message.flush()
+        return self._read(self.stored.view())
 
     def free(self) -> None:
-        self.message.free()
+        self.stored.free()
 
     def _read(self, message: Tensor) -> Tensor:
         values = torch.empty(self.numel, dtype=self.dtype, device=message.device)
@@ -84,8 +49,8 @@ class QuantizedVector(Vector):
         return values
 
     def _write(self, values: Tensor) -> None:
-        """Write changed blocks only, because quantising values again may change them."""
-        kept = self.message.take().view(1, -1)
+        """Write changed blocks only, because quantizing values again may change them."""
+        kept = self.stored.take().view(1, -1)
         fresh = torch.empty_like(kept)
         write_messages(values.view(1, -1), fresh, BITS)
         is_changed = values != self._read(kept)

@@ -115,11 +115,6 @@ class Recycled(Store):
             lent.take().zero_()
         return lent
 
-    def adopt(self, name: str, values: Tensor) -> Vector:
-        vector = self.keep(name, values.numel(), values.dtype)
-        vector.take().copy_(values)
-        return vector
-
     def give_back(self, home: Tensor) -> None:
         self.num_out -= home.numel()
         self._free.append(home)
@@ -222,13 +217,3 @@ class SplitMasters(MemoryStore):
         with master.opened(reads=False, changes=True) as masters:
             masters.copy_(values)
         return master
-
-
-def stores(*, splits: bool, pinned: bool) -> tuple[Store, Store]:
-    """Stores of masters and of gradients for updates during backward, which reuse memory for these short-lived tensors.
-
-    Args:
-        splits: whether masters of bf16 weights are stored in split form.
-        pinned: whether gradients are page-locked.
-    """
-    return SplitMasters() if splits else MemoryStore(), Recycled(MemoryStore(pinned=pinned))

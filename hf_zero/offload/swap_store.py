@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.config import Aio
-from hf_zero.device.host_memory import host_empty, round_to_page
+from hf_zero.device.host_memory import disk_available, host_empty, round_to_page
 from hf_zero.log import logger
 from hf_zero.offload.run_folder import RunFolder
 from hf_zero.offload.vector import StorageError, Store, Vector
@@ -186,8 +186,7 @@ class Requests:
 
 def _explain(verb: str, block: Piece, error: OSError) -> StorageError:
     try:
-        room = os.statvfs(block.path.parent)
-        free = f"{room.f_bavail * room.f_frsize:,} bytes are free there"
+        free = f"{disk_available(str(block.path.parent)):,} bytes are free there"
     except OSError:
         free = "its folder no longer exists"
     return StorageError(
@@ -281,10 +280,9 @@ def _open(path: Path) -> int:
 
 def _free_bytes(folder: Path) -> int:
     try:
-        room = os.statvfs(folder)
+        return disk_available(str(folder))
     except OSError:
         return 0
-    return room.f_bavail * room.f_frsize
 
 
 ACCESS = FileAccess()
@@ -329,7 +327,12 @@ class Drive:
 
 
 class BufferPool:
-    """Page-aligned buffers of one size. A buffer that is still being written is handed out when the write is done."""
+    """Page-aligned buffers of one size. A buffer that is still being written is handed out when the write is done.
+
+    Attributes:
+        num_bytes: bytes of one buffer.
+        most_bytes: peak bytes of all buffers.
+    """
 
     def __init__(self, *, limit: int | None = None, limit_numel: int | None = None, pinned: bool = False) -> None:
         """`limit`, `limit_numel`: maximum number of buffers, or of their elements, unless more are in use at once."""
@@ -337,44 +340,34 @@ class BufferPool:
         self._limit_numel = limit_numel
         self._itemsize = 1
         self._pinned = pinned
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._num_live = 0
-        self._most_bytes = 0
+        self.most_bytes = 0
         self._free: list[Tensor] = []
         self._leaving: deque[tuple[Completion, Tensor | None]] = deque()  # None: only the request references it
 
     def expect(self, num_bytes: int, itemsize: int) -> None:
         """Announce that buffers must hold `num_bytes`, in elements of `itemsize` bytes."""
-        self._num_bytes = max(self._num_bytes, round_to_page(num_bytes))
+        self.num_bytes = max(self.num_bytes, round_to_page(num_bytes))
         self._itemsize = max(self._itemsize, itemsize)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one buffer."""
-        return self._num_bytes
 
     @property
     def bytes_live(self) -> int:
         """Bytes of all buffers."""
-        return self._num_live * self._num_bytes
-
-    @property
-    def most_bytes(self) -> int:
-        """Peak bytes of all buffers."""
-        return self._most_bytes
+        return self._num_live * self.num_bytes
 
     def take(self, end: Callable[[Completion], None]) -> Tensor:
         while True:
             self._reclaim()
             while self._free:
                 buffer = self._free.pop()
-                if buffer.numel() >= self._num_bytes:
+                if buffer.numel() >= self.num_bytes:
                     return buffer
                 self._num_live -= 1  # created before longer vectors were announced
             if self._may_grow() or not self._leaving:
                 self._num_live += 1
-                self._most_bytes = max(self._most_bytes, self.bytes_live)
-                return host_empty(self._num_bytes, torch.uint8, pinned=self._pinned)
+                self.most_bytes = max(self.most_bytes, self.bytes_live)
+                return host_empty(self.num_bytes, torch.uint8, pinned=self._pinned)
             end(self._leaving[0][0])
 
     def give(self, buffer: Tensor, written: Completion | None) -> None:
@@ -385,7 +378,7 @@ class BufferPool:
 
     def _may_grow(self) -> bool:
         within_count = self._limit is None or self._num_live < self._limit
-        grown = (self._num_live + 1) * self._num_bytes
+        grown = (self._num_live + 1) * self.num_bytes
         return within_count and (self._limit_numel is None or grown <= self._limit_numel * self._itemsize)
 
     def release_buffers(self) -> None:
@@ -431,12 +424,6 @@ class SwapStore(Store):
         if zeros and self._writes_first:
             with vector.opened(reads=False, changes=True) as values:
                 values.zero_()
-        return vector
-
-    def adopt(self, name: str, values: Tensor) -> Vector:
-        vector = SwappedVector(self, name, values.numel(), values.dtype)
-        with vector.opened(reads=False, changes=True) as place:
-            place.copy_(values)
         return vector
 
 

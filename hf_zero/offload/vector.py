@@ -134,52 +134,70 @@ class InMemoryVector(Vector):
         return self._tensor
 
 
-class Part(Vector):
-    """An interval of another vector, fetched and released together with it."""
+class WrappedVector(Vector):
+    """The values of another vector in another form, fetched and released together with it.
+
+    Attributes:
+        stored: the other vector.
+    """
+
+    def __init__(self, stored: Vector, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(numel, dtype)
+        self.stored = stored
+
+    @property
+    def memory(self) -> Memory:
+        return self.stored.memory
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stored.is_whole
+
+    @property
+    def failure(self) -> StorageError | None:
+        return self.stored.failure
+
+    def join(self) -> None:
+        self.stored.join()
+
+    @property
+    def leaves_late(self) -> bool:
+        return self.stored.leaves_late
+
+    def flush(self) -> None:
+        self.stored.flush()
+
+
+class Part(WrappedVector):
+    """An interval of another vector."""
 
     def __init__(self, whole: Vector, start: int, numel: int) -> None:
-        super().__init__(numel, whole.dtype)
-        self._whole = whole
+        super().__init__(whole, numel, whole.dtype)
         self._start = start
 
     @property
     def tensor(self) -> Tensor | None:
-        whole = self._whole.tensor
-        return None if whole is None else whole.narrow(0, self._start, self.numel)
+        whole = self.stored.tensor
+        return None if whole is None else self._of(whole)
 
     @property
     def is_whole(self) -> bool:
-        return self._whole.is_whole and self.numel == self._whole.numel
-
-    @property
-    def memory(self) -> Memory:
-        return self._whole.memory
-
-    @property
-    def failure(self) -> StorageError | None:
-        return self._whole.failure
+        return self.stored.is_whole and self.numel == self.stored.numel
 
     def fetch(self, *, reads: bool = True) -> None:
-        self._whole.fetch(reads=reads)
+        self.stored.fetch(reads=reads)
 
     def take(self) -> Tensor:
-        return self._whole.take().narrow(0, self._start, self.numel)
+        return self._of(self.stored.take())
 
     def release(self, *, changed: bool) -> None:
-        self._whole.release(changed=changed)
+        self.stored.release(changed=changed)
 
     def view(self) -> Tensor:
-        return self._whole.view().narrow(0, self._start, self.numel)
+        return self._of(self.stored.view())
 
-    def join(self) -> None:
-        self._whole.join()
-
-    @property
-    def leaves_late(self) -> bool:
-        return self._whole.leaves_late
-
-    def flush(self) -> None:
-        self._whole.flush()
+    def _of(self, whole: Tensor) -> Tensor:
+        return whole.narrow(0, self._start, self.numel)
 
 
 def part_of(whole: Vector, start: int, numel: int) -> Vector:
@@ -218,9 +236,12 @@ class Store(ABC):
     def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
         """Create a vector, of zeros or uninitialised. `name` appears in messages."""
 
-    @abstractmethod
     def adopt(self, name: str, values: Tensor) -> Vector:
         """Create a vector with these values (1-D), which are moved."""
+        vector = self.keep(name, values.numel(), values.dtype)
+        with vector.opened(reads=False, changes=True) as place:
+            place.copy_(values)
+        return vector
 
     def adopt_master(self, name: str, values: Tensor, lp_param: Vector) -> Vector:
         """Create a vector of masters; `lp_param` has the rounded values."""

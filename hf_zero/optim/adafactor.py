@@ -298,22 +298,25 @@ class _Part:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def tensors(self, names: Flavour) -> dict[str, tuple[Tensor, int]]:
+        """The part's tensors under the flavour's names, each with the place of its first element in the whole state."""
+        if self.factors is None:
+            assert self.vector is not None
+            return {names.vector: (self.vector, self.piece.in_parameter)}
+        of = self.factors.of
+        rows, columns = (self.factors.rows, of.first_row), (self.factors.columns, of.first_batch * of.matrix.columns)
+        return {names.rows: rows, names.columns: columns}
+
     def own(self, names: Flavour) -> dict[str, Any]:
         """Step, rms, and the part's tensors under the flavour's names."""
-        state: dict[str, Any] = {"step": self.step, "RMS": self.rms}
-        if self.factors is not None:
-            return {**state, names.rows: self.factors.rows, names.columns: self.factors.columns}
-        return {**state, names.vector: self.vector}
+        tensors = {name: tensor for name, (tensor, _) in self.tensors(names).items()}
+        return {"step": self.step, "RMS": self.rms, **tensors}
 
     def adopt(self, own: Mapping[str, Any], names: Flavour) -> None:
         """The reverse of `own`, on the same layout."""
         self.step, self.rms = int(own["step"]), own["RMS"].to(self.rms)
-        if self.factors is not None:
-            self.factors.rows.copy_(own[names.rows])
-            self.factors.columns.copy_(own[names.columns])
-        else:
-            assert self.vector is not None
-            self.vector.copy_(own[names.vector])
+        for name, (tensor, _) in self.tensors(names).items():
+            tensor.copy_(own[name])
 
     def slices(self, names: Flavour) -> dict[str, Any]:
         """The parameter's states that this rank saves: rows and matrices that start in its part."""
@@ -533,23 +536,16 @@ class AdafactorUpdater(Updater):
     def _restore(self, parameter: int, saved: Mapping[str, Any]) -> None:
         part = self._part(parameter)
         for kind, shape in self._flavour.shapes(part.shape).items():
-            if not isinstance(saved.get(kind), Tensor) or tuple(saved[kind].shape) != shape:
-                have = tuple(saved[kind].shape) if isinstance(saved.get(kind), Tensor) else "no tensor"
-                name = type(self.optimizer).__name__
+            value, name = saved.get(kind), type(self.optimizer).__name__
+            have = tuple(value.shape) if isinstance(value, Tensor) else "no tensor"
+            if have != shape:
                 raise ValueError(
                     f"{name}'s state {kind!r} of a parameter of shape {part.shape} has {have}, not {shape}"
                 )
         part.step = int(saved.get("step", 0))
         part.rms.copy_(torch.as_tensor(saved.get("RMS", 0.0)))
-        if part.vector is not None:
-            whole = saved[self._flavour.vector].reshape(-1)
-            part.vector.copy_(whole.narrow(0, part.piece.in_parameter, part.piece.numel))
-        elif part.factors is not None:
-            of = part.factors.of
-            rows = saved[self._flavour.rows].reshape(-1)
-            part.factors.rows.copy_(rows.narrow(0, of.first_row, of.num_rows))
-            columns = saved[self._flavour.columns].reshape(-1, of.matrix.columns)
-            part.factors.columns.copy_(columns.narrow(0, of.first_batch, of.num_batches))
+        for name, (tensor, start) in part.tensors(self._flavour).items():
+            tensor.copy_(saved[name].reshape(-1).narrow(0, start, tensor.numel()).view(tensor.shape))
         if isinstance(saved.get("exp_avg"), Tensor):  # saved by an optimizer on whole tensors
             sub_group, piece = part.sub_group, part.piece
             values = saved["exp_avg"].reshape(-1).narrow(0, piece.in_parameter, piece.numel)

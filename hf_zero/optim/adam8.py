@@ -37,16 +37,11 @@ class Dynamic8(StateForm):
 class Adam8Family(AdamFamily):
     """Adam's rule on 8-bit states."""
 
+    kind = BlockVectors
     _FORMS = {"exp_avg": Dynamic8(signed=True), "exp_avg_sq": Dynamic8(signed=False)}
 
     def form_of(self, name: str) -> StateForm | None:
         return self._FORMS.get(name)
-
-    def vectors(
-        self, state: dict[str, Any], group: dict[str, Any], weight: Tensor, gradient: Tensor, lp_param: Tensor | None
-    ) -> Vectors:
-        states = tuple(state[name].view(-1) for name in self.state_names(group))
-        return BlockVectors(weight=weight, gradient=gradient, states=states, lp_param=lp_param)
 
     def update(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied

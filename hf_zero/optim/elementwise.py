@@ -88,6 +88,8 @@ class Applied:
 class Family(ABC):
     """One update rule: the names of its states, and the call of its kernel. Stateless."""
 
+    kind: type[Vectors] = Vectors  # of the kernel's inputs
+
     @abstractmethod
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names in `optimizer.state[parameter]`, in the kernel's order."""
@@ -116,7 +118,7 @@ class Family(ABC):
     ) -> Vectors:
         """Inputs of the kernel for one parameter or shard, as 1-D views."""
         states = tuple(state[name].view(-1) for name in self.state_names(group))
-        return Vectors(weight=weight, gradient=gradient, states=states, lp_param=lp_param)
+        return self.kind(weight=weight, gradient=gradient, states=states, lp_param=lp_param)
 
     def update_alone(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, gradient: Tensor
@@ -175,30 +177,27 @@ class Counters:
 
     steps: list[int] = field(default_factory=list)
 
-    def roll_back(self, pieces: Sequence[Piece], used: Set[int]) -> None:
-        """Undo one `advance`."""
-        for position, piece in enumerate(pieces):
-            self.steps[position] -= piece.parameter in used
-
-    def advance(self, pieces: Sequence[Piece], used: Set[int], start: int = 0) -> list[Run]:
-        """Count one step for the used pieces and return maximal runs to update.
+    def count(self, pieces: Sequence[Piece], used: Set[int], start: int, change: int = 1) -> None:
+        """Count one step for the used pieces, or with -1 undo that.
 
         `start` is the count of a piece without a counter (after loading a state).
         """
-        self.steps = self.steps or [start] * len(pieces)
+        steps = zip(pieces, self.steps or [start] * len(pieces), strict=True)
+        self.steps = [step + change * (piece.parameter in used) for piece, step in steps]
+
+    def advance(self, pieces: Sequence[Piece], used: Set[int], start: int = 0) -> list[Run]:
+        """Count one step for the used pieces and return maximal runs to update."""
+        self.count(pieces, used, start)
         runs: list[Run] = []
         joins_previous = False
-        for position, piece in enumerate(pieces):
-            if piece.parameter not in used:
-                joins_previous = False
-                continue
-            self.steps[position] += 1
-            step = self.steps[position]
-            begin, stop = piece.in_shard, piece.in_shard + piece.numel
-            if joins_previous and runs[-1].step == step:
-                begin = runs.pop().start
-            runs.append(Run(begin, stop, step))
-            joins_previous = True
+        for piece, step in zip(pieces, self.steps, strict=True):
+            is_used = piece.parameter in used
+            if is_used:
+                begin, stop = piece.in_shard, piece.in_shard + piece.numel
+                if joins_previous and runs[-1].step == step:
+                    begin = runs.pop().start
+                runs.append(Run(begin, stop, step))
+            joins_previous = is_used
         return runs
 
 
@@ -213,38 +212,25 @@ def with_padding(runs: Sequence[Run], sub_group: SubGroup) -> list[Run]:
     return [run._replace(stop=next((start for start in starts if start >= run.stop), whole)) for run in runs]
 
 
-class ElementwiseUpdater(Updater):
-    """Runs one family on flat shards in one pass over memory; see the kernel's file for the formulas.
-
-    Attributes:
-        rounds_stochastically: whether 16-bit masters are rounded stochastically.
-    """
+class CountingUpdater(Updater):
+    """Counts updates per parameter on flat shards, and rolls them back."""
 
     obeys_skip = True
-    rounds_stochastically = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], family: Family) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup]) -> None:
         super().__init__(optimizer, sub_groups)
-        self._family = family
-        self._counters = {sub_group: Counters() for sub_group in self.sub_groups}
-        self._counted: list[tuple[SubGroup, float, Set[int]]] = []  # last step: sub-group, previous `step`, used
+        self.state_replaced()
 
     def state_replaced(self) -> None:
         """Continue counting from the loaded `step` in the optimizer's state."""
         self._counters = {sub_group: Counters() for sub_group in self.sub_groups}
-        self._counted = []
+        self._counted: list[tuple[SubGroup, int, Set[int]]] = []  # last step: sub-group, previous `step`, used
 
     def roll_back(self) -> None:
         for sub_group, step, used in self._counted:
-            self._counters[sub_group].roll_back(sub_group.pieces, used)
+            self._counters[sub_group].count(sub_group.pieces, used, step, -1)
             self.optimizer.state[sub_group.tensors[0].parameter]["step"].fill_(step)
         self._counted = []
-
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self._family.state_names(group)
-
-    def form_of(self, name: str) -> StateForm | None:
-        return self._family.form_of(name)
 
     def parameter_steps(self) -> dict[int, int]:
         return {
@@ -258,10 +244,33 @@ class ElementwiseUpdater(Updater):
             known = self.optimizer.state.get(sub_group.tensors[0].parameter, {}).get("step", 0)
             counters.steps = [steps.get(piece.parameter, int(known)) for piece in sub_group.pieces]
 
-    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
+    def begin_step(self) -> None:
         # Schedulers warn unless their optimizer has stepped.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._counted = []
+
+
+class ElementwiseUpdater(CountingUpdater):
+    """Runs one family on flat shards in one pass over memory; see the kernel's file for the formulas.
+
+    Attributes:
+        rounds_stochastically: whether 16-bit masters are rounded stochastically.
+    """
+
+    rounds_stochastically = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], family: Family) -> None:
+        super().__init__(optimizer, sub_groups)
+        self._family = family
+
+    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._family.state_names(group)
+
+    def form_of(self, name: str) -> StateForm | None:
+        return self._family.form_of(name)
+
+    def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
+        self.begin_step()
 
         def writes_all(sub_group: SubGroup) -> bool:
             return all(piece.parameter in gradients.used for piece in sub_group.pieces)

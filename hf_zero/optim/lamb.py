@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,17 @@ from hf_zero.kernels.gpu.devices import on_device
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
 from hf_zero.kernels.vectors import Vectors
 from hf_zero.layout import Piece
-from hf_zero.optim.elementwise import LoneOptimizer, check_rates, flat_view, refuse_amsgrad, state_of, write_back
+from hf_zero.optim.elementwise import (
+    CountingUpdater,
+    LoneOptimizer,
+    check_rates,
+    flat_view,
+    refuse_amsgrad,
+    state_of,
+    write_back,
+)
 from hf_zero.optim.traits import Sees, Traits
-from hf_zero.optim.updater import Peers, StepGradients, SubGroup, Updater
+from hf_zero.optim.updater import Peers, StepGradients, SubGroup
 
 _STATES = ("exp_avg", "exp_avg_sq")
 
@@ -116,73 +124,37 @@ class _Work:
         return on_device([piece.parameter for piece in self.pieces], torch.long, device)
 
 
-class LambUpdater(Updater):
+class LambUpdater(CountingUpdater):
     """LAMB on flat shards in two passes, with one small sum over ranks between them.
 
     The message holds two squared norms per parameter, to which each rank contributes its part, so that the trust ratio
     is that of the whole parameter at every stage.
     """
 
-    obeys_skip = True
-
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], peers: Peers | None) -> None:
         """`peers` is None if every rank owns whole parameters."""
         super().__init__(optimizer, sub_groups)
         self._peers = peers
-        self._steps: dict[tuple[SubGroup, int], int] = {}
-        self._counted: list[tuple[SubGroup, int, tuple[Piece, ...]]] = []  # last step: previous `step`, used
-
-    def state_replaced(self) -> None:
-        self._steps.clear()
-        self._counted = []
-
-    def roll_back(self) -> None:
-        for sub_group, known, pieces in self._counted:
-            for piece in pieces:
-                self._steps[sub_group, piece.in_shard] -= 1
-            self.optimizer.state[sub_group.tensors[0].parameter]["step"].fill_(known)
-        self._counted = []
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return _STATES
 
-    def parameter_steps(self) -> dict[int, int]:
-        return {
-            piece.parameter: self._steps[sub_group, piece.in_shard]
-            for sub_group in self.sub_groups
-            for piece in sub_group.pieces
-            if (sub_group, piece.in_shard) in self._steps
-        }
-
-    def restore_steps(self, steps: Mapping[int, int]) -> None:
-        self._steps = {
-            (sub_group, piece.in_shard): steps[piece.parameter]
-            for sub_group in self.sub_groups
-            for piece in sub_group.pieces
-            if piece.parameter in steps
-        }
-
     @torch.no_grad()
     def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.begin_step()
         if not gradients.used:
             return
-        self._counted = []
         device = self.sub_groups[0].master.device
         squares = torch.zeros(max(gradients.used) + 1, 2, dtype=torch.float64, device=device)
         work: dict[SubGroup, _Work] = {}
-
-        def first_pass(sub_group: SubGroup) -> None:
-            item = work[sub_group] = self._prepare(sub_group, gradients)
-            if item.pieces:
-                vectors = self._vectors(sub_group, gradients)
-                squares[item.places(device)] += lamb_moments(
-                    vectors, item.rule, item.segments, gradients.scale, gradients.skip
-                )
-
         for batch in self.stager.batches(gradients.wanted):
             for sub_group in batch:
-                first_pass(sub_group)
+                item = work[sub_group] = self._prepare(sub_group, gradients)
+                if item.pieces:
+                    vectors = self._vectors(sub_group, gradients)
+                    squares[item.places(device)] += lamb_moments(
+                        vectors, item.rule, item.segments, gradients.scale, gradients.skip
+                    )
         if self._peers is not None:
             self._peers.add_up(squares)
         yield from self.stager.each(
@@ -203,20 +175,13 @@ class LambUpdater(Updater):
     def _prepare(self, sub_group: SubGroup, gradients: StepGradients) -> _Work:
         state = state_of(self.optimizer, sub_group.tensors[0].parameter, _STATES)
         rule = rule_of(self.optimizer.param_groups[sub_group.group])
-        pieces = tuple(piece for piece in sub_group.pieces if piece.parameter in gradients.used)
-        known = int(state["step"])
-        rates, steps = [], [known]
-        for piece in pieces:
-            step = self._steps.get((sub_group, piece.in_shard), known) + 1
-            self._steps[sub_group, piece.in_shard] = step
-            steps.append(step)
-            rates.append(rule.rate(step))
+        known, counters, used = int(state["step"]), self._counters[sub_group], gradients.used
         if gradients.skip is not None:
-            self._counted.append((sub_group, known, pieces))
-        for piece in sub_group.pieces:
-            self._steps.setdefault((sub_group, piece.in_shard), known)
-        state["step"].fill_(max(steps))
-        return _Work(rule, pieces, tuple(rates))
+            self._counted.append((sub_group, known, used))
+        counters.count(sub_group.pieces, used, known)
+        steps = {piece: n for piece, n in zip(sub_group.pieces, counters.steps, strict=True) if piece.parameter in used}
+        state["step"].fill_(max([known, *steps.values()]))
+        return _Work(rule, tuple(steps), tuple(map(rule.rate, steps.values())))
 
     @staticmethod
     def _apply(item: _Work, vectors: Vectors, squares: Tensor, skip: Tensor | None) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from hf_zero.comm.parts import HeldPart
 from hf_zero.layout import Piece
-from hf_zero.layout.cuts import Cut
 from hf_zero.optim.adam import AdamFamily
 from hf_zero.optim.elementwise import ElementwiseUpdater, LoneOptimizer, check_rates
 from hf_zero.optim.traits import Sees, Traits
@@ -51,11 +50,6 @@ def direction(update: Tensor) -> Tensor:
     matrix = update.flatten(1) if update.dim() == 4 else update
     rows, columns = matrix.shape[-2:]
     return (orthogonal(matrix) * math.sqrt(max(1.0, rows / columns))).view(update.shape)
-
-
-def is_independent(cut: Cut) -> bool:
-    """Whether parts of a tensor can be orthogonalised separately: it is a batch that is split between matrices."""
-    return len(cut.shape) == 3 and cut.dim == 0
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
@@ -197,9 +191,10 @@ class MuonUpdater(Updater):
                 self._apply(sub_group, own[parameter], own_direction.reshape(-1), lr, group["weight_decay"])
 
     def _joined_part(self, parameter: int) -> HeldPart | None:
-        """This rank's part of a matrix that must be assembled first; None: no other part is needed."""
+        """This rank's part of a matrix that must be assembled first; None: no other part is needed, as of a batch that
+        is split between matrices."""
         part = self._peers.part_of(parameter)
-        return None if part is None or is_independent(part.cut) else part
+        return None if part is None or (len(part.cut.shape) == 3 and part.cut.dim == 0) else part
 
     @staticmethod
     def _apply(sub_group: SubGroup, piece: Piece, update: Tensor, lr: float, weight_decay: float) -> None:

@@ -66,15 +66,6 @@ class StateForm(ABC):
         return torch.zeros(self.stored_numel(numel), dtype=self.dtype, device=device)
 
 
-FormOf = Callable[[str], "StateForm | None"]
-"""State name -> storage format; None: one value per element."""
-
-
-def plain(name: str) -> StateForm | None:
-    """No storage format, for optimizers without such states."""
-    return None
-
-
 Work = Callable[[SubGroup], None]
 WritesAll = Callable[[SubGroup], bool]
 
@@ -147,9 +138,14 @@ class OffloadStager(StateStager):
         self._writes_behind = writes_behind
 
     def reserve(
-        self, sub_group: SubGroup, names: Sequence[str], dtype: torch.dtype | None, form_of: FormOf = plain
+        self,
+        sub_group: SubGroup,
+        names: Sequence[str],
+        dtype: torch.dtype | None,
+        form_of: Callable[[str], StateForm | None],
     ) -> None:
-        """Reserve storage for states that the optimizer is known to have: zeros, per element or in a storage format."""
+        """Reserve storage for states that the optimizer is known to have: zeros, in the storage format of `form_of`;
+        None: one value per element."""
         stored = _stored(sub_group)
         if stored.states is None:
             return

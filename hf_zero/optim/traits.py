@@ -18,7 +18,7 @@ takes three collectives per sub-group and step, where an elementwise update need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -38,9 +38,7 @@ from hf_zero.optim.updater import (
     StepGradients,
     SubGroup,
     Updater,
-    WholeStates,
     WholeStepUpdater,
-    copied,
 )
 
 
@@ -115,21 +113,8 @@ class WholeTensorUpdater(OwnStepUpdater):
     def keeps_everything_whole(self) -> bool:
         return True
 
-    def whole_state_names(self) -> tuple[str, ...] | None:
-        return None
-
-    def whole_states(self) -> WholeStates:
-        known = ((index, self.optimizer.state.get(kept, {})) for index, kept in self._kept.items())
-        return {index: dict(state) for index, state in known if state}
-
-    def whole_parameters(self) -> Set[int]:
-        return self._kept.keys()
-
-    def restore_whole_states(self, states: WholeStates) -> None:
-        self.optimizer.state.clear()
-        for index, saved in states.items():
-            if index in self._kept:
-                self.optimizer.state[self._kept[index]] = copied(saved, self._device)
+    def whole(self) -> dict[int, nn.Parameter]:
+        return self._kept
 
     def _members(self, sub_group: SubGroup) -> Sequence[int]:
         """Parameters that have a part in the sub-group on any rank."""
@@ -183,7 +168,6 @@ class Traits:
     """
     Attributes:
         make: creates an updater that computes exactly the optimizer's own step; None: its own step runs.
-        family: its elementwise rule, if it has one.
         highest_stage: the last stage at which it works.
         serves_whole_buckets: whether `make` also works if a rank owns whole buckets.
         joins_parts: whether `make` also works if ranks hold parts of parameters.
@@ -192,7 +176,6 @@ class Traits:
 
     sees: Sees
     make: Make | None = None
-    family: Family | None = None
     highest_stage: int = 3
     serves_whole_buckets: bool = True
     joins_parts: bool = False
@@ -267,9 +250,7 @@ def _built_in(optimizer: torch.optim.Optimizer, choice: OptimizerSees | None) ->
     """Traits of optimizers with an own updater at every stage they support."""
     rule = family_of(optimizer)
     if rule is not None:
-        return Traits(
-            Sees.ELEMENTS, lambda sub_groups, peers, ranks: ElementwiseUpdater(optimizer, sub_groups, rule), family=rule
-        )
+        return Traits(Sees.ELEMENTS, lambda sub_groups, peers, ranks: ElementwiseUpdater(optimizer, sub_groups, rule))
     described: Callable[[torch.optim.Optimizer], Traits] | None = vars(type(optimizer)).get("traits")
     if described is not None:
         return described(optimizer)

@@ -201,6 +201,26 @@ class Updater(ABC):
 class OwnStepUpdater(Updater):
     """Calls the optimizer's own `step` on each batch of sub-groups."""
 
+    @abstractmethod
+    def whole(self) -> Mapping[int, nn.Parameter]:
+        """The optimizer's tensors that are parameters in their own shape, by index in the layout."""
+
+    def whole_state_names(self) -> tuple[str, ...] | None:
+        return None if self.keeps_everything_whole else ()
+
+    def whole_parameters(self) -> Set[int]:
+        return self.whole().keys()
+
+    def whole_states(self) -> WholeStates:
+        known = ((index, self.optimizer.state.get(parameter, {})) for index, parameter in self.whole().items())
+        return {index: dict(state) for index, state in known if state}
+
+    def restore_whole_states(self, states: WholeStates) -> None:
+        self.optimizer.state.clear()
+        for index, parameter in self.whole().items():
+            if index in states:
+                self.optimizer.state[parameter] = copied(states[index], parameter.device)
+
     @torch.no_grad()
     def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         options = Options(self.optimizer)
@@ -233,44 +253,30 @@ class WholeStepUpdater(OwnStepUpdater):
 
     @property
     def keeps_everything_whole(self) -> bool:
-        return bool(self._whole())
+        return bool(self.whole())
 
     @property
     def may_bind_states(self) -> bool:
         return not self.keeps_everything_whole
 
-    def _whole(self) -> dict[int, nn.Parameter]:
-        """The optimizer's tensors that are parameters in their own shape."""
+    def whole(self) -> dict[int, nn.Parameter]:
         tensors = (tensor for sub_group in self.sub_groups for tensor in sub_group.tensors)
         return {tensor.whole: tensor.parameter for tensor in tensors if tensor.whole is not None}
 
     def parameter_steps(self) -> dict[int, int]:
         """Counts per parameter, because not all parameters of a bucket are used in every step."""
-        states = {index: self.optimizer.state.get(parameter, {}) for index, parameter in self._whole().items()}
+        states = {index: self.optimizer.state.get(parameter, {}) for index, parameter in self.whole().items()}
         return {index: int(state.get("step", 0)) for index, state in states.items()}
-
-    def whole_state_names(self) -> tuple[str, ...] | None:
-        return None if self.keeps_everything_whole else ()
-
-    def whole_parameters(self) -> Set[int]:
-        return self._whole().keys()
 
     def whole_states(self) -> WholeStates:
         """All states, if any of them is not per element and therefore cannot be split by elements."""
-        whole = self._whole()
-        states = {index: dict(self.optimizer.state[p]) for index, p in whole.items() if self.optimizer.state.get(p)}
+        whole, states = self.whole(), super().whole_states()
         has_other_shapes = any(
             isinstance(value, Tensor) and value.dim() and value.numel() != whole[index].numel()
             for index, state in states.items()
             for value in state.values()
         )
         return states if has_other_shapes else {}
-
-    def restore_whole_states(self, states: WholeStates) -> None:
-        self.optimizer.state.clear()
-        for index, parameter in self._whole().items():
-            if index in states:
-                self.optimizer.state[parameter] = copied(states[index], parameter.device)
 
     def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         reduced = gradients.of(sub_group)

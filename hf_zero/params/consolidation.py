@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from hf_zero.comm import Collectives
 from hf_zero.comm.parts import whole_value
-from hf_zero.params.partitioning import all_gather_values
+from hf_zero.params.partitioning import all_gather_values, batches
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.store import of
 from hf_zero.precision import is_packed
@@ -19,17 +19,20 @@ MAX_GATHERED_NUMEL = 1 << 26
 EXTRA_STATE = "_extra_state"  # torch's name
 
 
-def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: bool = False) -> dict[str, Tensor]:
+def consolidated_state_dict(
+    module: nn.Module, *, keeps: bool, exclude_frozen: bool = False, include: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Return `module.state_dict()` with unsharded weights in host memory; empty on ranks without `keeps`. Collective.
 
     Names of a tied parameter share one tensor. Persistent buffers are included.
 
     Args:
         keeps: whether this rank keeps the result.
+        include: names of frozen parameters that are not excluded.
     """
     names = _names_by_parameter(module)
     state_dict: dict[str, Tensor] = {}
-    for parameter, values in unsharded_values(module, exclude_frozen=exclude_frozen):
+    for parameter, values in unsharded_values(module, exclude_frozen=exclude_frozen, include=include):
         if keeps:
             host = values.detach().to("cpu", copy=True)
             state_dict.update(dict.fromkeys(names[id(parameter)], host))
@@ -44,23 +47,23 @@ def consolidated_state_dict(module: nn.Module, *, keeps: bool, exclude_frozen: b
 
 
 def unsharded_values(
-    module: nn.Module, *, exclude_frozen: bool = False, together_numel: int | None = None
+    module: nn.Module,
+    *,
+    exclude_frozen: bool = False,
+    include: Collection[str] = (),
+    together_numel: int | None = None,
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield every parameter once with its whole values. Collective.
 
     Args:
+        include: names of frozen parameters that are not excluded.
         together_numel: elements that are whole at a time, or one larger parameter; default: MAX_GATHERED_NUMEL.
     """
     most = MAX_GATHERED_NUMEL if together_numel is None else together_numel
-    batch: list[nn.Parameter] = []
-    for parameter in module.parameters():
-        if exclude_frozen and not parameter.requires_grad:
-            continue
-        if batch and sum(member.numel() for member in (*batch, parameter)) > most:
-            yield from _whole(batch)
-            batch = []
-        batch.append(parameter)
-    yield from _whole(batch)
+    named = module.named_parameters()
+    chosen = [p for name, p in named if p.requires_grad or not exclude_frozen or name in include]
+    for batch in batches(chosen, lambda parameter: parameter.numel(), most):
+        yield from _whole(batch)
 
 
 def _whole(parameters: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -331,7 +331,7 @@ class ParameterCoordinator:
         self._handles = None
         self.forward.abandon()
         self.end_backward()
-        self.prefetcher.ahead.discard()
+        self.prefetcher.discard_prefetched()
         self.release_all()
 
     @property
@@ -394,7 +394,7 @@ class ParameterCoordinator:
         """Release the units of an interrupted forward, which would otherwise keep their values through updates."""
         if self.forward.is_running and self.forward.is_interrupted(entered):
             self.forward.abandon()
-            self.prefetcher.ahead.discard()
+            self.prefetcher.discard_prefetched()
             self.release_all()
 
     def _begin_forward(self, hooked: HookedModule) -> None:
@@ -403,7 +403,7 @@ class ParameterCoordinator:
             self.release_all()
         trains = torch.is_grad_enabled()
         if not trains:
-            self.prefetcher.ahead.discard()  # it was prefetched for a training pass
+            self.prefetcher.discard_prefetched()  # it was prefetched for a training pass
         if trains and not self.forward.trains:
             self._edits.give_up_kept()
             self.release_all()
@@ -426,7 +426,7 @@ class ParameterCoordinator:
     def settle(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
         """End passes before weights change. Collective: returns all ranks' `facts` once all ranks have called it."""
         self.end_passes()
-        self.prefetcher.ahead.discard()
+        self.prefetcher.discard_prefetched()
         return self.prefetcher.begin_update(facts)
 
     def release_all(self) -> None:
@@ -466,16 +466,13 @@ def _tensors(value: Any, depth: int = _DEEPEST, seen: set[int] | None = None) ->
 
 def _parts(thing: Any) -> list[Any]:
     """The parts of an object that `tree_leaves` does not know: attributes, and items of container subclasses."""
-    names = [name for kind in type(thing).__mro__ for name in _as_tuple(vars(kind).get("__slots__", ()))]
+    slots = [vars(kind).get("__slots__", ()) for kind in type(thing).__mro__]
+    names = [name for own in slots for name in ((own,) if isinstance(own, str) else own)]
     parts = [getattr(thing, name, None) for name in names if name not in ("__dict__", "__weakref__")]
     parts += getattr(thing, "__dict__", {}).values()
     if isinstance(thing, (list, tuple, set, frozenset)):
         parts += thing
     return [*parts, *thing.values()] if isinstance(thing, dict) else parts
-
-
-def _as_tuple(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _shown_in(tensors: Sequence[Tensor], units: Sequence[Unit]) -> list[Unit]:

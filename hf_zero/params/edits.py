@@ -62,19 +62,18 @@ class ShardedEdits(Edits):
 
     def remember_kept(self) -> None:
         """Record the units that inference keeps."""
-        for unit in self._units:
-            if unit.is_gathered and not unit.is_persistent and self._has_values:
-                for part in unit.parts:
-                    if part not in self._digests:
-                        self._digests[part] = _digests(part)
+        for part in self._kept_parts() if self._has_values else ():
+            if part not in self._digests:
+                self._digests[part] = _digests(part)
 
     def give_up_kept(self) -> None:
         """Copy edits of units that inference kept, before they are released."""
         self.adopt()
-        for unit in self._units:
-            if unit.is_gathered and not unit.is_persistent:
-                for part in unit.parts:
-                    part.leave_views()
+        for part in self._kept_parts():
+            part.leave_views()
+
+    def _kept_parts(self) -> list[UnitPart]:
+        return [part for unit in self._units if unit.is_gathered and not unit.is_persistent for part in unit.parts]
 
     def close(self) -> None:
         """Stop tracking writes, because the units are gone."""
@@ -85,10 +84,8 @@ class ShardedEdits(Edits):
 
     def forget_released(self) -> None:
         """Forget digests of released units before weights change."""
-        for unit in self._units:
-            if not unit.is_gathered:
-                for part in unit.parts:
-                    self._digests.pop(part, None)
+        for part in self._digests.keys() - set(self._kept_parts()):
+            del self._digests[part]
 
     @torch.no_grad()
     def adopt(self) -> None:

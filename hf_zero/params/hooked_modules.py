@@ -76,30 +76,24 @@ def hook_modules(gathered_modules: Sequence[GatheredModule], unit_of: Mapping[in
 
     A module without units is hooked too: called by itself, it may read a parameter of another module.
     """
-    inside = [frozenset(id(module) for module in gathered.module.modules()) for gathered in gathered_modules]
     units = [_units_of(gathered.parameters, unit_of) for gathered in gathered_modules]
-    positions: dict[int, int] = {}
-    for index, own in enumerate(units):
-        if own:
-            positions[index] = len(positions)
+    with_units = [index for index, own in enumerate(units) if own]
+    positions = {index: position for position, index in enumerate(with_units)}
     hooked = []
-    for index, gathered in enumerate(gathered_modules):
-        subtree = tuple(
-            position for other, position in positions.items() if id(gathered_modules[other].module) in inside[index]
-        )
-        if positions:
-            hooked.append(
-                HookedModule(
-                    name=gathered.name or type(gathered.module).__name__,
-                    module=gathered.module,
-                    units=units[index],
-                    position=positions.get(index),
-                    subtree=subtree,
-                    inside=inside[index],
-                    reads_in_backward=gathered.is_container or not isinstance(gathered.module, nn.Embedding),
-                    is_container=gathered.is_container,
-                )
+    for index, gathered in enumerate(gathered_modules) if positions else ():
+        inside = frozenset(id(module) for module in gathered.module.modules())
+        hooked.append(
+            HookedModule(
+                name=gathered.name or type(gathered.module).__name__,
+                module=gathered.module,
+                units=units[index],
+                position=positions.get(index),
+                subtree=tuple(positions[other] for other in with_units if id(gathered_modules[other].module) in inside),
+                inside=inside,
+                reads_in_backward=gathered.is_container or not isinstance(gathered.module, nn.Embedding),
+                is_container=gathered.is_container,
             )
+        )
     return hooked
 
 
@@ -145,14 +139,14 @@ def set_z3_leaf_modules(
     Raises:
         ValueError: if there is none and `raise_if_not_found`.
     """
-    return _mark(model, _of_class(leaf_module_classes), True, raise_if_not_found, leaf_module_classes)
+    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Unmark modules and return them."""
-    return _mark(model, _of_class(leaf_module_classes), False, raise_if_not_found, leaf_module_classes)
+    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
@@ -179,13 +173,9 @@ def set_z3_leaf_modules_by_suffix(
 def mark_leaves(model: nn.Module, policy: Zero) -> None:
     """Mark the modules of zero_optimization.leaf_module, where unknown names are allowed."""
     wanted = policy.leaf_module
-    if wanted is None:
-        return
-    if wanted.classes:
+    if wanted is not None:
         set_z3_leaf_modules(model, wanted.classes, raise_if_not_found=False)
-    if wanted.names:
         set_z3_leaf_modules_by_name(model, wanted.names, raise_if_not_found=False)
-    if wanted.name_suffixes:
         set_z3_leaf_modules_by_suffix(model, wanted.name_suffixes, raise_if_not_found=False)
 
 
@@ -207,20 +197,12 @@ def _mark_each(
     return list(marked.values()), missing
 
 
-def _of_class(classes: Sequence[type | str]) -> Callable[[str, nn.Module], bool]:
-    types = tuple(kind for kind in classes if isinstance(kind, type))
-    names = {kind.rsplit(".", 1)[-1] for kind in classes if isinstance(kind, str)}
-    return lambda _, module: isinstance(module, types) or type(module).__name__ in names
-
-
-def _mark(
-    model: nn.Module,
-    matches: Callable[[str, nn.Module], bool],
-    flag: bool,
-    raise_if_not_found: bool,
-    wanted: Iterable[object],
+def _mark_classes(
+    model: nn.Module, wanted: Sequence[type | str], flag: bool, raise_if_not_found: bool
 ) -> list[nn.Module]:
-    marked = [module for name, module in model.named_modules() if matches(name, module)]
+    types = tuple(kind for kind in wanted if isinstance(kind, type))
+    names = {kind.rsplit(".", 1)[-1] for kind in wanted if isinstance(kind, str)}
+    marked = [module for module in model.modules() if isinstance(module, types) or type(module).__name__ in names]
     if not marked and raise_if_not_found:
         classes = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(f"leaf modules: {list(wanted)} match nothing in the model, whose classes are {classes}")

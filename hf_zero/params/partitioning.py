@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from hf_zero.params.store import HANDLE, of
 
 
 TOGETHER_NUMEL = 1 << 20  # elements gathered in one collective
+T = TypeVar("T")
 
 
 @torch.no_grad()
@@ -42,7 +43,8 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     for index, handle in enumerate(handles):
         by_kind.setdefault((handle.shard.dtype, handle.device), []).append(index)
     for indices in by_kind.values():
-        for batch in _batches(indices, handles):
+        # Large parameters are gathered alone, to avoid a second copy.
+        for batch in batches(indices, lambda index: handles[index].numel, TOGETHER_NUMEL):
             members = [handles[index] for index in batch]
             gathered.update(zip(batch, _gather_together(members), strict=True))
     kept = [handle.kept for handle in handles if handle.kept is not None]
@@ -54,16 +56,16 @@ def all_gather_values(handles: Sequence[ShardedParameter]) -> list[Tensor]:
     return [gathered[index] for index in range(len(handles))]
 
 
-def _batches(indices: Sequence[int], handles: Sequence[ShardedParameter]) -> Iterator[list[int]]:
-    """Yield batches for one gather: large parameters alone, to avoid a second copy, and small ones together."""
-    batch: list[int] = []
+def batches(items: Iterable[T], numel_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield consecutive items of at most `limit` elements together, or one larger item."""
+    batch: list[T] = []
     numel = 0
-    for index in indices:
-        if batch and numel + handles[index].numel > TOGETHER_NUMEL:
+    for item in items:
+        if batch and numel + numel_of(item) > limit:
             yield batch
             batch, numel = [], 0
-        batch.append(index)
-        numel += handles[index].numel
+        batch.append(item)
+        numel += numel_of(item)
     if batch:
         yield batch
 
@@ -143,16 +145,6 @@ def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None
         handle.write(handle.parameter.data)
 
 
-_CALLABLES = (
-    "all_gather",
-    "partition",
-    "convert_to_zero_parameters",
-    "partition_numel",
-    "aligned_size",
-    "padding_size",
-    "__deepcopy__",
-    "__reduce_ex__",
-)
 _ids = itertools.count()
 
 
@@ -171,7 +163,7 @@ def shard_parameter(
     else:
         shard = local_chunk(values, groups.shard.rank, groups.shard.size)
     handle = ShardedParameter(parameter, shard.to(dtype or parameter.dtype), shape, groups)
-    _describe(handle)
+    vars(parameter).update(_attributes(handle))
     return handle
 
 
@@ -208,7 +200,9 @@ def _make_plain(handle: ShardedParameter) -> None:
         handle.owner.release()
     handle.show(handle.parameter.data.clone() if handle.is_available else all_gather_values([handle])[0])
     handle.unsharded = None
-    _forget(handle.parameter)
+    own, added = vars(handle.parameter), _attributes(handle)
+    for name in [name for name in own if name in added or name.startswith("ds_")]:
+        del own[name]
 
 
 def describe_unsharded(module: nn.Module) -> None:
@@ -224,35 +218,32 @@ def describe_unsharded(module: nn.Module) -> None:
             described.ds_tensor = parameter.detach().view(-1) if parameter.is_contiguous() else None
 
 
-def _describe(handle: ShardedParameter) -> None:
-    """Set the attributes of ZeRO-3 parameters that other libraries read."""
+def _attributes(handle: ShardedParameter) -> dict[str, Any]:
+    """The attributes of ZeRO-3 parameters that other libraries read."""
     parameter: Any = handle.parameter
-    setattr(parameter, HANDLE, handle)
     known = getattr(parameter, "ds_id", None)
-    parameter.ds_id = next(_ids) if known is None else known
-    parameter.ds_shape = handle.shape
-    parameter.ds_numel = handle.numel
-    parameter.ds_tensor = described_shard(handle)
-    parameter.ds_persist = False
-    parameter.ds_process_group = None
-    parameter.ds_param_type = ZeroParamType.PARTITIONED
-    parameter.ds_active_sub_modules = set()
-    parameter.all_gather = lambda param_list=None, **_options: unshard(_handles(param_list or [parameter]))
-    parameter.partition = lambda param_list=None, **_options: reshard(_held(param_list or [parameter]))
-    parameter.convert_to_zero_parameters = lambda param_list: [
-        shard_parameter(other, handle.groups) for other in param_list if of(other) is None
-    ]
-    parameter.ds_summary = lambda: _summary(handle)
-    parameter.partition_numel = lambda: handle.shard.numel()
-    parameter.aligned_size = lambda: handle.shard.numel() * handle.groups.shard.size
-    parameter.padding_size = lambda: handle.shard.numel() * handle.groups.shard.size - handle.numel
-    parameter.__deepcopy__ = lambda memo: _deepcopy(handle, memo)
-    parameter.__reduce_ex__ = lambda protocol: _pickled(handle, protocol)
-
-
-def _forget(parameter: nn.Parameter) -> None:
-    for name in [name for name in vars(parameter) if name.startswith("ds_")] + [*_CALLABLES, HANDLE]:
-        vars(parameter).pop(name, None)
+    return {
+        HANDLE: handle,
+        "ds_id": next(_ids) if known is None else known,
+        "ds_shape": handle.shape,
+        "ds_numel": handle.numel,
+        "ds_tensor": described_shard(handle),
+        "ds_persist": False,
+        "ds_process_group": None,
+        "ds_param_type": ZeroParamType.PARTITIONED,
+        "ds_active_sub_modules": set(),
+        "all_gather": lambda param_list=None, **_options: unshard(_handles(param_list or [parameter])),
+        "partition": lambda param_list=None, **_options: reshard(_held(param_list or [parameter])),
+        "convert_to_zero_parameters": lambda param_list: [
+            shard_parameter(other, handle.groups) for other in param_list if of(other) is None
+        ],
+        "ds_summary": lambda: _summary(handle),
+        "partition_numel": lambda: handle.shard.numel(),
+        "aligned_size": lambda: handle.shard.numel() * handle.groups.shard.size,
+        "padding_size": lambda: handle.shard.numel() * handle.groups.shard.size - handle.numel,
+        "__deepcopy__": lambda memo: _deepcopy(handle, memo),
+        "__reduce_ex__": lambda protocol: _pickled(handle, protocol),
+    }
 
 
 def _handles(parameters: Sequence[nn.Parameter]) -> list[ShardedParameter]:

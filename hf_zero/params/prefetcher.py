@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 
 from torch import Tensor
 
-from hf_zero.comm import Collectives, Rows, gather_lane, ledger
+from hf_zero.comm import Collectives, gather_lane, ledger
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
 from hf_zero.offload.placement import Placements
@@ -17,38 +18,11 @@ from hf_zero.params.unit import GatherBuffers, Unit, UnitState
 from hf_zero.spans import SPANS
 
 
-class Ahead:
-    """Units that have been prefetched.
-
-    Attributes:
-        units: in the order of their requests.
-    """
-
-    def __init__(self, everything: Sequence[Unit], order: ExecutionOrder, buffers: GatherBuffers) -> None:
-        self.units: list[Unit] = []
-        self._everything = everything
-        self._order = order
-        self._buffers = buffers
-
-    def has_room_for(self, unit: Unit, after: Sequence[Unit] = ()) -> bool:
-        """Whether `unit` may be prefetched after the units `after`."""
-        ahead = sum(each.numel for each in (*self.units, *after))
-        live = sum(each.numel for each in self._everything if each.is_gathered)
-        return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=live)
-
-    def discard(self) -> None:
-        """Release the prefetched units, which are not needed."""
-        unwanted, self.units = self.units, []
-        for unit in unwanted:
-            unit.discard(self._buffers)
-
-
 class Prefetcher:
     """Gathers units ahead of their use. Each rank requests the units it needs, and `hf_zero.comm.negotiation` matches
     the requests of all ranks.
 
     Attributes:
-        ahead: the prefetched units.
         in_backward: whether units are needed from the last to the first.
         trains: whether the current pass records gradients, or is the backward of such a pass.
     """
@@ -67,7 +41,8 @@ class Prefetcher:
         self._runtime = runtime_of(placements.device)
         self._rows_written: Event | None = None  # None: rows may have been written since the last gather
         self.buffers = GatherBuffers(placements.device)
-        self.ahead = Ahead(self._units, order, self.buffers)
+        self.take_buffer, self.give_buffer = self.buffers.take, self.buffers.give
+        self._ahead: list[Unit] = []  # prefetched, in the order of their requests
         for unit in units:
             for part in unit.parts:
                 for numel, dtype in part.form.buffers(part.layout, part.dtype):
@@ -87,12 +62,6 @@ class Prefetcher:
     def close_rows(self, unit: int) -> None:
         self._units[unit].put_back()
 
-    def take_buffer(self, numel: int, row: Tensor) -> Tensor:
-        return self.buffers.take(numel, row)
-
-    def give_buffer(self, rows: Rows) -> None:
-        self.buffers.give(rows)
-
     # What this rank needs
 
     def gather(self, unit: Unit) -> None:
@@ -103,8 +72,8 @@ class Prefetcher:
             if unit.state is UnitState.RELEASED:
                 self._ask_for(unit)
             unit.finish(self.buffers)
-        if unit in self.ahead.units:
-            self.ahead.units.remove(unit)
+        if unit in self._ahead:
+            self._ahead.remove(unit)
 
     def prefetch(self, positions: Iterable[int]) -> None:
         """Request the next units, and fetch the shard of the unit after them from its storage, so that its gather can
@@ -116,14 +85,18 @@ class Prefetcher:
         if not self._order.gather_plan.prefetches:
             return
         upcoming = self._channel.negotiation.upcoming(in_backward=self.in_backward, trains=self.trains)
-        if upcoming is None and not self.ahead.units:
-            self._prefetch_expected(positions)
+        if upcoming is None and not self._ahead:
+            expected = (unit for position in positions for unit in self._order.by_position[position].units)
+            for unit in islice((unit for unit in expected if not unit.is_gathered), 2):
+                if self._ahead:
+                    unit.fetch()
+                else:
+                    self._request(unit)
         for unit in self._planned(upcoming or ()):
-            if not self.ahead.has_room_for(unit):
+            if not self._has_room_for(unit):
                 unit.fetch()
                 return
-            self._ask_for(unit)
-            self.ahead.units.append(unit)
+            self._request(unit)
 
     def _planned(self, upcoming: Sequence[int]) -> Iterator[Unit]:
         """This engine's next units in the plan, up to one that is used again."""
@@ -142,9 +115,9 @@ class Prefetcher:
         which would delay the update's own transfers. The same on all ranks."""
         units: list[Unit] = []
         for unit in self._planned(self._channel.negotiation.upcoming(in_backward=False, trains=True) or ()):
-            is_one_more = unit not in units and len(self.ahead.units) + len(units) < MOST_BESIDE_UPDATE
+            is_one_more = unit not in units and len(self._ahead) + len(units) < MOST_BESIDE_UPDATE
             is_at_hand = all(part.is_at_hand for part in unit.parts)
-            if not (is_one_more and is_at_hand and self.ahead.has_room_for(unit, after=units)):
+            if not (is_one_more and is_at_hand and self._has_room_for(unit, after=units)):
                 break
             units.append(unit)
         return units
@@ -154,28 +127,25 @@ class Prefetcher:
         self.in_backward, self.trains = False, True  # a rank may have evaluated before this update
         self.note_written()
         with ledger.phase("forward"):
-            self._ask_for(unit)
-            self.ahead.units.append(unit)
-
-    def _prefetch_expected(self, positions: Iterable[int]) -> None:
-        for position in positions:
-            for unit in self._order.by_position[position].units:
-                if unit.is_gathered:
-                    continue
-                if self.ahead.units:
-                    unit.fetch()
-                    return
-                self._ask_for(unit)
-                self.ahead.units.append(unit)
+            self._request(unit)
 
     def ask_ahead(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
-        if (in_backward, trains) != (self.in_backward, self.trains):
+        is_of_this_pass = (in_backward, trains) == (self.in_backward, self.trains)
+        if not is_of_this_pass or self._units[unit].state is not UnitState.RELEASED:
             return False
-        if self._units[unit].state is not UnitState.RELEASED:
-            return False
-        self._ask_for(self._units[unit])
-        self.ahead.units.append(self._units[unit])
+        self._request(self._units[unit])
         return True
+
+    def _has_room_for(self, unit: Unit, after: Sequence[Unit] = ()) -> bool:
+        """Whether `unit` may be prefetched after the units `after`."""
+        ahead = sum(each.numel for each in (*self._ahead, *after))
+        live = sum(each.numel for each in self._units if each.is_gathered)
+        return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=live)
+
+    def _request(self, unit: Unit) -> None:
+        """Prefetch `unit`."""
+        self._ask_for(unit)
+        self._ahead.append(unit)
 
     def _ask_for(self, unit: Unit) -> None:
         position = self._order.first_use[unit]
@@ -186,6 +156,12 @@ class Prefetcher:
                 number, order=order, in_backward=self.in_backward, trains=self.trains
             )
             unit.start(gathering)
+
+    def discard_prefetched(self) -> None:
+        """Release the prefetched units, which are not needed."""
+        unwanted, self._ahead = self._ahead, []
+        for unit in unwanted:
+            unit.discard(self.buffers)
 
     def release_all(self, except_for: Collection[Unit] = ()) -> None:
         """Release all units, except persistent ones."""
@@ -202,8 +178,8 @@ class Prefetcher:
         Raises:
             StorageError: on all ranks, if one could not read its rows from a drive.
         """
-        with ledger.phase("backward" if in_backward else "forward"):
-            self.ahead.discard()
+        with ledger.phase(_phase(in_backward)):
+            self.discard_prefetched()
             failed = self._placements.parameters.can_fail and self._placements.failure is not None
             if self._channel.negotiation.end(in_backward=in_backward, failed=failed):
                 stop_if_any(self._placements.failure, self._channel)
@@ -216,7 +192,7 @@ class Prefetcher:
         """Allow reads of rows again, and complete gathers requested during the update: nothing is in flight between
         passes, when a rank may exit."""
         with ledger.phase("forward"):
-            for unit in self.ahead.units:
+            for unit in self._ahead:
                 unit.arrive()
         self.note_written()
         self._channel.negotiation.reopen()

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import ParallelGroups, Pending
+from hf_zero.comm import LoneCollectives, ParallelGroups, Pending
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages
 from hf_zero.config import Zero
 from hf_zero.device.registry import runtime_of
@@ -131,7 +131,7 @@ class UnitBuilder:
                 with handle.opened() as chunk:
                     handle.move(InMemoryVector(chunk.to(dtype)), self._device)
         store = self._placements.parameters if persistent_in is None else persistent_in
-        across = self._groups.across_gather if persistent_in is None else None
+        across = self._groups.across_gather if persistent_in is None else LoneCollectives()
         part = UnitPart(layout, handles, store, self._device, self._placements.on_device, form(), across)
         if layout.trained_numel:
             self._store_masters(part, in_master_dtype)
@@ -140,7 +140,6 @@ class UnitBuilder:
         return part
 
     def _store_masters(self, part: UnitPart, in_master_dtype: Tensor | None) -> None:
-        """Store the masters of a part."""
         layout = part.layout
         bucket, row = layout.bucket(-1, {slot.member: -1 for slot in layout.slots}), Interval(0, layout.trained_numel)
         placement = self._placements.next(layout.trained_numel)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import CodeType
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,14 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Memory
 from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import InMemoryVector, Vector, absent
-from hf_zero.params.stand_ins import REPLACE_FIX, released_class, signature, signature_of, signed_nan
+from hf_zero.params.stand_ins import REPLACE_FIX, released_class, signed_nan
 from hf_zero.params.store import of
 
+if TYPE_CHECKING:
+    from hf_zero.params.sharded import ShardedParameters
+
 HEAP = HostHeap()
-_numbers = itertools.count()  # numbers of parameters, stored in their NaN
+_numbers = itertools.count()
 
 
 class ZeroParamStatus(Enum):
@@ -48,24 +51,6 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
-class Owner(Protocol):
-    """The store that a parameter belongs to."""
-
-    @property
-    def edits(self) -> Any:
-        """Copies writes to the parameter into its shards, see `edits.py`."""
-
-    @property
-    def max_live_numel(self) -> int:
-        """Elements that may stay gathered after use (stage3_max_live_parameters)."""
-
-    def before_write(self, handle: ShardedParameter) -> None:
-        """Prepare for a write to shards of `handle` outside of an update, on all ranks."""
-
-    def release(self) -> None:
-        """Release all its parameters."""
-
-
 class ShardedParameter:
     """The handle of one parameter; `of(parameter)` finds it.
 
@@ -77,6 +62,7 @@ class ShardedParameter:
         name: the parameter's name in its model, if known.
         unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
         unshard_count: number of GatheredParameters contexts that hold the parameter.
+        number: stored in the NaN that the released parameter holds.
         owner: the store whose unit the parameter belongs to; None before initialize().
         as_gathered: returns the kept chunk with this number as a gather delivers it, if gathers are not exact.
     """
@@ -96,9 +82,9 @@ class ShardedParameter:
         self.unsharded: Tensor | None = None
         self._version = 0  # of the parameter when it was shown
         self.unshard_count = 0
-        self.owner: Owner | None = None
+        self.owner: ShardedParameters | None = None
         self.as_gathered: Callable[[int], Tensor] | None = None
-        self._number = next(_numbers)
+        self.number = next(_numbers)
         self.stand_in = self._stand_in(shard.dtype, shard.device)
         self.hide()
 
@@ -188,12 +174,7 @@ class ShardedParameter:
 
     def _stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         # A separate scalar for each parameter: other libraries recognise tied parameters by equal addresses.
-        return signed_nan(self._number, dtype, device).expand(self.shape)
-
-    def is_source_of(self, value: float) -> bool:
-        """Whether `value` is the NaN that the released parameter holds, by its bits."""
-        bits = signature_of(value)
-        return bits != 0 and bits == signature(self._number, self.stand_in.dtype)
+        return signed_nan(self.number, dtype, device).expand(self.shape)
 
     @property
     def mark(self) -> Tensor:

@@ -340,7 +340,9 @@ class StandIns:
 
     def sources_of(self, value: float) -> list[str]:
         """Names of the parameters that the NaN `value` may come from, by its bits."""
-        return [repr(handle.name) for handle in self.handles if handle.is_source_of(value)]
+        bits = signature_of(value)
+        sources = [each for each in self.handles if bits and bits == signature(each.number, each.stand_in.dtype)]
+        return [repr(handle.name) for handle in sources]
 
 
 class FirstNan:

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm import Collectives, Gathering, Pending, Rows
-from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages, rounded
-from hf_zero.comm.rows import own_shard
+from hf_zero.comm.rows import Then, own_shard
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
 from hf_zero.kernels.accumulate import read_rows
@@ -133,9 +132,9 @@ class UnitPart:
         members: Sequence[ShardedParameter],
         store: Store,
         device: torch.device,
-        on_device: Callable[[Vector], Vector] = lambda kept: kept,
-        form: PlainRows | None = None,
-        across: Collectives | None = None,
+        on_device: Callable[[Vector], Vector],
+        form: PlainRows,
+        across: Collectives,
     ) -> None:
         """Create the part. Collective if several ranks keep the same rows.
 
@@ -143,15 +142,15 @@ class UnitPart:
             members: in the order of `layout.slots`. Their chunks move into one vector of `store`, with those of other
                 ranks that this rank keeps.
             on_device: fetches the vector to the device that gathers.
-            form: how rows are sent; None: unchanged.
-            across: ranks that keep the same rows, their own and each other's; None: no other rank does.
+            form: how rows are sent.
+            across: ranks that keep the same rows, their own and each other's.
         """
         self.layout = layout
         self.members = tuple(members)
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         self.device = device
-        self.form = form or PlainRows()
-        self._across = across or LoneCollectives()
+        self.form = form
+        self._across = across
         self.rows = kept_rows(layout.world, members[0].groups.shard.rank, self._across)
         name = f"weights of {members[0].name or 'a unit'} and following"
         self.stored = store.adopt(name, self._rows_to_keep(self._joined()))
@@ -216,7 +215,6 @@ class UnitPart:
         return rows
 
     def _kept_row(self, index: int) -> Vector:
-        """One of the kept rows."""
         numel = self.stored.numel // self.rows.count
         row = self.stored if self.rows.count == 1 else part_of(self.stored, index * numel, numel)
         if type(self.form) is StoredMessages:
@@ -266,10 +264,15 @@ class UnitPart:
 
     def refill(self, buffers: GatherBuffers) -> Pending:
         """Gather updated weights into a persistent part. Collective."""
+
+        def unpack() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                self.unpack(rows, buffers)
+
         with torch.inference_mode(False), torch.no_grad():
             row = self.open_row()
-            collectives = self.members[0].groups.shard
-            return _Refill(self, collectives.gather_rows(row, partial(buffers.take, like=row)), buffers)
+            rows = self.members[0].groups.shard.gather_rows(row, partial(buffers.take, like=row))
+        return Then(rows, unpack)
 
     def renew(self) -> Pending:
         """Receive other ranks' updates of the rows that this rank keeps. Collective."""
@@ -311,20 +314,6 @@ class UnitPart:
         """A kept chunk of a member as a gather delivers it."""
         with self._kept_row(row // self.rows.group).opened() as values:
             return rounded(values).narrow(0, slot.offset, slot.chunk)
-
-
-class _Refill(Pending):
-    """A gather of a part's new values, in flight."""
-
-    def __init__(self, part: UnitPart, rows: Rows, buffers: GatherBuffers) -> None:
-        self._part = part
-        self._rows = rows
-        self._buffers = buffers
-
-    def wait(self) -> None:
-        self._rows.wait()
-        with torch.inference_mode(False), torch.no_grad():
-            self._part.unpack(self._rows, self._buffers)
 
 
 class _RowPlan:
@@ -456,7 +445,6 @@ class Unit:
     def _complete(self, *, is_used: bool = True) -> Sequence[Rows]:
         assert self._gathering is not None, "asked for first"
         try:
-            rows = self._gathering.wait(is_used=is_used)
+            return self._gathering.wait(is_used=is_used)
         except RuntimeError as error:
             raise RuntimeError(f"gathering the parameters of {self.name!r} failed on this rank: {error}") from error
-        return rows

@@ -1,4 +1,4 @@
-"""What a training will need and how fast it will be, before it runs: from integers, a meta-device trace, a machine."""
+"""Predict the memory and speed of a training run from layouts, a trace on the meta device, and a machine's speeds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Python's collector of cycles rests while libraries are loaded: nothing of them is garbage, and looking for it
-    takes a tenth of the time."""
+    """Disable garbage collection while libraries are imported: they contain no garbage, and collections would take a
+    tenth of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""What can be chosen: stages, offload, gradient checkpointing; in the order in which to try them, each as a ds.json."""
+"""The candidates of a plan: stages, offload and gradient checkpointing, in order of preference, each as a ds.json."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Candidate:
     """One way to train.
 
     Attributes:
-        copy_per_host: states are sharded over the ranks of a host, each of which has a copy (`hf_zero.shard_group`).
-        second_shard: ranks of a host that gather around use among themselves (hpZ); 1: all that share the states.
+        copy_per_host: states are sharded over the ranks of each host, so every host has a copy (`hf_zero.shard_group`).
+        second_shard: size of the groups within a host that gather parameters (hpZ); 1: all ranks that share the states.
         is_given: the user's own ds.json, which is reported but never chosen.
-        streams: masters are kept as what weights lack (`hf_zero.streaming`).
+        streams: uses `hf_zero.streaming`.
     """
 
     stage: int
@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """For tables and folders: `stage 3, optimizer cpu, checkpointing`."""
+        """Name in tables, such as `stage 3, optimizer cpu, checkpointing`."""
         words = ["yours: " * self.is_given + f"stage {self.stage}"]
         words += [f"optimizer {self.optimizer}"] if self.optimizer else []
         words += [f"parameters {self.parameters}"] if self.parameters else []
@@ -60,7 +60,6 @@ class Candidate:
 
     @property
     def short(self) -> str:
-        """For names of folders."""
         words = ["yours_" * self.is_given + f"z{self.stage}"]
         words += [f"opt-{self.optimizer}"] if self.optimizer else []
         words += [f"param-{self.parameters}"] if self.parameters else []
@@ -70,7 +69,7 @@ class Candidate:
         return "_".join(words + ["ckpt"] * self.checkpointing)
 
 
-# The order of preference: Stage 0 > 1 > 2 > 2 with offload > 3 > 3 with offloads, then NVMe.
+# In order of preference: stage 0 > 1 > 2 > 2 with offload > 3 > 3 with offload, then NVMe.
 PREFERRED = (
     Candidate(0),
     Candidate(1),
@@ -93,17 +92,17 @@ _ELEMENTWISE = frozenset({"adam", "adamw", "adam8bit", "adamw8bit", "adagrad", "
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What the user has decided.
+    """The settings that the user has given.
 
     Attributes:
-        length: tokens of a sample.
-        micro_batch: samples of a forward on one rank, or on ranks that share them.
-        checkpointing: whether activations are computed again; None: whatever is better.
-        optimizer: as in ds.json.
+        length: tokens per sample.
+        micro_batch: samples per forward on one rank, or on a group of ranks that share them.
+        checkpointing: gradient checkpointing; None: try both and use the better one.
+        optimizer: `optimizer.type` of ds.json.
         nvme_path: None: no drive is used.
-        tensor_parallel: ranks that hold parts of the same matrices.
-        sequence_parallel: ranks that hold parts of the same sequences.
-        expert_parallel: ranks that hold all experts between them.
+        tensor_parallel: ranks that share each matrix.
+        sequence_parallel: ranks that share each sequence.
+        expert_parallel: ranks that experts are distributed over.
     """
 
     length: int = 2048
@@ -120,36 +119,34 @@ class Training:
 
     @property
     def can_stream(self) -> bool:
-        """Whether `hf_zero.streaming` takes it, and keeps less for it."""
+        """Whether `hf_zero.streaming` supports it and saves memory."""
         is_elementwise = self.optimizer.lower() in _ELEMENTWISE
         return is_elementwise and self.precision == "bf16" and self.tensor_parallel == 1
 
     @property
     def tokens(self) -> int:
-        """Of one step, and of all ranks that see the same samples."""
+        """Tokens per step of all ranks that see the same samples."""
         return self.length * self.micro_batch * self.accumulation
 
     @property
     def local_length(self) -> int:
-        """Tokens of a sample that one rank sees."""
+        """Tokens per sample on one rank."""
         return -(-self.length // self.sequence_parallel)
 
     @property
     def neighbours(self) -> int:
-        """Ranks that see the same samples: consecutive ones. (Not both are more than one.)"""
+        """Number of consecutive ranks that see the same samples. (At most one of the factors is above 1.)"""
         return self.tensor_parallel * self.sequence_parallel
 
     @property
     def exchanging(self) -> int:
-        """Ranks that send each other activations in every layer: consecutive ones."""
+        """Number of consecutive ranks that exchange activations in every layer."""
         return max(self.neighbours, self.expert_parallel)
 
     def data_ranks(self, ranks: int) -> int:
-        """Of `ranks`, as many as see different samples."""
         return ranks // self.neighbours
 
     def view(self) -> TrainingView:
-        """TrainingArguments that say the same."""
         return TrainingView(
             per_device_train_batch_size=self.micro_batch,
             gradient_accumulation_steps=self.accumulation,
@@ -159,30 +156,30 @@ class Training:
         )
 
     def flags(self, candidate: Candidate) -> str:
-        """The same as flags of a script that takes TrainingArguments."""
+        """The corresponding flags of a script with TrainingArguments."""
         words = [f"--per_device_train_batch_size {self.micro_batch}"]
         words += [f"--gradient_accumulation_steps {self.accumulation}"] if self.accumulation > 1 else []
         words += [f"--{self.precision} true"] if self.precision != "fp32" else []
         return " ".join(words + ["--gradient_checkpointing true"] * candidate.checkpointing)
 
     def more_words(self, candidate: Candidate, ranks: int) -> tuple[str, ...]:
-        """What a script needs that no flag says."""
-        found = []
+        """What the script needs in addition to the flags."""
+        words = []
         if self.sequence_parallel > 1:
             mesh = f"sp_size={self.sequence_parallel}, dp_shard_size={self.data_ranks(ranks)}"
-            found.append(f'and give TrainingArguments ParallelismConfig({mesh}, sp_backend="deepspeed")')
+            words.append(f'and pass ParallelismConfig({mesh}, sp_backend="deepspeed") to TrainingArguments')
         if self.tensor_parallel > 1 and candidate.stage == 3:
-            found.append("and make the model before TrainingArguments: what is cut must be whole first")
-        return tuple(found)
+            words.append("and create the model before TrainingArguments, because it must be whole before it is cut")
+        return tuple(words)
 
 
 def candidates(training: Training, *, ranks: int, separate: bool, per_host: int | None = None) -> Iterator[Candidate]:
-    """Those that differ on such a machine, by preference; without checkpointing first.
+    """Yield the candidates that differ on such a machine, in order of preference; without checkpointing first.
 
     Args:
-        ranks: that share states, unless a candidate has smaller groups.
-        per_host: ranks of a host, all of them by default. Of several hosts each may have a copy of the states, or
-            (stage 3) what its ranks gather around use.
+        ranks: ranks that share the states, unless a candidate has smaller groups.
+        per_host: ranks per host; default: all. Each of several hosts may have a copy of the states or, at stage 3,
+            second shards.
     """
     ways = (False, True) if training.checkpointing is None else (training.checkpointing,)
     for each in PREFERRED:
@@ -193,13 +190,12 @@ def candidates(training: Training, *, ranks: int, separate: bool, per_host: int 
         if each.streams and not training.can_stream:
             continue
         if ranks == 1 and each.stage in (1, 2) and each != Candidate(2, optimizer="cpu"):
-            continue  # nothing to share with: the same as stage 0
+            continue  # nothing to shard: the same as stage 0
         for grouped in _grouped(each, ranks, per_host or ranks):
             yield from (replace(grouped, checkpointing=checkpointing) for checkpointing in ways)
 
 
 def _grouped(each: Candidate, ranks: int, per_host: int) -> Iterator[Candidate]:
-    """The candidate, and with groups that lie within hosts."""
     yield each
     if each.stage == 0 or not 1 < per_host < ranks:
         return
@@ -210,7 +206,7 @@ def _grouped(each: Candidate, ranks: int, per_host: int) -> Iterator[Candidate]:
 
 
 def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
-    """A ready ds.json; what TrainingArguments know too is "auto"."""
+    """Return a complete ds.json; values that TrainingArguments also have are "auto"."""
     zero: dict[str, Any] = {"stage": candidate.stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
     if candidate.stage == 3:
         zero |= {
@@ -239,10 +235,10 @@ def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
 
 
 def resolved(config: dict[str, Any], training: Training, model: PlannedModel, ranks: int) -> Resolved:
-    """What an engine would make of it.
+    """Resolve a config as an engine would.
 
     Raises:
-        ConfigError: when it is not a config that hf_zero takes.
+        ConfigError: the config is invalid.
     """
     return resolve(config, training.view(), model=model.view, world_size=ranks)
 
@@ -250,26 +246,26 @@ def resolved(config: dict[str, Any], training: Training, model: PlannedModel, ra
 def check_sizes(training: Training, ranks: int) -> None:
     """
     Raises:
-        ConfigError: ranks cannot share matrices, sequences or experts like that, as engines have it.
+        ConfigError: the ranks cannot be divided into groups of these sizes.
     """
     experts = training.expert_parallel
     resolve(ds_config(PREFERRED[min(1, experts - 1)], training), training.view(), world_size=ranks)
     if ranks % experts:
         rule = f"world size = data ranks x expert_parallel.autoep_size does not hold: {ranks} != n x {experts}"
-        raise ConfigError(Problem("--expert-parallel", experts, rule, "give a divisor of the ranks"))
+        raise ConfigError(Problem("--expert-parallel", experts, rule, "give a divisor of the number of ranks"))
     if experts > 1 and training.sequence_parallel > 1:
-        rule = "messages of experts and of sequences go through different groups, and a plan counts those of one"
-        raise ConfigError(Problem("--expert-parallel", experts, rule, "plan with one of the two"))
+        rule = "experts and sequences exchange messages in different groups, and a plan counts only one of them"
+        raise ConfigError(Problem("--expert-parallel", experts, rule, "plan with only one of the two"))
 
 
-# A ds.json of the user's
+# The user's ds.json
 
 
 def training_of(config: ConfigDict, training: Training, ranks: int) -> Training:
-    """What a ds.json decides of a training; what it leaves open stays as asked for.
+    """Return `training` with the settings of a ds.json, if it has them.
 
     Raises:
-        ConfigError: it is none that hf_zero takes.
+        ConfigError: the config is invalid.
     """
     views = Views(
         world_size=ranks,
@@ -300,7 +296,7 @@ def training_of(config: ConfigDict, training: Training, ranks: int) -> Training:
 
 
 def given_config(config: ConfigDict, training: Training) -> ConfigDict:
-    """A ds.json whose "auto" are filled in where `training` knows them, as a Trainer would."""
+    """Return the ds.json with "auto" replaced by the values of `training`, as Trainer does."""
     filled = load_config(config)
     filled.update({MICRO: training.micro_batch, STEPS: training.accumulation})
     if is_auto(filled.get(TRAIN)):
@@ -319,7 +315,6 @@ def _place_of(section: OffloadOptimizer | OffloadParam | None) -> Literal["cpu",
 
 
 def candidate_of(answers: Resolved, *, checkpointing: bool) -> Candidate:
-    """The candidate that a user's ds.json is."""
     zero = answers.zero
     return Candidate(
         zero.stage,

@@ -1,4 +1,4 @@
-"""Every candidate with what it needs and how long its step takes; and the one to take."""
+"""Memory and step time of every candidate, and the choice among them."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from hf_zero.planning.candidates import (
     given_config,
     resolved,
 )
-from hf_zero.planning.event_model import Setup, Shape, exchange_seconds, simulate
+from hf_zero.planning.event_model import Setup, Shape, Step, exchange_seconds, simulate
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import KINDS, OptimizerSize, RankMemory, Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling, trace
 from hf_zero.planning.trace import Trace, in_place_of
 from hf_zero.precision import precision_from
 
-ALIKE = 1.05  # times of steps that a model of a step cannot tell apart
-_ROUNDED = "yours: ZeRO++'s messages of fewer bits count as such in what is sent, not in memory or time"
+ALIKE = 1.05  # step times closer than this ratio are too close to distinguish
+_ROUNDED = "yours: ZeRO++'s quantized messages are counted in the bytes sent, but not in memory and time"
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One candidate.
+    """The estimate of one candidate.
 
     Attributes:
         config: its ds.json.
-        seconds: of a step (an update).
+        seconds: time of a step (an update).
         bound: the lane that is busy longest.
-        lacks: what does not fit, in words; empty where it fits.
+        lacks: what does not fit, as text; empty if everything fits.
     """
 
     candidate: Candidate
@@ -64,16 +64,15 @@ class Estimate:
         return not self.lacks
 
     def tokens_per_s(self, training: Training, ranks: int) -> float:
-        """Of all ranks."""
         return training.tokens * training.data_ranks(ranks) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All candidates, by preference, and the one to take (None: nothing fits).
+    """All candidates in order of preference, and the chosen one (None: nothing fits).
 
     Attributes:
-        yours: a ds.json of the user's, without and with gradient checkpointing where both are tried.
+        yours: the user's ds.json, without and with gradient checkpointing if both are tried.
     """
 
     model: PlannedModel
@@ -87,7 +86,6 @@ class Plan:
 
     @property
     def rows(self) -> tuple[Estimate, ...]:
-        """What is reported."""
         return (*self.yours, *self.estimates)
 
 
@@ -95,45 +93,43 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     """Estimate all candidates and choose.
 
     Args:
-        model: cut for `training.tensor_parallel` ranks, its experts spread over `training.expert_parallel`.
-        given: a ds.json of the user's, with which `training` agrees.
+        model: cut for `training.tensor_parallel` ranks, with experts distributed over `training.expert_parallel`.
+        given: the user's ds.json, consistent with `training`.
 
     Raises:
-        ConfigError: when no candidate is a config that hf_zero takes, with what is wrong with the first; when ranks
-            cannot share the model's sequences.
+        ConfigError: no candidate has a valid config (the error is that of the first one), or ranks cannot share the
+            model's sequences.
     """
     sizes = training.tensor_parallel, training.expert_parallel
-    assert (model.tensor_size, model.expert_size) == sizes, "the model of another plan"
+    assert (model.tensor_size, model.expert_size) == sizes, "the model is of another plan"
     check_sizes(training, hardware.ranks)
     model.check_shares(training.sequence_parallel)
     traces: dict[bool, Trace] = {}
-    size = optimizer_size(training)
     estimates: list[Estimate] = []
     refused: dict[str, ConfigError] = {}
     alike, per_host = with_same_weights(hardware.ranks, hardware.per_host, training.tensor_parallel)
     ways = list(candidates(training, ranks=alike, separate=hardware.separate, per_host=per_host))
     for candidate in tracked(ways, "estimating"):
-        if candidate.checkpointing not in traces:
-            way = candidate.checkpointing
+        way = candidate.checkpointing
+        if way not in traces:
             traces[way] = traced(model, training, checkpointing=way, on_cpu=not hardware.separate)
+        config = ds_config(candidate, training)
         try:
-            found = estimate(model, hardware, training, candidate, traces[candidate.checkpointing], size)
+            answers = resolved(config, training, model, hardware.ranks)
+            estimates.append(_estimate(model, hardware, training, candidate, config, answers, traces[way]))
         except ConfigError as error:
             refused[candidate.name] = error
-        else:
-            estimates.append(found)
     if not estimates and refused:
         raise next(iter(refused.values()))
     notes = [*model.notes, *hardware.notes, *dict.fromkeys(each.note for each in traces.values() if each.note)]
     reasons = tuple(f"{name}: {error.problems[0].rule}" for name, error in refused.items())
-    yours = () if given is None else tuple(given_estimates(model, hardware, training, given, size))
+    yours = () if given is None else tuple(given_estimates(model, hardware, training, given))
     notes += [_of_experts(model, hardware, training, traces)] if training.expert_parallel > 1 else []
     notes += [_ROUNDED] if any(_rounds(each.config) for each in yours) else []
     return Plan(model, hardware, training, tuple(estimates), choose(estimates), reasons, tuple(notes), yours)
 
 
 def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, traces: Mapping[bool, Trace]) -> str:
-    """What tokens on their way to experts cost, beside what stage 3 would send in their place."""
     tokens, size = training.micro_batch * training.local_length, model.dtype.itemsize
     sent = [
         f"{Traffic.of(_exchanges(hardware, training, seen)).total / tokens:,.0f}"
@@ -144,18 +140,18 @@ def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, tra
     sizes = Sizes(gathered=whole, trained=trained, weight_bytes=size, gradient_bytes=size)
     plain = Traffic.of(traffic_of(sizes, Wiring(ranks=hardware.ranks, per_host=hardware.per_host))).total
     return (
-        f"experts over {model.expert_size} ranks, evenly routed: per token {' or '.join(sent)} bytes leave a rank in a "
-        f"forward and a backward, in place of {plain / tokens:,.0f} of stage 3's gathers and reductions of all experts"
+        f"experts over {model.expert_size} ranks, evenly routed: per token a rank sends {' or '.join(sent)} bytes in "
+        f"forward and backward, instead of {plain / tokens:,.0f} for stage 3's gathers and reductions of all experts"
     )
 
 
 def given_estimates(
-    model: PlannedModel, hardware: Hardware, training: Training, given: ConfigDict, size: OptimizerSize
+    model: PlannedModel, hardware: Hardware, training: Training, given: ConfigDict
 ) -> Iterator[Estimate]:
-    """Of a ds.json with which `training` agrees: without and with checkpointing, or as `training` says.
+    """Estimate the user's ds.json, without and with checkpointing unless `training` decides.
 
     Raises:
-        ConfigError: where it is refused.
+        ConfigError: the config is invalid.
     """
     config = given_config(given, training)
     answers = resolve(
@@ -169,8 +165,8 @@ def given_estimates(
     tiling = Tiling(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
     for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
         seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
-        found = _estimated(model, hardware, training, answers, seen, size, checkpointing=checkpointing)
-        yield Estimate(candidate_of(answers, checkpointing=checkpointing), config, *found)
+        candidate = candidate_of(answers, checkpointing=checkpointing)
+        yield _estimate(model, hardware, training, candidate, config, answers, seen)
 
 
 def _rounds(config: dict[str, Any]) -> bool:
@@ -178,11 +174,10 @@ def _rounds(config: dict[str, Any]) -> bool:
     return any(zero.get(f"zero_quantized_{what}") for what in ("weights", "gradients"))
 
 
-@lru_cache(maxsize=32)  # what would help when nothing fits is asked for more than once
+@lru_cache(maxsize=32)  # `remedies` needs the same traces again
 def traced(
     model: PlannedModel, training: Training, *, checkpointing: bool, tiling: Tiling | None = None, on_cpu: bool = False
 ) -> Trace:
-    """A micro-batch of one rank."""
     return trace(
         model,
         micro_batch=training.micro_batch,
@@ -195,66 +190,51 @@ def traced(
 
 
 def choose(estimates: Sequence[Estimate]) -> Estimate | None:
-    """The fastest that fits; of those that are as fast as far as one can tell, the first by preference."""
+    """Return the fastest estimate that fits; among those about as fast, the first in order of preference."""
     fitting = [each for each in estimates if each.fits]
     fastest = min((each.seconds for each in fitting), default=0.0)
     return next((each for each in fitting if each.seconds <= fastest * ALIKE), None)
 
 
-def estimate(
+def _estimate(
     model: PlannedModel,
     hardware: Hardware,
     training: Training,
     candidate: Candidate,
-    seen: Trace,
-    size: OptimizerSize,
-) -> Estimate:
-    """One candidate.
-
-    Raises:
-        ConfigError: where its ds.json is refused.
-    """
-    config = ds_config(candidate, training)
-    answers = resolved(config, training, model, hardware.ranks)
-    found = _estimated(model, hardware, training, answers, seen, size, checkpointing=candidate.checkpointing)
-    return Estimate(candidate, config, *found)
-
-
-def _estimated(
-    model: PlannedModel,
-    hardware: Hardware,
-    training: Training,
+    config: dict[str, Any],
     answers: Resolved,
     seen: Trace,
-    size: OptimizerSize,
-    *,
-    checkpointing: bool,
-) -> tuple[RankMemory, Traffic, float, str, float, tuple[str, ...]]:
-    """What an `Estimate` has beside candidate and config."""
-    setting = setting_of(answers, size, hardware)
+) -> Estimate:
+    setting = setting_of(answers, training, hardware)
     if setting.shard_ranks % model.expert_size:
         equation = f"{setting.shard_ranks} != n x {model.expert_size}"
         rule = f"ranks per shard group = n x ranks along expert does not hold: {equation}"
         raise ConfigError(Problem("--expert-parallel", model.expert_size, rule, "give a divisor of the shard group"))
     memory = rank_memory(model, setting, seen)
     goes_out = answers.section(ActivationCheckpointing).cpu_checkpointing
-    if checkpointing and goes_out and hardware.separate:
+    if candidate.checkpointing and goes_out and hardware.separate:
         memory = memory.with_activations_on_host(kept_by_layers(model, training))
-    seconds, bound = _step(model, hardware, training, answers, seen, recomputes=checkpointing)
+    step = _step(model, hardware, training, answers, seen, recomputes=candidate.checkpointing)
     exchanges = _exchanges(hardware, training, seen, training.accumulation)
-    moved = Traffic.of([*_of_states(model, hardware, answers), *exchanges])
-    lacks = tuple(_lacks(memory, hardware))
-    return memory, moved, seconds, bound, seen.flops * training.accumulation, lacks
+    return Estimate(
+        candidate,
+        config,
+        memory,
+        traffic=Traffic.of([*_of_states(model, hardware, answers), *exchanges]),
+        seconds=step.seconds,
+        bound=step.bound,
+        flops=seen.flops * training.accumulation,
+        lacks=tuple(_lacks(memory, hardware)),
+    )
 
 
 def kept_by_layers(model: PlannedModel, training: Training) -> int:
-    """Bytes of inputs that go to host memory with `activation_checkpointing.cpu_checkpointing`."""
+    """Bytes of inputs that `activation_checkpointing.cpu_checkpointing` moves to host memory."""
     tokens = training.micro_batch * training.local_length
     return on_host(tokens * model.hidden * model.dtype.itemsize, model.layers)
 
 
 def _exchanges(hardware: Hardware, training: Training, seen: Trace, accumulation: int = 1) -> list[Transfer]:
-    """Activations, among ranks that hold parts of the same matrices or sequences, or experts of the same layers."""
     return exchanges_of(seen.messages, group=training.exchanging, per_host=hardware.per_host, accumulation=accumulation)
 
 
@@ -280,18 +260,19 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
         gradient_bits=answers.zero.gradient_bits,
         hops=2 if answers.zero.hops == 2 else 1,
     )
-    found = traffic_of(sizes, wiring)
-    if apart:  # gradients travel among ranks with the same experts, which are so many places apart
+    transfers = traffic_of(sizes, wiring)
+    if apart:  # expert gradients are reduced among the ranks with the same experts
         stays = answers.zero.stage == 3
         experts = replace(sizes, gathered=0, kept=0, trained=0 if stays else trained_apart)
         ranks, per_host = with_same_weights(hardware.ranks, hardware.per_host, model.expert_size)
         shard = wiring.shard // model.expert_size if wiring.shard is not None else None
         alike = replace(wiring, ranks=ranks, per_host=per_host, shard=shard, second_shard=1, gradient_bits=None)
-        found += traffic_of(replace(experts, persistent=trained_apart if stays else 0), alike)
-    return found
+        transfers += traffic_of(replace(experts, persistent=trained_apart if stays else 0), alike)
+    return transfers
 
 
-def setting_of(answers: Resolved, size: OptimizerSize, hardware: Hardware) -> Setting:
+def setting_of(answers: Resolved, training: Training, hardware: Hardware) -> Setting:
+    size = optimizer_size(training.optimizer)
     return Setting(answers, size, shard_ranks(answers, hardware), hardware.separate, hardware.hosts)
 
 
@@ -303,7 +284,7 @@ def shard_ranks(answers: Resolved, hardware: Hardware) -> int:
 
 
 def second_shard(answers: Resolved, hardware: Hardware) -> int:
-    """Ranks that gather around use among themselves, 1 where all do that share the states."""
+    """Size of the groups that gather parameters (hpZ); 1: all ranks that share the states."""
     _, per_host = with_same_weights(hardware.ranks, hardware.per_host, answers.tensor_size)
     size = answers.zero.gather_size
     return 1 if size is None else min(per_host if size == "host" else size, shard_ranks(answers, hardware))
@@ -311,7 +292,7 @@ def second_shard(answers: Resolved, hardware: Hardware) -> int:
 
 def _step(
     model: PlannedModel, hardware: Hardware, training: Training, answers: Resolved, seen: Trace, *, recomputes: bool
-) -> tuple[float, str]:
+) -> Step:
     zero, shard = answers.zero, shard_ranks(answers, hardware)
     optimizer, parameters = zero.offload_optimizer, zero.offload_param if zero.stage == 3 else None
     tokens, machine = training.micro_batch * training.local_length, hardware.machine()
@@ -344,12 +325,11 @@ def _step(
         gathers=zero.keys,
         agreement=_agreement(answers, hardware),
     )
-    step = simulate(machine, shape, setup)
-    return step.seconds, step.bound
+    return simulate(machine, shape, setup)
 
 
 def _waits(answers: Resolved) -> bool:
-    """Whether updates wait for all gradients."""
+    """Whether updates start only after all gradients are complete."""
     clip_norm, skips, streaming = answers.gradients.clip_norm, answers.precision.skip_nonfinite, answers.zero.streaming
     return clip_norm > 0 or skips if streaming is None else bool(streaming.why_gradients_stay(clip_norm, skips))
 
@@ -365,28 +345,28 @@ def _lacks(memory: RankMemory, hardware: Hardware) -> Iterator[str]:
     if memory.device_total > hardware.limit:
         largest = max(KINDS, key=lambda kind: memory.device.get(kind, 0))
         yield (
-            f"{gigabytes(memory.device_total)} of device memory, of which {gigabytes(memory.device[largest])} "
-            f"{largest}; {gigabytes(hardware.limit)} can be used"
+            f"{gigabytes(memory.device_total)} of device memory ({gigabytes(memory.device[largest])} of it {largest}); "
+            f"{gigabytes(hardware.limit)} can be used"
         )
     if memory.host_total * per_host > hardware.host_limit and hardware.separate:
         yield (
-            f"{gigabytes(memory.host_total * per_host)} of host memory for {per_host} rank(s) of a host; "
+            f"{gigabytes(memory.host_total * per_host)} of host memory for {per_host} rank(s) per host; "
             f"{gigabytes(hardware.host_limit)} can be used"
         )
     if memory.disk_total * per_host > hardware.disk:
-        yield f"{gigabytes(memory.disk_total * per_host)} on a host's drive; there are {gigabytes(hardware.disk)}"
+        yield f"{gigabytes(memory.disk_total * per_host)} on a host's drive; {gigabytes(hardware.disk)} can be used"
 
 
 def gigabytes(size: float) -> str:
-    """1.2 GB, 35 MB."""
+    """Format a size, such as 1.2 GB or 35 MB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
-def optimizer_size(training: Training) -> OptimizerSize:
-    """Of the optimizer itself, made for one number."""
-    params = {"lr": 1e-3} if training.optimizer.lower() != "adafactor" else {}
-    policy = OptimizerPolicy(type=training.optimizer, params=params)
-    plain = inspect.unwrap(torch.optim.Optimizer.add_param_group)  # what is around it loads torch's compiler
+@lru_cache(maxsize=4)
+def optimizer_size(name: str) -> OptimizerSize:
+    """Measure the states per element of the optimizer of this type on one small parameter."""
+    policy = OptimizerPolicy(type=name, params={"lr": 1e-3} if name.lower() != "adafactor" else {})
+    plain = inspect.unwrap(torch.optim.Optimizer.add_param_group)  # its wrapper imports torch's compiler
     with in_place_of((torch.optim.Optimizer, "add_param_group", plain)):
         optimizer = build_optimizer(policy, [{"params": [nn.Parameter(torch.zeros(2, 2))]}])
     return OptimizerSize(states_per_element(optimizer), stored_bytes_per_element(optimizer))

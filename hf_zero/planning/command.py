@@ -1,4 +1,4 @@
-"""The command `plan`: the order in which things happen."""
+"""The command `plan`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 from hf_zero.config import ConfigDict, ConfigError, Problem, load_config
 from hf_zero.config.extras import ExtraMissing, service
 from hf_zero.planning.candidates import Training, check_sizes, training_of
-from hf_zero.planning.choose import Plan
 from hf_zero.planning.choose import plan as make_plan
 from hf_zero.planning.longest import longest_sequences, most_sharing, reaches_as_dict, show_longest
-from hf_zero.planning.machine import Hardware, calibrated, hardware
+from hf_zero.planning.machine import Hardware, calibrated, count, hardware
 from hf_zero.planning.model import PlannedModel, load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict, config_text, show
@@ -24,64 +23,51 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.longest:
             return _longest(arguments)
-        found = plan_of(arguments)
+        plan = make_plan(*_asked(arguments))
         measured = None
         if arguments.measure:
-            measured = service("measure")(found, arguments.measure, Path(arguments.measure_dir))
-            found = measured.plan
+            measured = service("measure")(plan, arguments.measure, Path(arguments.measure_dir))
+            plan = measured.plan
         if arguments.html:
-            _write(arguments.html, as_html(found), "--html")
-        if arguments.write and found.chosen is not None:
-            _write(arguments.write, config_text(found.chosen.config) + "\n", "--write")
+            _write(arguments.html, as_html(plan), "--html")
+        if arguments.write and plan.chosen is not None:
+            _write(arguments.write, config_text(plan.chosen.config) + "\n", "--write")
     except (ConfigError, ExtraMissing) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     if arguments.json:
-        result = as_dict(found) | ({} if measured is None else {"measured": measured.as_list()})
+        result = as_dict(plan) | ({} if measured is None else {"measured": measured.as_list()})
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        show(found, everything=arguments.all)
+        show(plan, everything=arguments.all)
         if measured is not None:
             measured.show()
-    return 0 if found.chosen is not None else 1
-
-
-def plan_of(arguments: argparse.Namespace) -> Plan:
-    """The plan that the arguments ask for.
-
-    Raises:
-        ConfigError: for arguments that cannot be.
-    """
-    model, machine, training, given = _asked(arguments)
-    return make_plan(model, machine, training, given)
+    return 0 if plan.chosen is not None else 1
 
 
 def _longest(arguments: argparse.Namespace) -> int:
     model, machine, training, given = _asked(arguments)
     if given is not None:
-        rule, fix = "--longest tries all ways to train, and no ds.json", "leave out one of the two"
+        rule, fix = "--longest tries all candidates and uses no ds.json", "leave out one of the two"
         raise ConfigError(Problem("--config", arguments.config, rule, fix))
     if arguments.sequence_parallel is None:
         training = most_sharing(model, machine, training)
-    found = longest_sequences(model, machine, training)
+    reaches = longest_sequences(model, machine, training)
     if arguments.json:
-        sys.stdout.write(json.dumps(reaches_as_dict(found), indent=2) + "\n")
+        sys.stdout.write(json.dumps(reaches_as_dict(reaches), indent=2) + "\n")
     else:
-        show_longest(found, model, machine, training)
-    if arguments.write and found:
-        _write(arguments.write, config_text(found[0].config) + "\n", "--write")
-    return 0 if found else 1
+        show_longest(reaches, model, machine, training)
+    if arguments.write and reaches:
+        _write(arguments.write, config_text(reaches[0].config) + "\n", "--write")
+    return 0 if reaches else 1
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Training, ConfigDict | None]:
-    """Model, machine, training and ds.json of the arguments."""
-    names = "seq_length micro_batch accumulation tensor_parallel sequence_parallel expert_parallel"
-    least = dict.fromkeys(names.split(), 1)
-    for key, smallest in (least | {"lora_rank": 0, "measure": 0}).items():
-        value = getattr(arguments, key)
-        if value is not None and value < smallest:
-            flag, rule = f"--{key.replace('_', '-')}", f"must be at least {smallest}"
-            raise ConfigError(Problem(flag, value, rule, "give another number"))
+    options = vars(arguments)
+    for key in ("seq_length", "micro_batch", "accumulation", "tensor_parallel", "sequence_parallel", "expert_parallel"):
+        count(options, key)
+    for key in ("lora_rank", "measure"):
+        count(options, key, least=0)
     training = Training(
         length=arguments.seq_length,
         micro_batch=arguments.micro_batch,
@@ -94,7 +80,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Train
         sequence_parallel=arguments.sequence_parallel or 1,
         expert_parallel=arguments.expert_parallel,
     )
-    machine = hardware(vars(arguments))
+    machine = hardware(options)
     given = None if arguments.config is None else load_config(arguments.config)
     if given is not None:
         training = training_of(given, training, machine.ranks)

@@ -1,4 +1,4 @@
-"""One training step as pieces of work on lanes: what our schedule of streams makes of bytes, links and FLOPs.
+"""One training step as tasks on lanes: how long it takes with the engine's schedule, given bytes, links and FLOPs.
 
     compute       forward 1 | forward 2 | ...  backward 2 | backward 1 | update
     collectives   gather 2  | gather 3  | ...  reduce n  | ...
@@ -9,12 +9,12 @@
     exchange           activations 1 | activations 2 | ...
     messages                         end of forward |                end of backward | update
 
-Each lane does its pieces in the order in which they were asked for; a piece begins when its lane is free and what it
-needs is done. The rules are those of docs/architecture.md: at stage 3 the engine's own gather plan says which units are
-asked for ahead of their use and which stay gathered, what comes next from host memory is one unit further ahead,
-gradients leave behind their unit, a sub-group's weights go back while the next one is updated. Hosts tell each other
-where a pass ends and where weights change. Where ranks hold parts of the same matrices or sequences they exchange
-activations in every unit, and wait for them.
+Each lane runs its tasks in the order of submission; a task starts when its lane is free and its inputs are
+ready. The rules are those of docs/architecture.md: at stage 3 the engine's gather plan decides which units are
+prefetched and which stay gathered, copies from host memory are one unit ahead of that, gradients are copied after
+their unit, and a sub-group's weights are copied back while the next one is updated. Hosts synchronize at the end of a
+pass and before weights change. With tensor, sequence or expert parallelism, ranks exchange activations in every unit
+and wait for them.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ LANES = {
     "exchange": "activations between ranks",
     "messages": "messages between ranks",
 }
-"""Lanes, and what they do."""
+"""Lane -> its work, for tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One GPU and its share of the host; bytes and FLOPs per second that are reached, not those of a data sheet.
+    """One GPU and its share of the host; achieved bytes and FLOPs per second, not those of a data sheet.
 
     Attributes:
-        gpus: in all; on `hosts` hosts.
-        message: seconds that each rank but one adds to a small message from all to all, which goes around a ring.
+        gpus: total number, on `hosts` hosts.
+        message: seconds that each rank but one adds to a small all-to-all message, which goes around a ring.
         host_waits: the host waits for messages before it computes; otherwise it runs ahead of its device.
     """
 
@@ -57,11 +57,11 @@ class Machine:
     memory: float
     link: float  # to other GPUs, one direction
     host_link: float  # PCIe, one direction
-    host_memory: float  # of the host's memory, this GPU's share
+    host_memory: float  # bandwidth of host memory, this GPU's share
     capacity: float  # bytes of device memory
     hosts: int = 1
     network: float = 25e9  # to other hosts, one direction, this GPU's share
-    disk: float = 2e9  # of the host's drive, this GPU's share
+    disk: float = 2e9  # bandwidth of the host's drive, this GPU's share
     message: float = 0.0
     host_waits: bool = False
 
@@ -71,9 +71,9 @@ class Shape:
     """A model of equal blocks.
 
     Attributes:
-        flops: of one token's forward, where it is known better than as two for each parameter.
-        apart: parameters besides, this rank's experts, which are sharded over the ranks that hold the same.
-        touched: bytes of device memory that one token's forward reads and writes beside its matrix products.
+        flops: of one token's forward; None: two per parameter.
+        apart: additional parameters, this rank's experts, which are sharded over the ranks with the same experts.
+        touched: bytes of device memory that operators other than matrix products read and write per token in forward.
     """
 
     name: str
@@ -86,36 +86,36 @@ class Shape:
 
 @cache
 def default_gathers() -> Zero:
-    """Of stage 3 where ds.json says nothing."""
+    """Stage 3's keys with their default values."""
     return resolve({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}, world_size=1).zero.keys
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is kept where. Weights and gradients are bf16, masters and both moments fp32.
+    """Where states are kept, and how the step runs. Weights and gradients are bf16, masters and both moments fp32.
 
     Attributes:
-        gathers: limits of stage 3's gathers.
-        agreement: how ranks know what stage 3 gathers next: by the plan that all of them follow, by words in shared
-            memory, which cost nothing, or by a message for each unit. A single rank needs neither.
+        gathers: the keys that limit stage 3's gathers.
+        agreement: how ranks agree on stage 3's next gather: by a plan that all follow, through shared memory (free), or
+            by a message for each unit. Ignored with a single rank.
     """
 
     stage: int
     offload_optimizer: bool = False
     offload_parameters: bool = False
-    tokens: int = 16384  # of one GPU and step
-    recomputes: bool = True  # forward again in backward
-    clips: bool = True  # no update before all gradients are there: their norm, or whether one is not finite
-    streams: bool = False  # masters are what weights lack
-    trained: float = 1.0  # share of the parameters; the others are frozen
-    micro_batches: int = 1  # of a step; they share its tokens
-    disk_optimizer: bool = False  # what is away is on a drive
+    tokens: int = 16384  # per GPU and step
+    recomputes: bool = True  # gradient checkpointing
+    clips: bool = True  # updates wait for all gradients: for their norm, or to check that they are finite
+    streams: bool = False  # hf_zero.streaming
+    trained: float = 1.0  # fraction of the parameters that is trained
+    micro_batches: int = 1  # per step; they share its tokens
+    disk_optimizer: bool = False  # offloaded states are on a drive
     disk_parameters: bool = False
-    shard: int | None = None  # ranks that share the states, on one host; None: all
-    second_shard: int = 1  # of stage 3: ranks of a host that gather around use (hpZ); 1: all that share the states
-    tensor: int = 1  # consecutive ranks that hold parts of the same matrices; the others share the states
-    experts: int = 1  # consecutive ranks that hold all experts between them
-    exchange: tuple[float, float] = (0.0, 0.0)  # seconds of a forward and of a backward in which activations travel
+    shard: int | None = None  # ranks of one host that share the states; None: all
+    second_shard: int = 1  # stage 3: size of the groups within a host that gather (hpZ); 1: all that share the states
+    tensor: int = 1  # consecutive ranks that share each matrix
+    experts: int = 1  # consecutive ranks that experts are distributed over
+    exchange: tuple[float, float] = (0.0, 0.0)  # seconds of exchanging activations, per forward and per backward
     gathers: Zero = field(default_factory=default_gathers)
     agreement: Literal["plan", "memory", "messages"] = "plan"
 
@@ -130,13 +130,13 @@ class Piece:
 
 @dataclass(slots=True)
 class Step:
-    """Pieces of work in the order in which they are asked for."""
+    """Tasks in the order in which they are submitted."""
 
     pieces: list[Piece] = field(default_factory=list)
     _free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
 
     def do(self, lane: str, what: str, seconds: float, *after: float) -> float:
-        """Ask for a piece; returns when it ends."""
+        """Submit a task; returns its end time."""
         start = max(self._free[lane], *after, 0.0)
         self._free[lane] = start + seconds
         if seconds:
@@ -149,28 +149,25 @@ class Step:
 
     @property
     def busy(self) -> dict[str, float]:
-        """Seconds of work of every lane: none of them can be faster than its own."""
-        found = dict.fromkeys(LANES, 0.0)
+        """Seconds of work per lane: each is a lower bound of the step."""
+        seconds = dict.fromkeys(LANES, 0.0)
         for piece in self.pieces:
-            found[piece.lane] += piece.end - piece.start
-        return found
+            seconds[piece.lane] += piece.end - piece.start
+        return seconds
 
     @property
     def bound(self) -> str:
-        """The lane that works longest."""
         return max(LANES, key=lambda lane: self.busy[lane])
 
 
-UPDATE_BYTES = 28  # of a parameter: masters and moments read and written, gradient read, weight written
-# A master in its weight's bits and 16 more moves 26, with more arithmetic: 1.6 to 2.1 times as long on one core and two
-# (bench/cpu_adam.py), less where many cores wait for memory.
+UPDATE_BYTES = 28  # per parameter: masters and moments read and written, gradient read, weight written
+# A split master (16 bits in addition to the weight's) moves 26 bytes, but needs more arithmetic: 1.6 to 2.1 times the
+# time on one core and two (bench/cpu_adam.py), less if many cores wait for memory.
 STREAMED_BYTES = 50
 
 
 @dataclass(frozen=True, slots=True)
 class _Seconds:
-    """Of one unit."""
-
     forward: float
     backward: float
     gather: float
@@ -181,16 +178,16 @@ class _Seconds:
     update: float
     gather_updated: float
     read: float
-    states: float  # read from the drive, or written to it
+    states: float  # one read from the drive, or one write
     exchange: tuple[float, float]  # forward, backward
-    message: float  # among the ranks that gather around use
+    message: float  # among the ranks that gather together
 
 
-STATE_BYTES = 12  # of a parameter: master and both moments
+STATE_BYTES = 12  # per parameter: master and both moments
 
 
 def _exchange(machine: Machine, num_bytes: float, ranks: int, stride: int) -> float:
-    """Seconds in which `ranks` ranks, so many places apart, gather a tensor, or reduce it to parts: a ring is as fast
+    """Seconds of an all-gather or reduce-scatter of a tensor among `ranks` ranks, every `stride`-th: a ring is as fast
     as its slowest link."""
     per_host = max(1, machine.gpus // machine.hosts)
     link = machine.link if ranks * stride <= per_host else min(machine.link, machine.network)
@@ -198,7 +195,7 @@ def _exchange(machine: Machine, num_bytes: float, ranks: int, stride: int) -> fl
 
 
 def exchange_seconds(machine: Machine, operation: str, within: float, across: float) -> float:
-    """Of bytes that a rank gets from ranks of its host and from others: of an all-to-all every link carries its own."""
+    """Seconds of receiving bytes from ranks of the same host and of others; all-to-all uses both links at once."""
     network = min(machine.link, machine.network)
     if operation == "all_to_all":
         return max(within / machine.link, across / network)
@@ -215,16 +212,16 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     updated = (owned + kept / kept_ranks) * setup.trained
     once = _exchange(machine, 2 * numel, ranks, setup.tensor)
     reduce = once * (2 if setup.stage == 0 else 1)
-    if ranks < lane:  # what the shards' ranks have summed is summed over the copies of each shard
+    if ranks < lane:  # the sums of each shard are all-reduced over its copies
         copies = lane / ranks
         reduce += 2 * 2 * (owned + kept / kept_ranks) * (copies - 1) / copies / min(machine.link, machine.network)
     around_use, updated_rows, gathering = once, 0.0, ranks
-    if setup.stage == 3 and 1 < setup.second_shard < ranks:  # what they keep between them they get after an update
+    if setup.stage == 3 and 1 < setup.second_shard < ranks:  # second shards are filled after an update
         gathering, groups = setup.second_shard, ranks / setup.second_shard
         around_use = _exchange(machine, 2 * numel, setup.second_shard, setup.tensor)
         updated_rows = 2 * numel / setup.second_shard * (groups - 1) / groups / min(machine.link, machine.network)
     reduce += kept_once
-    updated_rows += kept_once if setup.stage == 3 else 0.0  # they stay gathered
+    updated_rows += kept_once if setup.stage == 3 else 0.0  # experts stay gathered
     tokens = setup.tokens / setup.micro_batches
     forward = (2 * numel if shape.flops is None else shape.flops / shape.units) * tokens / machine.flops
     forward += shape.touched / shape.units * tokens / machine.memory
@@ -247,11 +244,11 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
 
 
 class _Passes:
-    """Forwards and backwards over all units, which are gathered when the engine's prefetcher would ask for them.
+    """Forward and backward passes over all units, which are gathered when the engine's prefetcher would gather them.
 
     Attributes:
-        now: when the last use has ended, and what was to be told then, where somebody waits for that.
-        beside_update: what is gathered for the next forward while the other units are updated.
+        now: end of the last use, and of the message after it if the host waits for messages.
+        beside_update: units gathered for the next forward while the others are updated.
     """
 
     def __init__(self, step: Step, one: _Seconds, machine: Machine, shape: Shape, setup: Setup) -> None:
@@ -267,16 +264,16 @@ class _Passes:
         self._agreement = setup.agreement if machine.gpus > setup.tensor else "memory"
         self._host_waits = machine.host_waits
         self._whole: set[int] = set() if self._is_sharded else set(range(shape.units))
-        self._fetched: dict[int, float] = {}  # on the device -> since when
-        self._ahead: dict[int, float] = {}  # asked for before their use -> when that is agreed, or the unit there
+        self._fetched: dict[int, float] = {}  # unit -> when its shard is on the device
+        self._ahead: dict[int, float] = {}  # prefetched unit -> when the gather is agreed on, or has ended
         self.now = 0.0
         if self._is_sharded and self._agreement == "plan" and not setup.offload_parameters:
             while len(self._ahead) < min(MOST_BESIDE_UPDATE, shape.units) and self._has_room():
-                self._ahead[len(self._ahead)] = 0.0  # of the step before
+                self._ahead[len(self._ahead)] = 0.0  # gathered in the step before
         self.beside_update = list(self._ahead)
 
     def over(self, units: Iterable[int], what: str, seconds: float, exchange: float) -> Iterator[tuple[int, float]]:
-        """Each unit when its use has ended."""
+        """Run one pass; yields each unit and the end of its use."""
         order = list(units)
         upcoming = deque(unit for unit in order if unit not in self._whole and unit not in self._ahead)
         for unit in order:
@@ -296,7 +293,7 @@ class _Passes:
         self.meet(f"end of {what}")
 
     def meet(self, what: str, reduced: float = 0.0) -> None:
-        """All hosts tell each other that they are there; who computes may wait for that, and for what is reduced."""
+        """Synchronize all hosts; computation may have to wait for that, and for reductions until `reduced`."""
         if self._is_sharded and self._agreement != "memory":
             told = self._tell(what, reduced)
             self.now = told if self._host_waits else self.now
@@ -326,16 +323,16 @@ class _Passes:
         return self._step.do("collectives", f"gather {unit}", self._one.gather, *after, self._fetched.pop(unit))
 
     def _arrival(self, unit: int) -> float:
-        """When a unit is there that is about to be used."""
+        """Return when a unit is gathered that is used next."""
         if unit in self._whole:
             return 0.0
         asked = self._ahead.pop(unit)
-        # What was agreed on is gathered when its module waits for it.
+        # A unit that was only agreed on is gathered when its module waits for it.
         return self._gather(unit, asked, self.now) if self._agreement == "messages" else asked
 
 
 def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
-    """One step in steady state: the weights of the step before are where forward expects them."""
+    """Simulate one step in steady state: weights are where the step before has left them."""
     step, one, units = Step(), _seconds(machine, shape, setup), range(shape.units)
     passes = _Passes(step, one, machine, shape, setup)
     arrived: list[tuple[int, float]] = []
@@ -354,8 +351,8 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
 def _update(
     step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, float]], first: list[int], met: float
 ) -> None:
-    """One sub-group after the other, in the order in which gradients have arrived, after `first`, what the next forward
-    begins with; no earlier than `met`."""
+    """Update one sub-group after another: first the units in `first`, which the next forward needs first, then the
+    others in the order of their gradients. Nothing starts before `met`."""
     norm = max(met, arrived[-1][1] if setup.clips else 0.0)
     arrived = sorted(arrived, key=lambda each: first.index(each[0]) if each[0] in first else len(first))
     reads = iter([unit for unit, _ in arrived])
@@ -374,7 +371,7 @@ def _update(
 
 
 def _read_states(step: Step, one: _Seconds, setup: Setup, unit: int | None) -> float:
-    """One sub-group ahead of the update."""
+    """Read the states of the next sub-group during the update of this one."""
     if unit is None or not setup.disk_optimizer:
         return 0.0
     return step.do("disk", f"states {unit}", one.states)

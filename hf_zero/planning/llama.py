@@ -1,8 +1,8 @@
-"""A Llama of plain torch, for models of which only a number of parameters is known.
+"""A Llama in plain torch, for plans that are given only a number of parameters.
 
-Names, shapes and activations are those of transformers' class (a test compares the traces), whose modules take longer
-to import than all the rest of a plan takes to make. So does torch's compiler, which torch loads for what a compiled
-program is to leave alone: `_checkpointed` and `SHAPES` stand in for that.
+Names, shapes and activations are those of transformers' class (a test compares the traces), but importing that takes
+longer than the rest of a plan. So does importing torch's compiler, which torch does to exclude functions from it:
+`_checkpointed` and `SHAPES` avoid that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional
 
 @dataclass
 class LlamaShape:
-    """What transformers' `LlamaConfig` says of shapes, by its names."""
+    """The fields of transformers' `LlamaConfig` that determine shapes."""
 
     vocab_size: int
     hidden_size: int
@@ -36,12 +36,12 @@ class LlamaShape:
         return self.hidden_size // self.num_attention_heads
 
     def to_dict(self) -> dict[str, Any]:
-        """From which transformers makes its own configuration of the same model."""
+        """Return the arguments of transformers' config of the same model."""
         return asdict(self) | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
 class LlamaRMSNorm(nn.Module):
-    """In fp32, as transformers computes it."""
+    """RMSNorm computed in fp32, as in transformers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -69,15 +69,12 @@ class _Attention(nn.Module):
         query = self.q_proj(hidden).view(heads).transpose(1, 2)
         key = self.k_proj(hidden).view(heads).transpose(1, 2)
         value = self.v_proj(hidden).view(heads).transpose(1, 2)
-        query, key = _rotated(query, key, cos.unsqueeze(1), sin.unsqueeze(1))
-        # By its name in torch's module: a trace puts its own there.
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        query, key = (query * cos) + (_half_turn(query) * sin), (key * cos) + (_half_turn(key) * sin)
+        # Looked up in torch's module, where a trace replaces it.
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         seen = seen.transpose(1, 2).contiguous()
         return self.o_proj(seen.reshape(*hidden.shape[:-1], -1))  # type: ignore[no-any-return]
-
-
-def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return (query * cos) + (_half_turn(query) * sin), (key * cos) + (_half_turn(key) * sin)
 
 
 def _half_turn(x: Tensor) -> Tensor:
@@ -97,18 +94,16 @@ class _MLP(nn.Module):
 
 
 class _Place:
-    """Where a value goes when it has been computed again."""
-
     value: Tensor | None = None
 
 
-class _Enough(Exception):  # noqa: N818  # no error
-    """All that is wanted has been computed again."""
+class _Enough(Exception):  # noqa: N818  # not an error
+    """All values that are needed have been recomputed."""
 
 
 def _checkpointed(run: Callable[..., Tensor], *given: Tensor) -> Tensor:
-    """As torch.utils.checkpoint has it where it isn't reentrant: what backward wants is computed again when it comes to
-    the first of it, as far as the last of it."""
+    """Like non-reentrant torch.utils.checkpoint: when backward needs the first saved value, all are recomputed, up to
+    the last one that is needed."""
     saved: list[weakref.ref[_Place]] = []
 
     def keep(_: Tensor) -> _Place:
@@ -170,7 +165,7 @@ class _Model(nn.Module):
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
-        # Not `nn.Embedding(...)`: it draws its values, for which on the meta device torch loads its compiler.
+        # Not `nn.Embedding(...)`: it draws random values, for which torch imports its compiler on the meta device.
         values = torch.empty(shape.vocab_size, shape.hidden_size)
         self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(values, freeze=False)
         self.layers = nn.ModuleList(_Layer(shape) for _ in range(shape.num_hidden_layers))
@@ -188,8 +183,7 @@ class _Model(nn.Module):
         return self.norm(hidden)  # type: ignore[no-any-return]
 
 
-def ForCausalLMLoss(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:  # noqa: N802  # what tiles know it by
-    """Of the next tokens, in fp32."""
+def ForCausalLMLoss(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor:  # noqa: N802  # tiled_loss checks it
     wide = logits.float()
     following = functional.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
     return functional.cross_entropy(wide.view(-1, vocab_size), following.view(-1))
@@ -201,7 +195,7 @@ class Output(NamedTuple):
 
 
 class LlamaForCausalLM(nn.Module):
-    """What `planning.model` uses of transformers' class. Weights have no values that mean anything."""
+    """The part of transformers' class that `planning.model` uses. Values of weights are meaningless."""
 
     main_input_name = "input_ids"
 
@@ -219,7 +213,7 @@ class LlamaForCausalLM(nn.Module):
         return self.lm_head
 
     def gradient_checkpointing_enable(self, **_: object) -> None:
-        """Not reentrant, whatever is asked for."""
+        """Enable non-reentrant checkpointing, whatever the arguments are."""
         for layer in self.model.layers:
             layer.checkpoints = True  # type: ignore[assignment]
 
@@ -228,9 +222,9 @@ class LlamaForCausalLM(nn.Module):
         return Output(self.loss_function(logits, labels, self.config.vocab_size), logits)
 
 
-# What operators make: shape, strides and dtype. Torch computes them for meta tensors in Python, which takes as long as
-# the rest of a trace, after its compiler and sympy have been loaded, which takes longer than a plan. Here are those of
-# a Llama, each for the usual case alone (None: ask torch); tests compare them with torch's.
+# Outputs of operators: shape, strides and dtype. For meta tensors, torch computes them in Python, which takes as long
+# as the rest of a trace, and imports its compiler and sympy for it, which takes longer than a plan. These are the
+# operators of a Llama, for the usual case only (None: use torch); tests compare them with torch's.
 
 _aten = torch.ops.aten
 
@@ -244,7 +238,7 @@ def _new(like: Tensor, *shape: int) -> Tensor | None:
 
 
 def _elementwise(*operands: Any, **_: object) -> Tensor | None:
-    """By the one of these operators that has its shapes in C++."""
+    """Use silu_backward, whose shape function is in C++."""
     tensors = [each for each in operands if isinstance(each, Tensor)]
     numbers = sum(type(each) in (int, float) for each in operands)
     if len(tensors) > 2 or len(tensors) + numbers < len(operands) or not _floats(*tensors):
@@ -279,7 +273,7 @@ def _concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | None:
     if not all(each.is_meta and each.dtype == first.dtype and each.dim() == first.dim() > 0 for each in tensors):
         return None
     if first.dim() > 3 and any(each.stride(-1) >= each.stride(1) for each in tensors):
-        return None  # perhaps channels are the innermost
+        return None  # it may be in channels_last format
     extents = [list(each.shape) for each in tensors]
     along = [each.pop(dim) for each in extents]
     if any(each != extents[0] for each in extents):
@@ -323,4 +317,4 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     ),
     _aten.nll_loss_backward.default: lambda _, values, *__: _elementwise(values) if values.is_contiguous() else None,
 }
-"""By operator; of its arguments."""
+"""Operator -> function of its arguments."""

@@ -1,8 +1,9 @@
-"""The longest sequence that fits: activations grow by so many bytes for each token, the rest stays.
+"""The longest sequence that fits: activations grow linearly with the number of tokens, all other memory is constant.
 
-Counted with checkpointed layers, MLPs and loss in tiles (docs/long_sequences.md). What grows is taken from traces of
-two lengths; what layers keep is either on the device or, with `activation_checkpointing.cpu_checkpointing`, in host
-memory but for the inputs of two layers: the one at work, and the next one on its way back.
+This assumes checkpointed layers and tiled MLPs and loss (docs/long_sequences.md). The bytes per token are the slope
+between traces of two lengths. Saved inputs of layers are on the device or, with
+`activation_checkpointing.cpu_checkpointing`, in host memory, except for those of two layers: the current one, and the
+next one, which is being copied back.
 """
 
 from __future__ import annotations
@@ -12,28 +13,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
 from hf_zero.config import ConfigError
 from hf_zero.config.features.long_sequences import on_host as inputs_on_host
 from hf_zero.log import tracked
 from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
-from hf_zero.planning.choose import gigabytes, optimizer_size, setting_of, traced
+from hf_zero.planning.choose import gigabytes, setting_of, traced
 from hf_zero.planning.machine import Hardware
-from hf_zero.planning.memory import OptimizerSize, rank_memory
+from hf_zero.planning.memory import rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
-from hf_zero.planning.show import new_console, sequence_sizes, show_choice
+from hf_zero.planning.show import new_console, new_table, sequence_sizes, show_choice
 from hf_zero.planning.trace import Trace
 
-_TILES = 16, 32  # lengths that are traced, in units of a tile: what is as large as a tile is small beside them
+_TILES = 16, 32  # lengths that are traced, in units of a tile, so that buffers of one tile matter little
 _LEAST_TILE = 1024
-_GRAIN = 1024  # lengths are multiples of it
+_GRAIN = 1024  # lengths are multiples of this
 _SUB_GROUP = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Bytes: some that are always there, and more for each token of a rank."""
+    """Bytes as a linear function of a rank's tokens."""
 
     fixed: float
     per_token: float
@@ -42,7 +42,7 @@ class Line:
         return self.fixed + self.per_token * tokens
 
     def tokens(self, limit: float) -> float:
-        """Most tokens within `limit` bytes."""
+        """Maximum number of tokens within `limit` bytes."""
         if self.fixed > limit:
             return 0.0
         return (limit - self.fixed) / self.per_token if self.per_token else float("inf")
@@ -50,14 +50,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far one way to train goes.
+    """The longest sequence of one candidate.
 
     Attributes:
         length: tokens of the longest sequence.
-        ranks: that share a sequence.
-        device: of a device.
-        host: of all ranks of a host.
-        bound: the memory that is full then.
+        ranks: number of ranks that share a sequence.
+        device: memory of one device.
+        host: host memory of all ranks of a host.
+        bound: the memory that limits the length.
     """
 
     candidate: Candidate
@@ -75,16 +75,16 @@ class Reach:
 
 
 def longest_sequences(model: PlannedModel, hardware: Hardware, training: Training) -> list[Reach]:
-    """All ways that reach any length, the farthest first; of equal ones the first by preference.
+    """Return all candidates that fit at any length, the longest first; equal ones in order of preference.
 
     Raises:
-        ConfigError: when no candidate is a config that hf_zero takes, with what is wrong with the first; when ranks
-            cannot share the model's sequences.
+        ConfigError: no candidate has a valid config (the error is that of the first one), or ranks cannot share the
+            model's sequences.
     """
     check_sizes(training, hardware.ranks)
     model.check_shares(training.sequence_parallel)
     training, shared = replace(training, checkpointing=True), training.sequence_parallel
-    tiling, size = Tiling.that_fits(model.module), optimizer_size(training)
+    tiling = Tiling.that_fits(model.module)
     tile = max(_LEAST_TILE, model.hidden)
     lengths = tuple(count * tile for count in _TILES)
     on_cpu = not hardware.separate
@@ -99,7 +99,7 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
         for on_host in (False, True) if hardware.separate else (False,):
             config = _config(candidate, training, tiling, on_host)
             try:
-                lines = _lines(model, hardware, training, config, size, lengths, traces)
+                lines = _lines(model, hardware, training, config, lengths, traces)
             except ConfigError as error:
                 refused.append(error)
                 continue
@@ -112,7 +112,7 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
 
 
 def most_sharing(model: PlannedModel, hardware: Hardware, training: Training) -> Training:
-    """The same with as many ranks per sequence as one host has and heads can be dealt out to."""
+    """Return `training` with as many ranks per sequence as one host and the number of heads allow."""
     if training.tensor_parallel > 1:
         return training
     return replace(training, sequence_parallel=sequence_sizes(model, hardware)[-1])
@@ -120,7 +120,7 @@ def most_sharing(model: PlannedModel, hardware: Hardware, training: Training) ->
 
 def _config(candidate: Candidate, training: Training, tiling: Tiling, on_host: bool) -> dict[str, Any]:
     config = ds_config(candidate, training)
-    if candidate.optimizer == "nvme":  # what travels through host memory is short, so that inputs have room there
+    if candidate.optimizer == "nvme":  # small buffers in host memory, to leave space for the inputs of layers
         config["zero_optimization"]["sub_group_size"] = _SUB_GROUP
     own = {key: True for key, is_on in (("tiled_mlp", tiling.mlp), ("tiled_loss", tiling.loss)) if is_on}
     config |= {"hf_zero": {**config.get("hf_zero", {}), **own}} if own else {}
@@ -132,13 +132,12 @@ def _lines(
     hardware: Hardware,
     training: Training,
     config: dict[str, Any],
-    size: OptimizerSize,
     lengths: Sequence[int],
     traces: Sequence[Trace],
 ) -> tuple[Line, Line]:
-    """Bytes of a device, and of one rank on the host, with all inputs of layers on the device."""
+    """Return the memory of a device, and of one rank on the host, with all inputs of layers on the device."""
     answers = resolved(config, training, model, hardware.ranks)
-    setting = setting_of(answers, size, hardware)
+    setting = setting_of(answers, training, hardware)
     short, long = (rank_memory(model, setting, each) for each in traces)
     per_token = (long.device_total - short.device_total) / (lengths[1] - lengths[0])
     return Line(long.device_total - per_token * lengths[1], per_token), Line(long.host_total, 0.0)
@@ -147,10 +146,10 @@ def _lines(
 def _reach(
     model: PlannedModel, hardware: Hardware, training: Training, lines: tuple[Line, Line], on_host: bool
 ) -> tuple[int, Line, Line, str]:
-    """(longest length, lines with inputs where they lie, what is full then)"""
+    """Return (longest length, device memory, host memory, limiting memory), with the inputs where they are kept."""
     device, host = lines
     if on_host:
-        kept = training.micro_batch * model.hidden * model.dtype.itemsize  # of one layer, for each token
+        kept = training.micro_batch * model.hidden * model.dtype.itemsize  # per layer and token
         leaves = inputs_on_host(kept, model.layers)
         device = replace(device, per_token=device.per_token - leaves)
         host = replace(host, per_token=leaves)
@@ -162,7 +161,6 @@ def _reach(
 
 
 def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:
-    """How its length comes about."""
     tokens = reach.length // reach.ranks
     parts = [("a device", reach.device, hardware.limit)]
     if reach.host.fixed or reach.host.per_token:
@@ -173,22 +171,17 @@ def sums(reach: Reach, hardware: Hardware) -> Iterator[str]:
 
 
 def show_longest(reaches: Sequence[Reach], model: PlannedModel, hardware: Hardware, training: Training) -> None:
-    """The table, the sums of the longest, and its config."""
     console = new_console()
     shared = f", {reaches[0].ranks} ranks per sequence" if reaches and reaches[0].ranks > 1 else ""
-    title = f"{model.name}: longest sequence on {hardware.name}{shared}, layers checkpointed, MLPs and loss in tiles"
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column("candidate")  # where it is narrow names wrap, and numbers are whole
-    for name in ("tokens", "device", "per token", "host", "per token"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound by", no_wrap=True)
+    title = f"{model.name}: longest sequence on {hardware.name}{shared}, checkpointed layers, tiled MLPs and loss"
+    table = new_table(title, "tokens", "device", "per token", "host", "per token")
     for each in reaches:
         cells = [f"{each.length:,}"]
         for line in (each.device, each.host):
             cells += [gigabytes(line.fixed) if line.fixed else "-", f"{line.per_token / 1e3:,.1f} KB"]
         table.add_row(each.name, *cells, each.bound, style="bold green" if each is reaches[0] else "")
     if not reaches:
-        console.print("nothing fits, of any length: name a drive with --nvme-path, or more devices")
+        console.print("nothing fits at any length: give a drive with --nvme-path, or use more devices")
         return
     console.print(table)
     for text in sums(reaches[0], hardware):
@@ -197,7 +190,6 @@ def show_longest(reaches: Sequence[Reach], model: PlannedModel, hardware: Hardwa
 
 
 def reaches_as_dict(reaches: Sequence[Reach]) -> list[dict[str, Any]]:
-    """For programs: bytes, tokens."""
     return [
         {
             "name": each.name,

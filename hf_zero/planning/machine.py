@@ -1,4 +1,4 @@
-"""The machines that are planned for: found on this one, or given."""
+"""The machine of a plan: detected, or given by options."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -22,23 +23,23 @@ from hf_zero.planning.event_model import Machine
 from hf_zero.quantities import bytes_of
 
 CPU = "cpu"
-CONTEXT_BYTES = 1.5e9  # of a GPU: the driver's context, the buffers of NCCL, the libraries' workspaces
-FRAGMENTS = 0.04  # of a GPU's memory, which an allocator cannot give out in the sizes that are asked for
-PROCESS_BYTES = 0.5e9  # of a rank on a CPU: interpreter and libraries, the workspaces of matrix products
-HOLES = 0.1  # of such a rank's memory, which glibc's heap keeps between what is in use: 2% to 11% (bench/planning.py)
+CONTEXT_BYTES = 1.5e9  # per GPU: the driver's context, buffers of NCCL, workspaces of libraries
+FRAGMENTS = 0.04  # fraction of a GPU's memory lost to fragmentation
+PROCESS_BYTES = 0.5e9  # per CPU rank: interpreter and libraries, workspaces of matrix products
+HOLES = 0.1  # fraction of a CPU rank's memory lost to fragmentation of glibc's heap: 2% to 11% (bench/planning.py)
 
 
-SYSTEM_SHARE = 0.05  # of a GPU host's memory: its system, caches and buffers that cannot be given up
+SYSTEM_SHARE = 0.05  # fraction of a GPU host's memory: system, caches and buffers that cannot be freed
 SYSTEM_BYTES_PER_RANK = 3e9  # interpreter, libraries, the driver's host memory, workers of a data loader
 
 
 _UNKNOWN = Gpu(24e9, 100e12, 0.9e12, 20e9, 25e9)
-# One core of a server with bf16 in its vector unit (bench/results); ranks meet in the memory of the host.
+# One core of a server with bf16 vector instructions (bench/results); ranks exchange data through host memory.
 _CORE = Gpu(0.0, 64e9, 20e9, 2e9, 10e9)
-_HOST_MEMORY_PER_S = 430e9  # of one host: a server of two sockets, DDR5, at 0.7 of the sheet
+_HOST_MEMORY_PER_S = 430e9  # per host: a server with two sockets, DDR5, at 0.7 of the data sheet
 _NETWORK = 40e9  # to other hosts, per GPU: one port of 400 Gbit/s
-_DISK = 12e9  # of a host: two good NVMe drives
-# Each rank's part in a small message from all to all: gloo passes it around a ring, and everybody reads what all said.
+_DISK = 12e9  # per host: two fast NVMe drives
+# Seconds per rank of a small all-to-all message: gloo sends it around a ring, and each rank reads all parts.
 _MESSAGE_S = 40e-6 + 6e-6
 
 
@@ -47,12 +48,12 @@ class Hardware:
     """Equal hosts with equal devices.
 
     Attributes:
-        device_memory: bytes of one device; of a CPU rank its share of the host's memory.
+        device_memory: bytes of one device; on CPUs a rank's share of the host's memory.
         host_memory: bytes of one host.
-        disk: bytes of one host's drive; 0: there is none.
+        disk: bytes of one host's drive; 0: none.
         network, host_memory_per_s, disk_per_s: bytes per second of one device (the first) and one host.
-        separate: devices have memory of their own.
-        notes: what was found, and what was assumed.
+        separate: devices have their own memory.
+        notes: what was detected, and what was assumed.
     """
 
     name: str
@@ -87,7 +88,6 @@ class Hardware:
         return max(0.0, self.host_memory * (1 - SYSTEM_SHARE) - SYSTEM_BYTES_PER_RANK * self.per_host)
 
     def machine(self) -> Machine:
-        """As the event model sees one device."""
         return Machine(
             self.name,
             self.ranks,
@@ -106,10 +106,10 @@ class Hardware:
 
 
 def parse_bytes(text: str, key: str = "") -> float:
-    """80G, 1.5T, 24GiB, 5e10.
+    """Parse a size, such as 80G, 1.5T, 24GiB or 5e10.
 
     Raises:
-        ConfigError: naming `key`.
+        ConfigError: it is not a size; the error names `key`.
     """
     number = bytes_of(text)
     if number is None:
@@ -118,26 +118,26 @@ def parse_bytes(text: str, key: str = "") -> float:
 
 
 def hardware(given: Mapping[str, object]) -> Hardware:
-    """What the options of `plan` say, and of the rest what this machine has.
+    """Return the machine that the options of `plan` describe; anything not given is that of this machine.
 
     Args:
         given: `gpu`, `gpus_per_node`, `nodes`, `device_memory`, `host_memory`, `disk`, `link`, `network`, `nvme_path`;
-            None where nothing is said.
+            None if not given.
 
     Raises:
-        ConfigError: for a GPU that is not known and has no memory given.
+        ConfigError: the GPU is not known, and its memory is not given.
     """
     accelerators, notes = found_accelerators(), []
     name = str(given.get("gpu") or (accelerators[0].name if accelerators else CPU)).lower()
-    per_host = _count(given, "gpus_per_node") or len(accelerators) or 1
-    hosts = _count(given, "nodes") or 1
+    per_host = count(given, "gpus_per_node") or len(accelerators) or 1
+    hosts = count(given, "nodes") or 1
     separate = name != CPU
     gpu = _CORE if not separate else _gpu(name, given)
     host_memory = _bytes(given, "host_memory")
     is_here = bool(accelerators) and words_of(name) <= words_of(accelerators[0].name)
-    if host_memory is None and separate and not is_here:  # planned on another machine than the one that will train
+    if host_memory is None and separate and not is_here:  # this is not the machine that will train
         host_memory = gpu.host_memory * per_host
-        notes.append(f"host memory, as such machines usually have it: {host_memory / 1e9:.0f} GB (--host-memory)")
+        notes.append(f"host memory assumed for such machines: {host_memory / 1e9:.0f} GB (--host-memory)")
     elif host_memory is None:
         host_memory = float(psutil.virtual_memory().total)
         notes.append(f"host memory of this machine: {host_memory / 1e9:.0f} GB")
@@ -178,13 +178,16 @@ def _disk(given: Mapping[str, object]) -> float:
     return size or 0.0
 
 
-def _count(given: Mapping[str, object], key: str) -> int | None:
-    value = given.get(key)
-    if value is None:
-        return None
-    number = int(str(value))
-    if number < 1:
-        raise ConfigError(Problem(f"--{key.replace('_', '-')}", number, "must be at least 1", "give another number"))
+def count(given: Mapping[str, Any], key: str, least: int = 1) -> int | None:
+    """Return an option that is a number, or None if it is not given.
+
+    Raises:
+        ConfigError: it is below `least`.
+    """
+    number: int | None = given.get(key)
+    if number is not None and number < least:
+        rule = f"must be at least {least}"
+        raise ConfigError(Problem(f"--{key.replace('_', '-')}", number, rule, "give another number"))
     return number
 
 
@@ -193,45 +196,42 @@ def _bytes(given: Mapping[str, object], key: str) -> float | None:
     return None if value is None else parse_bytes(str(value), f"--{key.replace('_', '-')}")
 
 
-# Speeds of this machine, measured in about a second: matrix products, memory, and what ranks of a host exchange.
+# Speeds of this machine, measured in about a second: matrix products, memory, and the link between ranks of a host.
 #
-# Processors differ by a factor of thirty in 16-bit products, which some can and some only imitate; and a container's
-# share of a host is in no data sheet.
+# CPUs differ by a factor of thirty in 16-bit products, which some only emulate, and a container's share of a host is
+# not in any data sheet.
 
 
-_ROWS, _INNER, _COLUMNS = (1024, 1024, 4096)  # of a product: tokens, hidden units, those of an MLP
-_LARGER = 16  # on an accelerator, in the first two extents, and copies
+_ROWS, _INNER, _COLUMNS = (1024, 1024, 4096)  # shape of the product: tokens, hidden size, size of the MLP
+_LARGER = 16  # factor on an accelerator, for the first two extents and for copies
 _COPIED_BYTES = 1 << 26
 _LEAST_S = 0.1
 _ROUNDS = 3
-_COPIES = 2  # on a CPU a byte is copied into memory that ranks share, and out of it
+_COPIES = 2  # on CPUs a byte is copied into shared memory and out of it
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def calibrated(hardware: Hardware, precision: str) -> Hardware:
-    """`hardware` with the speeds of this machine's own device (or processor) in place of assumed ones.
+    """Return `hardware` with measured speeds of this machine's device or CPU instead of assumed ones.
 
     Args:
-        precision: that is trained in: "bf16", "fp16" or "fp32".
+        precision: precision of the training: "bf16", "fp16" or "fp32".
     """
     device = current_device() if hardware.separate else torch.device("cpu")
     if hardware.separate and device.type == "cpu":
-        return replace(hardware, notes=(*hardware.notes, "--calibrate: no device is here, speeds stay assumed ones"))
+        return replace(hardware, notes=(*hardware.notes, "--calibrate: no accelerator here, speeds are assumed"))
     with _threads_of_a_rank(hardware):
         flops, memory = _flops(device, _DTYPES[precision]), _bytes_per_s(device)
     gpu = replace(hardware.gpu, flops=flops, memory=memory)
     if not hardware.separate:
         gpu = replace(gpu, link=memory / 2 / _COPIES)
-    return replace(hardware, gpu=gpu, notes=(*hardware.notes, f"measured on this machine: {_words(gpu)}"))
-
-
-def _words(gpu: Gpu) -> str:
-    return f"{gpu.flops / 1e9:,.0f} GFLOP/s, {gpu.memory / 1e9:,.1f} GB/s of memory, {gpu.link / 1e9:,.1f} GB/s of link"
+    speeds = f"{flops / 1e9:,.0f} GFLOP/s, {memory / 1e9:,.1f} GB/s of memory, {gpu.link / 1e9:,.1f} GB/s of link"
+    return replace(hardware, gpu=gpu, notes=(*hardware.notes, f"measured on this machine: {speeds}"))
 
 
 @contextmanager
 def _threads_of_a_rank(hardware: Hardware) -> Iterator[None]:
-    """As many as one of a host's ranks has."""
+    """Use as many threads as one rank of a host has."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(before, (os.cpu_count() or 1) // hardware.per_host)))
     try:
@@ -249,14 +249,13 @@ def _flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _bytes_per_s(device: torch.device) -> float:
-    """Read and written, by a copy."""
     source = torch.ones(_COPIED_BYTES * (1 if device.type == "cpu" else _LARGER), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2.0 * source.numel() / _seconds(device, lambda: target.copy_(source))
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Of one call: the best of a few rounds, since others may use the machine."""
+    """Seconds per call: the minimum of a few rounds, since other programs may use the machine."""
     wait = runtime_of(device).synchronize
     work()
     wait()

@@ -1,15 +1,15 @@
-"""Bytes of one rank, by kind and by where they lie, from the layout code that training runs with.
+"""Memory of one rank, by kind and place, computed with the layout code of the engine.
 
-Between steps a rank keeps parameters, gradients, optimizer states (masters among them) and buffers; on top come, at the
-worst moment of a step, activations, gradients that wait for the rest of their bucket, and at stage 3 the units that are
-gathered then. The rules of the engine that numbers here follow are named beside them.
+Between steps a rank keeps parameters, gradients, optimizer states (including masters) and buffers. The peak of a step
+adds activations, gradients of incomplete buckets and, at stage 3, gathered units. Comments name the rules of the engine
+that the numbers follow.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -38,12 +38,12 @@ from hf_zero.planning.model import PlannedModel, is_apart
 from hf_zero.planning.trace import Trace
 from hf_zero.precision import Precision, precision_from
 
-# Stage 3's units of a model without weights: rows, buckets, and what is gathered when.
+# Stage 3's units of a model without weights: rows, buckets, and which units are gathered when.
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedUnit:
-    """Parts of one unit, one per dtype, and the parameters in each."""
+    """The parts of one unit, one per dtype, each with its parameters."""
 
     parts: tuple[tuple[RowLayout, tuple[nn.Parameter, ...]], ...]
 
@@ -65,11 +65,11 @@ class PlannedUnits:
     """All units of a model.
 
     Attributes:
-        units: those that are gathered and released.
-        persistent: the one that stays gathered, if any.
-        uses: by name of gathered module, in order: which units it reads.
-        buckets: of what is trained, in the order of reduction.
-        looks_far: as much is gathered ahead as the plan allows; else one unit.
+        units: the units that are gathered and released.
+        persistent: the unit that stays gathered, if any.
+        uses: (name of a gathered module, the units it reads), in order.
+        buckets: buckets of trained parameters, in the order of reduction.
+        looks_far: prefetch as much as the plan allows; else one unit.
     """
 
     units: tuple[PlannedUnit, ...]
@@ -90,7 +90,7 @@ class PlannedUnits:
 
     @property
     def persistent_bytes(self) -> int:
-        """Shard and whole values."""
+        """Bytes of shard and whole values."""
         return 0 if self.persistent is None else self.persistent.row_bytes + self.persistent.whole_bytes
 
     @property
@@ -102,11 +102,11 @@ class PlannedUnits:
         return self.world * self.longest_row_bytes
 
     def live(self, trace: Trace) -> list[int]:
-        """Bytes of gathered units, segment by segment: those in use, the next one, and what is kept for backward."""
+        """Return the bytes of gathered units per segment: units in use, prefetched, or kept for backward."""
         position_of = {name: position for position, (name, _) in enumerate(self.uses)}
         whole = [unit.whole_bytes for unit in self.units]
         kept: set[int] = set()
-        found, here = [], -1
+        live_bytes, here = [], -1
         live: set[int] = set()
         after_loss = False
         for segment in trace.segments:
@@ -115,7 +115,7 @@ class PlannedUnits:
             if position >= 0 and position != here:
                 before, here = here, position
                 if after_loss:
-                    kept -= {unit for unit in kept if not self._used_up_to(position, unit)}
+                    kept &= {unit for _, use in self.uses[: position + 1] for unit in use.units}
                 elif before in self.plan.kept_for_backward:
                     kept.update(self.uses[before][1].units)
                 in_use = self.uses[position][1].units
@@ -124,15 +124,12 @@ class PlannedUnits:
                 live = set(self.uses[here][1].units) if here >= 0 else set()
                 if here in self.plan.kept_for_backward:
                     kept.update(self.uses[here][1].units)
-            found.append(sum(whole[unit] for unit in live | kept))
-        return found
-
-    def _used_up_to(self, position: int, unit: int) -> bool:
-        return any(unit in use.units for _, use in self.uses[: position + 1])
+            live_bytes.append(sum(whole[unit] for unit in live | kept))
+        return live_bytes
 
     @property
     def ahead_bytes(self) -> int:
-        """Of receive buffers that may be filled at once beside the one that is read."""
+        """Bytes of receive buffers that may be filled while another one is read."""
         whole = sum(unit.whole_bytes for unit in self.units)
         share = self.plan.prefetch_numel / max(1, sum(unit.numel for unit in self.units)) if self.looks_far else 0.0
         return max(self.longest_receive_bytes, int(whole * min(1.0, share)))
@@ -141,17 +138,17 @@ class PlannedUnits:
         return sum(self.units[unit].numel for unit in units)
 
     def _next(self, position: int, backwards: bool, live_numel: int) -> tuple[int, ...]:
-        """What is fetched ahead while this one is used."""
-        found: list[int] = []
+        """Return the units that are prefetched during this use."""
+        ahead: list[int] = []
         following = position - 1 if backwards else position + 1
-        while 0 <= following < len(self.uses) and (self.looks_far or not found):
+        while 0 <= following < len(self.uses) and (self.looks_far or not ahead):
             units = self.uses[following][1].units
-            ahead_numel = self._numel(found)
+            ahead_numel = self._numel(ahead)
             if not self.plan.has_room_for(self._numel(units), ahead_numel=ahead_numel, live_numel=live_numel):
                 break
-            found += units
+            ahead += units
             following += -1 if backwards else 1
-        return tuple(found)
+        return tuple(ahead)
 
 
 def plan_units(
@@ -160,7 +157,7 @@ def plan_units(
     """Lay out `model`'s parameters over `world` ranks as the engine does.
 
     Args:
-        looks_far: as much is gathered ahead as the policy allows; else, as between CPUs of one host, one unit.
+        looks_far: prefetch as much as the policy allows; else one unit, as between CPUs of one host.
     """
     index_of = {spec.name: index for index, spec in enumerate(specs)}
     spec_of = {id(p): index_of[name] for name, p in model.module.named_parameters() if name in index_of}
@@ -202,7 +199,7 @@ def _unit(
     specs: Sequence[ParameterSpec],
     sizes: tuple[int, int],
 ) -> PlannedUnit:
-    """`sizes`: ranks that share states, and those that hold all experts between them."""
+    """`sizes`: number of ranks that share the states, and that experts are distributed over."""
     alike: dict[tuple[str, int], list[nn.Parameter]] = {}
     for parameter in members:
         if parameter.is_floating_point() and parameter.numel():
@@ -234,15 +231,15 @@ def _uses(model: PlannedModel, units: Sequence[PlannedUnit], unit_of: dict[int, 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 GATHERED, BUFFERS, ACTIVATIONS = "gathered", "buffers", "activations"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS, ACTIVATIONS)
-"""`gathered`: units of stage 3 while they are whole. `buffers`: the model's own, and those that data travel through."""
+"""`gathered`: whole units of stage 3. `buffers`: those of the model, and those for communication and copies."""
 STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
-STAGING_BUFFERS = 3  # for rows, and for weights that the host has updated
-RESULTS = 2  # sums of a bucket that are on their way from the device to host memory
+STAGING_BUFFERS = 3  # for rows, and for weights updated on the host
+RESULTS = 2  # reduced buckets that are being copied from the device to host memory
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSize:
-    """What an optimizer keeps beside masters: so many values per element, and bytes in forms of its own."""
+    """What an optimizer keeps per element in addition to masters: plain states, and bytes in its own formats."""
 
     num_states: int = 2
     stored_bytes: float = 0.0
@@ -250,16 +247,16 @@ class OptimizerSize:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of one rank by kind; of a machine whose device is the CPU all of it counts as the device's.
+    """Bytes of one rank by kind; on CPUs everything counts as device memory.
 
     Attributes:
-        device: at the worst moment of a step.
-        host, disk: between steps and in it.
+        device: at the peak of a step.
+        host, disk: during a step and between steps.
     """
 
-    device: Mapping[str, int] = field(default_factory=dict)
-    host: Mapping[str, int] = field(default_factory=dict)
-    disk: Mapping[str, int] = field(default_factory=dict)
+    device: Mapping[str, int]
+    host: Mapping[str, int]
+    disk: Mapping[str, int]
 
     @property
     def device_total(self) -> int:
@@ -274,7 +271,7 @@ class RankMemory:
         return sum(self.disk.values())
 
     def with_activations_on_host(self, num_bytes: int) -> RankMemory:
-        """As many of their bytes as there are."""
+        """Move up to `num_bytes` of the activations to the host."""
         here = self.device.get(ACTIVATIONS, 0)
         moved = min(num_bytes, here)
         device, host = {**self.device, ACTIVATIONS: here - moved}, {**self.host, ACTIVATIONS: moved}
@@ -282,18 +279,18 @@ class RankMemory:
 
     @property
     def states(self) -> int:
-        """Parameters, optimizer and, as they are at the worst moment, gradients, wherever they lie."""
+        """Bytes of parameters, optimizer states and (at the peak) gradients, in all places."""
         return sum(place.get(kind, 0) for place in (self.device, self.host, self.disk) for kind in STATES)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a rank's memory depends on beside the model.
+    """What a rank's memory depends on, apart from the model.
 
     Attributes:
-        shard_ranks: ranks that share the states.
-        separate: the device has memory of its own; otherwise device and host are one.
-        hosts: that ranks are on.
+        shard_ranks: number of ranks that share the states.
+        separate: the device has its own memory; otherwise it uses the host's.
+        hosts: number of hosts.
     """
 
     resolved: Resolved
@@ -304,7 +301,7 @@ class Setting:
 
     @property
     def looks_far(self) -> bool:
-        """Ranks follow plans, and gather as far ahead as they may."""
+        """Whether ranks follow plans and prefetch as much as the limits allow."""
         return self.resolved.zero.follows_plans and (self.separate or self.hosts > 1)
 
     @property
@@ -312,7 +309,7 @@ class Setting:
         place = self.resolved.zero.offload_param
         elsewhere = place is not None and (place.device == "nvme" or self.separate)
         elsewhere = elsewhere or self.resolved.zero.streaming is not None
-        size = self.resolved.zero.gather_size  # "host" is said of ranks that share states across hosts alone
+        size = self.resolved.zero.gather_size  # "host" only if ranks share states across hosts
         gather = min(size, self.shard_ranks) if isinstance(size, int) else self.shard_ranks
         kept = self.shard_ranks // gather
         return Sharding(self.resolved.zero.stage, 0, self.shard_ranks, alone=elsewhere, kept_rows=kept)
@@ -327,7 +324,7 @@ class Setting:
 
 
 def rank_memory(model: PlannedModel, setting: Setting, trace: Trace) -> RankMemory:
-    """Of rank 0, which has as much as any other: shards are padded to one length."""
+    """Return the memory of rank 0; all ranks have the same, because shards are padded to one length."""
     layout, units = _layouts(model, setting)
     ledger = _Ledger()
     _parameters(model, setting, layout, units, ledger)
@@ -337,7 +334,7 @@ def rank_memory(model: PlannedModel, setting: Setting, trace: Trace) -> RankMemo
     update = _update_buffers(setting, layout)
     if setting.separate:
         ledger.add("host", BUFFERS, update)
-    elif update > sum(moment.values()):  # activations have gone when updates begin
+    elif update > sum(moment.values()):  # activations are freed before updates begin
         moment = {BUFFERS: update}
     for kind, size in moment.items():
         ledger.add("device", kind, size)
@@ -345,10 +342,10 @@ def rank_memory(model: PlannedModel, setting: Setting, trace: Trace) -> RankMemo
 
 
 def trained_specs(module: nn.Module, ranks_with_same: int = 0) -> list[ParameterSpec]:
-    """As the engine has them under Trainer: two groups, of which the second (biases, norms) is not decayed.
+    """Return the trained parameters as Trainer groups them: the second group (biases, norms) has no weight decay.
 
     Args:
-        ranks_with_same: that hold the same experts, where these are spread over ranks.
+        ranks_with_same: number of ranks with the same experts, if these are distributed over ranks.
     """
     return [
         ParameterSpec(
@@ -370,7 +367,7 @@ def _layouts(model: PlannedModel, setting: Setting) -> tuple[FlatLayout, Planned
     return _flat_layout(model, setting.shard_ranks, zero.bucket_numel), None
 
 
-@lru_cache(maxsize=4)  # many candidates of one model have the same
+@lru_cache(maxsize=4)  # many candidates have the same layout
 def _unit_layout(model: PlannedModel, ranks: int, policy: Zero, looks_far: bool) -> tuple[FlatLayout, PlannedUnits]:
     specs = _specs(model, ranks)
     units = plan_units(model, specs, ranks, policy, looks_far=looks_far)
@@ -397,7 +394,7 @@ class _Ledger:
         self.places[place][kind] += round(size)
 
     def result(self, setting: Setting) -> RankMemory:
-        places = {name: {kind: found[kind] for kind in KINDS if found[kind]} for name, found in self.places.items()}
+        places = {name: {kind: sizes[kind] for kind in KINDS if sizes[kind]} for name, sizes in self.places.items()}
         if not setting.separate:
             both = Counter(places["device"]) + Counter(places["host"])
             places["device"], places["host"] = {kind: both[kind] for kind in KINDS if both[kind]}, {}
@@ -409,12 +406,11 @@ def _size(dtype: str) -> int:
 
 
 def _owned(setting: Setting, layout: FlatLayout) -> list[tuple[str, int]]:
-    """(dtype, elements that this rank updates) of every bucket."""
     return [(bucket.dtype, setting.sharding.owned(bucket).numel) for bucket in layout.buckets]
 
 
 def _far(setting: Setting) -> str:
-    """Where masters, states and sums of gradients are kept."""
+    """Return the place of masters, states and reduced gradients."""
     policy = setting.resolved.zero.offload_optimizer
     return "device" if policy is None else "disk" if policy.device == "nvme" else "host"
 
@@ -424,7 +420,8 @@ def _parameters(
 ) -> None:
     if units is None:
         flat = sum(bucket.numel * _size(bucket.dtype) for bucket in layout.buckets)
-        ledger.add("device", PARAMETERS, flat + model.num_frozen_bytes)
+        frozen = sum(p.nbytes for p in model.module.parameters() if not p.requires_grad)
+        ledger.add("device", PARAMETERS, flat + frozen)
         return
     policy, count = setting.resolved.zero.offload_param, setting.sharding.kept_rows
     rows = units.row_bytes * count
@@ -433,7 +430,7 @@ def _parameters(
         ledger.add("device", PARAMETERS, rows)
     elif policy.device == "cpu":
         ledger.add("host", PARAMETERS, rows)
-    else:  # as CappedStore has it: units go to host memory until one does not fit any more
+    else:  # as in CappedStore: units are kept in host memory up to its limit
         share = min(1.0, policy.max_in_cpu / max(1, units.row_numel * count))
         ledger.add("host", PARAMETERS, rows * share)
         ledger.add("disk", PARAMETERS, rows * (1 - share))
@@ -451,7 +448,7 @@ def _optimizer(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> None:
     at_hand = _weights_are_at_hand(setting, layout)
     for dtype, numel in _owned(setting, layout):
         master = precision.master_dtype(getattr(torch, dtype)).itemsize
-        is_weight = master == _size(dtype) and at_hand  # a view of the flat buffer, or the shard itself
+        is_weight = master == _size(dtype) and at_hand  # the master is a view of the flat buffer, or the shard
         if streaming is not None:
             master = streaming.master_bytes(_size(dtype), master)
         kept = (0 if is_weight else master) + setting.optimizer.num_states * state + setting.optimizer.stored_bytes
@@ -459,7 +456,7 @@ def _optimizer(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> None:
 
 
 def _weights_are_at_hand(setting: Setting, layout: FlatLayout) -> bool:
-    """Whether the weights lie in the memory in which the update runs."""
+    """Whether the weights are in the memory in which the update runs."""
     policy = setting.resolved.zero.offload_param
     numel = sum(numel for _, numel in _owned(setting, layout))
     if policy is not None and policy.device == "nvme" and numel > policy.max_in_cpu:
@@ -469,42 +466,37 @@ def _weights_are_at_hand(setting: Setting, layout: FlatLayout) -> bool:
 
 
 def _update_buffers(setting: Setting, layout: FlatLayout) -> int:
-    """In host memory, for states that come from a drive and go back to it."""
+    """Bytes of host buffers for states that are kept on a drive."""
     zero = setting.resolved.zero
     policy = zero.offload_optimizer
     if policy is None or policy.device != "nvme":
         return 0
     longest = max((numel for _, numel in _owned(setting, layout)), default=0)
-    # The pool grows as it is asked: masters and states of a sub-group; gradients have buffers of their own.
+    # The pool grows on demand, for masters and states of a sub-group; gradients have their own buffers.
     asked = min(policy.buffer_count, 1 + setting.optimizer.num_states)
     vectors = asked * (1 + policy.reads_ahead + policy.writes_behind)
     return FP32_BYTES * min(zero.sub_group_numel or longest, longest) * vectors
 
 
 def _gradients(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> list[int]:
-    """Sums of the owned part; or, where stages 0 and 1 accumulate, whole ones in their place. Returns, by bucket, bytes
-    that are there from its reduction to the update only (`ReducedGradient.clear`)."""
+    """Add reduced gradients of the owned part or, if stages 0 and 1 accumulate, whole gradients. Returns the bytes per
+    bucket that exist only from its reduction to the update (`ReducedGradient.clear`)."""
     sharding, precision, far = setting.sharding, setting.precision, _far(setting)
     whole = setting.accumulates and not sharding.shards_gradients
     streaming, resolved = setting.resolved.zero.streaming, setting.resolved
     clip_norm, skips = resolved.gradients.clip_norm, resolved.precision.skip_nonfinite
     streams = streaming is not None and not (setting.accumulates or streaming.why_gradients_stay(clip_norm, skips))
-    passing = [0] * len(layout.buckets)
-    for index, bucket in enumerate(layout.buckets):
-        size = precision.accumulation_dtype(getattr(torch, bucket.dtype)).itemsize
-        owned = sharding.owned(bucket).numel
-        if streams:
-            continue  # those on their way are buffers
-        if far == "device" and setting.separate and not setting.accumulates:
-            passing[index] = owned * size
-            continue
-        if whole and (owned < bucket.numel or far != "device"):
+    sizes = [precision.accumulation_dtype(getattr(torch, bucket.dtype)).itemsize for bucket in layout.buckets]
+    owned = [sharding.owned(bucket).numel * size for bucket, size in zip(layout.buckets, sizes, strict=True)]
+    if far == "device" and setting.separate and not (streams or setting.accumulates):
+        return owned
+    for bucket, size, part in zip(layout.buckets, sizes, owned, strict=True) if not streams else ():
+        is_whole = whole and (part < bucket.numel * size or far != "device")
+        if is_whole:
             ledger.add("device", GRADIENTS, bucket.numel * size)
-            if far != "device":
-                ledger.add(far, GRADIENTS, owned * size)
-        else:
-            ledger.add(far, GRADIENTS, owned * size)
-    return passing
+        if not is_whole or far != "device":
+            ledger.add(far, GRADIENTS, part)
+    return [0] * len(layout.buckets)  # while streaming, gradients in flight count as buffers
 
 
 def _buffers(
@@ -522,7 +514,7 @@ def _buffers(
         sent = max(sent, 0 if in_place else bucket.numel * travels.itemsize)
         owned = max(owned, sharding.owned(bucket).numel * travels.itemsize)
         longest = max(longest, bucket.numel * travels.itemsize)
-    if setting.shard_ranks > 1:  # on a CPU, ranks of a host also show each other what they sum in place
+    if setting.shard_ranks > 1:  # on CPUs, gradients reduced in place also go through shared memory
         ledger.add("device", BUFFERS, MAX_SEND_BUFFERS * (sent if setting.separate else longest))
     if far != "device" and setting.separate:
         apart = units is not None and setting.shard_ranks == 1 and not setting.accumulates  # BucketGradients.send
@@ -530,26 +522,27 @@ def _buffers(
         ledger.add("host", BUFFERS, (RESULTS + STAGING_BUFFERS) * owned)
     if far == "disk":
         ledger.add("host", BUFFERS, GRADIENT_BUFFERS * owned)
-    if units is not None and setting.shard_ranks > 1:  # of the unit in use and the next; on a CPU in shared memory
+    if units is not None and setting.shard_ranks > 1:  # for the current and the next unit; on CPUs in shared memory
         received = units.longest_receive_bytes + units.ahead_bytes
         ledger.add("device", BUFFERS, received if setting.separate else 2 * units.longest_row_bytes)
     if units is not None and setting.resolved.zero.offload_param is not None and setting.separate:
         ledger.add("device", BUFFERS, STAGING_BUFFERS * units.longest_row_bytes * sharding.kept_rows)
     if units is None and sharding.shards_optimizer and not setting.separate and setting.shard_ranks > 1:
-        ledger.add("device", BUFFERS, owned)  # ranks of a host gather from memory that they share
+        ledger.add("device", BUFFERS, owned)  # ranks of a host gather from shared memory
 
 
-# The worst moment
+# The peak of a step
 
 
 def worst_moment(layout: FlatLayout, units: PlannedUnits | None, trace: Trace, sums: Sequence[int]) -> dict[str, int]:
-    """Bytes by kind of what comes and goes, at the moment when that is most; `sums`: of each bucket's gradients."""
-    moments = zip((segment.peak for segment in trace.segments), _waiting(layout, trace, sums), _gathered(units, trace))
+    """Return the temporary memory by kind at its peak; `sums`: bytes of each bucket's reduced gradients."""
+    gathered = [0] * len(trace.segments) if units is None else units.live(trace)
+    moments = zip((segment.peak for segment in trace.segments), _waiting(layout, trace, sums), gathered)
     return dict(zip((ACTIVATIONS, GRADIENTS, GATHERED), max(moments, key=sum)))
 
 
 def _waiting(layout: FlatLayout, trace: Trace, sums: Sequence[int]) -> Iterator[int]:
-    """Gradients that wait for the rest of their bucket, and sums of those that did, segment by segment."""
+    """Yield the bytes of gradients per segment: those of incomplete buckets, and reduced ones."""
     index_of = {spec.name: index for index, spec in enumerate(layout.specs)}
     bucket_of = layout.bucket_of()
     left = Counter(bucket_of)
@@ -565,9 +558,3 @@ def _waiting(layout: FlatLayout, trace: Trace, sums: Sequence[int]) -> Iterator[
                 held[bucket] = 0
                 summed += sums[bucket]
         yield held.total() + summed
-
-
-def _gathered(units: PlannedUnits | None, trace: Trace) -> Sequence[int]:
-    if units is None:
-        return [0] * len(trace.segments)
-    return units.live(trace)

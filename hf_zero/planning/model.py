@@ -1,12 +1,12 @@
-"""The model that is planned for, on the meta device: shapes and dtypes, no weights."""
+"""The model of a plan, on the meta device: shapes and dtypes without values."""
 
 from __future__ import annotations
 
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -41,15 +41,14 @@ class Tiling:
 
     @classmethod
     def that_fits(cls, module: nn.Module) -> Tiling:
-        """Both, unless the model has nothing that they could cut. The parts of logits that ranks compute are gathered
-        from a head in parts before there is a loss: no tile is smaller then."""
+        """Both, if the model supports them. A sharded head gathers its logits before the loss, so a tiled loss saves
+        nothing there."""
         base: Any = unwrapped(module)
         head = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
         is_whole = all(held_part(parameter) is None for parameter in head.parameters()) if head is not None else True
         return cls(mlp=bool(dense_mlps(module)), loss=is_whole and has_tiled_loss(base))
 
     def features(self, module: nn.Module) -> Features:
-        """Made for a model, as an engine would have them."""
         made: list[TrainingFeature] = [TiledMLPs(module)] if self.mlp else []
         return Features(made + ([TiledLoss(unwrapped(module))] if self.loss else []))
 
@@ -59,13 +58,13 @@ class PlannedModel:
     """A model without weights.
 
     Attributes:
-        module: on the meta device, in the dtype that is trained in, LoRA included; what one rank holds of it.
-        config: of transformers, or the shape of a Llama.
-        gathered_modules: what stage 3 gathers parameters around.
-        lora_rank: 0 where all parameters are trained.
-        notes: what was assumed.
-        tensor_size: ranks that hold parts of the same matrices; `module` is the first one's part, the largest.
-        expert_size: ranks that hold all experts between them; `module` has those of the first one.
+        module: one rank's part, on the meta device, in the dtype of the training, with LoRA adapters.
+        config: config of transformers, or the shape of a Llama.
+        gathered_modules: modules around which stage 3 gathers parameters.
+        lora_rank: 0: all parameters are trained.
+        notes: assumptions.
+        tensor_size: ranks that share each matrix; `module` is the part of the first one, which is the largest.
+        expert_size: ranks that experts are distributed over; `module` has those of the first one.
     """
 
     name: str
@@ -74,19 +73,18 @@ class PlannedModel:
     dtype: torch.dtype
     gathered_modules: tuple[GatheredModule, ...]
     lora_rank: int = 0
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     tensor_size: int = 1
     expert_size: int = 1
 
     @cached_property
     def whole(self) -> tuple[int, int]:
-        """(parameters, trained ones) of all parts together."""
-        numels = [(torch.Size(whole_shape(p)).numel(), p.requires_grad) for p in self.module.parameters()]
-        return sum(numel for numel, _ in numels), sum(numel for numel, is_trained in numels if is_trained)
+        """(number of parameters, number of trained ones) of the whole model."""
+        return _totals((torch.Size(whole_shape(p)).numel(), p.requires_grad) for p in self.module.parameters())
 
     @cached_property
     def num_parameters(self) -> int:
-        """Those that one rank holds, before ZeRO shards them."""
+        """Number of parameters on one rank, before ZeRO shards them."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
     @cached_property
@@ -95,13 +93,8 @@ class PlannedModel:
 
     @cached_property
     def apart(self) -> tuple[int, int]:
-        """(parameters, trained ones) whose states are sharded over the ranks that hold the same: experts over ranks."""
-        numels = [(p.numel(), p.requires_grad) for p in self.module.parameters() if is_apart(p)]
-        return sum(numel for numel, _ in numels), sum(numel for numel, is_trained in numels if is_trained)
-
-    @cached_property
-    def num_frozen_bytes(self) -> int:
-        return sum(p.numel() * p.itemsize for p in self.module.parameters() if not p.requires_grad)
+        """(number of expert parameters, number of trained ones); they are sharded over ranks with the same experts."""
+        return _totals((p.numel(), p.requires_grad) for p in self.module.parameters() if is_apart(p))
 
     @cached_property
     def num_buffer_bytes(self) -> int:
@@ -109,7 +102,6 @@ class PlannedModel:
 
     @cached_property
     def view(self) -> ModelView:
-        """As the resolver sees it."""
         shapes = tuple(whole_shape(parameter) for parameter in self.module.parameters())
         return ModelView(config=self.config.to_dict(), shapes=shapes)
 
@@ -119,7 +111,7 @@ class PlannedModel:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """(query heads, key heads, width of a head) of its attention."""
+        """(number of query heads, number of key heads, size of a head)."""
         config = text_config(self.config)
         heads = int(getattr(config, "num_attention_heads", 0) or 1)
         key_heads = int(getattr(config, "num_key_value_heads", 0) or heads)
@@ -129,13 +121,10 @@ class PlannedModel:
     def hidden(self) -> int:
         return int(getattr(text_config(self.config), "hidden_size", 0) or 1)
 
-    def ulysses(self, sequence_size: int) -> Ulysses:
-        return Ulysses(sequence_size, self.heads[1])
-
     def check_shares(self, sequence_size: int) -> None:
         """
         Raises:
-            ConfigError: so many ranks cannot share its sequences.
+            ConfigError: this number of ranks cannot share its sequences.
         """
         try:
             if sequence_size > 1 and isinstance(self.config, llama.LlamaShape):
@@ -147,10 +136,10 @@ class PlannedModel:
             raise ConfigError(Problem("--sequence-parallel", sequence_size, str(error), fix)) from None
 
     def cut(self, tensor_size: int) -> PlannedModel:
-        """The same, of which each rank holds one of so many parts.
+        """Return the model cut for `tensor_size` ranks.
 
         Raises:
-            ConfigError: it cannot be cut like that.
+            ConfigError: it cannot be cut for that many ranks.
         """
         module = _build(self.config, self.dtype, self.lora_rank, tensor_size, self.expert_size)
         return replace(
@@ -161,17 +150,17 @@ class PlannedModel:
 def load_model(
     source: str, precision: str = "bf16", lora_rank: int = 0, tensor_size: int = 1, expert_size: int = 1
 ) -> PlannedModel:
-    """From a folder, a config.json, a hub name (its config.json from the cache if it is there), or a number of
-    parameters (`7e9`, `70b`), which means a Llama of about that size.
+    """Load a model from a folder, a config.json, a hub name (with the cached config.json, if any), or a number of
+    parameters (`7e9`, `70b`), which gives a Llama of about that size.
 
     Raises:
-        ConfigError: for a source that is none of these, or a model that cannot be built from its config or cut for
-            `tensor_size` ranks, or its experts spread over `expert_size`.
+        ConfigError: the source is none of these, or the model cannot be built from its config, cut for `tensor_size`
+            ranks, or its experts distributed over `expert_size` ranks.
     """
     count = count_of(source)
     try:
         with collector_off():
-            config, notes = (_llama_of(count), [_as_llama(source)]) if count else (config_of(source), [])
+            config: Any = _llama_of(count) if count else config_of(source)
             module = _build(config, _DTYPES[precision], lora_rank, tensor_size, expert_size)
     except ConfigError:
         raise
@@ -180,13 +169,20 @@ def load_model(
     except (ValueError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         rule = f"its class cannot be built from this configuration: {error}"
         raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
-    gathered = tuple(find_gathered_modules(module))
+    note = f"{source} parameters: a Llama of that size is assumed; give a config.json for the layout of your model"
+    gathered, notes = tuple(find_gathered_modules(module)), (note,) if count else ()
     sizes = tensor_size, expert_size
-    return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, tuple(notes), *sizes)
+    return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, notes, *sizes)
+
+
+def _totals(numels: Iterable[tuple[int, bool]]) -> tuple[int, int]:
+    """(sum of all, sum of the trained ones) of (number of elements, whether it is trained)."""
+    pairs = list(numels)
+    return sum(numel for numel, _ in pairs), sum(numel for numel, is_trained in pairs if is_trained)
 
 
 def is_apart(parameter: nn.Parameter) -> bool:
-    """Whether its states have groups of ranks of their own."""
+    """Whether its states are sharded over their own groups of ranks (experts)."""
     part = held_part(parameter)
     return part is not None and part.is_mixed
 
@@ -201,68 +197,59 @@ def trace(
     sequence_size: int = 1,
     on_cpu: bool = False,
 ) -> Trace:
-    """One micro-batch through the model: a few layers of it where all are alike, else all; a formula where a model
-    needs values to know its shapes.
+    """Trace one micro-batch: a few layers if all are equal, else all; a formula if a model's shapes depend on values.
 
     Args:
-        length: tokens of a sample, of which each of `sequence_size` ranks has a part.
-        on_cpu: it will run there, and not on a device with kernels of its own.
+        length: tokens per sample, which `sequence_size` ranks share.
+        on_cpu: the model will run on CPUs.
     """
-    ulysses, length = model.ulysses(sequence_size), -(-length // sequence_size)
-    found = _trace(model, _Run(micro_batch, length, checkpointing, tiling, ulysses, on_cpu))
-    # Attention holds as much as on one rank, but for key heads that several ranks have; what it is sent comes and goes
-    # before a layer's worst moment.
+    ulysses, length = Ulysses(sequence_size, model.heads[1]), -(-length // sequence_size)
+
+    def run(module: nn.Module) -> Trace:
+        if checkpointing:
+            _enable_checkpointing(module)
+        inputs = sample_inputs(module, micro_batch, length, torch.device("meta"))
+        gathered = {each.name: each.module for each in find_gathered_modules(module)}
+        inputs = tiling.features(module).before_forward(Progress(0), inputs)
+        return trace_step(module, inputs, gathered, ulysses, on_cpu=on_cpu)
+
+    try:
+        seen = _from_few_layers(model, run) or run(_fresh(model))
+    except Exception as error:  # noqa: BLE001  # anything that a model raises for tensors without values
+        reason = str(error).split("\n")[0]
+        seen = _by_formula(model, micro_batch * length, checkpointing, reason, ulysses)
+    # Attention holds as much as on one rank, plus key heads that several ranks have; buffers of its messages are freed
+    # before the layer's peak.
     copied = micro_batch * length * ulysses.copied_heads * 2 * model.heads[2] * model.dtype.itemsize
     copied *= 1 if checkpointing else model.layers
-    return replace(found, segments=tuple(replace(each, peak=each.peak + copied) for each in found.segments))
+    return replace(seen, segments=tuple(replace(each, peak=each.peak + copied) for each in seen.segments))
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """How a rank goes through its micro-batch; `length`: of its part of each sample."""
-
-    micro_batch: int
-    length: int
-    checkpointing: bool
-    tiling: Tiling
-    ulysses: Ulysses
-    on_cpu: bool
-
-
-def _trace(model: PlannedModel, run: _Run) -> Trace:
+def _from_few_layers(model: PlannedModel, run: Callable[[nn.Module], Trace]) -> Trace | None:
     layers = getattr(text_config(model.config), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > FEW + 2:
-        try:
-            small = _with_layers(model, FEW)
-            prefix = _layer_prefix(small)
-            return stretch(_traced(small, run), layers, prefix)
-        except Exception:  # noqa: BLE001, S110  # a model of another build: all of it is traced then
-            pass
+    if not isinstance(layers, int) or layers <= FEW + 2:
+        return None
     try:
-        return _traced(_fresh(model), run)
-    except Exception as error:  # noqa: BLE001  # whatever a model does with tensors that have no values
-        reason = str(error).split("\n")[0]
-        return _by_formula(model, run.micro_batch * run.length, run.checkpointing, reason, run.ulysses)
+        small = _with_layers(model, FEW)
+        prefix = _layer_prefix(small)
+        return stretch(run(small), layers, prefix)
+    except Exception:  # noqa: BLE001  # the model is built differently: trace all layers
+        return None
 
 
-def _traced(model: nn.Module, run: _Run) -> Trace:
-    if run.checkpointing:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
-            if hasattr(model, "enable_input_require_grads") and not _trains_embeddings(model):
-                model.enable_input_require_grads()  # type: ignore[operator]  # as Trainer and peft do
-    inputs = sample_inputs(model, run.micro_batch, run.length, torch.device("meta"))
-    gathered = {each.name: each.module for each in find_gathered_modules(model)}
-    inputs = run.tiling.features(model).before_forward(Progress(0), inputs)
-    return trace_step(model, inputs, gathered, run.ulysses, on_cpu=run.on_cpu)
+def _enable_checkpointing(model: nn.Module) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        if hasattr(model, "enable_input_require_grads") and not _trains_embeddings(model):
+            model.enable_input_require_grads()  # type: ignore[operator]  # as Trainer and peft do
 
 
 def sample_inputs(model: nn.Module, micro_batch: int, length: int, device: torch.device) -> dict[str, Any]:
-    """What a forward with a loss is given: tokens, pictures, spectrograms or waves, as the model's class says.
+    """Return inputs for a forward with a loss: tokens, images, spectrograms or audio, depending on the model's class.
 
     Args:
-        length: tokens of a text, samples of a wave; pictures and spectrograms are as large as the configuration has it.
+        length: tokens of text, or samples of audio; the config sets the size of images and spectrograms.
     """
     base: Any = unwrapped(model)
     config, kind = base.config, base.main_input_name
@@ -289,15 +276,16 @@ def _extents(size: int | Sequence[int]) -> tuple[int, ...]:
 def _trains_embeddings(model: nn.Module) -> bool:
     try:
         embeddings = model.get_input_embeddings()  # type: ignore[operator]
-    except NotImplementedError:  # of a model that reads waves, say
+    except NotImplementedError:  # for example a model with audio inputs
         return True
     return any(parameter.requires_grad for parameter in embeddings.parameters())
 
 
 def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: str, ulysses: Ulysses) -> Trace:
-    """34 bytes per token, layer and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198, without the scores that
-    fused attention does not keep), of which 24 lie inside of attention and MLP, where ranks may have a part each; 2
-    with checkpointing and one layer's; logits in 16 bits, in fp32, and their gradient."""
+    """Estimate activations: 34 bytes per token, layer and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198,
+    without scores, which fused attention does not keep). 24 of them are inside attention and MLP, which tensor
+    parallelism divides. With checkpointing, 2 bytes plus one whole layer. Logits in 16 bits, in fp32, and their
+    gradient."""
     hidden, layers = model.hidden, model.layers
     vocabulary = int(getattr(text_config(model.config), "vocab_size", 0) or 0)
     layer = (10 + 24 // model.tensor_size) * tokens * hidden
@@ -311,11 +299,11 @@ def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: s
         Segment("begin", "", saved, forward, tuple(sent.items())),
         Segment("loss", "", saved, backward, again),
     )
-    return Trace(segments, f"activations by a formula: the model cannot run without values ({reason[:120]})")
+    return Trace(segments, f"activations are from a formula, since the model needs values to run ({reason[:120]})")
 
 
 def _sent_by_formula(model: PlannedModel, tokens: int, ulysses: Ulysses) -> Iterator[tuple[str, int]]:
-    """In one pass over all layers: what attention and MLP of each have computed is summed."""
+    """Yield the messages of one pass over all layers: with tensor parallelism, all-reduces after attention and MLP."""
     if model.tensor_size > 1:
         yield "all_reduce", 2 * model.layers * tokens * model.hidden * model.dtype.itemsize
     heads, _, extent = model.heads
@@ -327,7 +315,6 @@ def _sent_by_formula(model: PlannedModel, tokens: int, ulysses: Ulysses) -> Iter
 
 
 def build_model(config: Any, lora_rank: int = 0) -> nn.Module:
-    """The model that a configuration names, with random weights where torch makes tensors by default."""
     import transformers
 
     names = getattr(config, "architectures", None) or []
@@ -340,10 +327,10 @@ def build_model(config: Any, lora_rank: int = 0) -> nn.Module:
 def _build(config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, expert_size: int) -> nn.Module:
     """
     Raises:
-        ConfigError: it cannot be cut for `tensor_size` ranks, or its experts not spread over `expert_size`.
+        ConfigError: it cannot be cut for `tensor_size` ranks, or its experts distributed over `expert_size`.
     """
     is_plain = isinstance(config, llama.LlamaShape)
-    if is_plain and (lora_rank or tensor_size > 1 or expert_size > 1):  # which transformers' own modules are made for
+    if is_plain and (lora_rank or tensor_size > 1 or expert_size > 1):  # these need transformers' own modules
         config, is_plain = _transformers_config(config.to_dict()), False
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -360,7 +347,7 @@ def _build(config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, ex
             service("spread_experts")(model, AbsentRanks(expert_size), torch.device("meta"))
     except ValueError as error:
         raise ConfigError(
-            Problem("--expert-parallel", expert_size, str(error), "give another, or leave it out")
+            Problem("--expert-parallel", expert_size, str(error), "give another number, or leave it out")
         ) from None
     return model
 
@@ -372,7 +359,7 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def _fresh(model: PlannedModel) -> nn.Module:
-    """One whose checkpointing is switched as wanted, whatever another trace has done."""
+    """Build the model again, because a trace may have enabled gradient checkpointing."""
     sizes = model.tensor_size, model.expert_size
     return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank, *sizes)
 
@@ -397,10 +384,10 @@ def _layer_prefix(model: nn.Module) -> str:
 
 
 def config_of(source: str) -> Any:
-    """transformers' configuration of a folder, a config.json or a hub name.
+    """Return transformers' config for a folder, a config.json or a hub name.
 
     Raises:
-        ConfigError: there is none that can be used.
+        ConfigError: there is no config that can be used.
     """
     path = config_file(source)
     try:
@@ -418,10 +405,10 @@ def _transformers_config(values: dict[str, Any]) -> Any:
 
 
 def _llama_of(count: float) -> llama.LlamaShape:
-    """Hidden units and layers grow together, 128 to 1, as in published models of this kind; the width of the MLP makes
-    up for the rest."""
+    """Return the shape of a Llama: hidden size = 128 x layers, as in published models of this kind; the size of the MLP
+    follows from `count`."""
     if not 1e5 <= count <= 1e14:
-        rule = "a number of parameters lies between 1e5 and 1e14"
+        rule = "the number of parameters must be between 1e5 and 1e14"
         raise ConfigError(Problem("--model", count, rule, "give another number, or a model")) from None
     per_head = 128 if count >= 1e9 else 64
     wanted = (count * 128 / 12) ** (1 / 3)
@@ -437,7 +424,3 @@ def _llama_of(count: float) -> llama.LlamaShape:
         num_attention_heads=hidden // per_head,
         num_key_value_heads=hidden // per_head,
     )
-
-
-def _as_llama(source: str) -> str:
-    return f"{source} parameters are taken for a Llama of that size; a config.json gives the layout of your model"

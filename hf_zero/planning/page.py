@@ -1,4 +1,4 @@
-"""A plan as one page of HTML that fetches nothing: stacked bars of memory against the limit, and the reasons."""
+"""A plan as one self-contained HTML page: stacked bars of memory with the limit, and the reasons."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ td:first-child, th:first-child { text-align: left; white-space: normal; min-widt
 
 
 def as_html(plan: Plan) -> str:
-    """The whole page."""
     return "\n".join(_page(plan)) + "\n"
 
 
@@ -45,8 +44,10 @@ def _page(plan: Plan) -> Iterator[str]:
     yield f"<title>{escape(plan.model.name)}: memory and speed</title><style>{_STYLE}</style></head><body>"
     yield f"<h1>{escape(title(plan))}</h1>"
     yield from _answer(plan)
-    yield "<h2>Memory of one device, at the worst moment of a step</h2>"
-    yield from _legend(plan)
+    yield "<h2>Memory of one device at the peak of a step</h2>"
+    parts = [f'<li><i style="background:{COLOURS[kind]}"></i>{kind}</li>' for kind in KINDS]
+    limit = gigabytes(plan.hardware.limit)
+    yield f'<ul class="legend">{"".join(parts)}<li><i style="background:#b00020"></i>limit: {limit}</li></ul>'
     scale = _scale(plan)
     for each in plan.rows:
         yield from _bar(each, plan, scale)
@@ -64,7 +65,7 @@ def _answer(plan: Plan) -> Iterator[str]:
     if chosen is None:
         yield f"<p><strong>{escape(reasoning(plan)[-1])}</strong></p>"
         return
-    yield f"<p>Take <strong>{escape(chosen.candidate.name)}</strong>; start the script with"
+    yield f"<p>Use <strong>{escape(chosen.candidate.name)}</strong>; start the script with"
     yield f"{_flags(plan.training.flags(chosen.candidate))} and this ds.json:</p>"
     yield f"<pre>{escape(config_text(chosen.config))}</pre>"
     for words in plan.training.more_words(chosen.candidate, plan.hardware.ranks):
@@ -72,19 +73,13 @@ def _answer(plan: Plan) -> Iterator[str]:
 
 
 def _flags(text: str) -> str:
-    """Lines break between flags only."""
+    """Format flags so that lines only break between them."""
     flags = text.removeprefix("--").split(" --")
     return " ".join(f"<code>--{escape(flag)}</code>" for flag in flags)
 
 
-def _legend(plan: Plan) -> Iterator[str]:
-    parts = [f'<li><i style="background:{COLOURS[kind]}"></i>{kind}</li>' for kind in KINDS]
-    limit = gigabytes(plan.hardware.limit)
-    yield f'<ul class="legend">{"".join(parts)}<li><i style="background:#b00020"></i>limit: {limit}</li></ul>'
-
-
 def _scale(plan: Plan) -> float:
-    """Bytes of a whole bar: all that fit, the limit, and most of the others."""
+    """Return the bytes of a full bar: enough for all that fit, the limit, and most of the others."""
     sizes = sorted(each.memory.device_total for each in plan.rows)
     middle = sizes[len(sizes) // 2] if sizes else 0
     fitting = [each.memory.device_total for each in plan.rows if each.fits]
@@ -104,7 +99,7 @@ def _bar(each: Estimate, plan: Plan, scale: float) -> Iterator[str]:
             yield f'<div class="part" title="{hint}" style="{place}"></div>'
         start += size
     if start > scale:
-        yield f'<div class="cut" title="{gigabytes(each.memory.device_total)}: longer than is drawn">&#8811;</div>'
+        yield f'<div class="cut" title="{gigabytes(each.memory.device_total)}: longer than drawn">&#8811;</div>'
     yield f'<div class="limit" style="left:{plan.hardware.limit / scale * 100:.2f}%"></div></div>'
     mark = "" if each.fits else " &#10007;"
     yield f'<div class="total">{gigabytes(each.memory.device_total)}{mark}</div></div>'

@@ -1,4 +1,4 @@
-"""A plan for people at a terminal, and as JSON."""
+"""A plan as text for a terminal, and as JSON."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rich.table import Table
 
 from hf_zero.config import ConfigError
 from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved
-from hf_zero.planning.choose import Estimate, Plan, gigabytes, kept_by_layers, optimizer_size, setting_of, traced
+from hf_zero.planning.choose import Estimate, Plan, gigabytes, kept_by_layers, setting_of, traced
 from hf_zero.planning.event_model import LANES
 from hf_zero.planning.machine import Hardware
-from hf_zero.planning.memory import rank_memory
+from hf_zero.planning.memory import RankMemory, rank_memory
 from hf_zero.planning.model import PlannedModel, Tiling
 
-# Why a plan takes what it takes; and when nothing fits, what would make it fit, by the same sums.
+# The reasons for a choice and, if nothing fits, what would make it fit, by the same sums.
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Something that no candidate does, with all that came before it.
+    """A further way to save memory, together with all remedies before it.
 
     Attributes:
-        device: bytes of a device that are needed then.
+        device: bytes of device memory with it.
     """
 
     what: str
@@ -37,11 +37,11 @@ class Remedy:
 
 
 def reasoning(plan: Plan) -> list[str]:
-    """Why it is this one, step by step, in the order of preference."""
+    """Return a line for each candidate, in order of preference: why it is chosen or not."""
     lines = []
     for each in plan.rows:
         if each is plan.chosen:
-            lines.append(f"{each.candidate.name}: fits, {_speed(each, plan)}; taken")
+            lines.append(f"{each.candidate.name}: fits, {_speed(each, plan)}; chosen")
         elif each.fits:
             lines.append(f"{each.candidate.name}: fits, {_speed(each, plan)}")
         else:
@@ -57,32 +57,32 @@ def _speed(each: Estimate, plan: Plan) -> str:
 
 
 def what_else(plan: Plan) -> str:
-    """What would make something fit: the remedies up to the first that is enough, the cheapest first."""
+    """Return what would make a candidate fit: remedies up to the first that is enough, the cheapest first."""
     least = min(plan.estimates, key=lambda each: each.memory.device_total)
-    words, limit = [f"nothing fits ({least.candidate.name} needs least of a device)"], plan.hardware.limit
+    words, limit = [f"nothing fits ({least.candidate.name} needs the least device memory)"], plan.hardware.limit
     if least.memory.device_total > limit:
         for remedy in remedies(plan, least):
-            words.append(f"{remedy.what}: {gigabytes(remedy.device)} then")
+            words.append(f"with {remedy.what}: {gigabytes(remedy.device)}")
             if remedy.device <= limit:
-                words.append("which fits a device")
+                words.append("which fits")
                 break
         else:
-            words.append(f"more devices: {gigabytes(limit)} of each can be used")
+            words.append(f"or use more devices: {gigabytes(limit)} of each can be used")
         return "; ".join(words)
     for what, needed in less_on_the_host(plan):
-        words.append(f"{what}: {gigabytes(needed)} of host memory then")
+        words.append(f"with {what}: {gigabytes(needed)} of host memory")
         if needed <= plan.hardware.host_limit:
-            return "; ".join([*words, "which fits a host, and is another training"])
+            return "; ".join([*words, "which fits, but changes the training"])
     if plan.training.nvme_path is None:
-        words.append("name a drive with --nvme-path, or take more hosts: a host's memory is full")
+        words.append("give a drive with --nvme-path, or use more hosts: host memory is not enough")
     else:
-        words.append("take more hosts: a host's memory or its drive is full")
+        words.append("use more hosts: host memory or the drive is not enough")
     return "; ".join(words)
 
 
 def less_on_the_host(plan: Plan) -> Iterator[tuple[str, float]]:
-    """What streaming can do without in a host's memory, each on top of those before, and the bytes that are needed
-    then. None of it is the same training (docs/offload.md)."""
+    """Yield settings with which streaming needs less host memory, each on top of those before, and the bytes per host.
+    All of them change the training (docs/offload.md)."""
     fitting = [each for each in plan.estimates if each.candidate.streams]
     fitting = [each for each in fitting if each.memory.device_total <= plan.hardware.limit]
     if not fitting:
@@ -101,14 +101,12 @@ def less_on_the_host(plan: Plan) -> Iterator[tuple[str, float]]:
             "bf16": {"enabled": True, "check_grad_overflow": False},
             "hf_zero": {"streaming": {"enabled": True, **keys}},
         }
-        answers = resolved(config | own, training, plan.model, plan.hardware.ranks)
-        setting = setting_of(answers, optimizer_size(training), plan.hardware)
-        seen = traced(plan.model, training, checkpointing=True)
-        yield what, float(rank_memory(plan.model, setting, seen).host_total * plan.hardware.per_host)
+        memory = _memory(replace(plan, training=training), config | own, checkpointing=True)
+        yield what, float(memory.host_total * plan.hardware.per_host)
 
 
 def sums(plan: Plan) -> Iterator[str]:
-    """How much the chosen one needs, and of what, where host memory is part of it."""
+    """Yield the sums of the chosen candidate's memory, if it uses host memory."""
     if plan.chosen is None or not plan.chosen.memory.host_total:
         return
     memory, hardware = plan.chosen.memory, plan.hardware
@@ -122,7 +120,8 @@ def sums(plan: Plan) -> Iterator[str]:
 
 
 def remedies(plan: Plan, least: Estimate) -> Iterator[Remedy]:
-    """One on top of the other, by what they cost: nothing, a forward again, small kernels, PCIe, other ranks."""
+    """Yield remedies, each on top of those before, in order of cost: accumulation (free), recomputation, smaller
+    kernels, PCIe traffic, other ranks."""
     training, hardware, candidate = plan.training, plan.hardware, least.candidate
     tiling = kept_tiling = Tiling()
     on_host = False
@@ -141,7 +140,7 @@ def remedies(plan: Plan, least: Estimate) -> Iterator[Remedy]:
     whole, fits = then(""), Tiling.that_fits(plan.model.module)
     for tiling, key in ((Tiling(loss=fits.loss), "tiled_loss"), (fits, "tiled_mlp")):
         tiled = then(f"hf_zero.{key}")
-        if tiled.device < whole.device:  # what a tile needs besides may be more than it saves
+        if tiled.device < whole.device:  # a tile's own buffers may need more than it saves
             whole, kept_tiling = tiled, tiling
             yield tiled
         tiling = kept_tiling
@@ -149,12 +148,12 @@ def remedies(plan: Plan, least: Estimate) -> Iterator[Remedy]:
         on_host = True
         yield then("activation_checkpointing.cpu_checkpointing")
     if candidate.copy_per_host or candidate.second_shard > 1:
-        candidate = replace(candidate, copy_per_host=False, second_shard=1)  # groups that tensor parallelism refuses
+        candidate = replace(candidate, copy_per_host=False, second_shard=1)  # tensor parallelism may not allow them
     yield from _other_ranks(plan, candidate, tiling, on_host)
 
 
 def _other_ranks(plan: Plan, candidate: Candidate, tiling: Tiling, on_host: bool) -> Iterator[Remedy]:
-    """Several ranks per sequence, as few as are enough; if none are, or nothing helps, parts of matrices instead."""
+    """Yield sequence parallelism with as few ranks as are enough; if there are none, tensor parallelism instead."""
     training, hardware, best = plan.training, plan.hardware, None
     if training.tensor_parallel == 1:
         for size in sequence_sizes(plan.model, hardware):
@@ -186,7 +185,7 @@ def _cut(model: PlannedModel, size: int) -> PlannedModel:
 
 
 def sequence_sizes(model: PlannedModel, hardware: Hardware) -> list[int]:
-    """Numbers of ranks of one host that may share the model's sequences, rising from 1."""
+    """Return the numbers of ranks of one host that can share the model's sequences, from 1 up."""
     sizes = [1]
     for size in range(2, hardware.per_host + 1):
         try:
@@ -198,23 +197,26 @@ def sequence_sizes(model: PlannedModel, hardware: Hardware) -> list[int]:
 
 
 def _device_bytes(plan: Plan, candidate: Candidate, tiling: Tiling, on_host: bool) -> int:
-    """Of a rank, by the layout and a trace, as those of candidates."""
+    config, kept = ds_config(candidate, plan.training), kept_by_layers(plan.model, plan.training) if on_host else 0
+    memory = _memory(plan, config, checkpointing=candidate.checkpointing, tiling=tiling)
+    return memory.with_activations_on_host(kept).device_total
+
+
+def _memory(plan: Plan, config: dict[str, Any], *, checkpointing: bool, tiling: Tiling | None = None) -> RankMemory:
     model, training, hardware = plan.model, plan.training, plan.hardware
-    answers = resolved(ds_config(candidate, training), training, model, hardware.ranks)
-    setting = setting_of(answers, optimizer_size(training), hardware)
-    seen = traced(model, training, checkpointing=candidate.checkpointing, tiling=tiling, on_cpu=not hardware.separate)
-    memory = rank_memory(model, setting, seen)
-    return (memory.with_activations_on_host(kept_by_layers(model, training)) if on_host else memory).device_total
+    setting = setting_of(resolved(config, training, model, hardware.ranks), training, hardware)
+    seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
+    return rank_memory(model, setting, seen)
 
 
 _WIDTH_IN_FILES = 150
 
 
 def show(plan: Plan, *, everything: bool = False, console: Console | None = None) -> None:
-    """The table, the reasons, the chosen config and how to start it.
+    """Print the table, the reasons, the chosen config and how to start it.
 
     Args:
-        everything: also candidates that do not fit.
+        everything: also show candidates that do not fit.
     """
     console = console or new_console()
     shown = len([each for each in plan.estimates if everything or each.fits])
@@ -242,7 +244,6 @@ def new_console() -> Console:
 def show_choice(
     console: Console, name: str, config: dict[str, Any], training: Training, candidate: Candidate, hardware: Hardware
 ) -> None:
-    """A ds.json, and how to start a script with it."""
     console.print(f"\n[bold]{name}[/], ds.json:")
     console.print(escape(config_text(config)), soft_wrap=True)
     console.print(f"start the script with {escape(training.flags(candidate))}", soft_wrap=True)
@@ -251,7 +252,7 @@ def show_choice(
 
 
 def _short_reasons(plan: Plan) -> list[str]:
-    """The user's own, what came before the chosen one and did not fit, and the chosen one."""
+    """Return the lines of the user's config, of candidates before the chosen one, and of the chosen one."""
     lines = reasoning(plan)
     if plan.chosen is None:
         return [*lines[: len(plan.yours)], lines[-1]]
@@ -277,12 +278,19 @@ def title(plan: Plan) -> str:
     )
 
 
-def _table(plan: Plan, everything: bool) -> Table:
-    table = Table(title=escape(title(plan)), title_justify="left")
-    table.add_column("candidate")  # where it is narrow names wrap, and numbers are whole
-    for name in ("device", "states", "activations", "host", "disk", "sent within", "across", "step", "tokens/s"):
+def new_table(title: str, *numbers: str) -> Table:
+    """Return an empty table of candidates, with these columns of numbers."""
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("candidate")  # in a narrow terminal names wrap, numbers do not
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
+    return table
+
+
+def _table(plan: Plan, everything: bool) -> Table:
+    names = ("device", "states", "activations", "host", "disk", "sent within", "across", "step", "tokens/s")
+    table = new_table(title(plan), *names)
     for each in plan.rows:
         if not (everything or each.fits or each.candidate.is_given):
             continue
@@ -310,12 +318,11 @@ def _cells(each: Estimate, plan: Plan) -> tuple[str, ...]:
 
 
 def or_none(size: float) -> str:
-    """1.2 GB, and a dash for nothing."""
+    """Format a size such as 1.2 GB, or a dash for 0."""
     return gigabytes(size) if size >= 1 else "-"
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
-    """For programs: bytes, seconds."""
     hardware, training, model = plan.hardware, plan.training, plan.model
     return {
         "model": {

@@ -1,16 +1,15 @@
-"""A forward and a backward on the meta device, which has shapes and no values: what lives in memory when, and FLOPs.
+"""Memory over time and FLOPs of a forward and backward, traced on the meta device, which has shapes without values.
 
-A *segment* begins whenever something happens that what an engine keeps in memory depends on: a gathered module is
-entered or reached by backward, a gradient is complete. Of every segment we know the most bytes that lived in it beside
-parameters, buffers and gradients: activations, and what operators make on their way. `hf_zero.planning.memory` adds
-what stages and offload keep at the same time.
+A *segment* begins with each event on which the engine's memory depends: a gathered module is entered in forward or
+reached by backward, or a gradient is complete. Each segment has the peak memory of activations and temporary tensors,
+without parameters, buffers and gradients. `hf_zero.planning.memory` adds the memory of stages and offload.
 
-Attention is counted as fused kernels have it, which keep their inputs, their output and one number per row; on a CPU
-with dropout, for which torch has none there, as it is. Experts are counted as one product of all chosen rows.
+Attention is counted as in fused kernels, which keep their inputs, their output and one number per row; on CPUs with
+dropout, where torch has no fused kernel, as it is. Experts are counted as one product of all rows with their experts.
 
 A model that is cut for several ranks (`hf_zero.tensor`, experts over ranks) runs as the first of them: the others are
-`AbsentRanks`, whose messages move nothing and are written down; tokens are routed evenly. Ranks that share a sequence
-each see a part of it; around attention their messages (`Ulysses`) are counted, not made.
+`AbsentRanks`, which record messages without sending any; tokens are routed evenly. With sequence parallelism the model
+sees one rank's part of the sequence, and the messages around attention (`Ulysses`) are only counted.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from hf_zero.sequence.shared import copies_of_key_heads
 
 _aten = torch.ops.aten
 
-# What a number is that a model wants to read and that is not there. Models ask whether a mask masks nothing: say yes,
-# as it is for text of one length.
+# Answers for models that read a value from a meta tensor. Models ask whether a mask masks nothing, which is true for
+# text of one length.
 _ANSWERS: dict[torch.dtype, bool | int | float] = {torch.bool: True, torch.int64: 1, torch.float32: 1.0}
 
 UNSEEN_ATTENTION = (
-    "the model does not call torch's fused attention: messages of ranks that share sequences are not counted, and "
-    "attention is counted over a rank's part of them"
+    "the model does not call torch's fused attention: messages between ranks that share sequences are not counted, and "
+    "attention is counted within each rank's part only"
 )
 
 Kind = Literal["begin", "forward", "backward", "gradient", "loss"]
@@ -52,16 +51,16 @@ Kind = Literal["begin", "forward", "backward", "gradient", "loss"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What happened between two events.
+    """The time between two events.
 
     Attributes:
-        event: what begins it: a gathered module is entered in forward, or reached by backward; the gradient of a
-            parameter is complete; the loss is known.
-        name: of the module or the parameter.
-        peak: bytes that lived at most, parameters, buffers and complete gradients left out.
-        flops: of matrix products and attention.
-        sent: (operation, bytes) of messages to ranks that hold other parts of matrices or sequences, or other experts.
-        touched: bytes that all other operators read and write, each in a pass of its own.
+        event: the event that begins it: a gathered module is entered in forward or reached by backward, the gradient of
+            a parameter is complete, or the loss is known.
+        name: name of the module or the parameter.
+        peak: peak bytes, without parameters, buffers and complete gradients.
+        flops: FLOPs of matrix products and attention.
+        sent: (operation, bytes) of messages of tensor, sequence and expert parallelism.
+        touched: bytes that all other operators read and write.
     """
 
     event: Kind
@@ -73,8 +72,8 @@ class Segment:
 
 
 class AbsentRanks(LoneCollectives):
-    """A group of `size` ranks of which only the first is there. Calls stay out of the ledger, which counts what this
-    process sends."""
+    """A group of `size` ranks, where only the first one exists. Calls are not added to the traffic ledger, which counts
+    what this process sends."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -94,7 +93,6 @@ class AbsentRanks(LoneCollectives):
 
 
 def messages_of(model: nn.Module) -> Counter[str]:
-    """Where the messages of a model that was cut for `AbsentRanks` are written down."""
     groups = (part.group for parameter in model.parameters() if (part := held_part(parameter)) is not None)
     group = next(groups, None)
     return group.sent if isinstance(group, AbsentRanks) else Counter()
@@ -102,11 +100,11 @@ def messages_of(model: nn.Module) -> Counter[str]:
 
 @dataclass(frozen=True, slots=True)
 class Ulysses:
-    """Ranks that share sequences: between its messages attention sees all tokens, and some of the heads.
+    """Sequence parallelism: in attention each rank has all tokens and a part of the heads.
 
     Attributes:
-        size: ranks per sequence.
-        key_heads: of the model.
+        size: number of ranks per sequence.
+        key_heads: number of key heads of the model.
     """
 
     size: int = 1
@@ -114,14 +112,14 @@ class Ulysses:
 
     @property
     def copied_heads(self) -> int:
-        """Key heads that are sent more than once, where there are fewer of them than ranks."""
+        """Number of additional copies of key heads, if there are fewer of them than ranks."""
         return self.key_heads * (copies_of_key_heads(self.key_heads, self.size) - 1)
 
     def message_bytes(self, tokens: int, heads: int, extents: int, itemsize: int) -> int:
-        """Of queries, keys and values before attention and of its output behind it, for `tokens` of this rank.
+        """Return the bytes of queries, keys, values and output that this rank sends around attention, for `tokens`.
 
         Args:
-            extents: of a key and of a value, together.
+            extents: sum of the sizes of a key and a value.
         """
         if self.size == 1:
             return 0
@@ -130,10 +128,10 @@ class Ulysses:
 
 @dataclass(frozen=True)
 class Trace:
-    """Of one micro-batch.
+    """The trace of one micro-batch.
 
     Attributes:
-        note: how it was found, where that is no trace of this very model.
+        note: a note for the plan if this is not an exact trace of the model.
     """
 
     segments: tuple[Segment, ...]
@@ -145,7 +143,7 @@ class Trace:
 
     @property
     def flops(self) -> float:
-        """Of forward and backward, with what is computed again."""
+        """FLOPs of forward and backward, including recomputation."""
         return sum(segment.flops for segment in self.segments)
 
     @property
@@ -154,21 +152,20 @@ class Trace:
 
     @property
     def forward_touched(self) -> int:
-        """What other operators read and write in forward."""
         return sum(segment.touched for segment in self.segments[: self._loss])
 
     @cached_property
     def messages(self) -> list[Message]:
-        """To ranks that hold other parts of matrices or sequences."""
-        found: Counter[tuple[str, str]] = Counter()
+        """The messages of tensor, sequence and expert parallelism, added up by phase and operation."""
+        sizes: Counter[tuple[str, str]] = Counter()
         for number, segment in enumerate(self.segments):
             phase = "forward" if number < self._loss else "backward"
-            found.update({(phase, operation): size for operation, size in segment.sent})
-        return [Message(phase, operation, size) for (phase, operation), size in found.items()]
+            sizes.update({(phase, operation): size for operation, size in segment.sent})
+        return [Message(phase, operation, size) for (phase, operation), size in sizes.items()]
 
     @property
     def saved(self) -> int:
-        """Bytes that lived at most while the loss was found."""
+        """Peak bytes during the computation of the loss."""
         return self.segments[self._loss - 1].peak
 
     @cached_property
@@ -177,11 +174,11 @@ class Trace:
 
 
 class _Fused(torch.autograd.Function):
-    """The memory of a fused attention, without its values."""
+    """The memory of fused attention, without values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        *batch, heads, length, _ = query.shape  # laid out as its projections are, so that a reshape needs no copy
+        *batch, heads, length, _ = query.shape  # with the layout of the projections, so that a reshape needs no copy
         result = query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-2, -3)
         ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return result
@@ -193,7 +190,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _Living(TorchDispatchMode):
-    """Counts the bytes of all storages that are made while it is on, until nothing holds them any more."""
+    """Tracks the bytes of all storages that are created in this mode, until they are freed."""
 
     def __init__(self, known: Iterable[Tensor], inputs: Iterable[object], *, on_cpu: bool) -> None:
         super().__init__()
@@ -208,10 +205,12 @@ class _Living(TorchDispatchMode):
             if isinstance(given, Tensor):
                 self._follow(given)
 
+    def count(self, flops: float) -> None:
+        self.flops += flops
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch has its compiler leave out what a mode runs, and loads it to tell it so. It compiles nothing where a
-        mode is on."""
+        """Otherwise torch would import its compiler just to exclude this mode from it. Nothing is compiled in here."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -223,7 +222,7 @@ class _Living(TorchDispatchMode):
         if result is None:
             result = func(*args, **kwargs)
         flops = flops_of(func, args, kwargs, result)
-        self.flops += flops
+        self.count(flops)
         if not flops:
             self.touched += touched_by(func, args, result)
         for leaf in (result,) if isinstance(result, Tensor) else tree_leaves(result):
@@ -249,12 +248,12 @@ class _Living(TorchDispatchMode):
 
 
 _FACTORS = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
-"""Products, and which of their arguments is the first factor."""
+"""Operator -> index of the first factor among its arguments."""
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
-    """Of a call, by torch's own formulas where there may be one and it isn't plain: to load them loads triton where
-    that is installed."""
+    """Return the FLOPs of a call. torch's own formulas are only used where needed, because importing them imports
+    triton if that is installed."""
     kind = func._overloadpacket
     first = _FACTORS.get(kind)
     if first is not None:
@@ -270,12 +269,12 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: 
 _ALLOCATES = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _READS = dict.fromkeys((_aten.embedding, _aten.index_select, _aten.index, _aten.gather, _aten.nll_loss_forward), 1)
 _READS |= dict.fromkeys((_aten.nll_loss_backward, _aten.embedding_dense_backward), 0)
-"""Operators that read a few elements of what they are given: so many for each that they write."""
+"""Operators that read only a part of their inputs -> elements read per element written."""
 
 
 def touched_by(func: Any, args: Sequence[Any], result: Any) -> int:
-    """Bytes that a call without FLOPs reads and writes: all tensors that it is given and that it makes, once. A view
-    touches nothing, and of what is looked up only as much is read as is written."""
+    """Return the bytes that a call without FLOPs reads and writes: all inputs and outputs, once. A view counts as 0,
+    and a lookup reads as much as it writes."""
     kind = func._overloadpacket
     if kind in _ALLOCATES:
         return 0
@@ -289,13 +288,13 @@ def touched_by(func: Any, args: Sequence[Any], result: Any) -> int:
 
 
 def _held(tensor: Tensor) -> int:
-    """Bytes of its elements; those of one that is expanded are there once."""
+    """Return the bytes of its elements; elements of an expanded tensor count once."""
     return min(num_bytes(tensor), tensor.untyped_storage().nbytes())
 
 
 def _workspace(func: Any, args: Sequence[Any], result: Any) -> int:
-    """Bytes that a convolution on a CPU takes while it runs: oneDNN copies what it reads and writes into layouts of its
-    own, outside of torch's allocator."""
+    """Return the temporary bytes of a convolution on CPUs: oneDNN copies inputs and outputs into its own layouts,
+    outside torch's allocator."""
     if func is _aten.convolution.default:
         return num_bytes(args[0]) + num_bytes(result)
     if func is _aten.convolution_backward.default:
@@ -305,7 +304,7 @@ def _workspace(func: Any, args: Sequence[Any], result: Any) -> int:
 
 
 class _FusedAttention:
-    """Calls of scaled_dot_product_attention take as much memory as a fused kernel would, and count as many FLOPs."""
+    """Replaces scaled_dot_product_attention; uses as much memory as a fused kernel, and counts as many FLOPs."""
 
     def __init__(self, living: _Living, ulysses: Ulysses, sent: Counter[str], *, on_cpu: bool) -> None:
         self._living = living
@@ -327,24 +326,24 @@ class _FusedAttention:
         if dropout_p and self._drops_unfused:
             return self._original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **more)
         rows, extents = query.numel() // query.shape[-1], query.shape[-1] + value.shape[-1]
-        # Of a shared sequence: as many rows (all tokens, some of the heads), each over the keys of all ranks.
+        # With sequence parallelism: as many rows (all tokens, a part of the heads), and the keys of all ranks.
         flops = 2.0 * rows * key.shape[-2] * self._ulysses.size * extents
         size = self._ulysses.message_bytes(rows // query.shape[1], query.shape[1], extents, query.element_size())
         self.calls += 1
         self._add(flops, size)
         result: Tensor = _Fused.apply(query, key, value)
         if result.requires_grad:
-            result.register_hook(lambda _: self._add(2.5 * flops, size))  # scores again, and four products
+            result.register_hook(lambda _: self._add(2.5 * flops, size))  # scores are recomputed, and four products
         return result
 
     def _add(self, flops: float, size: int) -> None:
-        self._living.flops += flops
+        self._living.count(flops)
         if size:
             self._sent["all_to_all"] += size
 
 
 class _Chosen(torch.autograd.Function):
-    """The memory of a product of each row with the matrix that was chosen for it, without its values."""
+    """The memory of multiplying each row by the matrix chosen for it, without values."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -359,7 +358,7 @@ class _Chosen(torch.autograd.Function):
 
 
 class _GroupedProducts:
-    """Calls of grouped_mm(rows [r, k], matrices [experts, k, n]), which on the meta device wants values, or bf16."""
+    """Replaces grouped_mm(rows [r, k], matrices [experts, k, n]), which on the meta device needs values, or bf16."""
 
     def __init__(self, living: _Living) -> None:
         self._living = living
@@ -368,40 +367,35 @@ class _GroupedProducts:
         if rows.dim() != 2 or matrices.dim() != 3:
             raise NotImplementedError(f"grouped_mm of {rows.dim()} and {matrices.dim()} dimensions")
         flops = 2.0 * rows.numel() * matrices.shape[-1]
-        self._add(flops)
+        self._living.count(flops)
         result: Tensor = _Chosen.apply(rows, matrices)
         if result.requires_grad:
             products = rows.requires_grad + matrices.requires_grad
-            result.register_hook(lambda _: self._add(products * flops))
+            result.register_hook(lambda _: self._living.count(products * flops))
         return result
-
-    def _add(self, flops: float) -> None:
-        self._living.flops += flops
 
 
 def _masked(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
-    """Dropout on a GPU keeps a mask of a byte per value; elsewhere masks are as wide as values."""
+    """Dropout as on GPUs, which keeps a mask of one byte per value; elsewhere masks have the dtype of the values."""
     return torch.native_dropout(values, p, training)[0] if training and 0 < p < 1 else values
 
 
 @contextmanager
 def in_place_of(*functions: tuple[Any, str, Any]) -> Iterator[None]:
-    """Of torch's own, each (holder, name, its replacement); names that this torch lacks are left out. (A
-    mode for torch functions is off where checkpoints are computed again.)"""
-    originals = [(holder, name, getattr(holder, name)) for holder, name, _ in functions if hasattr(holder, name)]
-    for holder, name, replacement in functions:
-        if hasattr(holder, name):
-            setattr(holder, name, replacement)
+    """Replace functions, each (holder, name, replacement); names that this version of torch lacks are skipped. (A mode
+    for torch functions would be off during recomputation.)"""
+    known = [each for each in functions if hasattr(*each[:2])]
+    originals = [(holder, name, getattr(holder, name)) for holder, name, _ in known]
+    for each in known:
+        setattr(*each)
     try:
         yield
     finally:
-        for holder, name, original in originals:
-            setattr(holder, name, original)
+        for each in originals:
+            setattr(*each)
 
 
 class _Recorder:
-    """Turns events into segments."""
-
     def __init__(self, living: _Living, sent: Counter[str]) -> None:
         self.living = living
         self.sent = sent
@@ -410,7 +404,7 @@ class _Recorder:
         self._flops, self._touched = 0.0, 0
 
     def event(self, kind: Kind, name: str = "") -> None:
-        """The segment so far is over, and the next one begins with this."""
+        """End the current segment, and begin the next one with this event."""
         living = self.living
         sent = tuple(sorted(self.sent.items()))
         flops, touched = living.flops - self._flops, living.touched - self._touched
@@ -420,13 +414,13 @@ class _Recorder:
         living.peak, self._flops, self._touched = living.live, living.flops, living.touched
 
     def complete(self, parameter: nn.Parameter, name: str) -> None:
-        """A gradient: from here on it is the engine's."""
+        """A gradient is complete: from here on the engine's buffers count it."""
         self.event("gradient", name)
         parameter.grad = None
         self.living.peak = self.living.live
 
     def reach(self, output: object, name: str) -> None:
-        """Watch for backward coming to what a module has computed."""
+        """Record when backward reaches a module's output."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _: self.event("backward", name))
@@ -441,15 +435,15 @@ def trace_step(
     *,
     on_cpu: bool = False,
 ) -> Trace:
-    """Run `model` (on the meta device, training) on `inputs`, which contain labels, forward and backward.
+    """Run forward and backward of `model` (on the meta device, in training mode) on `inputs`, which contain labels.
 
     Args:
-        modules: the gathered modules, whose uses are noted.
-        ulysses: the ranks that share a sequence, of which `inputs` are one rank's part.
-        on_cpu: attention with dropout is no fused kernel there, and convolutions take memory while they run.
+        modules: the gathered modules, whose uses are recorded.
+        ulysses: the ranks that share each sequence; `inputs` are one rank's part.
+        on_cpu: attention with dropout is not fused there, and convolutions need temporary memory.
 
     Raises:
-        Exception: whatever a model raises that needs values to know shapes.
+        Exception: anything that a model raises if its shapes depend on values.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     living = _Living([*model.parameters(), *model.buffers()], inputs.values(), on_cpu=on_cpu)
@@ -467,7 +461,7 @@ def trace_step(
         loss = model(**inputs).loss
         recorder.event("loss")
         loss.backward()
-    recorder.event("begin")  # of whatever comes next
+    recorder.event("begin")  # ends the last segment
     is_unseen = ulysses.size > 1 and not attention.calls
     return Trace(tuple(recorder.segments), UNSEEN_ATTENTION if is_unseen else "")
 
@@ -489,16 +483,16 @@ def _watched(
             handle.remove()
 
 
-# From the trace of a model with a few equal layers to that of one with many.
+# The trace of a model with many equal layers, from that of a model with a few.
 #
 #     4 layers     | before | 0 | 1 | 2 | 3 | loss | 3 | 2 | 1 | 0 | after |
 #     80 layers    | before | 0 | 1 | 1 + d | 1 + 2d ... | 79 | loss | ...
 #
-# Every layer keeps the same number of bytes and makes the same events, so what lives at layer i + 1 is what lived at
-# layer i and a constant. Where the traced layers do not show that, there is no such trace.
+# Every layer keeps the same number of bytes and has the same events, so the memory at layer i + 1 is that at layer i
+# plus a constant. If that does not hold for the traced layers, NotAlike is raised.
 
 
-FEW = 4  # the first and the last may differ from the two between them
+FEW = 4  # the first and the last layer may differ from the two between them
 
 
 class NotAlike(ValueError):
@@ -506,22 +500,22 @@ class NotAlike(ValueError):
 
 
 def stretch(trace: Trace, layers: int, prefix: str) -> Trace:
-    """The trace of `FEW` layers as that of `layers` (at least as many).
+    """Extend the trace of `FEW` layers to `layers` layers (at least as many).
 
     Args:
-        prefix: what precedes the number of a layer in names, `model.layers.`.
+        prefix: prefix of the layer's number in names, such as `model.layers.`.
 
     Raises:
-        NotAlike: when the two in the middle differ by more than a constant.
+        NotAlike: the two layers in the middle differ by more than a constant.
     """
     loss = next(i for i, segment in enumerate(trace.segments) if segment.event == "loss")
     parts = (trace.segments[:loss], True), (trace.segments[loss:], False)
-    found = [each for segments, rising in parts for each in _stretched(segments, layers, prefix, rising=rising)]
-    return Trace(tuple(found), trace.note)
+    stretched = [each for segments, rising in parts for each in _stretched(segments, layers, prefix, rising=rising)]
+    return Trace(tuple(stretched), trace.note)
 
 
 def _stretched(segments: Sequence[Segment], layers: int, prefix: str, *, rising: bool) -> Iterator[Segment]:
-    """Of one pass, in which layers come in rising order or in falling order."""
+    """Extend one pass, in which layers run in ascending (forward) or descending order."""
     groups = [(layer, list(group)) for layer, group in groupby(segments, lambda each: _layer_of(each.name, prefix))]
     order = [layer for layer, _ in groups if layer is not None]
     if order != sorted(range(FEW), reverse=not rising):
@@ -543,7 +537,7 @@ def _stretched(segments: Sequence[Segment], layers: int, prefix: str, *, rising:
 
 
 def _stands_for(layer: int, layers: int, *, rising: bool) -> Sequence[int]:
-    """Which layers of the long model a traced one represents, in execution order."""
+    """Return the layers that a traced layer represents, in execution order."""
     more = layers - FEW
     if layer != 1:
         return (layer + more,) if layer else (0,)
@@ -562,7 +556,7 @@ def _renamed(name: str, prefix: str, number: int) -> str:
 
 
 def _difference(first: Sequence[Segment], second: Sequence[Segment]) -> int:
-    """Bytes by which the second lies higher."""
+    """Return the bytes by which the second layer's memory is higher."""
     if [(each.event, each.flops, each.sent) for each in first] != [(e.event, e.flops, e.sent) for e in second]:
         raise NotAlike("layers do different things")
     differences = {b.peak - a.peak for a, b in zip(first, second)}

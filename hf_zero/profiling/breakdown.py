@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ PARTS = ("forward", "backward", "reduce", "update", "gather", "data", "other")
 # A rank whose own work takes longer than the median by this factor is a straggler.
 STRAGGLES = 1.1
 _WORK = ("forward", "backward", "update", "data")
+_OF_PHASE = {"forward": "forward", "backward": "backward", "step": "update"}
 EVERY = 10  # updates per table if steps_per_print is not set
 
 
@@ -42,7 +43,9 @@ class Breakdown:
     def of(cls, update: Update) -> Breakdown:
         parts = dict.fromkeys(PARTS, 0.0)
         for (phase, kind), took in update.parts.items():
-            parts[_part(phase, kind)] += took / 1e6
+            # Waits for communication count apart from the phase that they are in.
+            name = kind if phase == OUTSIDE or kind in ("reduce", "gather") else _OF_PHASE.get(phase, "other")
+            parts[name] += took / 1e6
         return cls((update.end_ns - update.begin_ns) / 1e6, parts, _timers(update.parts))
 
     def __str__(self) -> str:
@@ -71,8 +74,7 @@ class WallClock:
         self._collectives = collectives
         self._every = every or EVERY
         self._prints = prints
-        self._summed = [0.0] * len(PARTS)
-        self._num_summed = 0
+        self._since: list[Breakdown] = []  # of the updates since the last table
         self._told: list[tuple[int, int, Tensor, Pending]] = []  # last update, number of updates, times, all-gather
 
     def on_update(self, update: Update) -> None:
@@ -82,8 +84,7 @@ class WallClock:
         timers = " | ".join(f"{name}: {took:.2f}" for name, took in breakdown.timers.items())
         log_dist(f"time (ms) | {timers}")
         log_dist(f"update {update.number} took {breakdown}")
-        self._summed = [sum_ + breakdown.parts[name] for sum_, name in zip(self._summed, PARTS, strict=True)]
-        self._num_summed += 1
+        self._since.append(breakdown)
         if update.number % self._every == 0:
             self._tell(update.number)
         self.show_tables()
@@ -92,11 +93,11 @@ class WallClock:
         """Start the all-gather of the mean times since the last table."""
         world = self._collectives.size
         times = torch.zeros(world * len(PARTS), dtype=torch.float64)
-        means = torch.tensor([took / self._num_summed for took in self._summed], dtype=torch.float64)
+        means = torch.tensor([fmean(each.parts[name] for each in self._since) for name in PARTS], dtype=torch.float64)
         own_shard(times, self._collectives.rank, world).copy_(means)
         pending = self._collectives._all_gather(times)  # not part of the training: neither counted nor timed
-        self._told.append((number, self._num_summed, times, pending))
-        self._summed, self._num_summed = [0.0] * len(PARTS), 0
+        self._told.append((number, len(self._since), times, pending))
+        self._since = []
 
     def show_tables(self) -> None:
         """Show the tables for which all ranks' times have arrived."""
@@ -138,14 +139,6 @@ def _stragglers(rows: Sequence[Sequence[float]]) -> list[str]:
         return ["no straggler: forward, backward, update and data take about the same on all ranks"]
     named = ", ".join(f"rank {rank} ({work[rank]:.2f} ms, {work[rank] / middle - 1:+.0%})" for rank in slow[:8])
     return [f"stragglers: {named}; the median rank works {middle:.2f} ms and waits for them in reduce and gather"]
-
-
-def _part(phase: str, kind: str) -> str:
-    if kind in ("reduce", "gather"):
-        return kind
-    if phase == OUTSIDE:
-        return kind
-    return {"forward": "forward", "backward": "backward", "step": "update"}.get(phase, "other")
 
 
 def _timers(parts: Parts) -> dict[str, float]:

@@ -63,7 +63,6 @@ class CommsLog:
         self.take(update.calls)
 
     def take(self, calls: Sequence[FinishedCall]) -> None:
-        """Record finished calls."""
         for call in calls if self.is_on else ():
             if self._is_wanted(call.operation):
                 self._note(call)

@@ -187,10 +187,7 @@ class Profiling(TrainingFeature):
     waits_for_outcome = False
 
     def __init__(self, model: nn.Module, policy: sections.Observation, trace: sections.Trace) -> None:
-        """
-        Raises:
-            ConfigError: if a monitor's library is not installed.
-        """
+        """Raises ConfigError if a monitor's library is not installed."""
         self.policy = policy
         self._flops_policy = policy.section(sections.FlopsProfiler)
         self._trace_policy = trace
@@ -331,7 +328,6 @@ class Profiling(TrainingFeature):
 
 
 def profiling_of(model: nn.Module, resolved: Resolved) -> Profiling:
-    """The profiling feature with the policies of a config."""
     return Profiling(model, resolved.section(sections.Observation), resolved.section(sections.Trace))
 
 

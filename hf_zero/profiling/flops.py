@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.hooks import RemovableHandle
 
 from hf_zero.device.registry import clock_of
 from hf_zero.device.runtime import HOST, Event
@@ -126,8 +125,8 @@ class FlopsProfiler:
         self._names = {module: name for name, module in model.named_modules()}
         self._latencies: dict[nn.Module, _Latency] = {}
         self._ignored: tuple[type, ...] = ()
-        self._handles: list[RemovableHandle] = []
-        self._counting: AbstractContextManager[Any] | None = None
+        self._running = ExitStack()  # the hooks and the counter
+        self._counter: FlopCounterMode | None = None
 
     def start_profile(self, ignore_list: Iterable[type] | None = None) -> None:
         """Start counting from zero.
@@ -135,26 +134,22 @@ class FlopsProfiler:
         Args:
             ignore_list: module classes to exclude, with their FLOPs, from the report.
         """
-        self._end_counting()
+        self._running.close()
         self.started = True
         self._ignored = tuple(ignore_list or ())
         self._latencies = {module: _Latency() for module in self._names}
         for module in self._names:
-            self._handles.append(module.register_forward_pre_hook(self._before))
-            self._handles.append(module.register_forward_hook(self._after))
-        self._counting = flop_counter()
-        self._counting.__enter__()
+            self._running.callback(module.register_forward_pre_hook(self._before).remove)
+            self._running.callback(module.register_forward_hook(self._after).remove)
+        self._counter = self._running.enter_context(flop_counter())
 
     def stop_profile(self) -> None:
         """Stop counting and keep the counts; removes all hooks."""
-        if self._counting is not None:
-            counter = self._counting
-            self._end_counting()
-            assert isinstance(counter, FlopCounterMode)
-            self._counts = counter.get_flop_counts()
+        if self._counter is not None:
+            self._running.close()
+            self._counts, self._counter = self._counter.get_flop_counts(), None
 
     def reset_profile(self) -> None:
-        """Reset all counts."""
         self._counts = {}
         self._latencies = {module: _Latency() for module in self._names}
 
@@ -162,14 +157,6 @@ class FlopsProfiler:
         self.stop_profile()
         self.reset_profile()
         self.started = False
-
-    def _end_counting(self) -> None:
-        if self._counting is not None:
-            self._counting.__exit__(None, None, None)
-            self._counting = None
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def _before(self, module: nn.Module, _inputs: Any) -> None:
         self._latencies[module].begins.append(self._clock.mark())

@@ -342,7 +342,8 @@ class TraceFile:
 
     def _take(self, update: Update) -> None:
         self._add(_UPDATES, "update", [(update.begin_ns, update.end_ns, f"update {update.number}", {})])
-        self._add(_COMPUTE, "compute", ((i.begin_ns, i.end_ns, _name(i.kind, i.name), {}) for i in update.intervals))
+        named = ((f"{i.kind} {i.name}".rstrip(), i) for i in update.intervals)
+        self._add(_COMPUTE, "compute", ((i.begin_ns, i.end_ns, name, {}) for name, i in named))
         calls = (
             (begin, end, call.operation, {"bytes": call.num_bytes, "phase": call.phase, "ranks": call.num_ranks})
             for call in update.calls
@@ -377,10 +378,6 @@ class TraceFile:
         for index, title in sorted(self._rows.items()):
             yield {**whose, "tid": index, "name": "thread_name", "args": {"name": title}}
             yield {**whose, "tid": index, "name": "thread_sort_index", "args": {"sort_index": index}}
-
-
-def _name(kind: str, name: str) -> str:
-    return f"{kind} {name}" if name else kind
 
 
 def _in_rows(

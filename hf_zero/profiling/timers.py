@@ -32,10 +32,7 @@ class SynchronizedWallClockTimer:
             self._records: list[float] = []
 
         def start(self) -> None:
-            """
-            Raises:
-                AssertionError: if the timer is running.
-            """
+            """Raises AssertionError if the timer is running."""
             assert not self.started_, f"{self.name_} timer has already been started"
             self.started_, self._start = True, _now()
 

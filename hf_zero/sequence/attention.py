@@ -69,10 +69,7 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def check_model(model: Any, size: int) -> None:
-    """
-    Raises:
-        ValueError: if the model does not support sequence parallelism with `size` ranks.
-    """
+    """Raises ValueError if the model does not support sequence parallelism with `size` ranks."""
     takes = getattr(model, "_can_set_attn_implementation", None)
     if takes is None or not takes():
         raise ValueError(
@@ -129,36 +126,22 @@ def _around(core: Callable[..., Any]) -> Callable[..., Any]:
         shared = MODULES.get(module)
         if shared is None or not (shared.is_on(module) or RUNNING.sight is not None):
             return core(module, query, key, value, attention_mask, *args, **more)
-        return _attend(core, shared.group, module, query, key, value, attention_mask, *args, **more)
+        group, heads = shared.group, query.shape[HEADS]
+        check_heads(heads, group.size)
+        copies = copies_of_key_heads(key.shape[HEADS], group.size)
+        if copies > 1:
+            key, value = key.repeat_interleave(copies, dim=HEADS), value.repeat_interleave(copies, dim=HEADS)
+        query, key, value = exchange(group, [query, key, value], split=HEADS, join=POSITIONS)
+        _check_mask(attention_mask, key)
+        more = _for_whole(group, more, heads)
+        with with_groups_of_heads(module, query.shape[HEADS] // key.shape[HEADS]):
+            output, weights = core(module, query, key, value, attention_mask, *args, **more)
+        # The output of attention is [b, positions, heads, d].
+        (output,) = exchange(group, [output], split=1, join=2)
+        return output, weights
 
     setattr(attention, MARK, core)
     return attention
-
-
-def _attend(
-    core: Callable[..., Any],
-    group: Collectives,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *args: Any,
-    **more: Any,
-) -> Any:
-    heads = query.shape[HEADS]
-    check_heads(heads, group.size)
-    copies = copies_of_key_heads(key.shape[HEADS], group.size)
-    if copies > 1:
-        key, value = key.repeat_interleave(copies, dim=HEADS), value.repeat_interleave(copies, dim=HEADS)
-    query, key, value = exchange(group, [query, key, value], split=HEADS, join=POSITIONS)
-    _check_mask(attention_mask, key)
-    more = _for_whole(group, more, heads)
-    with with_groups_of_heads(module, query.shape[HEADS] // key.shape[HEADS]):
-        output, weights = core(module, query, key, value, attention_mask, *args, **more)
-    # The output of attention is [b, positions, heads, d].
-    (output,) = exchange(group, [output], split=1, join=2)
-    return output, weights
 
 
 def _check_mask(mask: Any, key: Tensor) -> None:

@@ -50,39 +50,24 @@ class UlyssesSPDataLoaderAdapter:
         return getattr(self.dl, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """
-        Raises:
-            RuntimeError: on all ranks of the group, if the loader of one rank failed.
-        """
+        """Raises RuntimeError on all ranks of the group if the loader of one rank failed."""
         batches, to_skip = iter(self.dl), self._num_skipped
         while True:
-            reports = [_Told(*answer) for answer in self._collectives.gather_objects(_next(batches))]  # type: ignore[misc]
-            failed = [f"rank {rank}: {it.error}" for rank, it in zip(self._ranks, reports, strict=True) if it.error]
+            reports: list[Any] = self._collectives.gather_objects(_next(batches))
+            ranks = zip(self._collectives.ranks, reports, strict=True)
+            failed = [f"rank {rank}: {error}" for rank, (_, error) in ranks if error]
             if failed:
                 raise RuntimeError(f"a loader of ranks that share sequences failed: {'; '.join(failed)}")
-            if all(report.batch is None for report in reports):
+            loaded = [batch for batch, _ in reports if batch is not None]
+            if not loaded:
                 return
-            for report in reports:
-                if report.batch is None:
-                    continue
+            for batch in loaded:
                 if to_skip:
                     to_skip -= 1
                 else:
-                    part = part_of(report.batch, self.sp_rank, self.sp_world_size, self.device)
+                    part = part_of(batch, self.sp_rank, self.sp_world_size, self.device)
                     _sequences(part).__dict__[_IS_PART] = True
                     yield part
-
-    @property
-    def _ranks(self) -> tuple[int, ...]:
-        return self._collectives.ranks
-
-
-class _Told:
-    """A rank's report of its next batch or error."""
-
-    def __init__(self, batch: Any, error: str | None) -> None:
-        self.batch = batch
-        self.error = error
 
 
 def _next(batches: Iterator[Any]) -> tuple[Any, str | None]:

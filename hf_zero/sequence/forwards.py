@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_zero.features import unwrapped
 from hf_zero.sequence.batches import is_part
 from hf_zero.sequence.layer import gather, told_by_all
-from hf_zero.sequence.shared import MODULES, RUNNING, Shared, Sight, first_tensor
+from hf_zero.sequence.shared import MODULES, RUNNING, Shared, Sight
 
 IGNORED = -100
 MARK = "_hf_zero_shared_sequences"
@@ -27,7 +27,9 @@ MARK = "_hf_zero_shared_sequences"
 
 def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Forward pre-hook, with keywords. Collective."""
-    shared, seen = MODULES.get(model), first_tensor(args, keywords)
+    candidates = [keywords.get("input_ids"), keywords.get("inputs_embeds"), *args[:1]]
+    seen = next((tensor for tensor in candidates if isinstance(tensor, Tensor) and tensor.dim() >= 2), None)
+    shared = MODULES.get(model)
     RUNNING.sights.append(None)
     if shared is None or seen is None:
         return None
@@ -55,10 +57,7 @@ def after_forward(model: nn.Module, args: Any, output: Any) -> None:
 
 
 def _check_whole(shared: Shared, seen: Tensor) -> None:
-    """
-    Raises:
-        RuntimeError: on all ranks that share sequences, if they evaluate parts of sequences.
-    """
+    """Raises RuntimeError on all ranks that share sequences if they evaluate parts of sequences."""
     if is_part(seen):
         raise RuntimeError(
             "the model is in eval mode, in which each rank processes whole sequences (disable_in_eval), but this batch "
@@ -69,10 +68,7 @@ def _check_whole(shared: Shared, seen: Tensor) -> None:
 
 
 def _check_parts(shared: Shared, seen: Tensor) -> None:
-    """
-    Raises:
-        ValueError: on all ranks, if their parts have different shapes.
-    """
+    """Raises ValueError on all ranks if their parts have different shapes."""
     all_shapes = told_by_all(shared.group, seen.shape[:2], seen.device)
     if any(shape != all_shapes[0] for shape in all_shapes):
         shown = ", ".join(f"{batch} x {length}" for batch, length in all_shapes)

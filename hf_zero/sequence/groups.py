@@ -148,7 +148,7 @@ def groups_given(mpu: Any = None, mesh_param: Any = None) -> SequenceGroups | No
         return mpu
     if hasattr(mpu, "get_sequence_parallel_group"):
         size = int(mpu.get_sequence_parallel_world_size())
-        return _adopted(mpu.get_sequence_parallel_group()) if size > 1 else None
+        return SequenceGroups(adopt(mpu.get_sequence_parallel_group())) if size > 1 else None
     if not any(hasattr(mpu, name) for name in _OTHER_SIZES):  # these methods mean tensor parallelism or none
         raise NotImplementedError(
             f"initialize(mpu=...): {type(mpu).__name__} has neither get_sequence_parallel_group nor {_OTHER_SIZES[0]}; "
@@ -164,14 +164,10 @@ def _of_mesh(mesh: Any) -> SequenceGroups | None:
         if dimension is None:
             return None
         size = int(mesh[dimension].size())
-        return _adopted(mesh.get_group(dimension)) if size > 1 else None
+        return SequenceGroups(adopt(mesh.get_group(dimension))) if size > 1 else None
     data, size = (int(extent) for extent in mesh)
     world = this_process().size
     if data * size != world:
         rule = f"data ranks x ranks per sequence = world size does not hold: {data} x {size} != {world}"
         raise ConfigError(Problem("mesh_param", (data, size), rule, "give two sizes that multiply to the world size"))
     return SequenceGroups.of_size(size) if size > 1 else None
-
-
-def _adopted(group: Any) -> SequenceGroups:
-    return SequenceGroups(adopt(group))

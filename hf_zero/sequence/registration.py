@@ -54,9 +54,13 @@ class UlyssesSPAttentionHF:
             )
         model = None if isinstance(model_name_or_path, str) else model_name_or_path
         if model is None:
-            _check_name(model_name_or_path, core_attn_implementation, sequence_parallel_size)
+            from transformers import AutoConfig
+
+            check_config(text_config(AutoConfig.from_pretrained(model_name_or_path)), sequence_parallel_size)
         else:
-            _check_own(model, core_attn_implementation, sequence_parallel_size)
+            check_model(unwrapped(model), sequence_parallel_size)
+        if core_attn_implementation is not None:
+            _check_attention(model, core_attn_implementation)
         groups = make_groups(sequence_parallel_size)
         groups.skips_evaluation = disable_in_eval
         if model is not None:
@@ -65,29 +69,15 @@ class UlyssesSPAttentionHF:
         return groups
 
 
-def _check_name(name: str, attention: str | None, size: int) -> None:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(name)
-    check_config(text_config(config), size)
-    _check_known(attention)
-
-
-def _check_own(model: Any, attention: str | None, size: int) -> None:
-    base = unwrapped(model)
-    check_model(base, size)
-    own = text_config(base.config)._attn_implementation
-    _check_known(attention)
-    if attention is not None and attention != own:
-        raise WrongArgument(
-            f"the model uses {own!r}, but core_attn_implementation is {attention!r}: load the model with "
-            f"attn_implementation={attention!r}, or leave the argument None"
-        )
-
-
-def _check_known(attention: str | None) -> None:
+def _check_attention(model: Any, asked: str) -> None:
     from transformers import AttentionInterface
 
     known = ["eager", *AttentionInterface._global_mapping]
-    if attention is not None and attention not in known:
-        raise WrongArgument(f"core_attn_implementation={attention!r} is not known to transformers: {', '.join(known)}")
+    if asked not in known:
+        raise WrongArgument(f"core_attn_implementation={asked!r} is not known to transformers: {', '.join(known)}")
+    own = asked if model is None else text_config(unwrapped(model).config)._attn_implementation
+    if asked != own:
+        raise WrongArgument(
+            f"the model uses {own!r}, but core_attn_implementation is {asked!r}: load the model with "
+            f"attn_implementation={asked!r}, or leave the argument None"
+        )

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
@@ -98,19 +97,10 @@ def copies_of_key_heads(num_key_heads: int, size: int) -> int:
 
 
 def check_heads(num_heads: int, size: int) -> None:
-    """
-    Raises:
-        ValueError: if heads cannot be divided evenly.
-    """
+    """Raises ValueError if heads cannot be divided evenly."""
     if num_heads % size:
         divisors = [divisor for divisor in range(2, num_heads + 1) if num_heads % divisor == 0]
         raise ValueError(
             f"attention heads = ranks per sequence x heads per rank does not hold: {num_heads} != {size} x n; use a "
             f"sequence_parallel_size (sp_size) that divides {num_heads}: {', '.join(map(str, divisors)) or 'only 1'}"
         )
-
-
-def first_tensor(args: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor | None:
-    """The input whose first two dimensions are batch and positions."""
-    candidates = [keywords.get("input_ids"), keywords.get("inputs_embeds"), *args[:1]]
-    return next((tensor for tensor in candidates if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2), None)

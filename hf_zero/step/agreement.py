@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Collectives, ParallelGroups, ledger
+from hf_zero.comm import ParallelGroups, ledger
 from hf_zero.comm.parts import held_part
 from hf_zero.device.registry import host_runs_ahead
 from hf_zero.grads.bucket import BucketGradients
@@ -31,19 +31,6 @@ from hf_zero.params.store import ParameterStore
 
 MAX_NAMES = 8  # of parameters in a message
 MARK_UNIT = 1 << 16  # above any world size: multiples of it encode differences of edit marks, the rest failed drives
-
-
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """The result, which is the same on all ranks.
-
-    Attributes:
-        used: indices of the parameters that got a gradient on any rank since the last step.
-        sums: [2], fp64, on the training device: squares of the reduced gradients; number of overwritten parameters.
-    """
-
-    used: frozenset[int]
-    sums: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +60,21 @@ class Agreement:
         store: ParameterStore,
         reducer: GradientReducer,
         sharding: Sharding,
-        collectives: Collectives,
+        groups: ParallelGroups,
         placements: Placements,
-        groups: ParallelGroups | None = None,
     ) -> None:
-        """`groups`: needed if some ranks hold parts of matrices."""
-        self._same_weights = collectives if groups is None else groups.same_weights
-        self._model_rank = 0 if groups is None else groups.model_rank
+        self._same_weights = groups.same_weights
+        self._model_rank = groups.model_rank
         self._store = store
         self._meets_before = store.num_facts >= len(fields(Facts))
         self._reducer = reducer
         self._sharding = sharding
-        self._collectives = collectives
+        self._collectives = groups.world
         self._placements = placements
         self._squares_so_far: Tensor | None = None  # of the present gradients, once computed
 
     def sums(self) -> Tensor:
-        """Compute `Agreed.sums` in advance, without deciding anything. Completes all reductions. Collective."""
+        """Compute the sums of `reach` in advance, without deciding anything. Completes all reductions. Collective."""
         return self._reduce_all()[0]
 
     def forget(self) -> None:
@@ -108,11 +93,15 @@ class Agreement:
         all_facts = self._store.prepare_update(astuple(self._facts()))
         return [Facts(*each) for each in all_facts]
 
-    def reach(self, told: Sequence[Facts] = ()) -> Agreed:
+    def reach(self, told: Sequence[Facts] = ()) -> tuple[frozenset[int], Tensor]:
         """Complete all reductions since the last step and agree on the update. Collective.
 
         Args:
             told: the result of `meet`.
+
+        Returns:
+            On all ranks the same: indices of the parameters that got a gradient on any rank since the last step; and
+            sums, [2], fp64, on the training device: squares of the reduced gradients, number of overwritten parameters.
 
         Raises:
             StorageError: if a drive has failed on any rank.
@@ -126,7 +115,7 @@ class Agreement:
         order = self._store.settle_order(num_out_of_order > 0)
         if order is not None:
             self._reducer.reorder(order)
-        return Agreed(frozenset(index for index, count in enumerate(counts) if count > 0), sums)
+        return frozenset(index for index, count in enumerate(counts) if count > 0), sums
 
     def _reduce_all(self, told: Sequence[Facts] = ()) -> tuple[Tensor, list[float]]:
         if told and len({facts.used for facts in told}) == 1 and not any(facts.late for facts in told):

@@ -275,7 +275,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     cuts = traits.cuts and not whole_tensors
     owned = trained_numel(trained.specs, sharding)
     placements = placements_for(plan.zero, plan.device, world, owned, cuts=cuts)
-    if plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None:
+    is_offloaded = plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None
+    if is_offloaded:
         _check_room(module, optimizer, trained, plan)
     store: ParameterStore
     if sharding.shards_parameters:
@@ -306,10 +307,11 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     )
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(world)
-    is_at_hand = plan.zero.offload_optimizer is None and plan.zero.offload_param is None
-    options: dict[str, Any] = {"runs_ahead": is_at_hand and host_runs_ahead(plan.device)}
-    options["streamed"] = _streamed(plan, reducer, updater)
-    step = ShardedStep(store, reducer, updater, sharding, world, plan.rules, placements, groups=plan.groups, **options)
+    runs_ahead = not is_offloaded and host_runs_ahead(plan.device)
+    streamed = _streamed(plan, reducer, updater)
+    step = ShardedStep(
+        store, reducer, updater, sharding, plan.groups, plan.rules, placements, runs_ahead=runs_ahead, streamed=streamed
+    )
     wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
     return Assembly(wrapped, step, reducer, store, placements, members)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from hf_zero.comm import Collectives
-from hf_zero.config import Aio, ConfigError, OffloadOptimizer, OffloadParam, Problem, ZeroPolicy
+from hf_zero.config import ConfigError, OffloadOptimizer, Problem, ZeroPolicy
 from hf_zero.device.registry import runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
@@ -16,13 +16,12 @@ from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import (
     Placement,
     Placements,
-    beside_placement,
     host_placement,
     in_memory_placement,
     pins,
     store_of_parameters,
 )
-from hf_zero.offload.vector import all_or_none
+from hf_zero.offload.vector import MemoryStore, all_or_none
 from hf_zero.optim import Updater
 from hf_zero.optim.stager import OffloadStager
 
@@ -61,7 +60,7 @@ def placements_for(
 
 
 def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cuts: bool) -> Placements:
-    drives, policy = _Drives(zero), zero.offload_optimizer
+    drives, policy, rest = _open_drives(zero), zero.offload_optimizer, zero.offload_param
     longest = zero.sub_group_numel or None
     if zero.streaming is not None:
         from hf_zero.offload.memory_estimate import STREAMED_NUMEL
@@ -71,47 +70,38 @@ def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cut
         device,
         in_memory_placement(device),
         None if policy is None else _far_placement(zero, policy, device, drives),
-        parameters=store_of_parameters(zero.offload_param, device, drives.of(zero.offload_param)),
+        parameters=store_of_parameters(rest, device, None if rest is None else drives.get(rest.nvme_path)),
         far_numel=0 if policy is None else round(owned_numel * policy.ratio),
         sub_group_numel=longest if cuts and policy is not None else None,
-        drives=drives.all,
+        drives=tuple(drives.values()),
     )
 
 
-class _Drives:
-    """One `Drive` per folder in the config."""
+def _open_drives(zero: ZeroPolicy) -> dict[str | None, Drive]:
+    """One drive per folder in the config."""
+    drives: dict[str | None, Drive] = {}
+    for policy in (zero.offload_optimizer, zero.offload_param):
+        folder = None if policy is None or policy.device != "nvme" else policy.nvme_path
+        if folder is not None and folder not in drives:
+            from hf_zero.offload.swap_store import Drive
 
-    def __init__(self, zero: ZeroPolicy) -> None:
-        folders = [
-            policy.nvme_path
-            for policy in (zero.offload_optimizer, zero.offload_param)
-            if policy is not None and policy.device == "nvme" and policy.nvme_path is not None
-        ]
-        self._open = {folder: _opened(folder, zero.files) for folder in dict.fromkeys(folders)}
-
-    def of(self, policy: OffloadOptimizer | OffloadParam | None) -> Drive | None:
-        return None if policy is None or policy.nvme_path is None else self._open.get(policy.nvme_path)
-
-    @property
-    def all(self) -> tuple[Drive, ...]:
-        return tuple(self._open.values())
+            drives[folder] = Drive(folder, zero.files)
+    return drives
 
 
-def _opened(folder: str, files: Aio) -> Drive:
-    from hf_zero.offload.swap_store import Drive
-
-    return Drive(folder, files)
-
-
-def _far_placement(zero: ZeroPolicy, policy: OffloadOptimizer, device: torch.device, drives: _Drives) -> Placement:
-    drive, pinned = drives.of(policy), pins(policy, device)
+def _far_placement(
+    zero: ZeroPolicy, policy: OffloadOptimizer, device: torch.device, drives: Mapping[str | None, Drive]
+) -> Placement:
+    drive, pinned = drives.get(policy.nvme_path), pins(policy, device)
     if zero.streaming is not None:
-        from hf_zero.offload.split_masters import stores  # few configs need it
+        from hf_zero.offload.split_masters import Recycled, SplitMasters  # few configs need it
 
-        masters, gradients = stores(splits=zero.streaming.masters == "split", pinned=pinned)
-        return host_placement(device, masters, None, gradients, pinned=pinned)
+        masters = SplitMasters() if zero.streaming.masters == "split" else MemoryStore()
+        short_lived = Recycled(MemoryStore(pinned=pinned))  # gradients, which updates during backward free
+        return host_placement(device, masters, None, short_lived, pinned=pinned)
     if policy.device == "cpu" or drive is None:
-        return beside_placement(device, policy)
+        store = MemoryStore(pinned=pinned)
+        return host_placement(device, store, None, store, pinned=pinned)
     from hf_zero.offload.swap_store import BufferPool
 
     stages = 1 + policy.reads_ahead + policy.writes_behind

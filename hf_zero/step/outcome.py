@@ -124,7 +124,7 @@ class StepOutcome:
     """
 
     def __init__(self, sums: Tensor, rule: NormRule) -> None:
-        """`sums`: [2], sum of squares and number of overwritten parameters; see `Agreed`."""
+        """`sums`: [2], sum of squares and number of overwritten parameters; see `Agreement.reach`."""
         self._rule = rule
         self._sums = sums
         self._copy = HostCopy(sums)

@@ -5,7 +5,6 @@ Gradients are sums over ranks, or this rank's own gradients if the optimizer ave
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
@@ -30,8 +29,8 @@ from hf_zero.step.agreement import MAX_NAMES, Agreement, listed, refuse_unused
 from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, clip_coefficient, late_norm
 
 
-class GradientSource(ABC):
-    """Provides gradients from the reducer to the update.
+class ReducedGradients:
+    """Sums over ranks; a sub-group's gradient has the length of its master.
 
     Attributes:
         num_added: number of ranks whose gradients count in the sum of squares.
@@ -41,14 +40,6 @@ class GradientSource(ABC):
 
     def __init__(self, reducer: GradientReducer) -> None:
         self._reducer = reducer
-
-    @abstractmethod
-    def of(self, sub_group: SubGroup) -> Tensor:
-        """The sub-group's gradient for the update, 1-D."""
-
-
-class ReducedGradients(GradientSource):
-    """Sums over ranks; a sub-group's gradient has the length of its master."""
 
     def of(self, sub_group: SubGroup) -> Tensor:
         reduced = self._reducer.buckets[sub_group.bucket].reduced.vector.take()
@@ -65,11 +56,11 @@ class ReducedGradients(GradientSource):
             yield reduced.narrow(0, sub_group.part.start, sub_group.part.numel)
 
 
-class LocalGradients(GradientSource):
+class LocalGradients:
     """This rank's unreduced gradients of a sub-group's whole bucket."""
 
     def __init__(self, reducer: GradientReducer, world: int) -> None:
-        super().__init__(reducer)
+        self._reducer = reducer
         self.num_added = world
 
     def of(self, sub_group: SubGroup) -> Tensor:
@@ -248,28 +239,26 @@ class ShardedStep:
         reducer: GradientReducer,
         updater: Updater,
         sharding: Sharding,
-        collectives: Collectives,
+        groups: ParallelGroups,
         rules: StepRules,
         placements: Placements,
         *,
         runs_ahead: bool = False,
-        groups: ParallelGroups | None = None,
         streamed: Any = None,
     ) -> None:
         """
         Args:
             runs_ahead: a step does not wait for its own outcome if the updater does not need it.
             streamed: `StreamedUpdates`, which update during backward; None: everything is updated in the step.
-            groups: needed if some ranks hold parts of matrices.
         """
         self._store = store
         self._reducer = reducer
         self._updater = updater
-        self._collectives = collectives
+        self._collectives = groups.world
         self._rules = rules
         self._placements = placements
         self._runs_ahead = runs_ahead and rules.loss_scale is None
-        self._agreement = Agreement(store, reducer, sharding, collectives, placements, groups)
+        self._agreement = Agreement(store, reducer, sharding, groups, placements)
         self._reduced = ReducedGradients(reducer)
         self._local = LocalGradients(reducer, sharding.num_ranks)
         self.factors = LossFactors(rules, sharding.num_ranks)
@@ -376,13 +365,13 @@ class ShardedStep:
         self._store.sync_masters()
         facts = self._agreement.meet()
         self.settle()
-        agreed = self._agreement.reach(facts)
+        used, sums = self._agreement.reach(facts)
         if self._rules.require_all_gradients:
-            refuse_unused(self._store, agreed.used)
-        self.outcome = self._unsettled = StepOutcome(agreed.sums, self._norm_rule)
+            refuse_unused(self._store, used)
+        self.outcome = self._unsettled = StepOutcome(sums, self._norm_rule)
         if not (self._runs_ahead and self._updater.obeys_skip):
             self.settle()
-        return agreed.used, self.outcome
+        return used, self.outcome
 
     def _gradients(self, used: Set[int], outcome: StepOutcome, first: Sequence[int]) -> StepGradients:
         """Gradients for an update that starts with the buckets `first`. The next forward needs these first, so stage 3
@@ -394,9 +383,7 @@ class ShardedStep:
         if not outcome.is_known:
             outcome.when_skipped(self._updater.roll_back)
         if self._streamed is not None:
-            return StepGradients(
-                self._source.of, used, self._streamed.settle_scale(), self._streamed.wanted(wanted), None
-            )
+            return StepGradients(self._source.of, used, self._streamed.settle_scale(), self._streamed.wanted(wanted))
         skip = None if outcome.is_known else outcome.skip
         # Bind the present source: the updater may switch to another one once the step has started.
         return StepGradients(self._source.of, used, outcome.scale, wanted, skip)
@@ -438,7 +425,7 @@ class ShardedStep:
         return [count > 0 for count in self._collectives.sum_with_facts(nothing, [float(fact) for fact in facts])]
 
     @property
-    def _source(self) -> GradientSource:
+    def _source(self) -> ReducedGradients | LocalGradients:
         takes_local = self._updater.may_take_local and self._updater.takes_local_gradients
         return self._local if takes_local else self._reduced
 

@@ -133,7 +133,8 @@ def parameters_of(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def stays_whole(module: Any) -> bool:
     """Whether adapters need the layer's full weight: those for single tokens, and DoRA of embeddings."""
-    if isinstance(module, (_peft("utils.other", "TrainableTokensWrapper"), _tokens())):
+    tokens = _peft("tuners.trainable_tokens.layer", "TrainableTokensLayer")
+    if isinstance(module, (_peft("utils.other", "TrainableTokensWrapper"), tokens)):
         return True
     return _is_exactly(module, "Embedding") and bool(module.lora_variant)
 
@@ -191,10 +192,7 @@ def _owners(name: str) -> Iterator[str]:
 
 
 def check_still_cut(base: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: if adapters were added to parts of matrices.
-    """
+    """Raises ValueError if adapters were added to parts of matrices."""
     for name, module in base.named_modules():
         around = layer_in(module)
         if around is not module and _HANDLED not in vars(module) and any(map(held_part, around.parameters())):
@@ -332,10 +330,6 @@ def _is_exactly(module: nn.Module, name: str) -> bool:
 def _is_adapter(module: nn.Module) -> bool:
     kinds = (_peft("tuners.tuners_utils", "BaseTunerLayer"), _peft("utils.other", "AuxiliaryTrainingWrapper"))
     return isinstance(module, kinds)
-
-
-def _tokens() -> type:
-    return _peft("tuners.trainable_tokens.layer", "TrainableTokensLayer")
 
 
 class _Nothing:

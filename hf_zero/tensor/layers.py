@@ -66,12 +66,12 @@ def leave(group: Collectives, tensor: Tensor) -> Tensor:
 def gather(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
     """Concatenate all ranks' `tensor` along the last dimension, where rank r has `sizes[r]`. Collective."""
     _ENTERED.pop(group, None)
-    return cast("Tensor", _Gather.apply(group, tensor, tuple(sizes)))
+    return cast("Tensor", _Parts.apply(group, tensor, tuple(sizes), True))
 
 
 def split(group: Collectives, tensor: Tensor, sizes: Sequence[int]) -> Tensor:
     """This rank's part along the last dimension. Collective in backward."""
-    return cast("Tensor", _Split.apply(group, tensor, tuple(sizes)))
+    return cast("Tensor", _Parts.apply(group, tensor, tuple(sizes), False))
 
 
 @uncompiled
@@ -126,26 +126,18 @@ class _Leave(torch.autograd.Function):
         return None, grads[0]
 
 
-class _Gather(torch.autograd.Function):
+class _Parts(torch.autograd.Function):
+    """Concatenates the ranks' parts, or takes this rank's part; backward does the other."""
+
     @staticmethod
-    def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return _side_by_side(group, tensor, sizes)
+    def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...], joins: bool) -> Tensor:
+        ctx.group, ctx.sizes, ctx.joins = group, sizes, joins
+        return _side_by_side(group, tensor, sizes) if joins else _own(group, tensor, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, _own(ctx.group, grads[0], ctx.sizes), None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Collectives, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        ctx.group, ctx.sizes = group, sizes
-        return _own(group, tensor, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, _side_by_side(ctx.group, grads[0], ctx.sizes), None
+        back = _own if ctx.joins else _side_by_side
+        return None, back(ctx.group, grads[0], ctx.sizes), None, None
 
 
 def check_first_batch(model: nn.Module, group: Collectives) -> None:

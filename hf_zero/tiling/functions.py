@@ -255,10 +255,7 @@ class TiledMLPs(TrainingFeature):
     waits_for_outcome = False
 
     def __init__(self, model: nn.Module) -> None:
-        """
-        Raises:
-            ValueError: if there is no dense MLP.
-        """
+        """Raises ValueError if there is no dense MLP."""
         mlps = dense_mlps(model)
         if not mlps:
             known = ", ".join(sorted(_NAMES))

@@ -93,13 +93,8 @@ class DeferredLogits(Tensor):
         deferred: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits, (*hidden.shape[:-1], width), dtype=dtype, device=hidden.device
         )
-        deferred.hidden, deferred.steps, deferred._make, deferred._on_use, deferred._made = (
-            hidden,
-            [],
-            make,
-            on_use,
-            None,
-        )
+        deferred.hidden, deferred.steps = hidden, []
+        deferred._make, deferred._on_use, deferred._made = make, on_use, None
         return deferred
 
     def after(self, step: Step) -> DeferredLogits:
@@ -133,17 +128,13 @@ class DeferredLogits(Tensor):
             if func in _IN_PLACE:
                 deferred.steps.append(step)
                 return deferred
-        name = getattr(func, "__name__", repr(func))
-        return func(*(_plain(arg, name) for arg in args), **{key: _plain(arg, name) for key, arg in kwargs.items()})
+        return _with_all_logits(func, getattr(func, "__name__", repr(func)), args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        name = str(func)
-        return func(
-            *(_plain(arg, name) for arg in args), **{key: _plain(arg, name) for key, arg in (kwargs or {}).items()}
-        )
+        return _with_all_logits(func, str(func), args, kwargs or {})
 
 
 def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
@@ -153,6 +144,10 @@ def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
 def _is_alone(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no other tensors are arguments, except scalars."""
     return all(not isinstance(arg, Tensor) or arg.dim() == 0 for arg in (*args, *kwargs.values()))
+
+
+def _with_all_logits(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*(_plain(arg, name) for arg in args), **{key: _plain(arg, name) for key, arg in kwargs.items()})
 
 
 def _plain(value: Any, operation: str) -> Any:
@@ -298,8 +293,8 @@ class TiledLoss(TrainingFeature):
         **kwargs: Any,
     ) -> Any:
         """transformers' ForCausalLMLoss for deferred or other logits."""
-        fits = isinstance(logits, DeferredLogits) and vocab_size == logits.shape[-1]
-        if not fits or labels is None and shift_labels is None:
+        has_labels = labels is not None or shift_labels is not None
+        if not (isinstance(logits, DeferredLogits) and vocab_size == logits.shape[-1] and has_labels):
             return self._loss(
                 logits=logits,
                 labels=labels,
@@ -309,7 +304,6 @@ class TiledLoss(TrainingFeature):
                 shift_labels=shift_labels,
                 **kwargs,
             )
-        assert isinstance(logits, DeferredLogits), "checked above"
         if shift_labels is None:
             assert labels is not None, "one of both is given"
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

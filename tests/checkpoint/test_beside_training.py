@@ -87,7 +87,7 @@ def test_what_the_program_sets_beside_a_save_comes_after_it(tmp_path: Path, monk
     engine.save_checkpoint(str(tmp_path), tag="torn")
     for state in engine.optimizer.state.values():
         state["exp_avg"].zero_()
-    with pytest.raises(CheckpointError, match="has changed optimizer states while they were being saved"):
+    with pytest.raises(CheckpointError, match="the program changed optimizer states while they were being saved"):
         engine._checkpoints().background.wait()
     assert not (tmp_path / "torn").exists()
     train(engine, 0, 1, range(3, 4))
@@ -219,7 +219,7 @@ def test_what_goes_wrong_in_the_writer_is_an_error_here(writer: Writer, tmp_path
         writer.write(full, [Order(0, [Piece("", 0, 10)])])
     assert caught.value.errno == errno.ENOSPC
     writer._process.kill()
-    with pytest.raises(OSError, match="the process that writes checkpoints has ended with status -9"):
+    with pytest.raises(OSError, match="the process that writes checkpoints has exited with status -9"):
         writer.write(full, [Order(0, [Piece("", 0, 10)])])
     os.close(full)
 

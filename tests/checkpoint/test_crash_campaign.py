@@ -232,7 +232,7 @@ def run_on_small_disk(rank: int, stage: int, path: str, seed: int, attempts: int
                 engine.save_checkpoint(root)
             except CheckpointError as error:
                 failures += 1
-                assert "was not written: rank" in str(error) and "earlier checkpoints are untouched" in str(error)
+                assert "was not written: rank" in str(error) and "earlier checkpoints are unchanged" in str(error)
         torch.distributed.barrier()
         if rank == 0:
             assert disk.set("rw,size=64m")

@@ -122,7 +122,7 @@ def test_states_of_modules_own_are_saved(first: int, second: int, tmp_path: Path
 
 
 def test_a_tag_may_be_a_symbolic_link(saved: tuple[Path, ZeroEngine]) -> None:
-    """A link `best` to a checkpoint was replaced, and the save failed with "earlier checkpoints are untouched", because
+    """A link `best` to a checkpoint was replaced, and the save failed with "earlier checkpoints are unchanged", because
     a link cannot be removed like a folder. A broken link could not be replaced either."""
     root, writer = saved
     for name, target in (("best", "global_step2"), ("nowhere", "gone")):
@@ -166,7 +166,7 @@ def test_a_folder_in_the_place_of_latest(saved: tuple[Path, ZeroEngine]) -> None
     """A folder `latest` counted as missing: nothing was loaded, and only a warning was logged."""
     (saved[0] / "latest").unlink()
     (saved[0] / "latest").mkdir()
-    with pytest.raises(CheckpointError, match="is a folder, where a file should name the newest checkpoint"):
+    with pytest.raises(CheckpointError, match="is a folder, but should be a file with the tag of the newest"):
         other_engine().load_checkpoint(str(saved[0]))
 
 
@@ -298,7 +298,7 @@ def test_a_rank_killed_while_saving_costs_only_that_checkpoint(tmp_path: Path, c
     engine = other_engine()
     with caplog.at_level("WARNING", logger="hf_zero"):
         assert engine.load_checkpoint(str(tmp_path))[0] == str(tmp_path / "global_step2")
-    assert ".partial is left of a save that did not end; it is ignored" in caplog.text
+    assert ".partial is from an interrupted save; it is ignored" in caplog.text
 
 
 def run_different_tags(rank: int, root: str, rule: str) -> list[str]:
@@ -383,8 +383,10 @@ def test_checkpoints_without_latest_are_not_a_fresh_start(tmp_path: Path) -> Non
     assert engine.load_checkpoint(str(tmp_path))[0] is None
     engine.save_checkpoint(str(tmp_path), tag="first")
     (tmp_path / "latest").unlink()
-    with pytest.raises(CheckpointError, match="latest: is missing, and there are checkpoints beside it: first"):
+    with pytest.raises(CheckpointError, match="latest: is missing, but this folder contains checkpoints: first"):
         engine.load_checkpoint(str(tmp_path))
-    with pytest.raises(CheckpointError, match="latest: is missing: this folder is that of one tag(.|\n)*tag='first'"):
+    with pytest.raises(
+        CheckpointError, match="latest: is missing: this is the folder of a single tag(.|\n)*tag='first'"
+    ):
         engine.load_checkpoint(str(tmp_path / "first"))
     assert engine.load_checkpoint(str(tmp_path), tag="first")[0] == str(tmp_path / "first")

@@ -1,4 +1,4 @@
-"""The error feedback of quantised gradients is restored to the same bucket, or dropped."""
+"""The error feedback of quantized gradients is restored to the same bucket, or dropped."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_compressed_oversized_and_double_records_are_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("limit", "problem"), [("MAX_PICKLE_BYTES", "its description takes"), ("MAX_RECORDS", "announces 5 records")]
+    ("limit", "problem"), [("MAX_PICKLE_BYTES", "its pickle is too large"), ("MAX_RECORDS", "has 5 records")]
 )
 def test_descriptions_and_directories_have_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, problem: str
@@ -163,7 +163,7 @@ def test_a_manifest_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(CheckpointError, match=r"hf_zero_manifest.json: is damaged"):
         open_checkpoint(tmp_path)
     monkeypatch.setattr(transaction, "MAX_BYTES", 1000)
-    with pytest.raises(CheckpointError, match="takes 200000 bytes, far more than a list of files"):
+    with pytest.raises(CheckpointError, match="has 200000 bytes, far more than a list of files"):
         open_checkpoint(tmp_path)
 
 
@@ -177,5 +177,5 @@ def test_parameter_names_of_a_universal_checkpoint_lead_nowhere_else(tmp_path: P
     write_torch_file(model, {**content, "param_shapes": [{name: torch.Size((2,))}]})
     (folder / "zero").mkdir()
     torch.save({"param_groups": []}, folder / "zero" / "optimizer_state.pt")
-    with pytest.raises(CheckpointError, match="names a parameter '.*', which is not a folder name"):
+    with pytest.raises(CheckpointError, match="lists a parameter '.*', which is not a folder name"):
         open_checkpoint(tmp_path)

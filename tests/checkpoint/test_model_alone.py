@@ -97,7 +97,7 @@ def test_lost_optimizer_files_do_not_look_like_a_model_alone(tmp_path: Path) -> 
     folder = tmp_path / "global_step0"
     for path in (*folder.glob("*optim_states.pt"), folder / "hf_zero_manifest.json"):
         path.unlink()
-    with pytest.raises(CheckpointError, match=r"holds no \*_optim_states.pt file"):
+    with pytest.raises(CheckpointError, match=r"has no \*_optim_states.pt file"):
         open_checkpoint(tmp_path)
 
 

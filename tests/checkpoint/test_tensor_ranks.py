@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed.folder import Folder
+from hf_zero.checkpoint.files.stream import streamed
 from hf_zero.checkpoint.opening import view_of_part
 from hf_zero.checkpoint.tensor_ranks import in_parts, joined, saved_cuts
-from hf_zero.checkpoint.view import MASTER, CheckpointView, Pieces, StateElements
+from hf_zero.checkpoint.view import MASTER, CheckpointView, StateElements
 from hf_zero.comm import LoneCollectives
 from hf_zero.comm.parts import HeldPart
 from hf_zero.errors import CheckpointError
@@ -55,7 +56,7 @@ def _view(cuts: dict[str, Cut], rank: int, **more: Any) -> CheckpointView:
         stage=2,
         world=2,
         shapes={name: tuple(value.shape) for name, value in trained.items()},
-        frozen={FROZEN: Pieces(tuple(mine[FROZEN].shape), (mine[FROZEN].flatten(),))},
+        frozen={FROZEN: streamed(mine[FROZEN])},
         buffers={},
         aliases={},
         groups=(),
@@ -66,7 +67,7 @@ def _view(cuts: dict[str, Cut], rank: int, **more: Any) -> CheckpointView:
 
 
 def _values(view: CheckpointView) -> dict[str, Tensor]:
-    frozen = {name: pieces.to_stream().materialise() for name, pieces in view.frozen.items()}
+    frozen = {name: value.materialise() for name, value in view.frozen.items()}
     return {name: view.read(name).view(shape) for name, shape in view.shapes.items()} | frozen
 
 
@@ -74,7 +75,7 @@ def _values(view: CheckpointView) -> dict[str, Tensor]:
 def test_the_whole_is_put_together(ranks: int) -> None:
     whole = joined([_view(_cuts(ranks), rank) for rank in range(ranks)])
     assert {name for name, value in _values(whole).items() if not torch.equal(value, WHOLE[name])} == set()
-    assert torch.equal(whole.master("fused").to_stream().span(3, 50).materialise(), WHOLE["fused"].flatten()[3:50])
+    assert torch.equal(whole.master("fused").span(3, 50).materialise(), WHOLE["fused"].flatten()[3:50])
 
 
 @pytest.mark.parametrize(("saved", "wanted"), [(1, 2), (2, 4), (3, 2)])
@@ -86,7 +87,7 @@ def test_other_parts_are_read(saved: int, wanted: int) -> None:
         expected = _values(_view(_cuts(wanted), rank))
         assert {name for name, value in _values(part).items() if not torch.equal(value, expected[name])} == set()
         assert torch.equal(part.read("fused", start=2, stop=9), expected["fused"].flatten()[2:9])
-        stream = part.frozen[FROZEN].to_stream(torch.bfloat16)
+        stream = replace(part.frozen[FROZEN], dtype=torch.bfloat16)
         assert torch.equal(torch.cat(list(stream.chunks())), expected[FROZEN].flatten().bfloat16())
 
 
@@ -104,7 +105,7 @@ def test_what_cannot_be_put_together() -> None:
         joined([replace(view, meta={}) for view in views])
     with pytest.raises(CheckpointError, match="tensor rank 1 has .* of 'columns'"):
         joined([views[0], replace(views[1], shapes={**views[1].shapes, "columns": (1, 7)})])
-    with pytest.raises(CheckpointError, match="tensor rank 1 are cut in other parts"):
+    with pytest.raises(CheckpointError, match="tensor rank 1 are cut differently"):
         joined([views[0], _view(_cuts(3), 1)])
     with pytest.raises(CheckpointError, match="tensor rank 1 has other parameters"):
         joined([views[0], replace(views[1], shapes={**views[1].shapes, "more": (1,)})])

@@ -98,7 +98,7 @@ def test_what_has_no_universal_form_is_refused_and_nothing_is_left(
     folder, _ = universal
     words = ["--input_folder", str(folder), "--output_folder", str(tmp_path / "again")]
     assert ds_to_universal.main(words) == 1
-    assert "ds_to_universal: " in (said := capsys.readouterr().err) and "is universal already" in said
+    assert "ds_to_universal: " in (said := capsys.readouterr().err) and "is already universal" in said
     whole = write(tmp_path / "whole", example(), Setting(0, 1))
     assert ds_to_universal.main(["--input_folder", str(whole), "--output_folder", str(tmp_path / "again")]) == 1
     assert "is of stage 0" in capsys.readouterr().err

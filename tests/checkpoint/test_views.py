@@ -168,7 +168,7 @@ def test_the_script_in_the_folder_runs_alone(stage_2: tuple[Path, Contents]) -> 
     [
         (["missing", "out.bin"], "missing: is not a folder"),
         (["{}", "out.bin", "--tag", "global_step9"], "no checkpoint with the tag 'global_step9'.*\n.*global_step3"),
-        (["{}", "{}/w.bin", "--safetensors"], "is a torch file by its name"),
+        (["{}", "{}/w.bin", "--safetensors"], "has the name of a torch file"),
         (["{}", "{}/out", "--max-shard-size", "lots"], "max shard size 'lots' is not a size"),
     ],
 )
@@ -219,9 +219,9 @@ def test_damage_is_found_by_size_always_and_by_checksum_when_asked(
     [
         ("../elsewhere", "points outside its folder"),
         ("/etc", "points outside its folder"),
-        ("", "does not hold the name of one checkpoint"),
-        ("a\nb", "does not hold the name of one checkpoint"),
-        ("x" * 5000, "does not hold the name of one checkpoint"),
+        ("", "does not contain the name of a checkpoint"),
+        ("a\nb", "does not contain the name of a checkpoint"),
+        ("x" * 5000, "does not contain the name of a checkpoint"),
         ("global_step9", "there is no checkpoint with the tag 'global_step9'"),
     ],
 )

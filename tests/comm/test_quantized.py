@@ -1,4 +1,4 @@
-"""Quantised reductions: sums within the error bound of their blocks, the same on every transport, error feedback."""
+"""Quantized reductions: sums within the error bound of their blocks, the same on every transport, error feedback."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def run_leaving(rank: int) -> None:
 
 
 def test_a_rank_that_stops_is_named_at_once() -> None:
-    with pytest.raises(RankFailure, match="rank 1 has stopped"):
+    with pytest.raises(RankFailure, match="rank 1 has exited"):
         run_ranks(run_leaving, 2)
 
 
@@ -155,8 +155,8 @@ def test_a_rank_that_was_not_asked_is_named_all_the_same(tmp_path: Path) -> None
     """Previously a rank was blamed that only ended because another one had."""
     with pytest.raises(RankFailure, match="rank 2 of 3 failed first"):
         run_ranks(run_without_the_last, 3, str(tmp_path))
-    assert (tmp_path / "1").read_text() == "rank 2 has stopped"
-    assert (tmp_path / "0").read_text() == "rank 2 has stopped, and then rank 1"
+    assert (tmp_path / "1").read_text() == "rank 2 has exited"
+    assert (tmp_path / "0").read_text() == "rank 2 has exited, and then rank 1"
 
 
 def run_late(rank: int) -> None:
@@ -169,7 +169,7 @@ def run_late(rank: int) -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named_after_the_groups_timeout() -> None:
-    with pytest.raises(RankFailure, match=r"rank 1 has not answered for 0\.2 seconds"):
+    with pytest.raises(RankFailure, match=r"rank 1 has not responded for 0\.2 seconds"):
         run_ranks(run_late, 2)
 
 

@@ -60,28 +60,33 @@ def test_which_ranks_gather_among_themselves(given: dict[str, Any], size: object
 @pytest.mark.parametrize(
     ("given", "hosts", "words"),
     [
-        (config(3, zero_hpz_partition_size=3), (8,), "groups of 3 ranks cannot be made of 8 ranks"),
-        (config(3, zero_hpz_partition_size=8), (4, 4), "within a host, and there is one with 4 ranks"),
-        (config(3, zero_hpz_partition_size=2), (5, 3), "cannot be made of hosts with 5, 3 ranks"),
-        (config(3, 2, zero_hpz_partition_size=4), (4, 4), "within a group of 2 ranks that share the states"),
-        (config(3, 4, zero_hpz_partition_size=3), (4, 4), "groups of 3 ranks cannot be made of 4 ranks"),
+        (config(3, zero_hpz_partition_size=3), (8,), "8 ranks cannot be divided into groups of 3"),
+        (config(3, zero_hpz_partition_size=8), (4, 4), "within a host, but one host only has 4 ranks"),
+        (config(3, zero_hpz_partition_size=2), (5, 3), "hosts with 5, 3 ranks cannot be divided into groups of 2"),
+        (config(3, 2, zero_hpz_partition_size=4), (4, 4), "within a shard group, which has 2 ranks"),
+        (config(3, 4, zero_hpz_partition_size=3), (4, 4), "4 ranks cannot be divided into groups of 3"),
     ],
 )
 def test_one_error_for_second_shards_that_cannot_be(given: dict[str, Any], hosts: tuple[int, ...], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(given, world_size=8, host_sizes=hosts)
     (problem,) = caught.value.problems
-    assert problem.path == HPZ and words in problem.rule and "1 switches" in problem.fix
+    assert problem.path == HPZ and words in problem.rule and "1 disables" in problem.fix
 
 
 @pytest.mark.parametrize(
     ("given", "hosts", "path", "words"),
     [
-        (config(3, mics_shard_size=3), (4, 4), "zero_optimization.mics_shard_size", "groups of 3 ranks cannot be made"),
-        (config(3, mics_shard_size=16), (4, 4), "zero_optimization.mics_shard_size", "groups of 16 ranks cannot"),
-        (config(1, 5), (), "hf_zero.shard_group", "groups of 5 ranks cannot be made of 8"),
-        (config(2, "host"), (5, 3), "hf_zero.shard_group", "different numbers of ranks (5, 3)"),
-        (config(3, 4, mics_shard_size=2), (4, 4), "zero_optimization.mics_shard_size", "says the same with another"),
+        (
+            config(3, mics_shard_size=3),
+            (4, 4),
+            "zero_optimization.mics_shard_size",
+            "the number of ranks, 8, is not a multiple of 3",
+        ),
+        (config(3, mics_shard_size=16), (4, 4), "zero_optimization.mics_shard_size", "8, is not a multiple of 16"),
+        (config(1, 5), (), "hf_zero.shard_group", "8, is not a multiple of 5"),
+        (config(2, "host"), (5, 3), "hf_zero.shard_group", "the same number of ranks, not 5, 3"),
+        (config(3, 4, mics_shard_size=2), (4, 4), "zero_optimization.mics_shard_size", "is the same setting"),
         (config(3, mics_shard_size=-2), (4, 4), "zero_optimization.mics_shard_size", "-1 for all"),
     ],
 )

@@ -72,7 +72,7 @@ MALFORMED = [
     ('{"a": None}', ["1:7", "write null"]),
     ('{"a": True}', ["1:7", "write true"]),
     ('{"a"="Warn"}', ["1:5", "a colon must follow the key 'a'"]),
-    ("{a: 1", ["1:2", "a key must stand in double quotes"]),
+    ("{a: 1", ["1:2", "a key must be in double quotes"]),
     ('{"a": 1', ["a comma or } must follow", "not the end of the text"]),
     ('{"a": 1,', ["the object is never closed"]),
     ('{"a": [1, ', ["the list is never closed"]),
@@ -118,7 +118,7 @@ WILD_HJSON = """
 
 
 def test_unquoted_keys_and_line_ends_for_commas(tmp_path: Path) -> None:
-    """DeepSpeed reads its files with an Hjson parser; hf_zero failed with "a key must stand in double quotes"."""
+    """DeepSpeed reads its files with an Hjson parser; hf_zero failed with "a key must be in double quotes"."""
     path = tmp_path / "ds.hjson"
     path.write_text(WILD_HJSON)
     config = load_config(path)

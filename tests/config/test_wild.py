@@ -16,7 +16,7 @@ WARNED: dict[str, dict[str, str]] = {
     "axolotl/zero1_torch_compile.json": {"compile": "the engine compiles nothing"},
     "axolotl/zero2_torch_compile.json": {"compile": "the engine compiles nothing"},
     "Qwen2-VL-Finetune/zero2_offload.json": {f"{_ZERO}offload_param": "used at stage 3"},
-    "LMFlow/ds_config_multimodal.json": {"activation_checkpointing.partition_activations": "the same activations"},
+    "LMFlow/ds_config_multimodal.json": {"activation_checkpointing.partition_activations": "different activations"},
     "DeepSpeed-Chat/get_train_ds_config stage 2": {
         f"{_ZERO}offload_param": "used at stage 3",
         f"{_ZERO}memory_efficient_linear": "used at stage 3",

@@ -20,6 +20,13 @@ from tests.support.late import VARIABLE, Late, use, use_if_asked_for
 META = torch.device("meta")
 
 
+def test_an_accelerator_inherits_nothing_that_acts_at_once() -> None:
+    """`Runtime` is a device on which nothing has to wait. What an accelerator inherited from it would not wait,
+    either."""
+    methods = {name for name, value in vars(Runtime).items() if callable(value) and not name.startswith("_")}
+    assert methods - vars(Accelerator).keys() == {"range"}
+
+
 def test_the_cpu_does_everything_at_once() -> None:
     runtime = Runtime()
     source, target = torch.ones(4), torch.zeros(4)

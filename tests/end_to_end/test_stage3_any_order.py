@@ -170,7 +170,7 @@ def run_other_backwards(rank: int) -> None:
 
 def test_more_backward_passes_on_one_rank_are_refused_by_name() -> None:
     """Unsupported differences end at once, on all ranks, with an error that says where each rank is."""
-    with pytest.raises(RankFailure, match="ranks have come to different places: .*same number of backward passes"):
+    with pytest.raises(RankFailure, match="ranks are in different calls: .*same number of backward passes"):
         run_ranks(run_other_backwards, 2, timeout_s=30)
 
 
@@ -239,7 +239,7 @@ def test_forwards_of_two_engines_in_other_orders() -> None:
 
 def test_backwards_of_two_engines_in_other_orders_are_refused() -> None:
     """Reductions have one order; one model's gradients must not be added to the other's."""
-    with pytest.raises(RankFailure, match="ranks have come to different places"):
+    with pytest.raises(RankFailure, match="ranks are in different calls"):
         run_ranks(run_two_engines, 2, False, timeout_s=30)
 
 

@@ -12,7 +12,7 @@ from hf_zero.config import ConfigError, resolve
 from hf_zero.config.extras import whole_schema
 from hf_zero.config.schema.fields import all_paths
 from hf_zero.extras.data_efficiency.section import CurriculumMetric, DifficultyPolicy, MetricPolicy, data_policy
-from hf_zero.extras.sparse_attention import PATTERN_KEYS, SparseAttention
+from hf_zero.extras.sparse_attention import PATTERNS, SparseAttention, pattern_keys
 from hf_zero.extras.sparse_attention.registered import pattern_of
 from tests.config.test_fuzz import trees
 
@@ -160,7 +160,7 @@ def test_the_published_section_is_taken_and_its_idle_keys_are_named() -> None:
     idle = [note.split(":")[0] for note in resolved.notes if "no effect with mode fixed" in note]
     assert idle == [
         f"sparse_attention.{name}"
-        for name in sorted(set(section) - PATTERN_KEYS["fixed"] - {"mode", "block", "different_layout_per_head"})
+        for name in sorted(set(section) - pattern_keys("fixed") - {"mode", "block", "different_layout_per_head"})
     ]
 
 
@@ -177,7 +177,7 @@ likely = st.one_of(
     st.lists(numbers, max_size=4),
     st.sampled_from(
         [
-            *PATTERN_KEYS,
+            *PATTERNS,
             "unidirectional",
             "bidirectional",
             "fixed_linear",
@@ -205,7 +205,7 @@ def sections(draw: st.DrawFn) -> dict[str, Any]:
     """Valid sections with some keys replaced, or keys alone."""
     config: dict[str, Any] = dict(draw(st.sampled_from([{}, BASE, {"train_batch_size": 16}])))
     right: list[dict[str, Any]] = [{}, {"curriculum_learning": LEGACY}, sampling(), routing()]
-    right += [{"sparse_attention": {"mode": mode}} for mode in PATTERN_KEYS]
+    right += [{"sparse_attention": {"mode": mode}} for mode in PATTERNS]
     right += [{"elasticity": {"enabled": True, "max_train_batch_size": 32, "micro_batch_sizes": [2, 4]}}]
     config.update(draw(st.sampled_from(right)))
     for path in draw(st.lists(st.sampled_from(PATHS), max_size=5)):
@@ -247,5 +247,5 @@ def check_nonsense(config: dict[str, Any], world: int) -> None:
 
 
 def test_every_pattern_has_its_keys() -> None:
-    keys = set().union(*PATTERN_KEYS.values()) | {"mode", "block", "different_layout_per_head"}
+    keys = set().union(*map(pattern_keys, PATTERNS)) | {"mode", "block", "different_layout_per_head"}
     assert keys == set(SparseAttention.model_fields)

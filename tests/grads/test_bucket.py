@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero.comm import LoneCollectives
 from hf_zero.grads.bucket import Arrivals, BucketGradients, GradientDtypes
 from hf_zero.layout import Bucket, Interval, MemberSpec, ParameterSpec, lay_rows, plan_layout
 from hf_zero.offload.placement import in_memory_placement
@@ -39,7 +40,7 @@ def gradients(
     """Gradients of the first rank, unless `owned` specifies another interval."""
     parameters = tuple(nn.Parameter(torch.zeros(SHAPES[slot.parameter])) for slot in bucket.slots)
     trained = TrainedBucket(bucket, owned or bucket.shard(0), (), in_memory_placement(CPU), parameters, CPU)
-    return BucketGradients(trained, GradientDtypes(communication, accumulation))
+    return BucketGradients(trained, GradientDtypes(communication, accumulation), LoneCollectives())
 
 
 def leave(of: BucketGradients, *factors: float | None) -> list[Tensor | None]:

@@ -41,7 +41,8 @@ def buckets(communication: torch.dtype) -> tuple[BucketGradients, ...]:
     layout, placements = plan_layout(specs, world=1, bucket_numel=6), Placements(CPU, in_memory_placement(CPU))
     sharding = Sharding(stage=0, rank=0, world=1)
     store = FlatParameters(layout, parameters, sharding, groups_of(), placements, Precision(None, None, None))
-    return tuple(BucketGradients(each, GradientDtypes(communication, torch.float32)) for each in store.buckets)
+    dtypes, lone = GradientDtypes(communication, torch.float32), LoneCollectives()
+    return tuple(BucketGradients(each, dtypes, lone) for each in store.buckets)
 
 
 @pytest.mark.parametrize("communication", [torch.float32, torch.bfloat16])

@@ -89,7 +89,7 @@ def test_a_rank_lost_by_the_back_end_is_named(tmp_path: Path) -> None:
     """Gloo only reports "Connection closed by peer" and a port."""
     with pytest.raises(RankFailure, match=f"rank {VICTIM} of 2 failed first"):
         run_ranks(run_barrier, 2, str(tmp_path))
-    assert f"another one did: rank {VICTIM} (process" in (tmp_path / "said-0").read_text()
+    assert f"another one has exited: rank {VICTIM} (process" in (tmp_path / "said-0").read_text()
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_a_rank_that_hangs_ends_the_others_after_ddp_timeout(tmp_path: Path) -> 
     with pytest.raises(RankFailure):
         run_ranks(run_until_it_stops, 2, str(tmp_path), 2, "hanging", {"ddp_timeout": 5}, init=False)
     said = (tmp_path / "said-0").read_text()
-    assert f"rank {VICTIM} has not answered for 5 seconds" in said or "one of them does not answer" in said
+    assert f"rank {VICTIM} has not responded for 5 seconds" in said or "one of them does not respond" in said
 
 
 def run_timeouts(rank: int, folder: str) -> list[float]:
@@ -107,7 +107,7 @@ def run_timeouts(rank: int, folder: str) -> list[float]:
     one.train()
     background = comm.background_collectives()
     known = comm.groups._known()
-    link = known.link
+    link = known.linked()[0]
     assert link is not None
     groups = [
         torch.distributed.group.WORLD,
@@ -141,11 +141,11 @@ def test_the_message_about_dead_ranks_knows_who_has_ended_here_and_who_is_elsewh
     here = _Process(1, "this-one", _place(), ended.pid)
     alive = _Process(2, "this-one", _place(), os.getpid())
     away = _Process(3, "another-one", "elsewhere", 1)
-    assert f"rank 1 (process {ended.pid}) on this-one is gone" in known_groups.describe_dead([alive, here, away])
+    assert f"rank 1 (process {ended.pid}) on this-one" in known_groups.describe_dead([alive, here, away])
     ended.wait()
     assert "rank 1 " in known_groups.describe_dead([here])
-    assert "one on another-one has ended" in known_groups.describe_dead([alive, away], patience_s=0)
-    assert "does not answer" in known_groups.describe_dead([alive], patience_s=0)
+    assert "one on another-one has exited" in known_groups.describe_dead([alive, away], patience_s=0)
+    assert "does not respond" in known_groups.describe_dead([alive], patience_s=0)
 
 
 def test_a_rank_that_is_stopped_is_named() -> None:

@@ -71,7 +71,7 @@ def assert_as_quantized(ours: Tensor, theirs: Tensor, *, signed: bool) -> None:
 
 
 def check(form: Form, ours: BlockVectors, rule: AdamRule, scale: Tensor | float) -> None:
-    """One update: weights equal those from exact states, and states are quantised as in the reference."""
+    """One update: weights equal those from exact states, and states are quantized as in the reference."""
     exact = in_double(ours)
     run(form, ours, rule, 3, scale)
     adam8_reference(exact, rule, 3, float(scale))

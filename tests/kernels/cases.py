@@ -30,7 +30,7 @@ from hf_zero.kernels.quantize import (
     write_messages,
 )
 from hf_zero.kernels.sgd import SgdRule, sgd, sgd_reference
-from hf_zero.kernels.signs import pack_signs, pack_signs_reference, unpack_signs, unpack_signs_reference
+from hf_zero.kernels.signs import pack_signs_reference, pack_signs_with_error, unpack_signs, unpack_signs_reference
 from hf_zero.kernels.vectors import Vectors
 
 STEPS = 3
@@ -306,9 +306,9 @@ def check_sum_of_squares(numel: int, dtype: torch.dtype, form: Form) -> None:
 
 
 def _packed(form: Form, value: Tensor, error: Tensor, packed: Tensor) -> Tensor:
-    if not form.interpreted:
-        return pack_signs(value, error, packed)
     error.add_(value)
+    if not form.interpreted:
+        return pack_signs_with_error(error, packed)
     scale = (sum_of_squares(error) / error.numel()).sqrt().to(error.dtype)
     _gpu("signs").pack_signs_on_gpu(error, scale, packed)
     return scale
@@ -348,7 +348,7 @@ def check_signs_with_padding(form: Form) -> None:
     value[:numel] = randn(numel, torch.float32, 6)
     value, error = value.to(form.device), torch.zeros(padded, device=form.device)
     packed = torch.empty(padded // 8, dtype=torch.uint8, device=form.device)
-    scale = pack_signs(value, error, packed, numel)
+    scale = pack_signs_with_error(error.add_(value), packed, numel)
     torch.testing.assert_close(float(scale), float(value.norm()) / numel**0.5, rtol=1e-5, atol=0)
     assert not error[numel:].any() and bool(error[:numel].any())
 

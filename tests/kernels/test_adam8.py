@@ -136,7 +136,7 @@ NAMED = dict(zip(("adamw", "adam"), RULES, strict=True))
     ],
 )
 def test_one_update(numel: int, rule: str, form: Form) -> None:
-    """Weights equal those from exact states, and states are quantised as in the reference."""
+    """Weights equal those from exact states, and states are quantized as in the reference."""
     for types in MIXTURES:
         check(form, vectors_for(numel, types, form.device), NAMED[rule], 0.125)
     check(form, vectors_for(numel, MIXTURES[0], form.device), NAMED[rule], torch.tensor(0.5, device=form.device))

@@ -13,7 +13,7 @@ from hf_zero.kernels.accumulate import add_into, sum_parts, sum_parts_reference
 from hf_zero.kernels.lion import LionRule, lion, lion_reference
 from hf_zero.kernels.message import message_bytes
 from hf_zero.kernels.quantize import new_messages, read_messages, write_messages
-from hf_zero.kernels.signs import pack_signs
+from hf_zero.kernels.signs import pack_signs_with_error
 from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, Vectors, chunks
 from tests.kernels import cases
 from tests.kernels.cases import DTYPES, MIXTURES, NARROW, UPDATES, Form, Types, randn
@@ -169,4 +169,4 @@ def test_message_sizes_and_what_does_not_fit() -> None:
 
 def test_what_does_not_fit_in_signs() -> None:
     with pytest.raises(ValueError, match="10 signs need 2 bytes and a length that is a multiple of 8"):
-        pack_signs(torch.ones(10), torch.zeros(10), torch.empty(1, dtype=torch.uint8))
+        pack_signs_with_error(torch.ones(10), torch.empty(1, dtype=torch.uint8))

@@ -39,7 +39,7 @@ class Task:
         schedule: the learning rate has one.
         adapters: LoRA; the model's own weights are frozen.
         uneven: samples have different numbers of labels; only if the driver divides by their number.
-        wire: what is quantised in communication (ZeRO++): "", "weights", "gradients".
+        wire: what is quantized in communication (ZeRO++): "", "weights", "gradients".
         scale_power: the first loss scale of fp16; if large, updates are skipped until it has come down.
         num_evaluated: samples of an evaluation.
     """

@@ -109,7 +109,7 @@ def buffers_and_needs(rank: int, run: Run) -> tuple[int, int]:
     train(engine, run, rank, 2, steps=1)  # before the order of the model's modules is known
     [drive] = engine.gradients.assembly.placements.drives
     for store in drive._stores:
-        store.pool._most_bytes = store.pool.bytes_live
+        store.pool.most_bytes = store.pool.bytes_live
     train(engine, run, rank, 2, first=1, steps=3)
     return drive.buffer_bytes, said[0]
 

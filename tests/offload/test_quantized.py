@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_zero.device.runtime import HOST_MEMORY
+from hf_zero.comm.quantized import RoundedRows
 from hf_zero.kernels.message import message_bytes
 from hf_zero.offload.quantized import QuantizedVector
-from hf_zero.offload.vector import MemoryStore, part_of
+from hf_zero.offload.vector import InMemoryVector, part_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reading_and_writing_parts(dtype: torch.dtype) -> None:
     values = torch.randn(700, generator=torch.Generator().manual_seed(1)).to(dtype)
-    vector = QuantizedVector.adopt("weights", values, MemoryStore(HOST_MEMORY))
-    assert vector.tensor is None and vector.message.numel == message_bytes(700, 8)
+    vector = QuantizedVector(InMemoryVector(RoundedRows().sent(values)), 700, dtype)
+    assert vector.tensor is None and vector.stored.numel == message_bytes(700, 8)
     before = vector.view()
     torch.testing.assert_close(before, values, rtol=0, atol=0.02)
     first, second = part_of(vector, 0, 300), part_of(vector, 300, 400)

@@ -1,6 +1,6 @@
 """Optimizers of torchao and bitsandbytes passed by the user: they run unchanged on masters, at every stage.
 
-Skipped if the packages are not installed. They quantise states per block of a tensor, and flat shards have different
+Skipped if the packages are not installed. They quantize states per block of a tensor, and flat shards have different
 blocks than whole parameters, so only the course of training must agree.
 """
 
@@ -30,7 +30,7 @@ def make(kind: str, parameters: Any) -> torch.optim.Optimizer:
 
 
 class Mirror(nn.Module):
-    """Large enough for quantised states (4096 elements and more)."""
+    """Large enough for quantized states (4096 elements and more)."""
 
     def __init__(self) -> None:
         super().__init__()

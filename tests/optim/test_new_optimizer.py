@@ -103,5 +103,5 @@ def test_its_arguments_are_checked_like_all_others() -> None:
 
 
 def test_a_name_belongs_to_one() -> None:
-    with pytest.raises(ValueError, match="an optimizer named lion already"):
+    with pytest.raises(ValueError, match="an optimizer named lion already exists"):
         register(OptimizerType(name="lion", made_by=TYPE.made_by))

@@ -39,7 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "small ones persistent": {**SEVERAL, "stage3_param_persistence_threshold": 12},
     "weights in host memory": {**NOTHING_KEPT, "offload_param": {"device": "cpu"}},
     "all in host memory": {**SEVERAL, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-    "quantised": {**SEVERAL, "zero_quantized_weights": True},
+    "quantized": {**SEVERAL, "zero_quantized_weights": True},
     "kept until backward": {"stage3_param_persistence_threshold": 0},
 }
 

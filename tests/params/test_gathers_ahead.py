@@ -334,7 +334,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_plan_is_named(place: tuple[str, int
     for rank in {0, 1, 2} - {VICTIM}:
         last = (tmp_path / f"said-{rank}").read_text().splitlines()[-1]
         # On a busy machine the other rank may also have ended by then.
-        assert "another one did: " in last and f"rank {VICTIM} (process" in last
+        assert "another one has exited: " in last and f"rank {VICTIM} (process" in last
 
 
 def test_a_rank_that_dies_on_another_machine_is_named(tmp_path: Path) -> None:
@@ -344,4 +344,4 @@ def test_a_rank_that_dies_on_another_machine_is_named(tmp_path: Path) -> None:
             run_ranks(run_until_one_dies, 3, str(tmp_path), ("backward", 3), True)
     for rank in {0, 1, 2} - {VICTIM}:
         last = (tmp_path / f"said-{rank}").read_text().splitlines()[-1]
-        assert f"alive: rank {VICTIM} on " in last and last.endswith("has ended, or does not answer")
+        assert f"alive: rank {VICTIM} on " in last and last.endswith("has exited, or does not respond")

@@ -41,11 +41,11 @@ def with_config(model: PlannedModel, config: dict[str, Any], training: Training)
 @pytest.mark.parametrize("sizes", [{}, {"tensor_parallel": 2}, {"sequence_parallel": 2}])
 def test_a_candidates_own_config_takes_what_the_candidate_does(model: PlannedModel, sizes: dict[str, int]) -> None:
     training = Training(length=256, micro_batch=2, accumulation=3, nvme_path="/d", checkpointing=True, **sizes)
-    cut, size = model.cut(training.tensor_parallel), optimizer_size(training)
+    cut = model.cut(training.tensor_parallel)
     for each in plan(cut, MACHINE, training).estimates[::3]:
         given = load_config(each.config)
         assert training_of(given, training, MACHINE.ranks) == training
-        [yours] = given_estimates(cut, MACHINE, training, given, size)
+        [yours] = given_estimates(cut, MACHINE, training, given)
         assert yours.candidate.name == f"yours: {each.candidate.name}"
         assert (yours.memory, yours.traffic, yours.flops) == (each.memory, each.traffic, each.flops)
         assert (yours.seconds, yours.bound) == (pytest.approx(each.seconds), each.bound)
@@ -90,7 +90,7 @@ def test_it_is_measured_too(model: PlannedModel, tmp_path: Path, monkeypatch: py
 
     def run(experiment: Experiment, folder: Path, **_: Any) -> Result:
         asked.append(experiment)
-        return Result(experiment.name, "ok", {"throughput": 2.0})
+        return Result(experiment, "ok", {"throughput": 2.0})
 
     monkeypatch.setattr(measuring, "run_experiment", run)
     config = load_config(OPEN | {"zero_optimization": {"stage": 1}, "scheduler": {"type": "WarmupLR"}})
@@ -116,11 +116,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_time_follows_the_limits_of_stage_3_and_who_knows_what_comes_next(model: PlannedModel) -> None:
     """Units that stay gathered are not gathered again, and gathers that ranks have to agree on are not prefetched."""
     slow = hardware({"gpu": "h100", "gpus_per_node": 1, "nodes": 2, "host_memory": "1T", "network": "1e9"})
-    training, size = Training(length=256, micro_batch=8, checkpointing=False), optimizer_size(Training())
+    training = Training(length=256, micro_batch=8, checkpointing=False)
 
     def seconds(zero: dict[str, Any], **own: Any) -> float:
         given = load_config({**OPEN, "zero_optimization": {"stage": 3, **zero}, "hf_zero": own})
-        [yours] = given_estimates(model, slow, training_of(given, training, slow.ranks), given, size)
+        [yours] = given_estimates(model, slow, training_of(given, training, slow.ranks), given)
         return yours.seconds
 
     none_stays = {"stage3_max_live_parameters": 0}
@@ -131,7 +131,7 @@ def test_time_follows_the_limits_of_stage_3_and_who_knows_what_comes_next(model:
 
 def test_adafactor_keeps_rows_and_columns_alone() -> None:
     """The plan counted Adam's two states for it, its default for unknown optimizers."""
-    assert optimizer_size(Training(optimizer="Adafactor")).num_states == 0
+    assert optimizer_size("Adafactor").num_states == 0
     weight = [torch.nn.Parameter(torch.zeros(2, 2))]
     assert states_per_element(Adafactor(weight, beta1=0.9)) == 1
     assert states_per_element(Adafactor(weight)) == 0

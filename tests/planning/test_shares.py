@@ -228,7 +228,7 @@ def test_parts_of_matrices_in_a_plan(llama: PlannedModel) -> None:
     assert across.estimates[0].traffic.across > cut.estimates[0].traffic.across, "parts lie on both hosts"
     assert [each.candidate.stage for each in across.estimates if each.candidate.optimizer is None][:2] == [0, 3]
     assert across.estimates[0].bound == "exchange"
-    assert "make the model before" in as_dict(planned_at_stage_3(cut))["needs"][0]
+    assert "create the model before" in as_dict(planned_at_stage_3(cut))["needs"][0]
 
 
 def planned_at_stage_3(found: Plan) -> Plan:
@@ -275,7 +275,7 @@ def test_the_command_writes_the_keys(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert json.loads((tmp_path / "ds.json").read_text())[key] == value
         assert resolve(json.loads((tmp_path / "ds.json").read_text()), TrainingView(bf16=True), world_size=4)
     said = capsys.readouterr().out
-    assert "and give TrainingArguments ParallelismConfig(sp_size=2, dp_shard_size=2" in said
+    assert "and pass ParallelismConfig(sp_size=2, dp_shard_size=2" in said
 
 
 @pytest.mark.parametrize("sizes", [{"tensor_parallel": 2}, {"sequence_parallel": 4}])
@@ -286,7 +286,7 @@ def test_trials_have_the_sizes(
 
     def run(experiment: Experiment, folder: Path, **_: Any) -> Result:
         asked.append(experiment)
-        return Result(experiment.name, "ok", {"throughput": 2.0})
+        return Result(experiment, "ok", {"throughput": 2.0})
 
     monkeypatch.setattr(measuring, "run_experiment", run)
     cut = llama.cut(sizes.get("tensor_parallel", 1))
@@ -305,9 +305,9 @@ def test_what_other_ranks_would_help(tmp_path: Path) -> None:
         model = load_model(config_folder(tmp_path, num_attention_heads=heads, **changes))
         found = planned("", Training(length=2048, checkpointing=True), model, device_memory=memory, **machine)
         *_, remedy, verdict = reasoning(found)[-1].split("; ")
-        assert found.chosen is None and verdict == "which fits a device"
+        assert found.chosen is None and verdict == "which fits"
         return remedy
 
-    assert last("1.92G", 8).startswith("sequence_parallel_size 4: ")
-    assert last("1.86G", 8).startswith("tensor_parallel.autotp_size 4, instead of sequence_parallel_size 4: ")
-    assert last("2G", 5).startswith("tensor_parallel.autotp_size 2: ")
+    assert last("1.92G", 8).startswith("with sequence_parallel_size 4: ")
+    assert last("1.86G", 8).startswith("with tensor_parallel.autotp_size 4, instead of sequence_parallel_size 4: ")
+    assert last("2G", 5).startswith("with tensor_parallel.autotp_size 2: ")

@@ -175,7 +175,7 @@ def test_masters_and_states_are_at_hand_by_sub_group() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     (sub_group,) = flat.buckets[0].sub_groups
     grads = reducer(flat)
-    agreement = Agreement(flat, grads, Sharding(0, 0, 1), LoneCollectives(), Placements(CPU, in_memory_placement(CPU)))
+    agreement = Agreement(flat, grads, Sharding(0, 0, 1), groups_of(), Placements(CPU, in_memory_placement(CPU)))
     updater = WholeStepUpdater(optimizer, [sub_group])
     values = OwnedValues(flat, updater, ReducedGradients(grads), agreement)
     with values.state("exp_avg")(sub_group, False) as state:
@@ -191,12 +191,12 @@ def test_masters_and_states_are_at_hand_by_sub_group() -> None:
 
 
 def test_a_step_applies_gradients_or_skips_where_they_are_not_finite() -> None:
-    flat, sharding, lone = store(), Sharding(stage=0, rank=0, world=1), LoneCollectives()
+    flat, sharding = store(), Sharding(stage=0, rank=0, world=1)
     grads = reducer(flat)
     (sub_group,) = flat.buckets[0].sub_groups
     updater = updater_for(torch.optim.SGD([sub_group.tensors[0].parameter], lr=0.5), [sub_group])
     placements = Placements(CPU, in_memory_placement(CPU))
-    step = ShardedStep(flat, grads, updater, sharding, lone, rules(), placements)
+    step = ShardedStep(flat, grads, updater, sharding, groups_of(), rules(), placements)
     step.expect(step.factors.next)
     backward(flat, grads, boundary=True)
     step.foresee_norm()

@@ -146,7 +146,7 @@ def test_frozen_weights_are_kept_and_gathered_in_8_bits() -> None:
         train(engine, rank, range(3))
         after = shards(engine)
         assert torch.equal(before[0], after[0]) and not torch.equal(before[2], after[2])
-        assert parts[0].kept.message.numel == message_bytes(parts[0].layout.row_numel, 8)
+        assert parts[0].kept.stored.numel == message_bytes(parts[0].layout.row_numel, 8)
         bias = engine.module.layers[0].bias
         with GatheredParameters([bias], modifier_rank=0):
             bias.data[3] = 0.5

@@ -68,7 +68,7 @@ EXCESS = {
     "lamb._add_up": Excess(_SUM, cuda=Budget(32, 32, 4), hip=Budget(64, 32, 4)),
     "norm._squares": Excess(_SUM, cuda=Budget(32, 16, 1), hip=Budget(64, 16, 1)),
     "quantize._write": Excess(
-        "the scales of its blocks go from the layout of rows to one vector; with feedback it quantises twice, "
+        "the scales of its blocks go from the layout of rows to one vector; with feedback it quantizes twice, "
         "and needs what is left of the first time",
         cuda=Budget(60, 1024, 3),
         hip=Budget(64, 32, 3),

@@ -362,7 +362,7 @@ def _always() -> bool:
 
 def first_cause(errors: dict[int, BaseException]) -> BaseException:
     """The error of a rank that did not fail because of another rank, if there is one."""
-    own = [error for error in errors.values() if "has stopped" not in str(error)]
+    own = [error for error in errors.values() if "has exited" not in str(error)]
     return (own or list(errors.values()))[0]
 
 

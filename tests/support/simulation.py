@@ -27,6 +27,7 @@ from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.process_group import Process
 from hf_zero.comm.rows import FlatRows, own_shard
 from hf_zero.device.registry import HostCopy
+from tests.support.groups import plain
 
 META = torch.device("meta")
 
@@ -99,7 +100,7 @@ def simulated_world(rank: int, world: int, *, negotiates: bool = False) -> Itera
         if negotiates:
             gathers, hosts = channels[Channel.GATHER], AlikeHosts(rank, world)
             gathers.negotiation = LockstepNegotiation(gathers, hosts, host_waits=False)
-        return ParallelGroups.plain(channels)
+        return plain(channels)
 
     with ExitStack() as stack:
         for module, name, stand_in in (

@@ -25,6 +25,7 @@ from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.rows import FlatRows, num_bytes, own_shard
 from hf_zero.comm.torch_backend import GatherStreamCollectives
 from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime
+from tests.support.groups import plain
 from tests.support.in_process import engines_in
 from tests.support.late import use
 
@@ -249,7 +250,7 @@ class TimedWorld:
         groups = {channel: TimedCollectives(self.device, self.world) for channel in Channel}
         gathers = groups[Channel.GATHER] = TimedGathers(self.device, self.world)
         gathers.negotiation = LockstepNegotiation(gathers, TimedHosts(self.device, self.world), host_waits=False)
-        return ParallelGroups.plain(groups)
+        return plain(groups)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""QLoRA runs, and their table in docs/trl.md: quantised base x stage x adapter, on two ranks compared with one process
+"""QLoRA runs, and their table in docs/trl.md: quantized base x stage x adapter, on two ranks compared with one process
 without an engine.
 
     python -m tests.trl.quantised       runs everything (minutes) and writes the table; needs bitsandbytes and torchao
 
-Weights are quantised from fp32 and computed with in fp32, so that runs can be compared.
+Weights are quantized from fp32 and computed with in fp32, so that runs can be compared.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _torchao() -> Any:
 
 BASES: dict[str, Callable[[], Any]] = {
     "bitsandbytes nf4": _four_bit(bnb_4bit_quant_type="nf4"),
-    "bitsandbytes nf4, scales quantised too": _four_bit(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "bitsandbytes nf4, scales quantized too": _four_bit(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
     "bitsandbytes nf4, `bnb_4bit_quant_storage` bf16": _four_bit(
         bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.bfloat16
     ),
@@ -70,7 +70,7 @@ BASES: dict[str, Callable[[], Any]] = {
 }
 CASES = [
     ("bitsandbytes nf4", "LoRA"),
-    ("bitsandbytes nf4, scales quantised too", "LoRA"),
+    ("bitsandbytes nf4, scales quantized too", "LoRA"),
     ("bitsandbytes nf4, `bnb_4bit_quant_storage` bf16", "LoRA"),
     ("bitsandbytes fp4", "LoRA"),
     ("bitsandbytes nf4", "DoRA"),

@@ -1,8 +1,7 @@
 """The four classes in DeepSpeed's pickles, as plain values without behaviour.
 
-They have DeepSpeed's module paths, so that files written here open in a real DeepSpeed without hf_zero, and the other
-way round. Attributes of a loss scaler are complete, because DeepSpeed replaces its own scaler by the one in a stage 3
-file.
+They have DeepSpeed's module paths, so that DeepSpeed can open files written here without hf_zero, and vice versa. A
+loss scaler has all attributes, because DeepSpeed replaces its own scaler by the one in a stage 3 file.
 """
 
 from __future__ import annotations

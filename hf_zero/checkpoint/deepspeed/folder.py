@@ -50,7 +50,7 @@ def find(directory: str | os.PathLike[str], tag: str | None = None) -> Sequence[
     raise CheckpointError(
         root,
         f"has neither a file {ds.LATEST!r} nor state files of a checkpoint",
-        "give the folder that save_checkpoint wrote to, or name the tag",
+        "give the folder that save_checkpoint wrote to, or the tag",
     )
 
 
@@ -59,8 +59,8 @@ def tag_in_latest(root: Path, *names: str) -> str | None:
     for name in names or (ds.LATEST, ds.LATEST_UNIVERSAL):
         path = root / name
         if path.is_dir():
-            fix = "move it away, and load by naming the tag; the next save writes the file"
-            raise CheckpointError(path, "is a folder, where a file should name the newest checkpoint", fix)
+            fix = "move it away, and pass the tag; the next save writes the file"
+            raise CheckpointError(path, "is a folder, but should be a file with the tag of the newest checkpoint", fix)
         if path.is_file():
             with path.open("rb") as file:
                 content = file.read(_MAX_TAG_BYTES + 1)
@@ -69,14 +69,14 @@ def tag_in_latest(root: Path, *names: str) -> str | None:
 
 
 def _plain_tag(path: Path, content: bytes) -> str:
-    fix = "write the name of a checkpoint folder beside it into this file, or pass the tag"
+    fix = "write the name of a checkpoint folder next to this file into it, or pass the tag"
     try:
         tag = content.decode().strip()
     except UnicodeDecodeError:
         raise CheckpointError(path, "is not text", fix) from None
     parts = PurePath(tag).parts
     if not tag or len(content) > _MAX_TAG_BYTES or "\0" in tag or "\n" in tag:
-        raise CheckpointError(path, "does not hold the name of one checkpoint", fix)
+        raise CheckpointError(path, "does not contain the name of a checkpoint", fix)
     if PurePath(tag).is_absolute() or ".." in parts:
         raise CheckpointError(path, f"points outside its folder ({tag!r}); hf_zero does not follow it", fix)
     return tag
@@ -99,7 +99,7 @@ def list_files(path: Path, tag: str) -> Sequence[Folder]:
             raise CheckpointError(
                 entry,
                 "is not a file of a ZeRO checkpoint (those of pipelines and of DeepSpeed's expert parallelism are not "
-                "supported), or does not belong here",
+                "supported), or is in the wrong folder",
                 "convert the checkpoint with the program that wrote it, or move the stray file away",
             )
         is_shared = parsed.kind == "model" and parsed.rank is None
@@ -129,15 +129,15 @@ def _universal(path: Path, tag: str) -> Folder:
 def _check_ranks(folder: Folder) -> None:
     if not folder.model_files:
         raise CheckpointError(
-            folder.path, f"holds no *{ds.MODEL_SUFFIX} file", "this is not a checkpoint, or its files are lost"
+            folder.path, f"has no *{ds.MODEL_SUFFIX} file", "this is not a checkpoint, or its files are lost"
         )
     for files in (folder.model_files, folder.optimizer_files):
         missing = sorted(set(range(max(files, default=-1) + 1)) - set(files))
         if missing:
             raise CheckpointError(
                 folder.path,
-                f"the state file of rank {missing[0]} is missing beside {next(iter(files.values())).name}",
-                "restore it from a copy, or load an older checkpoint; under use_node_local_storage gather the files of "
+                f"has {next(iter(files.values())).name}, but the state file of rank {missing[0]} is missing",
+                "restore it from a copy, or load an older checkpoint; with use_node_local_storage collect the files of "
                 "all nodes in one folder",
             )
     num_model, num_optimizer = len(folder.model_files), len(folder.optimizer_files)
@@ -145,7 +145,7 @@ def _check_ranks(folder: Folder) -> None:
     if folder.model_file_per_rank and num_optimizer and num_model != num_optimizer:
         raise CheckpointError(
             folder.path,
-            f"holds {num_model} model files and {num_optimizer} optimizer files; stage 3 writes one of each per rank",
+            f"has {num_model} model files and {num_optimizer} optimizer files; stage 3 writes one of each per rank",
             "restore the missing files from a copy, or load an older checkpoint",
         )
 

@@ -138,5 +138,4 @@ def model_file(rank: int, stage: int, model_rank: int = 0) -> str:
 
 
 def optimizer_file(rank: int, *, bf16: bool, model_rank: int = 0) -> str:
-    """Name of `rank`'s optimizer file."""
     return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_{model_rank:02d}{OPTIMIZER_SUFFIX}"

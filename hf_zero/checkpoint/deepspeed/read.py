@@ -27,14 +27,12 @@ from hf_zero.checkpoint.deepspeed.state_dicts import (
     scaler_values,
     shapes_in_groups,
 )
-from hf_zero.checkpoint.extra_states import bound_together, merged
+from hf_zero.checkpoint.extra_states import FIX, bound_together, merged
 from hf_zero.checkpoint.files.stream import Parts
 from hf_zero.checkpoint.files.torch_file import read_torch_file
 from hf_zero.checkpoint.view import MASTER, CheckpointView, Group, StateElements, buffer_sizes, by_parameter
 from hf_zero.errors import CheckpointError
 from hf_zero.layout.reshard import Extent, GroupPartition, Member, SubGroupPartition
-
-_FIX = "restore the files of one checkpoint from a copy, or load another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +53,18 @@ def read_sharded(folder: Folder) -> CheckpointView:
         return _untrained(folder, models, model_paths)
     stage = _stage(folder, files)
     _check_world(models[0], model_paths[0], files)
-    pieces = shapes_in_groups(models[0], ds.PARAM_SHAPES, model_paths[0])
+    pieces = shapes_in_groups(models[0], model_paths[0])
     shapes = {name: shape for group in pieces for name, shape in group.items()}
     read = _stage_3 if stage == 3 else _stages_1_2
     elements, groups = read(pieces, files)
-    part = module_part(models, model_paths, shapes)
     return CheckpointView(
         folder=folder,
         stage=stage,
         world=len(files),
         shapes=shapes,
-        frozen=part.frozen,
-        buffers=part.buffers,
-        aliases=part.aliases,
         groups=groups,
         elements=elements,
-        meta=part.meta,
+        **module_part(models, model_paths, shapes),
         scaler=scaler_values(files[0].inner.get(ds.LOSS_SCALER)),
         steps=dict(files[0].ours.get(ds.STEPS) or {}),
         whole_states=merged(_of_all(files, ds.WHOLE_STATES)),
@@ -87,18 +81,7 @@ def _untrained(folder: Folder, models: Sequence[Any], paths: Sequence[Path]) -> 
     """The view of a stage 3 model without optimizer."""
     check_manifest_is_there(models[0].get(ds.HF_ZERO), paths[0])
     part = module_part(models, paths, ())
-    return CheckpointView(
-        folder=folder,
-        stage=3,
-        world=len(models),
-        shapes={},
-        frozen=part.frozen,
-        buffers=part.buffers,
-        aliases=part.aliases,
-        groups=(),
-        elements={},
-        meta=part.meta,
-    )
+    return CheckpointView(folder=folder, stage=3, world=len(models), shapes={}, groups=(), elements={}, **part)
 
 
 def _rank_file(path: Path) -> _RankFile:
@@ -111,7 +94,7 @@ def _rank_file(path: Path) -> _RankFile:
 def _stage(folder: Folder, files: Sequence[_RankFile]) -> int:
     if not files:
         raise CheckpointError(
-            folder.path, f"holds no *{ds.OPTIMIZER_SUFFIX} file: its weights are those of the model file", _FIX
+            folder.path, f"has no *{ds.OPTIMIZER_SUFFIX} file: its weights are in the model file", FIX
         )
     inner = files[0].inner
     if ds.ZERO_STAGE in inner:
@@ -119,7 +102,7 @@ def _stage(folder: Folder, files: Sequence[_RankFile]) -> int:
     else:  # one optimizer class of DeepSpeed lacks it (bf16, stage 1, fp32 accumulation)
         stage = 3 if ds.FP32_FLAT_GROUPS in inner else 1
     if stage not in (1, 2, 3) or (stage == 3) != (ds.FP32_FLAT_GROUPS in inner):
-        raise CheckpointError(files[0].path, f"says stage {stage}, and its content is of another", _FIX)
+        raise CheckpointError(files[0].path, f"says stage {stage}, but its content is of another stage", FIX)
     return stage
 
 
@@ -131,7 +114,7 @@ def _check_world(model: Any, model_path: Path, files: Sequence[_RankFile]) -> No
     for path, count in stated.items():
         if count != world:
             raise CheckpointError(
-                path, f"is of a checkpoint of {count} ranks, and this folder holds the files of {world}", _FIX
+                path, f"is of a checkpoint of {count} ranks, but this folder has the files of {world}", FIX
             )
 
 
@@ -140,12 +123,10 @@ def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence
     alignment = files[0].inner.get(ds.ALIGNMENT_PADDINGS) or []
     partitions, next_index = [], 0
     for number, group in enumerate(pieces):
-        members = []
-        for shape in group.values():
-            members.append(Member(next_index, math.prod(shape)))
-            next_index += 1
+        members = tuple(Member(next_index + i, math.prod(shape)) for i, shape in enumerate(group.values()))
+        next_index += len(members)
         gaps = tuple(alignment[number]) if number < len(alignment) else ()
-        partitions.append(GroupPartition(tuple(members), world, gaps))
+        partitions.append(GroupPartition(members, world, gaps))
     extents = [
         extent for g, partition in enumerate(partitions) for r in range(world) for extent in partition.extents(r, g)
     ]
@@ -172,9 +153,9 @@ def _check_available(tensor: Any, partition: GroupPartition, rank: int, path: Pa
     if have not in (stripped, partition.partition_numel):
         raise CheckpointError(
             path,
-            f"holds {have} master weights of a group whose part on this rank has {stripped} "
+            f"holds {have} master weights of a group whose part on this rank should have {stripped} "
             f"(the group has {partition.used_numel} elements)",
-            _FIX,
+            FIX,
         )
 
 
@@ -206,7 +187,7 @@ def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_R
             what = f"sub-group {number}"
             buffers.setdefault(MASTER, {})[place] = parts_of(masters[number], what, file.path, sub.numel)
             if (have := numel_of(masters[number])) != sub.numel:
-                raise CheckpointError(file.path, f"{what} has {have} elements where its shapes give {sub.numel}", _FIX)
+                raise CheckpointError(file.path, f"{what} has {have} elements, but its shapes give {sub.numel}", FIX)
             for kind, tensor in element_states(states[rank][number], sub.numel).items():
                 buffers.setdefault(kind, {})[place] = parts_of(tensor, f"{kind} of {what}", file.path, sub.numel)
     return _elements(extents, buffers), _groups_3(
@@ -220,8 +201,7 @@ def _groups_3(pieces: Sequence[Mapping[str, Any]], stated: Sequence[Any], states
     for group in stated:
         members = [int(number) for number in group.get(ds.PARAMS, ()) if int(number) < len(pieces)]
         names = tuple(name for number in members for name in pieces[number])
-        options = {key: value for key, value in group.items() if key != ds.PARAMS}
-        groups.append(Group(names, options, _scalars(states, members[0]) if members else {}))
+        groups.append(Group(names, _without_params(group), _scalars(states, members[0]) if members else {}))
     return tuple(groups)
 
 
@@ -231,7 +211,7 @@ def _options(file: _RankFile, count: int) -> list[Mapping[str, Any]]:
         return [{}] * count
     stated = need_list(base, ds.PARAM_GROUPS, file.path)
     _check_count(len(stated), count, file.path)
-    return [{key: value for key, value in group.items() if key != ds.PARAMS} for group in stated]
+    return list(map(_without_params, stated))
 
 
 def _scalars(states: Sequence[Sequence[Mapping[str, Any]]], number: int) -> dict[str, Any]:
@@ -252,7 +232,7 @@ def _elements(
 
 def _check_count(have: int, wanted: int, path: Path) -> None:
     if have != wanted:
-        raise CheckpointError(path, f"holds {have} groups where the model file lists {wanted}", _FIX)
+        raise CheckpointError(path, f"holds {have} groups, but the model file lists {wanted}", FIX)
 
 
 # Views of stage 0 checkpoints (everything in the model file) and of universal checkpoints (a folder per parameter).
@@ -273,7 +253,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
     model = read_torch_file(path)
     check_manifest_is_there(model.get(ds.HF_ZERO), path)
     if model.get(ds.PARAM_SHAPES):
-        groups = shapes_in_groups(model, ds.PARAM_SHAPES, path)
+        groups = shapes_in_groups(model, path)
     optimizer = model.get(ds.OPTIMIZER)
     if not groups or not isinstance(optimizer, Mapping):
         groups, optimizer = (), {}
@@ -297,21 +277,18 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
             buffers.setdefault(kind, {})[number] = tensor
     stated = inner.get(ds.PARAM_GROUPS, [{}] * len(groups))
     if groups and len(stated) != len(groups):
-        raise CheckpointError(path, f"holds {len(stated)} optimizer groups where there should be {len(groups)}", _FIX)
+        raise CheckpointError(path, f"holds {len(stated)} optimizer groups, but should hold {len(groups)}", FIX)
     return CheckpointView(
         folder=folder,
         stage=0,
         world=int(model.get(ds.DP_WORLD_SIZE, 1)),
         shapes=shapes,
-        frozen=part.frozen,
-        buffers=part.buffers,
-        aliases=part.aliases,
+        **part,
         groups=tuple(
             Group(tuple(group), _without_params(stated[number]), _scalars_0(states, stated[number]))
             for number, group in enumerate(groups)
         ),
         elements=_whole_elements(extents, buffers, path),
-        meta=part.meta,
         scaler={key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
         | ({"dynamic": bool(optimizer[ds.DYNAMIC_LOSS_SCALE])} if ds.DYNAMIC_LOSS_SCALE in optimizer else {}),
         steps=_steps_0(states, stated, groups, is_flat) | dict(ours.get(ds.STEPS) or {}),
@@ -337,10 +314,10 @@ def read_universal(folder: Folder) -> CheckpointView:
     """The view of a universal checkpoint: whole `zero/<parameter>/fp32.pt` and moments."""
     paths = list(folder.model_files.values())
     if not paths:
-        raise CheckpointError(folder.path, f"holds no *{ds.MODEL_SUFFIX} file", _FIX)
+        raise CheckpointError(folder.path, f"has no *{ds.MODEL_SUFFIX} file", FIX)
     models = [read_torch_file(path) for path in paths]
     states = read_torch_file(folder.path / ds.UNIVERSAL_FOLDER / ds.UNIVERSAL_OPTIMIZER_FILE)
-    pieces = shapes_in_groups(models[0], ds.PARAM_SHAPES, paths[0])
+    pieces = shapes_in_groups(models[0], paths[0])
     shapes = {name: shape for group in pieces for name, shape in group.items()}
     part = module_part(models, paths, shapes)
     buffers: dict[str, dict[int, Tensor]] = {}
@@ -362,12 +339,9 @@ def read_universal(folder: Folder) -> CheckpointView:
         stage=3 if folder.model_file_per_rank else 2,
         world=len(paths),
         shapes=shapes,
-        frozen=part.frozen,
-        buffers=part.buffers,
-        aliases=part.aliases,
+        **part,
         groups=_universal_groups(pieces, states.get(ds.PARAM_GROUPS) or (), scalars, steps),
         elements=_whole_elements(extents, buffers, folder.path / ds.UNIVERSAL_FOLDER),
-        meta=part.meta,
         scaler=scaler_values(states.get(ds.LOSS_SCALER)),
     )
 
@@ -381,7 +355,7 @@ def _check_complete(folder: Folder, pieces: Sequence[Shapes], buffers: Mapping[s
             for name, index in members.items():
                 if index not in buffers.get(kind, {}):
                     path = folder.path / ds.UNIVERSAL_FOLDER / name / f"{kind}.pt"
-                    raise CheckpointError(path, "this file of the checkpoint is missing", _FIX)
+                    raise CheckpointError(path, "this file of the checkpoint is missing", FIX)
 
 
 def _universal_groups(
@@ -406,10 +380,10 @@ def _universal_groups(
 
 def _parameter_files(folder: Folder, name: str) -> list[Path]:
     if "/" in name or "\\" in name or name.startswith("."):
-        raise CheckpointError(folder.path, f"names a parameter {name!r}, which is not a folder name", _FIX)
+        raise CheckpointError(folder.path, f"lists a parameter {name!r}, which is not a folder name", FIX)
     place = folder.path / ds.UNIVERSAL_FOLDER / name
     if not place.is_dir():
-        raise CheckpointError(place, f"the folder of parameter {name!r} is missing", _FIX)
+        raise CheckpointError(place, f"the folder of parameter {name!r} is missing", FIX)
     return sorted(place.glob("*.pt"))
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.files.stream import Parts, Streamed
-from hf_zero.checkpoint.view import Pieces
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
 from hf_zero.optim.stager import COUNTERS
@@ -24,9 +22,8 @@ _FIX = "the file is damaged, or not of this kind of checkpoint; restore it from 
 
 
 def need(mapping: Any, key: Any, path: Path) -> Any:
-    """`mapping[key]`."""
     if not isinstance(mapping, Mapping):
-        raise CheckpointError(path, f"holds a {type(mapping).__name__} where a dictionary with {key!r} belongs", _FIX)
+        raise CheckpointError(path, f"holds a {type(mapping).__name__} instead of a dictionary with {key!r}", _FIX)
     if key not in mapping:
         raise CheckpointError(path, f"has no {key!r}", _FIX)
     return mapping[key]
@@ -91,8 +88,9 @@ def shape_of(value: Any, name: str, path: Path) -> tuple[int, ...]:
     return tuple(value)
 
 
-def shapes_in_groups(model: Mapping[str, Any], key: str, path: Path) -> list[dict[str, tuple[int, ...]]]:
+def shapes_in_groups(model: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
     """`param_shapes`: one dictionary name -> shape per group or sub-group; no name twice."""
+    key = ds.PARAM_SHAPES
     groups: list[dict[str, tuple[int, ...]]] = []
     seen: set[str] = set()
     for group in need_list(model, key, path):
@@ -136,11 +134,10 @@ def scaler_values(scaler: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(scaler).items() if not isinstance(value, torch.dtype)} if scaler else {}
 
 
-@dataclass(frozen=True, slots=True)
-class ModulePart:
-    """Contents of a model file except the trainable weights."""
+class ModulePart(TypedDict):
+    """Fields of a `CheckpointView` from the model files."""
 
-    frozen: dict[str, Pieces]
+    frozen: dict[str, Streamed]
     buffers: dict[str, Tensor]
     aliases: dict[str, str]
     meta: dict[str, Any]
@@ -158,7 +155,7 @@ def module_part(models: Sequence[Mapping[str, Any]], paths: Sequence[Path], trai
     frozen = _fragments(models, paths)
     if not frozen:
         frozen = {
-            name: Pieces(tuple(value.shape), (flat(value, f"{name!r}", path),))
+            name: Streamed(value.dtype, tuple(value.shape), (flat(value, f"{name!r}", path),))
             for name, value in module.items()
             if isinstance(value, Tensor)
             and name not in trainable
@@ -170,7 +167,7 @@ def module_part(models: Sequence[Mapping[str, Any]], paths: Sequence[Path], trai
     owners = {*trainable, *frozen}
     aliases = {alias: owner for alias, owner in aliases.items() if owner in owners and alias not in owners}
     meta = {key: value for key, value in model.items() if key != ds.MODULE}
-    return ModulePart(frozen, buffers, aliases, {**meta, ds.EXTRA_STATES: extra})
+    return {"frozen": frozen, "buffers": buffers, "aliases": aliases, "meta": {**meta, ds.EXTRA_STATES: extra}}
 
 
 def _aliases(models: Sequence[Mapping[str, Any]], module: Mapping[str, Any], buffers: set[str]) -> dict[str, str]:
@@ -192,7 +189,7 @@ def _aliases(models: Sequence[Mapping[str, Any]], module: Mapping[str, Any], buf
     return aliases
 
 
-def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> dict[str, Pieces]:
+def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> dict[str, Streamed]:
     """Frozen parameters from DeepSpeed's extra keys: whole, or one shard in the file of every rank."""
     shapes = models[0].get(ds.FROZEN_PARAM_SHAPES)
     fragments = [model.get(ds.FROZEN_PARAM_FRAGMENTS) for model in models]
@@ -208,6 +205,7 @@ def _fragments(models: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> di
                     paths[rank], f"lacks the frozen parameter {name!r}", "restore this file from a copy"
                 )
             wanted = chunk_interval(math.prod(shape), rank, len(models)).numel
-            parts.append(flat(mine[name], f"{name!r}", paths[rank], at_least=wanted).narrow(0, 0, wanted))
-        pieces[name] = Pieces(shape, tuple(part for part in parts if part.numel()))
+            part = flat(mine[name], f"{name!r}", paths[rank], at_least=wanted).narrow(0, 0, wanted)
+            parts += [part] if wanted else []
+        pieces[name] = Streamed(parts[0].dtype if parts else torch.float32, shape, tuple(parts))
     return pieces

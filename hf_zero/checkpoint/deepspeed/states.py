@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class ModelWeights:
         shared: second names of tied parameters -> first names.
         frozen_shapes, frozen: parameters that are not trained: whole, or this rank's shard at stage 3. None leaves
             them out of the file (`exclude_frozen_parameters`).
-        tensor_parts: how parameters are split of which this file has parts; see `tensor_ranks`.
+        tensor_parts: how parameters are split that this file has parts of; see `tensor_ranks`.
     """
 
     module: Mapping[str, Content]
@@ -71,9 +71,14 @@ class GroupState:
     moments: Mapping[str, Content]
     scalars: Mapping[str, Any]
 
-    def torch_state(self) -> dict[str, Any]:
-        """The optimizer's `state` of the group; empty before the first step."""
-        return {**_scalars(self.scalars), **self.moments} if self.moments or self.scalars else {}
+
+def _torch_states(groups: Iterable[tuple[int, GroupState]]) -> dict[int, dict[str, Any]]:
+    """The optimizer's `state` by group; without the groups that have had no step."""
+    return {
+        number: {**_scalars(group.scalars), **group.moments}
+        for number, group in groups
+        if group.moments or group.scalars
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class OptimizerPart:
         steps: updates by parameter name, if these differ.
         whole: this rank's states of whole tensors by parameter name; see `whole_states`.
         bound: this rank's states that only fit its own shards.
-        errors: error feedback of this rank's quantised gradients; see `gradient_errors`.
+        errors: error feedback of this rank's quantized gradients; see `gradient_errors`.
     """
 
     options: Sequence[Mapping[str, Any]]
@@ -158,7 +163,7 @@ def optimizer_states_1_2(
         ds.OVERFLOW: part.overflow,
         ds.CLIP_GRAD: part.clip_grad,
         ds.BASE_OPTIMIZER_STATE: {
-            ds.STATE: {number: group.torch_state() for number, group in enumerate(groups) if group.torch_state()},
+            ds.STATE: _torch_states(enumerate(groups)),
             ds.PARAM_GROUPS: [{**plain(options), ds.PARAMS: [g]} for g, options in enumerate(part.options)],
         },
         ds.FP32_PARTITIONS: [group.master for group in groups],
@@ -188,7 +193,7 @@ def optimizer_states_3(
         ds.OVERFLOW: part.overflow,
         ds.PARTITION_COUNT: run.world,
         ds.OPTIMIZER_STATE_DICT: {
-            ds.STATE: {number: group.torch_state() for number, group in enumerate(groups) if group.torch_state()},
+            ds.STATE: _torch_states(enumerate(groups)),
             ds.PARAM_GROUPS: [
                 {**plain(options), ds.PARAMS: list(numbers)}
                 for options, numbers in zip(part.options, sub_groups, strict=True)
@@ -210,7 +215,7 @@ def optimizer_states_0(
     """
     numbers = {name: number for number, name in enumerate(name for group in groups for name in group)}
     torch_form = {
-        ds.STATE: {numbers[name]: states[name].torch_state() for name in numbers if states[name].torch_state()},
+        ds.STATE: _torch_states((number, states[name]) for name, number in numbers.items()),
         ds.PARAM_GROUPS: [
             {**plain(options), ds.PARAMS: [numbers[name] for name in group]}
             for options, group in zip(part.options, groups, strict=True)

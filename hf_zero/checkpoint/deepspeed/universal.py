@@ -1,7 +1,6 @@
 """Writes a checkpoint in DeepSpeed's universal format: a folder per parameter, for resuming at any world size.
 
-hf_zero itself does not need this: every checkpoint loads at any world size and stage. It is for going back to
-DeepSpeed.
+hf_zero itself does not need this: every checkpoint loads at any world size and stage. It is for returning to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ def convert_to_universal(source: Path, target: Path, on_parameter: Callable[[str
 
 
 def _refuse_unfit(view: CheckpointView) -> None:
-    where, fix = view.folder.path, "load it as it is: hf_zero takes any stage and number of ranks"
+    where, fix = view.folder.path, "load it unconverted: hf_zero loads it at any stage and number of ranks"
     if view.folder.is_universal:
-        raise CheckpointError(where, "is universal already", "name the folder that save_checkpoint wrote")
+        raise CheckpointError(where, "is already universal", "give the folder that save_checkpoint wrote")
     if view.stage == 0:
         raise CheckpointError(where, "is of stage 0, whose weights are whole and have no universal form", fix)
     if not view.groups or MASTER not in view.elements:
-        raise CheckpointError(where, "holds no optimizer state with names of parameters", fix)
+        raise CheckpointError(where, "has no optimizer states with names of parameters", fix)
     if saved_cuts(view):
-        problem = "is of tensor-parallel training: its model files, which the universal form takes over, hold parts"
+        problem = "is of tensor-parallel training: its model files, which the universal format copies, hold parts"
         raise CheckpointError(where, problem, f"{fix}; save again without tensor_parallel.autotp_size to convert that")
     if view.whole_states or view.shard_states:
         raise CheckpointError(where, "holds optimizer states that are not one value per element", fix)
@@ -84,7 +83,7 @@ def _write(view: CheckpointView, folder: Path, on_parameter: Callable[[str], obj
 
 def _untrained(view: CheckpointView) -> dict[str, Tensor]:
     """Frozen weights, buffers, and second names of tied parameters."""
-    tensors = {name: pieces.to_stream().materialise() for name, pieces in view.frozen.items()} | dict(view.buffers)
+    tensors = {name: value.materialise() for name, value in view.frozen.items()} | dict(view.buffers)
     for alias, owner in view.aliases.items():
         if owner in view.shapes:
             tensors[alias] = view.read(owner).view(view.shapes[owner])

@@ -1,6 +1,6 @@
-"""Tensors on their way to a file: made of parts, cast chunk by chunk, written from a few threads at known offsets.
+"""Streams tensors to files: from parts, cast in chunks, written by a few threads at known offsets.
 
-The file is there in full or not at all, also after a power cut.
+A file appears completely or not at all, even after a power cut.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,17 @@ from hf_zero.checkpoint.files import crc
 from hf_zero.checkpoint.files.writer import BLOCK_BYTES, Output, write_at
 from hf_zero.staging import staging_file
 
-CHUNK_BYTES = BLOCK_BYTES  # what one thread holds while it casts
+CHUNK_BYTES = BLOCK_BYTES  # memory of one thread for casts
 _SPAN_BYTES = 16 * CHUNK_BYTES
 NUM_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """The elements [start, stop) of what lies in so many parts that they are found one by one, when they are read.
+    """The elements [start, stop) of a tensor in very many parts, which are only looked up when they are read.
 
     Attributes:
-        read: elements from start to stop -> 1-D parts that follow one another.
+        read: (start, stop) -> consecutive 1-D parts.
     """
 
     read: Callable[[int, int], Iterable[Tensor]]
@@ -47,24 +47,10 @@ class Between:
 Parts = tuple[Tensor, ...] | Between
 
 
-@dataclass(frozen=True, slots=True)
-class Streamed:
-    """A tensor as it will be written to a file: the 1-D `parts` one after the other, cast to `dtype`, in `shape`.
-
-    The parts stay where they are (mapped files, flat buffers, a GPU) until their bytes are written.
-    """
-
+@dataclass(frozen=True, slots=True, eq=False)
+class _Described:
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: Parts
-
-    def __post_init__(self) -> None:
-        have = (
-            self.parts.stop - self.parts.start
-            if isinstance(self.parts, Between)
-            else sum(part.numel() for part in self.parts)
-        )
-        assert have == self.numel, f"parts hold {have} elements, the shape {self.shape} needs {self.numel}"
 
     @property
     def numel(self) -> int:
@@ -74,10 +60,25 @@ class Streamed:
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+
+@dataclass(frozen=True, slots=True)
+class Streamed(_Described):
+    """A tensor as it will be written to a file: consecutive 1-D `parts`, cast to `dtype`, in `shape`.
+
+    The parts stay in their memory (mapped files, flat buffers, a GPU) until their bytes are written.
+    """
+
+    parts: Parts
+
+    def __post_init__(self) -> None:
+        parts = self.parts
+        have = parts.stop - parts.start if isinstance(parts, Between) else sum(part.numel() for part in parts)
+        assert have == self.numel, f"parts hold {have} elements, the shape {self.shape} needs {self.numel}"
+
     def chunks(self) -> Iterator[Tensor]:
-        """The elements in order, as contiguous 1-D CPU tensors of at most CHUNK_BYTES."""
+        """Yield the elements in order, as contiguous 1-D CPU tensors of at most CHUNK_BYTES."""
         limit = max(1, CHUNK_BYTES // self.dtype.itemsize)
-        if isinstance(self.parts, Between):  # rows of some KB: each chunk is filled with as many as it takes
+        if isinstance(self.parts, Between):  # parts of a few KB, several per chunk
             for start in range(0, self.numel, limit):
                 chunk = torch.empty(min(limit, self.numel - start), dtype=self.dtype)
                 fill(chunk, span(self.parts, start, start + chunk.numel()))
@@ -96,43 +97,31 @@ class Streamed:
         return Streamed(self.dtype, (stop - start,), tuple(span(self.parts, start, stop)))
 
     def materialise(self) -> Tensor:
-        """The whole tensor in memory."""
         whole = torch.empty(self.numel, dtype=self.dtype)
         fill(whole, self.chunks())
         return whole.view(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Awaited:
-    """A tensor whose bytes come later, in any order; its place in the file is known already."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+class Awaited(_Described):
+    """A tensor whose bytes arrive later, in any order; its place in the file is already known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """The content of a file whose `Awaited` leaves come in batches, which ranks bring about together, one by one."""
+    """The content of a file whose `Awaited` leaves arrive in batches, each from a collective exchange."""
 
     content: Any
     batches: Iterator[Sequence[tuple[Awaited, Streamed]]]
 
 
 def streamed(tensor: Tensor, dtype: torch.dtype | None = None) -> Streamed:
-    """`tensor` itself as one part."""
+    """Return `tensor` as a single part."""
     return Streamed(dtype or tensor.dtype, tuple(tensor.shape), (tensor.detach().reshape(-1),))
 
 
 def span(parts: Iterable[Tensor], start: int, stop: int) -> Iterator[Tensor]:
-    """Views of the elements [start, stop) of 1-D `parts` that follow one another."""
+    """Yield views of the elements [start, stop) of consecutive 1-D `parts`."""
     if isinstance(parts, Between):
         yield from parts.read(parts.start + start, parts.start + stop)
         return
@@ -145,7 +134,7 @@ def span(parts: Iterable[Tensor], start: int, stop: int) -> Iterator[Tensor]:
 
 
 def fill(target: Tensor, parts: Iterable[Tensor]) -> None:
-    """Copy 1-D `parts`, one behind the other, into the 1-D `target`, which they fill."""
+    """Copy consecutive 1-D `parts` into the 1-D `target`, which they fill."""
     cursor = 0
     for part in parts:
         target.narrow(0, cursor, part.numel()).copy_(part)
@@ -154,7 +143,7 @@ def fill(target: Tensor, parts: Iterable[Tensor]) -> None:
 
 
 def of_entries(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A dict, list or tuple with `function` of each of its entries; anything else as it is."""
+    """Apply `function` to each entry of a dict, list or tuple; return anything else unchanged."""
     if isinstance(value, Mapping):
         kind = OrderedDict if isinstance(value, OrderedDict) else dict
         return kind((key, function(entry)) for key, entry in value.items())
@@ -163,7 +152,7 @@ def of_entries(value: Any, function: Callable[[Any], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Bytes with a place in the file."""
+    """Bytes and their place in the file."""
 
     offset: int
     content: Streamed | Awaited | bytes
@@ -176,7 +165,7 @@ class Record:
 def write_records(file: int, records: Sequence[Record], progress: Callable[[int], None] | None = None) -> list[int]:
     """Write all records to the open descriptor `file`; returns their CRC-32s in order.
 
-    `progress` is called with every number of bytes written, from any thread.
+    `progress` is called with the number of bytes of each write, from any thread.
     """
     with Output(file) as output:
 
@@ -195,7 +184,7 @@ def write_records(file: int, records: Sequence[Record], progress: Callable[[int]
 
 
 def _spans(record: Record) -> Iterator[Record]:
-    """A large record in parts, so that several threads can work on it."""
+    """Split a large record, so that several threads can write it."""
     content = record.content
     if not isinstance(content, Streamed) or content.num_bytes <= _SPAN_BYTES:
         yield record
@@ -210,13 +199,13 @@ def _blocks(content: Streamed | Awaited | bytes) -> Iterator[memoryview]:
     if isinstance(content, bytes):
         yield memoryview(content)
         return
-    assert isinstance(content, Streamed), "bytes that have not come cannot be written"
+    assert isinstance(content, Streamed), "bytes that have not arrived cannot be written"
     for chunk in content.chunks():
         yield chunk.view(torch.uint8).numpy().data
 
 
 def checksum_of_records(records: Sequence[Record], checksums: Sequence[int]) -> int:
-    """CRC-32 of the file that `records` fill; gaps between them are zero bytes."""
+    """Return the CRC-32 of a file that consists of `records`; gaps between them are zero bytes."""
     total, cursor = 0, 0
     for record, checksum in sorted(zip(records, checksums, strict=True), key=lambda pair: pair[0].offset):
         gap = record.offset - cursor
@@ -230,7 +219,7 @@ def checksum_of_records(records: Sequence[Record], checksums: Sequence[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Size and checksum that a finished file must have."""
+    """Size and checksum of a finished file."""
 
     name: str
     num_bytes: int
@@ -238,14 +227,13 @@ class Written:
 
 
 def written(path: Path, records: Sequence[Record], checksums: Sequence[int]) -> Written:
-    """The description of a file that `records` fill completely."""
+    """Return the description of a file that consists of `records`."""
     num_bytes = max(record.offset + record.num_bytes for record in records)
     return Written(path.name, num_bytes, checksum_of_records(records, checksums))
 
 
 @contextmanager
 def created(path: Path) -> Iterator[int]:
-    """The descriptor of a new file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         yield file
@@ -254,7 +242,7 @@ def created(path: Path) -> Iterator[int]:
 
 
 def write_small(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step, fsynced."""
+    """Replace the content of `path` atomically, fsynced."""
     partial = staging_file(path)
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
@@ -267,7 +255,7 @@ def write_small(path: Path, content: bytes) -> None:
 
 
 def into_place(path: Path, write: Callable[[Path], Written]) -> Written:
-    """Let `write` make a file under a temporary name beside `path`, then rename it; nothing is left of a failure."""
+    """Let `write` create a temporary file next to `path`, then rename it; on failure it is removed."""
     partial = staging_file(path)
     try:
         result = write(partial)
@@ -280,14 +268,10 @@ def into_place(path: Path, write: Callable[[Path], Written]) -> Written:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside `folder` durable; not where the file system cannot."""
-    try:
+    """Make renames inside `folder` durable, if the file system supports that."""
+    with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -316,7 +316,7 @@ def _directory_end(count: int, start: int, num_bytes: int) -> bytes:
 MAX_PICKLE_BYTES = 1 << 30
 MAX_RECORDS = 1 << 20
 
-_RESTORE = "restore it from a copy, or load an older checkpoint"
+RESTORE = "restore it from a copy, or load an older checkpoint"
 IN_PIECES = "hf_zero_in_pieces"
 """Key of a tensor's description in a checkpoint in host memory: (file, first byte, bytes) of its parts, dtype, shape.
 
@@ -348,7 +348,7 @@ def read_torch_file(path: Path, *, stays_in_parts: Callable[[Any], bool] = lambd
         CheckpointError: if the file is missing, damaged, or names a class that checkpoints do not need.
     """
     if not path.is_file():
-        raise CheckpointError(path, "this file of the checkpoint is missing", _RESTORE)
+        raise CheckpointError(path, "this file of the checkpoint is missing", RESTORE)
     is_zip = _starts_like_a_zip(path)
     if is_zip:
         check_container(path)
@@ -364,7 +364,7 @@ def read_torch_file(path: Path, *, stays_in_parts: Callable[[Any], bool] = lambd
         raise _refusal(path, error, is_zip) from error
     except Exception as error:
         problem = f"cannot be read ({type(error).__name__}: {_first_line(error)})"
-        raise CheckpointError(path, problem, _RESTORE) from error
+        raise CheckpointError(path, problem, RESTORE) from error
 
 
 def _put_together(value: Any, folder: Path, mapped: dict[str, Tensor]) -> Any:
@@ -399,24 +399,24 @@ def check_container(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise CheckpointError(path, f"is truncated or damaged ({_first_line(error)})", _RESTORE) from error
+        raise CheckpointError(path, f"is truncated or damaged ({_first_line(error)})", RESTORE) from error
     if len(members) > MAX_RECORDS:
-        raise CheckpointError(path, f"announces {len(members)} records, more than {MAX_RECORDS}", _RESTORE)
+        raise CheckpointError(path, f"has {len(members)} records, more than {MAX_RECORDS}", RESTORE)
     if len({member.filename for member in members}) < len(members):
-        raise CheckpointError(path, "holds two records of one name", _RESTORE)
+        raise CheckpointError(path, "has two records of the same name", RESTORE)
     for member in members:
         is_plain = member.compress_type == zipfile.ZIP_STORED and member.compress_size == member.file_size
         if not is_plain or member.header_offset + member.file_size > num_bytes:
             problem = f"its record {member.filename!r} is compressed or larger than the file ({num_bytes} bytes)"
-            raise CheckpointError(path, problem, _RESTORE)
+            raise CheckpointError(path, problem, RESTORE)
         if member.filename.endswith("data.pkl") and member.file_size > MAX_PICKLE_BYTES:
-            raise CheckpointError(path, f"its description takes {member.file_size} bytes", _RESTORE)
+            raise CheckpointError(path, f"its pickle is too large ({member.file_size} bytes)", RESTORE)
 
 
 def check_records(path: Path) -> None:
     """Raise an error unless every record of a zip file matches the checksum in the file."""
     if not path.is_file():
-        raise CheckpointError(path, "this file of the checkpoint is missing", _RESTORE)
+        raise CheckpointError(path, "this file of the checkpoint is missing", RESTORE)
     if not _starts_like_a_zip(path):
         return  # the old stream format has none
     check_container(path)
@@ -424,9 +424,9 @@ def check_records(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, OSError, zlib.error, EOFError, ValueError) as error:
-        raise CheckpointError(path, f"is truncated or damaged ({_first_line(error)})", _RESTORE) from error
+        raise CheckpointError(path, f"is truncated or damaged ({_first_line(error)})", RESTORE) from error
     if damaged is not None:
-        raise CheckpointError(path, f"record {damaged!r} differs from its checksum: the file is damaged", _RESTORE)
+        raise CheckpointError(path, f"record {damaged!r} differs from its checksum: the file is damaged", RESTORE)
 
 
 def _starts_like_a_zip(path: Path) -> bool:
@@ -437,11 +437,11 @@ def _starts_like_a_zip(path: Path) -> bool:
 def _refusal(path: Path, error: Exception, is_zip: bool) -> CheckpointError:
     strangers = _foreign_globals(path, error, is_zip)
     if not strangers:
-        return CheckpointError(path, f"cannot be read ({_first_line(error)})", _RESTORE)
+        return CheckpointError(path, f"cannot be read ({_first_line(error)})", RESTORE)
     return CheckpointError(
         path,
-        f"asks to run or build {', '.join(strangers)}, which may do anything on this machine; hf_zero builds tensors, "
-        "numbers and arrays of numpy, plain containers and the four state classes of DeepSpeed only",
+        f"asks to run or build {', '.join(strangers)}, which may do anything on this machine; hf_zero only builds "
+        "tensors, numpy's numbers and arrays, plain containers and DeepSpeed's four state classes",
         "if it is in your own client_state, save plain values there; if you trust the file, allow the class with "
         "torch.serialization.add_safe_globals([...]); otherwise do not load it",
     )

@@ -1,7 +1,7 @@
-"""Writes shared memory to files in a process of its own.
+"""Writes shared memory to files in a separate process.
 
-A thread of the training process would take the interpreter's lock and, at equal priority, its processors. This process
-has the lowest priority, imports no torch, and ends when its standard input does.
+A thread of the training process would compete for the interpreter's lock and, at equal priority, for CPU cores. This
+process has the lowest priority, does not import torch, and exits when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAST_NICE = 19
 
 
 class Piece(NamedTuple):
-    """`num_bytes` from `start` on of the shared memory that can be opened as `path`; zeros where that is empty."""
+    """`num_bytes` from `start` on in the shared memory that can be opened as `path`; zeros if `path` is empty."""
 
     path: str
     start: int
@@ -37,14 +37,14 @@ class Piece(NamedTuple):
 
 
 class Order(NamedTuple):
-    """The pieces that follow one another at `offset` of a file."""
+    """Consecutive pieces at `offset` of a file."""
 
     offset: int
     pieces: Sequence[Piece]
 
 
 class Writer:
-    """The process, as training sees it. One caller at a time."""
+    """The training process's handle of the writer process. One caller at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] = subprocess.Popen(
@@ -56,20 +56,20 @@ class Writer:
         )
 
     def write(self, file: int, orders: Sequence[Order]) -> list[int]:
-        """Carry out `orders` in an open file of this process; returns the CRC-32 of each.
+        """Write `orders` to an open file of this process; returns the CRC-32 of each.
 
         Raises:
-            OSError: as raised in the process, or when it has ended.
+            OSError: as raised in the writer process, or because it has exited.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps([name_of(file), orders]) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # nor will it answer
+            pass  # it will not answer either
         answer = self._process.stdout.readline()
         if not answer:
-            raise OSError(f"the process that writes checkpoints has ended with status {self._process.wait()}")
+            raise OSError(f"the process that writes checkpoints has exited with status {self._process.wait()}")
         checksums, problem = json.loads(answer)
         if problem is not None:
             raise OSError(*problem)
@@ -80,24 +80,22 @@ class Writer:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # of an order that it has not read before it ended
+        with suppress(BrokenPipeError):  # from an order that it had not read when it exited
             self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait()
 
 
 def name_of(descriptor: int) -> str:
-    """The path by which other processes of this user can open this one's file."""
+    """Return the path under which other processes of this user can open this process's file."""
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 class Output:
     """An open file to which large records are written directly (O_DIRECT), if the file system supports that.
 
-    Copying them into the page cache and writing them back takes several times as much CPU time, which training needs.
-    Thread-safe.
+    Writing through the page cache takes several times as much CPU time, which training needs. Thread-safe.
     """
 
     def __init__(self, file: int) -> None:
@@ -105,7 +103,7 @@ class Output:
         self._direct: int | None = None
         self._may_be_direct = hasattr(os, "O_DIRECT")
         self._buffers: list[mmap.mmap] = []  # not in use
-        # Threads share casts and checksums, but write one at a time: the kernel lets a second writer of a file spin.
+        # Threads share casts and checksums, but only one writes: a second writer of a file would spin in the kernel.
         self._turn = Lock()
 
     def __enter__(self) -> Output:
@@ -133,8 +131,8 @@ class Output:
         return checksum
 
     def _in_pages(self, blocks: Iterable[memoryview], first: int) -> Iterator[memoryview]:
-        """Yield the same bytes in parts of a buffer, with the page alignment that they have in the file: the first byte
-        is number `first` of its page."""
+        """Yield the same bytes in parts of a buffer, with their page alignment in the file: the first byte is number
+        `first` of its page."""
         buffer = self._buffers.pop() if self._buffers else mmap.mmap(-1, BLOCK_BYTES)
         window, filled = memoryview(buffer), first
         for block in blocks:
@@ -175,7 +173,7 @@ class Output:
 
 
 def write_at(file: int, block: memoryview | bytes, offset: int) -> None:
-    """Write all of `block`, in as many system calls as that takes."""
+    """Write all of `block`, with several system calls if necessary."""
     rest = memoryview(block)
     while rest:
         done = os.pwrite(file, rest, offset)
@@ -183,7 +181,7 @@ def write_at(file: int, block: memoryview | bytes, offset: int) -> None:
 
 
 def start_flushing(file: int, offset: int, num_bytes: int) -> None:
-    """Ask the system to bring these bytes to the disk now, so that a later fsync has less to wait for. Only a hint."""
+    """Ask the system to write these bytes to the disk now, so that a later fsync is faster. Only a hint."""
     if num_bytes >= BLOCK_BYTES // 2 and _sync_file_range is not None:
         _sync_file_range(file, offset, num_bytes, 2)  # SYNC_FILE_RANGE_WRITE
 
@@ -201,10 +199,10 @@ _sync_file_range = _find_sync_file_range()
 
 
 def main() -> None:
-    """The process: a line of orders, a line of checksums or of what went wrong, until there are no more."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # what is begun is finished, also after Ctrl-C
+    """The writer process: answers each line of orders with a line of checksums or an error."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # finish running writes, also after Ctrl-C
         signal.signal(number, signal.SIG_IGN)
-    # In the session of training: Linux divides processors between sessions first (sched_autogroup), then by nice.
+    # In the session of training: Linux divides CPU time between sessions first (sched_autogroup), then by nice.
     os.nice(_LEAST_NICE)
     memories: dict[str, mmap.mmap] = {}
     for line in sys.stdin:

@@ -339,15 +339,15 @@ class HostCollectives(ExchangeCollectives):
             return {peer: self._link.claim(peer, call, label) for peer in self._peers()}
         except Mismatch as mismatch:
             raise RuntimeError(
-                f"ranks have come to different places: rank {self.ranks[self.rank]} calls {_described(mismatch.ours)} "
-                f"where rank {mismatch.peer} calls {_described(mismatch.theirs)}. Every rank has to run the same "
-                "number of backward passes between two updates, and the same collective calls in the same order."
+                f"ranks are in different calls: rank {self.ranks[self.rank]} calls {_described(mismatch.ours)}, "
+                f"but rank {mismatch.peer} calls {_described(mismatch.theirs)}. Every rank must run the same number of "
+                "backward passes between two updates, and the same collective calls in the same order."
             ) from mismatch
 
 
 def _described(label: Label) -> str:
     call, num_bytes, *subject = label
-    name = _Call(call).name.lower().replace("_", " ") if call else "nothing that is compared"
+    name = _Call(call).name.lower().replace("_", " ") if call else "an unlabelled call"
     engine, backward, bucket = subject
     about = f", bucket {bucket} of backward pass {backward} of engine {engine}" if engine else ""
     return f"{name} ({num_bytes} bytes{about})"

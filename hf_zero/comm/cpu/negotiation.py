@@ -64,8 +64,8 @@ class HostNegotiation(Negotiation):
         self.reopen()
         while gathering.decision is None:
             if not self._decide_all():
-                missing = self._silent_until(gathering)
-                self._wait(missing, f"to learn what it needs, for this rank {self.sources.describe(gathering.request)}")
+                purpose = f"for its next request, since this rank {self.sources.describe(gathering.request)}"
+                self._wait(lambda: self._silent() if gathering.decision is None else set(), purpose)
         return gathering.decision
 
     # Requests
@@ -129,9 +129,6 @@ class HostNegotiation(Negotiation):
             self._link.wait_for(missing, purpose=purpose)
         finally:
             self._is_waiting = was_waiting
-
-    def _silent_until(self, gathering: Gathering) -> Callable[[], set[int]]:
-        return lambda: self._silent() if gathering.decision is None else set()
 
     def _silent(self) -> set[int]:
         """Peers whose head has not arrived; nudges them."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import Pending, own_shard
-from hf_zero.comm.rows import FlatRows, Rows
+from hf_zero.comm.rows import FlatRows, Rows, TwoRounds
 from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.kernels.accumulate import sum_parts
 
@@ -42,26 +43,6 @@ class _Exchange(Pending):
             finish()
 
 
-class _AllReduce(Pending):
-    """A reduce-scatter, then a gather of the sums. Pieces are sent before their places are overwritten, because the
-    reduce-scatter's `wait` also waits for its sends."""
-
-    def __init__(self, scattered: Pending, start_gather: Callable[[], Pending]) -> None:
-        self._scattered = scattered
-        self._start_gather = start_gather
-        self._gather: Pending | None = None
-
-    def advance(self) -> None:
-        if self._gather is None:
-            self._scattered.wait()
-            self._gather = self._start_gather()
-
-    def wait(self) -> None:
-        self.advance()
-        assert self._gather is not None
-        self._gather.wait()
-
-
 _CALLS_PER_CHANNEL = 1 << 24
 # Of this process, by ranks and channel: several engines may use one channel of a group, and all its ranks call on it in
 # the same order.
@@ -83,17 +64,16 @@ class ExchangeCollectives(NativeCollectives):
         return [*super().buffers(), *self._scratch]
 
     def _all_reduce(self, flat: Tensor) -> Pending:
+        """Pieces are sent before their places are overwritten, because the reduce-scatter also waits for its sends."""
         scattered = self._reduce_scatter(own_shard(flat, self.rank, self.size), flat)
-        return _AllReduce(scattered, start_gather=lambda: self._all_gather(flat))
+        return TwoRounds(scattered, lambda: self._all_gather(flat), has_more_rounds=False)
 
     def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
-        tag, numel = self._next_tag(), shard.numel()
+        numel = shard.numel()
         received = self._take_scratch((self.size - 1) * numel, flat.dtype)
-        works, parts = [], {self.rank: own_shard(flat, self.rank, self.size)}
-        for position, peer in enumerate(self._peers()):
-            parts[peer] = received.narrow(0, position * numel, numel)
-            works.append(self._receive(parts[peer], peer, tag))
-            works.append(self._send(own_shard(flat, peer, self.size), peer, tag))
+        parts = {peer: received.narrow(0, place * numel, numel) for place, peer in enumerate(self._peers())}
+        works = self._swap(parts.__getitem__, lambda peer: own_shard(flat, peer, self.size))
+        parts[self.rank] = own_shard(flat, self.rank, self.size)
 
         def finish() -> None:
             sum_parts([parts[rank] for rank in range(self.size)], shard)
@@ -102,47 +82,36 @@ class ExchangeCollectives(NativeCollectives):
         return _Exchange(works, finish)
 
     def _all_gather(self, flat: Tensor) -> Pending:
-        tag, mine, works = self._next_tag(), own_shard(flat, self.rank, self.size), []
-        for peer in self._peers():
-            works.append(self._receive(own_shard(flat, peer, self.size), peer, tag))
-            works.append(self._send(mine, peer, tag))
-        return _Exchange(works)
+        mine = own_shard(flat, self.rank, self.size)
+        return _Exchange(self._swap(lambda peer: own_shard(flat, peer, self.size), lambda _peer: mine))
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        tag, works = self._next_tag(), []
-        for peer in self._peers():
-            if received[peer].numel():
-                works.append(self._receive(received[peer], peer, tag))
-            if sent[peer].numel():
-                works.append(self._send(sent[peer], peer, tag))
-        _Exchange(works).wait()
+        _Exchange(self._swap(received.__getitem__, sent.__getitem__)).wait()
 
     def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
-        buffer, tag, works = take(flat.numel()), self._next_tag(), []
+        buffer = take(flat.numel())
         rows = buffer.narrow(0, 0, flat.numel())
         own_shard(rows, self.rank, self.size).copy_(own_shard(flat, self.rank, self.size))
-        for peer in self._peers():
-            works.append(self._receive(own_shard(rows, peer, self.size), peer, tag))
-            works.append(self._send(own_shard(flat, peer, self.size), peer, tag))
+        works = self._swap(lambda peer: own_shard(rows, peer, self.size), lambda peer: own_shard(flat, peer, self.size))
         return FlatRows(buffer, rows, self.size, _Exchange(works))
 
     def _peers(self) -> list[int]:
         # Starting after the own rank spreads the load: no rank is the first target of all others.
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
-    def _next_tag(self) -> int:
+    def _swap(self, received: Callable[[int], Tensor], sent: Callable[[int], Tensor]) -> list[Any]:
+        """Start exchanging one tensor with each peer; empty ones are not sent."""
         _calls[self.ranks, self._channel] += 1
-        return self._channel * _CALLS_PER_CHANNEL + _calls[self.ranks, self._channel] % _CALLS_PER_CHANNEL
-
-    def _send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.isend(tensor, group=self._group, tag=tag, group_dst=peer)
-        assert work is not None
-        return work
-
-    def _receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self._group, tag=tag, group_src=peer)
-        assert work is not None
-        return work
+        tag = self._channel * _CALLS_PER_CHANNEL + _calls[self.ranks, self._channel] % _CALLS_PER_CHANNEL
+        works = []
+        for peer in self._peers():
+            place, part = received(peer), sent(peer)
+            if place.numel():
+                works.append(dist.irecv(place, group=self._group, tag=tag, group_src=peer))
+            if part.numel():
+                works.append(dist.isend(part, group=self._group, tag=tag, group_dst=peer))
+        assert None not in works
+        return works
 
     def _take_scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Take a receive buffer from a small pool, because new ones would be paged in again at every step."""

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -101,7 +101,8 @@ class SocketWires(Wires):
         except ConnectionResetError:
             heard, descriptors = b"", []
         if not heard:
-            self._forget(peer)
+            with suppress(KeyError):  # a closed connection would always be ready
+                self._poller.unregister(self._sockets[peer])
             raise Gone
         return heard, list(descriptors)
 
@@ -115,13 +116,6 @@ class SocketWires(Wires):
     def close(self) -> None:
         for way in self._sockets.values():
             way.close()
-
-    def _forget(self, peer: int) -> None:
-        """Stop polling a closed connection, which would always be ready."""
-        try:
-            self._poller.unregister(self._sockets[peer])
-        except KeyError:
-            return
 
 
 NUM_DETAILS = 5
@@ -177,7 +171,7 @@ class Mismatch(RuntimeError):
     """
 
     def __init__(self, peer: int, ours: Label, theirs: Label) -> None:
-        super().__init__(f"rank {peer} has made another call: {theirs} where this rank has {ours}")
+        super().__init__(f"rank {peer} is in another call: {theirs}, but this rank is in {ours}")
         self.peer, self.ours, self.theirs = peer, ours, theirs
 
 
@@ -348,15 +342,15 @@ class SharedMemoryLink:
         left = self.timeout_s - STALL_S
         if left > 0:
             logger.warning(
-                "nothing from rank %d for %g seconds: this rank waits for it %s. It may be slow, or run other modules "
-                "or collective calls than this one; after %g seconds this is an error",
+                "nothing from rank %d for %g seconds: this rank waits for it %s. It may be slow, or it may run other "
+                "modules or collective calls than this rank; after %g seconds this is an error",
                 peer,
                 STALL_S,
                 purpose,
                 self.timeout_s,
             )
         if left <= 0 or not self._wires.wait(left):
-            raise RuntimeError(f"rank {peer} has not answered for {self.timeout_s:g} seconds ({purpose})")
+            raise RuntimeError(f"rank {peer} has not responded for {self.timeout_s:g} seconds ({purpose})")
 
     def _attend(self, awaited: Callable[[], AbstractSet[int]]) -> bool:
         if self._is_attending:  # no nested calls from a wait inside an attendant
@@ -377,7 +371,7 @@ class SharedMemoryLink:
         try:
             while not self._wires.send(peer, word, descriptor):
                 if not self._wires.wait(self.timeout_s, room_for=peer):
-                    raise RuntimeError(f"rank {peer} has not answered for {self.timeout_s:g} seconds")
+                    raise RuntimeError(f"rank {peer} has not responded for {self.timeout_s:g} seconds")
                 self._listen(peer)
         except Gone as gone:
             if not optional:
@@ -393,7 +387,7 @@ class SharedMemoryLink:
             culprit = self._blamed.pop(culprit)
         for other in self._peers:
             self._send(other, pack_word(_Kind.BLAMED, culprit), optional=True)
-        return RuntimeError(f"rank {culprit} has stopped" + (f", and then rank {peer}" if peer != culprit else ""))
+        return RuntimeError(f"rank {culprit} has exited" + (f", and then rank {peer}" if peer != culprit else ""))
 
     def _listen_to_all(self) -> None:
         for peer in self._peers:
@@ -478,7 +472,7 @@ def _socket_folder() -> Iterator[str | None]:
     try:
         folder = tempfile.TemporaryDirectory(prefix="hf_zero-")
     except OSError as error:
-        logger.warning("ranks do not share memory: no temporary folder can be made (%s); TMPDIR names one", error)
+        logger.warning("ranks do not share memory: no temporary folder can be created (%s); set TMPDIR", error)
         yield None
         return
     with folder as name:

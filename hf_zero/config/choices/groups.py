@@ -52,17 +52,17 @@ def group_problems(
     if zero.stage == 0:
         return
     if mics > 0 and ours is not None and ours != mics:
-        rule = f"{SHARD_GROUP} ({ours}) says the same with another value"
-        yield Problem(MICS, mics, rule, f"keep one of the two keys, {SHARD_GROUP} for example")
+        rule = f"{SHARD_GROUP} is the same setting, with another value ({ours})"
+        yield Problem(MICS, mics, rule, f"keep one of the two keys, for example {SHARD_GROUP}")
     for path, size in ((MICS, mics if mics > 0 else None), (SHARD_GROUP, ours)):
         if isinstance(size, int) and world_size % size:
-            rule = f"groups of {size} ranks cannot be made of {world_size}"
+            rule = f"the number of ranks, {world_size}, is not a multiple of {size}"
             yield Problem(path, size, rule, f"give a divisor of {world_size}, or start another number of ranks")
     yield from _second_shard_problems(zero, own, world_size, host_sizes)
     if ours == "host" and len(set(host_sizes)) > 1:
         counts = ", ".join(map(str, host_sizes))
-        rule = f"each host is to hold a copy, and they have different numbers of ranks ({counts})"
-        yield Problem(SHARD_GROUP, ours, rule, "start as many ranks on every host, or give a number of ranks")
+        rule = f"each host holds a copy, so all must have the same number of ranks, not {counts}"
+        yield Problem(SHARD_GROUP, ours, rule, "start the same number on every host, or give a number of ranks")
 
 
 def _second_shard_problems(zero: Zero, own: HfZero, world_size: int, host_sizes: tuple[int, ...]) -> Iterator[Problem]:
@@ -72,17 +72,17 @@ def _second_shard_problems(zero: Zero, own: HfZero, world_size: int, host_sizes:
         return
     smallest = min(host_sizes, default=world_size)
     if len(host_sizes) > 1 and size > smallest:
-        rule = f"second shards are to lie within a host, and there is one with {smallest} ranks"
-        yield Problem(HPZ, size, rule, f"give {smallest} or a divisor of it; 1 switches them off")
+        rule = f"second shards must be within a host, but one host only has {smallest} ranks"
+        yield Problem(HPZ, size, rule, f"give {smallest} or a divisor of it; 1 disables them")
         return
     within = smallest if shard == "host" else shard or world_size
     if shard is not None and size > within:
-        rule = f"second shards are to lie within a group of {within} ranks that share the states"
-        yield Problem(HPZ, size, rule, f"give a divisor of {within}; 1 switches them off")
+        rule = f"second shards must be within a shard group, which has {within} ranks"
+        yield Problem(HPZ, size, rule, f"give a divisor of {within}; 1 disables them")
     elif size < within and (within % size or any(each % size for each in host_sizes if len(host_sizes) > 1)):
         counts = f"{within} ranks" if within % size else f"hosts with {', '.join(map(str, host_sizes))} ranks"
-        rule = f"groups of {size} ranks cannot be made of {counts}"
-        yield Problem(HPZ, size, rule, "give a divisor of the ranks of a host; 1 switches second shards off")
+        rule = f"{counts} cannot be divided into groups of {size}"
+        yield Problem(HPZ, size, rule, "give a divisor of the number of ranks per host; 1 disables second shards")
 
 
 TENSOR = "tensor_parallel.autotp_size"
@@ -112,8 +112,8 @@ def tensor_problems(config: Root, world_size: int, sequence_size: int, tensor_si
         rule = f"world size = data ranks x ranks per sequence x ranks per tensor group does not hold: {ranks}"
         yield Problem(TENSOR, tensor_size, rule, f"start a multiple of {tensor_size * sequence_size} ranks")
     if section.partition_config is not None:
-        rule = "layers are cut by transformers' plan; custom rules are not read"
-        fix = "remove it, and set tp_plan on the model, with the styles of transformers"
+        rule = "layers are cut by transformers' plan; custom rules are not supported"
+        fix = "remove it, and set tp_plan on the model, with transformers' styles"
         yield Problem("tensor_parallel.partition_config", section.partition_config, rule, fix)
     if section.vocab_parallel_lm_head:
         rule = "logits are whole on every rank, as losses expect them"

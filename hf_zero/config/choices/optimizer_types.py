@@ -102,13 +102,13 @@ def register(kind: OptimizerType) -> None:
         ValueError: the name is taken.
     """
     if _TYPES.setdefault(kind.name.lower(), kind) is not kind:
-        raise ValueError(f"there is an optimizer named {kind.name} already")
+        raise ValueError(f"an optimizer named {kind.name} already exists")
 
 
 _RATES = ("lr", "eps", "weight_decay")
 no_amsgrad = Only(False, f"AMSGrad needs torch_adam: true; see {FEATURES_PAGE}")
 _always_true = Only(True, "is always true here", is_passed=False)  # states are fp32, gradients are set to None
-_not_by_head = Only(False, "is not supported: a matrix is made orthogonal as a whole", is_passed=False)
+_not_by_head = Only(False, "is not supported: matrices are orthogonalized as a whole", is_passed=False)
 _newton_schulz = one_of(("gram", "standard"), 'must be "gram" or "standard" (both give the same result)')
 
 
@@ -194,7 +194,7 @@ def _all() -> Iterator[OptimizerType]:
     yield from _torchs(names="Rprop")
     adafactor = "hf_zero.optim.adafactor:adafactor_traits"
     yield from _torchs("weight_decay", names="Adafactor", whole_tensors=True, stands_in=adafactor)
-    yield from _torchs(names="LBFGS", needs="a closure that evaluates the loss again")
+    yield from _torchs(names="LBFGS", needs="a closure that recomputes the loss")
     yield from _torchs("betas", "eps", names="SparseAdam", needs="sparse gradients")
     for name in ("Shampoo", "SOAP", "LARS"):
         yield OptimizerType(name=name, whole_tensors=True)

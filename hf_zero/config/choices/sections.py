@@ -68,7 +68,7 @@ def stage_problem(section: Optimizer | None, stage: int) -> Problem | None:
     highest = LAST_STAGE if kind is None else kind.highest_stage
     if stage <= highest or highest == LAST_STAGE:  # a stage that does not exist is reported by itself
         return None
-    rule = f"{name} works {'at stages 0 and 1' if highest else 'at stage 0'}, and this config has stage {stage}"
+    rule = f"{name} works {'at stages 0 and 1' if highest else 'at stage 0'}, but this config has stage {stage}"
     return Problem("optimizer.type", name, rule, f'set zero_optimization.stage to {highest}, or use "AdamW"')
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hf_zero.config.schema.root import Root
 
 _PARTITION = (
-    "no two ranks have the same activations (with sequence parallelism each has its own), but for tensor groups, which "
+    "ranks have different activations (also with sequence parallelism), except in tensor groups, which "
     "keep them whole; deepspeed.checkpointing.configure(mpu, ...) partitions over the tensor-parallel group of its mpu"
 )
 
@@ -43,7 +43,7 @@ class ActivationCheckpointing(Section):
         None, "The number of inputs that the buffer can hold. Unset: the number of layers."
     )
     synchronize_checkpoint_boundary: Flag = supported(
-        False, "Synchronise the device before and after each checkpointed layer, in forward and recomputation."
+        False, "Synchronize the device before and after each checkpointed layer, in forward and recomputation."
     )
     profile: Flag = supported(
         False, "Log the time of a micro-batch's checkpointed layers in forward and in recomputation."
@@ -63,7 +63,7 @@ def examine_checkpointing(config: Root) -> Examined:
     remarks = []
     if section.number_checkpoints is not None and not section.contiguous_memory_optimization:
         path = ("activation_checkpointing", "number_checkpoints")
-        text = "no effect without contiguous_memory_optimization, whose buffer has room for so many"
+        text = "no effect without contiguous_memory_optimization, whose buffer holds this number of inputs"
         remarks.append(Remark(".".join(path), text, section.number_checkpoints, edit=Edit(path)))
     return Examined(remarks=remarks, policy=section if section.is_on else None)
 
@@ -85,7 +85,7 @@ class Tiling(Section):
     )
     tiled_mlp: Flag = supported(
         False,
-        "Compute dense MLPs and norms over a few tokens at a time, and again in backward (docs/long_sequences.md).",
+        "Compute dense MLPs and norms over a few tokens at a time, recomputed in backward (docs/long_sequences.md).",
     )
 
 

@@ -44,7 +44,7 @@ class FlopsProfiler(Section):
     profile_step: Count = supported(1, "Updates before the profiled one; 1: profile the second.", unit="updates")
     module_depth: Depth = supported(-1, "Depth of the module table; -1: all levels.")
     top_modules: Positive = supported(1, "Modules per depth and quantity in that table.")
-    detailed: Flag = supported(True, "Print the tree of all modules with their numbers, too.")
+    detailed: Flag = supported(True, "Also print the tree of all modules with their numbers.")
     output_file: PathText | None = supported(None, "File for the report. Unset: the log.")
     recompute_fwd_factor: NonNegative = supported(
         0.0, "Backward is assumed to take (2 + this) times the FLOPs of forward; 1 for full gradient checkpointing."
@@ -125,7 +125,7 @@ class ThroughputTimer(Section):
 
     enabled: Flag = supported(True, "Log samples per second; needs steps_per_print.")
     synchronized: Flag = ignored(
-        True, "Synchronise the device first.", why="times are of the device's own events", met=True
+        True, "Synchronize the device first.", why="times come from events of the device", met=True
     )
 
 

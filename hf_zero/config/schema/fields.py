@@ -270,7 +270,7 @@ class Resemblance:
         if self.elsewhere:
             return f"did you mean {' or '.join(self.elsewhere)}?"
         few = ", ".join(siblings) if len(siblings) <= _FEW else ""
-        return f"remove it, or write one of {few}" if few else "remove it; no key is spelled like it"
+        return f"remove it, or write one of {few}" if few else "remove it; there is no similar key"
 
 
 # Names of our keys in Trainer and other libraries.

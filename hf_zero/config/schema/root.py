@@ -161,13 +161,13 @@ class Root(Observation):
         False, "Disable Python's garbage collector.", why="call gc.disable() in the script"
     )
     vocabulary_size: Positive | None = check(None, "Only checked: a multiple of 8 is faster.")
-    disable_allgather: Flag = ignored(False, "Stored, never read, also in DeepSpeed.", why="nothing reads it")
+    disable_allgather: Flag = ignored(False, "Stored but never read, as in DeepSpeed.", why="nothing reads it")
     dataloader_drop_last: Flag = supported(False, "The engine's own loader drops an incomplete last batch.")
 
     gradient_clipping: NonNegative = supported(1.0, "Largest global L2 norm of the gradient; 0: no clipping.")
     communication_data_type: Dtype | None = supported(None, "Dtype of gradient reduction. Unset: the parameter's own.")
     seq_parallel_communication_data_type: Dtype | None = supported(
-        None, "The same if several ranks share a sequence. Unset: `communication_data_type`."
+        None, "The same with sequence parallelism. Unset: `communication_data_type`."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(as_lower)] = supported(
         "mean", "Mean or sum of the ranks' gradients."
@@ -193,7 +193,7 @@ class Root(Observation):
         True, "Under offload, insist on the CPU Adam.", why="the optimizer of the script is never replaced", met=True
     )
     use_data_before_expert_parallelism: Flag = unsupported(
-        False, "Rank order of groups.", why="ranks that hold all experts between them are neighbours"
+        False, "Rank order of groups.", why="the ranks of an expert group are consecutive"
     )
     sequence_parallel_size: Positive = supported(
         1, "Ranks that share each sequence (Ulysses); they count as one data rank."
@@ -222,12 +222,12 @@ class Root(Observation):
         "Eigenvalues of the Hessian.",
         why="they only stretched periods of MoQ, and DeepSpeed never reads the section",
     )
-    quantize_training: Free | None = unsupported(None, "Quantised training.", why="it is not supported")
-    weight_quantization: Free | None = unsupported(None, "Quantised weights.", why="it is not supported")
+    quantize_training: Free | None = unsupported(None, "Quantized training.", why="it is not supported")
+    weight_quantization: Free | None = unsupported(None, "Quantized weights.", why="it is not supported")
     graph_harvesting: Flag = unsupported(False, "CUDA graphs.", why="it is not supported; try module.compile()")
     compile: Free | None = unsupported(None, "DeepCompile.", why=_USE_TORCH_COMPILE, switch="deepcompile")
     hybrid_engine: Free | None = unsupported(None, "Train and generate in one engine.", why="it is not supported")
     nebula: Free | None = unsupported(None, "A checkpoint service.", why="checkpoints go to files")
     datastates_ckpt: Free | None = unsupported(None, "A checkpoint engine.", why="checkpoints go to files", switch="")
 
-    hf_zero: HfZero | None = detail(None, "Our own settings.")
+    hf_zero: HfZero | None = detail(None, "hf_zero's own settings.")

@@ -39,7 +39,7 @@ class Optimizer(Section):
 class Scheduler(Section):
     """The learning-rate schedule that the engine steps after every update."""
 
-    type: str | None = supported(None, "One of our five schedules, or a torch.optim.lr_scheduler class.")
+    type: str | None = supported(None, "One of hf_zero's five schedules, or a torch.optim.lr_scheduler class.")
     params: Free | None = supported(None, "Its keyword arguments.")
 
 
@@ -77,7 +77,7 @@ class Checkpoint(Section):
     )
     parallel_write: ParallelWrite | None = detail(None, "Parallel writing.")
     checkpoint_serialization: Flag = ignored(
-        True, "Serialise with torch.", why="files are always in torch's zip format, which every reader takes"
+        True, "Serialize with torch.", why="files are always in torch's zip format, which every reader takes"
     )
     writer: CheckpointWriter | None = detail(None, "The writer.")
 
@@ -114,7 +114,7 @@ class TensorParallel(Section):
 
     autotp_size: Count = supported(0, "Size of tensor-parallel groups; 0 and 1: no tensor parallelism.", unit="ranks")
     tp_overlap_comm: Flag = ignored(
-        False, "Overlap its collectives.", why="gradients of inputs are summed where autograd wants them"
+        False, "Overlap its collectives.", why="gradients of inputs are summed where autograd needs them"
     )
     preset_model: str | None = ignored(
         None, "Known model family.", why="transformers' own plan says which layers are cut"
@@ -126,7 +126,7 @@ class TensorParallel(Section):
     vocab_parallel_ce_backend: str = ignored(
         "torch", "Loss implementation.", why="logits are whole on every rank, as losses expect them"
     )
-    dtype: Any = ignored(None, "Dtype.", why="the sections bf16 and fp16 say it", met=True)
+    dtype: Any = ignored(None, "Dtype.", why="the sections bf16 and fp16 decide", met=True)
     tp: TensorParallelGroup | None = detail(None, "Group of ranks.")
 
 
@@ -146,10 +146,10 @@ class Fp16(Section):
     auto_cast: Flag = supported(False, "Cast floating positional inputs of forward to fp16.")
     loss_scale: NonNegative = supported(0.0, "Fixed loss scale; 0: dynamic.")
     initial_scale_power: Count = supported(16, "The first dynamic scale is 2 to this power.")
-    loss_scale_window: Positive = supported(1000, "Clean updates before the scale doubles.", unit="updates")
-    min_loss_scale: NonNegative = supported(1, "Floor of the scale; an overflow there ends the run with an error.")
+    loss_scale_window: Positive = supported(1000, "Updates without overflow before the scale doubles.", unit="updates")
+    min_loss_scale: NonNegative = supported(1, "Minimum of the scale; an overflow there ends the run with an error.")
     hysteresis: Count = supported(2, "The scale is halved after this many overflows; 0 means 1.")
-    consecutive_hysteresis: Flag = supported(False, "A clean update resets the count of overflows.")
+    consecutive_hysteresis: Flag = supported(False, "An update without overflow resets the count of overflows.")
     fp16_master_weights_and_grads: Flag = supported(
         False, "Use fp16 weights as masters: 10 bytes per parameter with Adam, and updates are rounded to fp16."
     )
@@ -189,9 +189,9 @@ class Amp(Section):
         "O1", "O0: full precision; O1: torch.autocast; O2 and O3 are refused in favour of fp16.enabled."
     )
     loss_scale: Literal["dynamic"] | NonNegative = supported("dynamic", "Fixed loss scale, or dynamic.")
-    min_loss_scale: NonNegative | None = supported(None, "Floor of a dynamic scale.")
-    max_loss_scale: NonNegative = ignored(2.0**24, "Ceiling of a dynamic scale.", why="overflows hold the scale down")
-    verbosity: Count = ignored(1, "How much Apex says.", why="Apex is not used")
+    min_loss_scale: NonNegative | None = supported(None, "Minimum of a dynamic scale.")
+    max_loss_scale: NonNegative = ignored(2.0**24, "Maximum of a dynamic scale.", why="overflows limit the scale")
+    verbosity: Count = ignored(1, "Verbosity of Apex.", why="Apex is not used")
     keep_batchnorm_fp32: Flag | None = unsupported(
         None, "Batch norm in fp32.", why="torch.autocast decides by operation"
     )

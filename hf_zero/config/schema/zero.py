@@ -51,7 +51,7 @@ class OffloadOptimizer(Section):
         1.0, "Fraction of the elements whose states are offloaded and updated on the CPU; the rest stays on the device."
     )
     super_offload: Flag = unsupported(
-        False, "Variant for machines that share memory between CPU and GPU.", why="it is an update that may be undone"
+        False, "Variant for machines that share memory between CPU and GPU.", why="its updates may be rolled back"
     )
     cpuadam_cores_perc: Fraction = ignored(0.8, "Fraction of the CPU cores for that variant.", why=_INTERNAL)
 
@@ -70,13 +70,13 @@ class OffloadParam(Section):
     device: Literal["none", "cpu", "nvme"] | None = supported("none", "Place of the parameters: none, cpu or nvme.")
     nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.")
     buffer_count: Positive = supported(
-        5, "nvme: the most shards in memory for transfers (at least three).", unit="buffers"
+        5, "nvme: maximum number of shards in memory for transfers (at least three).", unit="buffers"
     )
     buffer_size: PositiveSize = supported(
         100_000_000, "nvme: buffer_count times this limits the total size of those shards.", unit="elements"
     )
     max_in_cpu: Size = supported(
-        1_000_000_000, "nvme: this much of a rank's shards stays in host memory.", unit="elements"
+        1_000_000_000, "nvme: this part of a rank's shards stays in host memory.", unit="elements"
     )
     pin_memory: Flag = supported(True, "Page-locked host memory, where there is a GPU.")
 
@@ -95,7 +95,7 @@ class LeafModule(Section):
 
 
 class LocoParam(Section):
-    """Error feedback of quantised gradients."""
+    """Error feedback of quantized gradients."""
 
     err_beta: Fraction = supported(0.8, "Decay of the moving average of errors; below 1.")
     reset_T: Positive = supported(1024, "Errors are reset after this many reductions of a bucket.")
@@ -149,7 +149,7 @@ class Zero(Section):
     cpu_offload_use_pin_memory: Flag | None = ignored(
         None, "Deprecated.", why="pinning is set by offload_optimizer.pin_memory and offload_param.pin_memory"
     )
-    legacy_stage1: Flag = unsupported(False, "The stage 1 of old releases.", why="there is one stage 1")
+    legacy_stage1: Flag = unsupported(False, "Stage 1 of old releases.", why="there is one stage 1")
 
     offload_optimizer: OffloadOptimizer | None = supported(None, "Place of the optimizer states.")
     offload_param: OffloadParam | None = supported(
@@ -165,14 +165,14 @@ class Zero(Section):
         unit="elements",
     )
     stage3_max_live_parameters: Size = supported(
-        1_000_000_000, "Units stay gathered up to this size.", unit="elements", stages=_THREE
+        1_000_000_000, "Units stay gathered up to this total size.", unit="elements", stages=_THREE
     )
     stage3_max_reuse_distance: Size = supported(
-        1_000_000_000, "A unit that is used again this soon stays gathered.", unit="elements", stages=_THREE
+        1_000_000_000, "A unit that is used again within this distance stays gathered.", unit="elements", stages=_THREE
     )
     stage3_prefetch_bucket_size: Size = supported(
         50_000_000,
-        "The most that may be prefetched, in whole units; above 0: at least one (docs/stage3.md).",
+        "Maximum size of the prefetched units; above 0: at least one unit (docs/stage3.md).",
         unit="elements",
         stages=_THREE,
     )
@@ -258,5 +258,5 @@ class Zero(Section):
         stages=_THREE,
     )
     zenflow: Free | None = unsupported(
-        None, "Updates that trail behind.", why="every update is complete; use offload_optimizer alone", switch=""
+        None, "Delayed updates.", why="every update is complete; use offload_optimizer alone", switch=""
     )

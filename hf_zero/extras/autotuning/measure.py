@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from torch import nn
 
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import runtime_of
 from hf_zero.extras.autotuning import TrialPolicy
-from hf_zero.extras.autotuning.tuning import Experiment, Result, run_experiment
+from hf_zero.extras.autotuning.tuning import Experiment, Result, run_experiment, show_table
 from hf_zero.features import EngineTools, Progress, TrainingFeature
 from hf_zero.planning.choose import Estimate, Plan
 
@@ -32,10 +29,7 @@ class Trial(TrainingFeature):
     name = "autotuning"
 
     def __init__(self, policy: TrialPolicy, samples: int) -> None:
-        """
-        Args:
-            samples: number per update over all ranks.
-        """
+        """`samples`: number per update over all ranks."""
         self._policy = policy
         self._samples = samples
         self._started: float | None = None
@@ -45,10 +39,7 @@ class Trial(TrainingFeature):
         self._world = tools.world
 
     def after_step(self, progress: Progress, *, applied: bool) -> None:
-        """
-        Raises:
-            SystemExit: after the last update of the trial.
-        """
+        """Raises SystemExit after the last update of the trial."""
         if progress.step not in (self._policy.first, self._policy.last):
             return
         runtime_of(current_device()).synchronize()
@@ -84,14 +75,6 @@ class Measured:
     result: Result
     tokens_per_s: float | None
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "name": self.estimate.candidate.name,
-            "outcome": self.result.outcome,
-            "reason": self.result.reason,
-            "tokens_per_second": self.tokens_per_s,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlan:
@@ -101,11 +84,26 @@ class MeasuredPlan:
     measured: tuple[Measured, ...]
 
     def as_list(self) -> list[dict[str, Any]]:
-        return [each.as_dict() for each in self.measured]
+        return [
+            {
+                "name": each.estimate.candidate.name,
+                "outcome": each.result.outcome,
+                "reason": each.result.reason,
+                "tokens_per_second": each.tokens_per_s,
+            }
+            for each in self.measured
+        ]
 
     def show(self) -> None:
-        if self.measured:
-            show_measured(self.plan, self.measured)
+        if not self.measured:
+            return
+        rows = []
+        for trial in self.measured:
+            rate = "" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
+            estimated = f"{trial.estimate.tokens_per_s(self.plan.training, self.plan.hardware.ranks):,.0f}"
+            cells = (trial.estimate.candidate.name, trial.result.outcome, rate, estimated, escape(trial.result.reason))
+            rows.append((trial.estimate is self.plan.chosen, cells))
+        show_table("measured on this machine", ("candidate", "outcome", "tokens/s", "estimated", "reason"), rows)
 
 
 def measured_plan(plan: Plan, number: int, folder: Path) -> MeasuredPlan:
@@ -126,14 +124,12 @@ def measure(plan: Plan, number: int, folder: Path) -> tuple[Measured, ...]:
         fix = "leave out --nodes, or use hf-zero launch --autotuning with a hostfile"
         raise ConfigError(Problem("--measure", number, rule, fix))
     fitting = sorted((each for each in plan.estimates if each.fits), key=lambda each: each.seconds)
-    chances = [*(each for each in plan.yours if each.fits), *fitting[:number]]
-    return tuple(_measured(plan, each, folder) for each in chances)
-
-
-def _measured(plan: Plan, each: Estimate, folder: Path) -> Measured:
-    result = run_experiment(experiment_of(plan, each, folder), folder, profile=PROFILE)
-    rate = result.metrics.get("throughput")
-    return Measured(each, result, None if rate is None else rate * plan.training.length)
+    measured = []
+    for each in (*(each for each in plan.yours if each.fits), *fitting[:number]):
+        result = run_experiment(experiment_of(plan, each, folder), folder, profile=PROFILE)
+        rate = result.metrics.get("throughput")
+        measured.append(Measured(each, result, None if rate is None else rate * plan.training.length))
+    return tuple(measured)
 
 
 def experiment_of(plan: Plan, each: Estimate, folder: Path) -> Experiment:
@@ -163,17 +159,3 @@ def ranked(plan: Plan, measured: Sequence[Measured]) -> Plan:
     if not known:
         return replace(plan, chosen=None, refused=(*plan.refused, "no trial has completed"))
     return replace(plan, chosen=max(known, key=lambda each: each.tokens_per_s or 0.0).estimate)
-
-
-def show_measured(plan: Plan, measured: Sequence[Measured]) -> None:
-    """Print the results as a table."""
-    table = Table(title="measured on this machine", title_justify="left")
-    for name in ("candidate", "outcome", "tokens/s", "estimated", "reason"):
-        table.add_column(name)
-    for trial in measured:
-        style = "bold green" if trial.estimate is plan.chosen else ""
-        rate = "" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
-        throughput = f"{trial.estimate.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}"
-        row = (trial.estimate.candidate.name, trial.result.outcome, rate, throughput, escape(trial.result.reason))
-        table.add_row(*row, style=style)
-    Console(highlight=False, width=None if sys.stdout.isatty() else 150).print(table)

@@ -16,8 +16,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +61,7 @@ class Result:
         reason: the last line of an error.
     """
 
-    name: str
+    experiment: Experiment
     outcome: Outcome
     metrics: Mapping[str, float]
     reason: str = ""
@@ -78,7 +78,7 @@ def run_experiment(experiment: Experiment, folder: Path, *, profile: tuple[int, 
     home.mkdir(parents=True, exist_ok=True)
     metrics = home / "metrics.json"
     if metrics.exists() and not again:
-        return Result(experiment.name, "ok", json.loads(metrics.read_text(encoding="utf-8")))
+        return Result(experiment, "ok", json.loads(metrics.read_text(encoding="utf-8")))
     metrics.unlink(missing_ok=True)
     section = {"enabled": True, "metric_path": str(metrics)}
     section |= {"start_profile_step": profile[0], "end_profile_step": profile[1]}
@@ -86,13 +86,13 @@ def run_experiment(experiment: Experiment, folder: Path, *, profile: tuple[int, 
     _write_json(config, {**experiment.config, "autotuning": section})
     _write_json(home / "exp.json", {"name": experiment.name, "ds_config": dict(experiment.config)})
     command = with_config(experiment.command, experiment.place, str(config))
-    (home / "cmd.txt").write_text(shlex.join(["hf-zero", "launch", *command]) + "\n", encoding="utf-8")
+    _write_command(home / "cmd.txt", command)
     status = _exit_status(command, home)
     if metrics.exists():
-        return Result(experiment.name, "ok", json.loads(metrics.read_text(encoding="utf-8")))
+        return Result(experiment, "ok", json.loads(metrics.read_text(encoding="utf-8")))
     stdout, stderr = ((home / name).read_text(errors="replace") for name in ("stdout.log", "stderr.log"))
     outcome, reason = judge(status, stdout, stderr)
-    return Result(experiment.name, outcome, {}, reason)
+    return Result(experiment, outcome, {}, reason)
 
 
 def with_config(command: Sequence[str], place: int, path: str) -> list[str]:
@@ -135,6 +135,10 @@ def _exit_status(command: Sequence[str], home: Path) -> int | None:
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=4) + "\n", encoding="utf-8")
+
+
+def _write_command(path: Path, command: Sequence[str]) -> None:
+    path.write_text(shlex.join(["hf-zero", "launch", *command]) + "\n", encoding="utf-8")
 
 
 GAIN = 1.05  # minimum gain of a larger micro-batch for trying an even larger one
@@ -188,7 +192,7 @@ def tune(words: Sequence[str], num_script_words: int, *, then_run: bool) -> int:
         return 1
     if not then_run:
         return 0
-    command = with_config(best[0].command, search.place, str(search.folder / "ds_config_optimal.json"))
+    command = with_config(best.experiment.command, search.place, str(search.folder / "ds_config_optimal.json"))
     return subprocess.run([sys.executable, "-m", "hf_zero", "launch", *command]).returncode
 
 
@@ -222,16 +226,16 @@ def _place_of_config(words: Sequence[str], start: int) -> int:
     raise ConfigError(Problem("--autotuning", "tune or run", rule, "add --deepspeed ds.json after the script"))
 
 
-def run_search(search: Search) -> Iterator[tuple[Experiment, Result]]:
+def run_search(search: Search) -> Iterator[Result]:
     """Run trials until the limits of the config section are reached."""
     section, best, since = search.section, None, 0
     stages = stages_of(search.raw)
     if section.tuner_type == "random":
         random.Random(_SEED).shuffle(stages)
-    done: list[tuple[Experiment, Result]] = []
-    for experiment, result in _all_trials(search, stages):
-        done.append((experiment, result))
-        yield experiment, result
+    done: list[Result] = []
+    for result in _all_trials(search, stages):
+        done.append(result)
+        yield result
         value = score(result, section.metric)
         is_better = value is not None and (best is None or value > best)
         best, since = (value, 0) if is_better else (best, since + 1)
@@ -241,19 +245,17 @@ def run_search(search: Search) -> Iterator[tuple[Experiment, Result]]:
     if section.fast or top is None:
         return
     for numel in _BUCKETS:
-        config = copy.deepcopy(dict(top[0].config))
+        config = copy.deepcopy(dict(top.experiment.config))
         config.setdefault("zero_optimization", {})["reduce_bucket_size"] = numel
-        variant = Experiment(f"{top[0].name}_rbs{numel:.0e}", config, top[0].command, top[0].place)
-        yield variant, _run(search, variant)
+        yield _run(search, replace(top.experiment, name=f"{top.experiment.name}_rbs{numel:.0e}", config=config))
 
 
-def _all_trials(search: Search, stages: Sequence[int]) -> Iterator[tuple[Experiment, Result]]:
+def _all_trials(search: Search, stages: Sequence[int]) -> Iterator[Result]:
     for stage in stages:
         last: float | None = None
         for micro in micro_batches(search):
-            experiment = experiment_of(search, stage, micro)
-            result = _run(search, experiment)
-            yield experiment, result
+            result = _run(search, experiment_of(search, stage, micro))
+            yield result
             rate = result.metrics.get("throughput")
             if rate is None or (last is not None and rate < last * GAIN and not _fixed(search)):
                 break
@@ -280,10 +282,10 @@ def micro_batches(search: Search) -> Sequence[int | None]:
         return sorted(int(size) for size in given)  # type: ignore[union-attr]
     if search.batch_flag is None and not isinstance(given, int):
         return [None]
-    sizes = [section.min_train_micro_batch_size_per_gpu * 2**n for n in range(section.num_tuning_micro_batch_sizes)]
-    if section.min_train_micro_batch_size_per_gpu == 1:
+    start = section.min_train_micro_batch_size_per_gpu
+    if start == 1:
         start = int(given) if isinstance(given, int) else _flag_value(search) or 1
-        sizes = [start * 2**n for n in range(section.num_tuning_micro_batch_sizes)]
+    sizes = [start * 2**n for n in range(section.num_tuning_micro_batch_sizes)]
     most = section.max_train_micro_batch_size_per_gpu
     if section.max_train_batch_size is not None:
         most = min(most, section.max_train_batch_size)
@@ -340,48 +342,46 @@ def score(result: Result, metric: str) -> float | None:
     return None if value is None else -value if metric == "latency" else value
 
 
-def best_of(results: Sequence[tuple[Experiment, Result]], metric: str) -> tuple[Experiment, Result] | None:
+def best_of(results: Sequence[Result], metric: str) -> Result | None:
     """The best result, the first one in case of ties; None if no trial completed."""
-    scored = [(score(result, metric), (experiment, result)) for experiment, result in results]
-    known = [(value, pair) for value, pair in scored if value is not None]
-    return max(known, key=lambda entry: entry[0])[1] if known else None
+    scored = [(value, result) for result in results if (value := score(result, metric)) is not None]
+    return max(scored, key=lambda entry: entry[0])[1] if scored else None
 
 
-def write_results(
-    search: Search, results: Sequence[tuple[Experiment, Result]], best: tuple[Experiment, Result] | None
-) -> None:
+def write_results(search: Search, results: Sequence[Result], best: Result | None) -> None:
     """Write summary.txt, and ds_config_optimal.json and cmd_optimal.txt of the best trial."""
     folder, metric = search.folder, search.section.metric
     rows = [
-        f"| {result.name} | {result.outcome} | {_amount(result.metrics.get(metric))} | {result.reason} |"
-        for _, result in results
+        f"| {result.experiment.name} | {result.outcome} | {_amount(result.metrics.get(metric))} | {result.reason} |"
+        for result in results
     ]
     text = "\n".join([f"| trial | outcome | {metric} | reason |", "| --- | --- | --- | --- |", *rows])
-    (folder / "summary.txt").write_text(f"{text}\n\nbest: {best[1].name if best else 'none'}\n", encoding="utf-8")
+    name = best.experiment.name if best else "none"
+    (folder / "summary.txt").write_text(f"{text}\n\nbest: {name}\n", encoding="utf-8")
     if best is None:
         return
-    config = folder / "ds_config_optimal.json"
-    config.write_text(json.dumps(best[0].config, indent=4) + "\n", encoding="utf-8")
-    command = with_config(best[0].command, best[0].place, str(config))
-    (folder / "cmd_optimal.txt").write_text(shlex.join(["hf-zero", "launch", *command]) + "\n", encoding="utf-8")
+    config, experiment = folder / "ds_config_optimal.json", best.experiment
+    _write_json(config, experiment.config)
+    _write_command(folder / "cmd_optimal.txt", with_config(experiment.command, experiment.place, str(config)))
 
 
-def show_results(
-    results: Sequence[tuple[Experiment, Result]], best: tuple[Experiment, Result] | None, metric: str
-) -> None:
-    """Print the results as a table."""
-    table = Table(title="autotuning", title_justify="left")
-    for name in ("trial", "outcome", "samples/s", "s per update", "reason"):
-        table.add_column(name)
-    for pair in results:
-        result = pair[1]
-        numbers = (_amount(result.metrics.get(key)) for key in ("throughput", "latency"))
-        table.add_row(
-            result.name, result.outcome, *numbers, escape(result.reason), style="bold green" if pair is best else ""
-        )
+def show_results(results: Sequence[Result], best: Result | None, metric: str) -> None:
+    rows = []
+    for result in results:
+        numbers = [_amount(result.metrics.get(key)) for key in ("throughput", "latency")]
+        rows.append((result is best, [result.experiment.name, result.outcome, *numbers, escape(result.reason)]))
+    console = show_table("autotuning", ("trial", "outcome", "samples/s", "s per update", "reason"), rows)
+    console.print(f"best by {metric}: {best.experiment.name}" if best else "no trial has completed")
+
+
+def show_table(title: str, columns: Sequence[str], rows: Iterable[tuple[bool, Sequence[str]]]) -> Console:
+    """Print a table. `rows`: whether a row is the best one, and its cells."""
+    table = Table(*columns, title=title, title_justify="left")
+    for is_best, cells in rows:
+        table.add_row(*cells, style="bold green" if is_best else "")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     console.print(table)
-    console.print(f"best by {metric}: {best[1].name}" if best else "no trial has completed")
+    return console
 
 
 def _amount(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Model compression: quantisation, pruning, layer reduction and distillation."""
+"""Model compression: quantization, pruning, layer reduction and distillation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_zero.extras.compression.section import Compression, Distillation
 EXTRA = Extra(
     name="compression",
     sections=(
-        OwnSection(path="compression_training", kind=Compression, doc="Quantisation, pruning and layer reduction."),
+        OwnSection(path="compression_training", kind=Compression, doc="Quantization, pruning and layer reduction."),
         OwnSection(path="hf_zero.distillation", kind=Distillation, doc="Distillation from a teacher."),
     ),
     examine=examine,

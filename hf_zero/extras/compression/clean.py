@@ -1,4 +1,4 @@
-"""redundancy_clean: applies masks and quantisation to the weights permanently, and removes pruned structures.
+"""redundancy_clean: applies masks and quantization to the weights permanently, and removes pruned structures.
 
     rows       the layer's outputs            related: inputs of modules that read them (outputs of a gate's partner)
     heads      the layer's inputs             related: outputs of Q, K and V, which may be packed in one projection
@@ -13,7 +13,7 @@ import copy
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.compressed_model import CompressedModel
 from hf_zero.extras.compression.matching import Layer, Match, layers_of
+from hf_zero.extras.compression.section import WeightShared
 from hf_zero.log import logger
 
 # config.json after a model has been cut must hold the values with which plain from_pretrained builds the same shapes.
@@ -102,16 +103,9 @@ def _builds(model: nn.Module, edit: Mapping[str, int]) -> bool:
 
 FILE = "modeling_compressed.py"
 KEY = "compressed_modules"
-_AUTO = {
-    "ForSequenceClassification": "AutoModelForSequenceClassification",
-    "ForTokenClassification": "AutoModelForTokenClassification",
-    "ForQuestionAnswering": "AutoModelForQuestionAnswering",
-    "ForMaskedLM": "AutoModelForMaskedLM",
-    "ForCausalLM": "AutoModelForCausalLM",
-    "LMHeadModel": "AutoModelForCausalLM",
-    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
-    "ForImageClassification": "AutoModelForImageClassification",
-}
+_TASKS = "SequenceClassification TokenClassification QuestionAnswering MaskedLM CausalLM ImageClassification".split()
+_AUTO = {f"For{task}": f"AutoModelFor{task}" for task in _TASKS}
+_AUTO |= {"LMHeadModel": "AutoModelForCausalLM", "ForConditionalGeneration": "AutoModelForSeq2SeqLM"}
 _SOURCE = '''\
 """{base} with parts of it taken out: config.json says of which modules, in `{key}`."""
 
@@ -178,10 +172,16 @@ def save_with_code(model: Any, changed: Mapping[str, Any]) -> None:
 def _add_code(folder: Path, base: str, changed: Mapping[str, Any]) -> None:
     name = f"Compressed{base}"
     (folder / FILE).write_text(_SOURCE.format(base=base, name=name, key=KEY), encoding="utf-8")
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
     auto = next((auto for ending, auto in _AUTO.items() if base.endswith(ending)), "AutoModel")
-    config.update({KEY: dict(changed), "architectures": [name], "auto_map": {auto: f"{Path(FILE).stem}.{name}"}})
+    add_to_config(
+        folder, {KEY: dict(changed), "architectures": [name], "auto_map": {auto: f"{Path(FILE).stem}.{name}"}}
+    )
+
+
+def add_to_config(folder: Path, values: Mapping[str, Any]) -> None:
+    """Set top-level values in a folder's config.json."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text(encoding="utf-8")), **values}
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
@@ -192,9 +192,10 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     Raises:
         WrongArgument: if related modules do not match the pruned layers.
     """
-    model = compressed.model
-    _drop_ignored(compressed)
-    before = size_of(_without_scores(compressed))
+    model: Any = compressed.model
+    if getattr(model, "_keys_to_ignore_on_save", None):
+        model._keys_to_ignore_on_save = set(model._keys_to_ignore_on_save) - set(compressed.score_names())
+    before = size_of(model, without={id(scores) for scores in compressed.scores()})
     compressed.advance(max(compressed.updates, _end(compressed)))
     masks = _bake(compressed)
     for pruned in compressed.pruned():
@@ -204,42 +205,33 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     bits = {id(weight.layer.parameter): (weight.rule.bits, weight.num_groups) for weight in weights}
     compressed.close()
     before_cut, changes = describe(model), list[Change]()
-    for technique in ("rows", "channels", "heads"):
+    for technique in ("row_pruning", "channel_pruning", "head_pruning"):
         for match in compressed.matches.get(technique, ()):
-            if match.related:
-                changes.append(_cut(model, technique, match, masks[technique, match.layer.name]))
+            if not match.related:
+                continue
+            mask, is_heads = masks[technique, match.layer.name], technique == "head_pruning"
+            if is_heads:
+                cut_heads(model, match, mask)
+            else:
+                cut_rows(match, mask)
+            changes.append(Change(mask.numel(), int(mask.sum()), is_heads))
     _tell_config(model, before_cut, changes)
     report = CleaningReport(before, size_of(model, bits))
     logger.info("%s", report)
     return report
 
 
-def _without_scores(compressed: CompressedModel) -> nn.Module:
-    """The model without scores, which are not saved, for computing its size."""
-    without = nn.Module()
-    own = {id(scores) for scores in compressed.scores()}
-    for number, module in enumerate(compressed.model.modules()):
-        kept = {name: p for name, p in module.named_parameters(recurse=False) if id(p) not in own}
-        if kept:
-            copied = type(module).__new__(type(module))
-            copied.__dict__.update({**vars(module), "_parameters": kept, "_modules": {}})
-            without.add_module(str(number), copied)
-    return without
-
-
 def _end(compressed: CompressedModel) -> int:
     """The update after which all schedules are complete."""
-    policy, ends = compressed.policy, [0]
-    if policy.weights is not None:
-        for rule in policy.weights.rules:
-            steps = rule.start_bits - rule.bits
-            last = rule.period * 2 ** (steps - 1) if steps else 0
-            soft = 0 if policy.weights.change_ratio is None else int(1 / policy.weights.change_ratio) + 1
-            ends.append(policy.weights.offset + last + soft)
-    for name in ("activations", "sparse", "rows", "channels", "heads"):
-        wanted = getattr(policy, name)
-        if wanted is not None:
-            ends.append(max(wanted.offset, getattr(wanted, "end", 0)))
+    ends = [0]
+    for technique in compressed.policy.techniques.values():
+        shared = technique.shared
+        ends.append(shared.end if getattr(shared, "method", "") == "snip_momentum" else shared.schedule_offset)
+        if isinstance(shared, WeightShared):
+            soft = 0 if shared.change_ratio is None else int(1 / shared.change_ratio) + 1
+            for rule in technique.rules:
+                steps = rule.start_bits - rule.bits
+                ends.append(shared.schedule_offset + (rule.period * 2 ** (steps - 1) if steps else 0) + soft)
     return max(ends)
 
 
@@ -259,22 +251,6 @@ def _bake(compressed: CompressedModel) -> dict[tuple[str, str], torch.Tensor]:
             if parameter is not None and id(parameter) in written:
                 parameter.copy_(written[id(parameter)])
     return masks
-
-
-def _drop_ignored(compressed: CompressedModel) -> None:
-    model: Any = compressed.model
-    ignored = getattr(model, "_keys_to_ignore_on_save", None)
-    if ignored:
-        model._keys_to_ignore_on_save = set(ignored) - set(compressed.score_names())
-
-
-def _cut(model: nn.Module, technique: str, match: Match, mask: torch.Tensor) -> Change:
-    total, kept = mask.numel(), int(mask.sum())
-    if technique == "heads":
-        cut_heads(model, match, mask)
-        return Change(total, kept, is_heads=True)
-    cut_rows(match, mask)
-    return Change(total, kept)
 
 
 def _tell_config(model: nn.Module, before_cut: dict[str, Any], changes: list[Change]) -> None:
@@ -374,22 +350,12 @@ def cut_heads(model: nn.Module, match: Match, mask: Tensor) -> None:
         segments = 1
         if related.num_out % inputs == 0 and not name.endswith(_INTERLEAVED):
             segments = related.num_out // inputs
-        cut_outputs(module, _packed(kept, num_heads, related.num_out, segments))
-    for module in _attention_modules(model, match):
-        _count_heads(module, num_heads, len(kept))
-
-
-def _packed(kept: Tensor, num_heads: int, num_out: int, segments: int) -> Tensor:
-    segment = num_out // segments
-    own = _elements(kept, segment // num_heads)
-    return torch.cat([own + number * segment for number in range(segments)])
-
-
-def _attention_modules(model: nn.Module, match: Match) -> Iterator[nn.Module]:
-    """The distinct parents of the projections, which hold the number of heads."""
+        segment = related.num_out // segments
+        own = _elements(kept, segment // num_heads)
+        cut_outputs(module, torch.cat([own + number * segment for number in range(segments)]))
     names = [match.layer.name, *(name for name, _ in match.related)]
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in names):
-        yield model.get_submodule(parent)
+        _count_heads(model.get_submodule(parent), num_heads, len(kept))
 
 
 def _count_heads(module: nn.Module, before: int, after: int) -> None:
@@ -424,7 +390,7 @@ class Size:
         num_parameters: with tied parameters counted once.
         num_nonzero: number of nonzero parameters.
         num_bytes: size of the tensors in their dtypes.
-        num_packed_bytes: size with quantised weights packed into their bits, plus fp32 scales.
+        num_packed_bytes: size with quantized weights packed into their bits, plus fp32 scales.
         num_flops: FLOPs of linear layers per token and of convolutions per output position: two per weight.
     """
 
@@ -456,18 +422,20 @@ class CleaningReport:
         return "\n".join(lines)
 
 
-def size_of(model: nn.Module, bits: dict[int, tuple[int, int]] | None = None) -> Size:
+def size_of(model: nn.Module, bits: Mapping[int, tuple[int, int]] | None = None, without: Collection[int] = ()) -> Size:
     """The size of a model with plain tensors.
 
     Args:
-        bits: id of a quantised weight -> (bits, number of scales).
+        bits: id of a quantized weight -> (bits, number of scales).
+        without: ids of parameters that do not count: scores, which are not saved.
     """
     packed = 0
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if id(parameter) not in without]
     for parameter in parameters:
         num_bits, num_scales = (bits or {}).get(id(parameter), (8 * parameter.element_size(), 0))
         packed += math.ceil(parameter.numel() * num_bits / 8) + 4 * num_scales
-    worked = {id(x.parameter): x.parameter for x in layers_of(model) if x.kind in ("linear", "conv", "packed")}
+    layers = [layer for layer in layers_of(model) if layer.kind != "embedding" and id(layer.parameter) not in without]
+    worked = {id(layer.parameter): layer.parameter for layer in layers}
     return Size(
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_nonzero=sum(int(parameter.count_nonzero()) for parameter in parameters),

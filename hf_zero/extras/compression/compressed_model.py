@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import Collectives
 from hf_zero.config import ConfigError
-from hf_zero.extras.compression.matching import Layer, Match, match_all
+from hf_zero.extras.compression.matching import Layer, match_all
 from hf_zero.extras.compression.pruning import (
     ActivationBits,
     Pruned,
@@ -33,7 +33,6 @@ from hf_zero.extras.compression.pruning import (
     SnipWeights,
     SparseWeights,
     WeightBits,
-    check_groups,
     learn_together,
 )
 from hf_zero.extras.compression.section import CompressionPolicy
@@ -98,18 +97,10 @@ class CompressedLayer:
 
 _HANDLE = "_hf_zero_compression"
 _PRUNED: dict[str, type[Pruned]] = {
-    "sparse": SparseWeights,
-    "rows": PrunedRows,
-    "channels": PrunedChannels,
-    "heads": PrunedHeads,
-}
-WORDS = {
-    "weights": "weight quantization",
-    "activations": "activation quantization",
-    "sparse": "sparse pruning",
-    "rows": "row pruning",
-    "heads": "head pruning",
-    "channels": "channel pruning",
+    "sparse_pruning": SparseWeights,
+    "row_pruning": PrunedRows,
+    "head_pruning": PrunedHeads,
+    "channel_pruning": PrunedChannels,
 }
 GradientOf = Callable[[nn.Parameter], Tensor | None]
 
@@ -140,27 +131,22 @@ class CompressedModel:
     # Building
 
     def _build(self) -> None:
-        for match in self.matches.get("weights", ()):
-            assert self.policy.weights is not None
-            self._layer(match).weight_bits = WeightBits(match.layer, match.rule, self.policy.weights)
-        for match in self.matches.get("activations", ()):
-            assert self.policy.activations is not None
-            self._layer(match).activation_bits = ActivationBits(match.layer, match.rule, self.policy.activations)
         problems = []
-        for technique, kind in _PRUNED.items():
-            wanted = getattr(self.policy, technique)
-            for match in self.matches.get(technique, ()):
-                chosen = SnipWeights if wanted.method == "snip_momentum" else kind
-                pruned = chosen(match.layer, match.rule, wanted)
-                if isinstance(pruned, (SnipWeights, PrunedHeads)) and (problem := pruned.problem()) is not None:
-                    problems.append(problem)
-                self._layer(match).pruned[technique] = pruned
-        if problems:
-            raise ConfigError(problems)
-        check_groups([layer.weight_bits for layer in self.layers if layer.weight_bits is not None])
-
-    def _layer(self, match: Match) -> CompressedLayer:
-        return self._layers.setdefault(match.layer.name, CompressedLayer(match.layer))
+        for technique, matches in self.matches.items():
+            shared = self.policy.techniques[technique].shared
+            for match in matches:
+                layer = self._layers.setdefault(match.layer.name, CompressedLayer(match.layer))
+                if technique == "weight_quantization":
+                    layer.weight_bits = WeightBits(match.layer, match.rule, shared)
+                    problems.append(layer.weight_bits.problem())
+                elif technique == "activation_quantization":
+                    layer.activation_bits = ActivationBits(match.layer, match.rule, shared)
+                else:
+                    kind = SnipWeights if shared.method == "snip_momentum" else _PRUNED[technique]
+                    layer.pruned[technique] = kind(match.layer, match.rule, shared)
+                    problems.append(layer.pruned[technique].problem())
+        if any(problems):
+            raise ConfigError([problem for problem in problems if problem is not None])
 
     def _add_scores(self) -> None:
         for pruned in self.pruned():
@@ -179,7 +165,6 @@ class CompressedModel:
         return list(self._layers.values())
 
     def pruned(self) -> Iterator[Pruned]:
-        """Every pruning of every layer."""
         for layer in self.layers:
             yield from layer.pruned.values()
 
@@ -201,7 +186,7 @@ class CompressedModel:
         for layer in self.layers:
             if layer.weight_bits is not None:
                 changed = layer.weight_bits.advance(updates)
-                if changed is not None and layer.weight_bits.policy.verbose:
+                if changed is not None and layer.weight_bits.policy.quantize_verbose:
                     logger.info("update %d: %s has weights of %d bits", updates, layer.layer.name, changed.bits)
             if layer.activation_bits is not None:
                 layer.activation_bits.advance(updates)
@@ -223,12 +208,12 @@ class CompressedModel:
 
     def _say_what_starts(self, updates: int) -> None:
         for technique, matches in self.matches.items():
-            offset = getattr(self.policy, technique).offset
+            offset = self.policy.techniques[technique].shared.schedule_offset
             if updates >= offset and technique not in self._started:
                 self._started.add(technique)
                 logger.info(
                     "%s of %d modules has begun (update %d, schedule_offset %d)",
-                    WORDS[technique],
+                    technique.replace("_", " "),
                     len(matches),
                     updates,
                     offset,
@@ -247,7 +232,7 @@ class CompressedModel:
     def learn_ranges(self, collectives: Collectives) -> None:
         """Update static ranges with the inputs that all ranks have seen. Collective if there are any."""
         bits = [layer.activation_bits for layer in self.layers if layer.activation_bits is not None]
-        learn_together([one for one in bits if not one.policy.dynamic], collectives)
+        learn_together([one for one in bits if not one.is_dynamic], collectives)
 
     # Checkpoints
 

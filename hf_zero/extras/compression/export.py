@@ -1,4 +1,4 @@
-"""Quantised weights on disk: as a compressed-tensors checkpoint if possible, else as safetensors with scales.
+"""Quantized weights on disk: as a compressed-tensors checkpoint if possible, else as safetensors with scales.
 
 compressed-tensors (which transformers loads with the package of that name) stores int8 codes and symmetric scales per
 output or per group of inputs of linear layers. If a weight does not fit this format, plain tensors are kept, and the
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_zero.comm import collectives_for, local_device
 from hf_zero.config import ConfigError, Problem, load_config, resolve_extra
 from hf_zero.errors import WrongArgument
-from hf_zero.extras.compression.clean import clean
+from hf_zero.extras.compression.clean import add_to_config, clean
 from hf_zero.extras.compression.compressed_model import CompressedModel, compression_of
 from hf_zero.extras.compression.feature import compress, take_over
 from hf_zero.extras.compression.pruning import WeightBits, grid_of
@@ -56,7 +56,7 @@ def init_compression(
 
 
 def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -> nn.Module:
-    """Make compression permanent, after training: write masks and quantisation into the weights, and remove pruned
+    """Make compression permanent, after training: write masks and quantization into the weights, and remove pruned
     structures together with the corresponding parts of related_modules. Collective at stage 3.
 
     Returns:
@@ -151,7 +151,7 @@ _FEWEST, _MOST = 3, 8
 
 
 def save_quantized(model: Any, folder: str | Path, deepspeed_config: Any) -> str:
-    """Clean a model under weight quantisation and write its codes; returns "compressed-tensors" or "safetensors".
+    """Clean a model under weight quantization and write its codes; returns "compressed-tensors" or "safetensors".
 
     Raises:
         WrongArgument: if no weight has 3 to 8 bits.
@@ -179,7 +179,7 @@ def save_quantized(model: Any, folder: str | Path, deepspeed_config: Any) -> str
 
 
 class Codes(NamedTuple):
-    """A quantised weight: code * scale + zero, group by group."""
+    """A quantized weight: code * scale + zero, group by group."""
 
     codes: Tensor
     scale: Tensor
@@ -189,8 +189,8 @@ class Codes(NamedTuple):
 
 def _codes(one: WeightBits, weight: Tensor) -> Codes:
     groups = weight.detach().reshape(one.num_groups, -1).float()
-    grid = grid_of(groups, one.rule.bits, symmetric=one.policy.symmetric)
-    shift = 0 if one.policy.symmetric else 2 ** (one.rule.bits - 1)
+    grid = grid_of(groups, one.rule.bits, symmetric=one.symmetric)
+    shift = 0 if one.symmetric else 2 ** (one.rule.bits - 1)
     codes = (grid.codes(groups) - shift).to(torch.int8)
     return Codes(codes, grid.scale, grid.zero + shift * grid.scale, weight.shape)
 
@@ -199,7 +199,7 @@ def _has_place(one: WeightBits) -> bool:
     """Whether compressed-tensors supports the weight: 8 bits, symmetric, groups of whole outputs or of equal parts."""
     rows = one.layer.num_out if isinstance(one.layer.module, nn.Linear) else 0
     fits = rows and (rows % one.num_groups == 0 or one.num_groups % rows == 0)
-    return bool(fits) and one.policy.symmetric and one.rule.bits == 8
+    return bool(fits) and one.symmetric and one.rule.bits == 8
 
 
 def _write_compressed_tensors(path: Path, model: nn.Module, kept: list[WeightBits], grids: dict[str, Codes]) -> None:
@@ -230,7 +230,7 @@ def _write_compressed_tensors(path: Path, model: nn.Module, kept: list[WeightBit
         for number, ((kind, size), names) in enumerate(strategies.items())
     }
     section = {"quant_method": "compressed-tensors", "format": _FORMAT, "quantization_status": "compressed"}
-    _add_to_config(path, {**section, "config_groups": groups, "ignore": ignored})
+    add_to_config(path, {"quantization_config": {**section, "config_groups": groups, "ignore": ignored}})
 
 
 def _write_codes(path: Path, kept: list[WeightBits], grids: dict[str, Codes]) -> None:
@@ -245,13 +245,7 @@ def _write_codes(path: Path, kept: list[WeightBits], grids: dict[str, Codes]) ->
 
 
 def unpack(folder: str | Path) -> dict[str, Tensor]:
-    """Dequantise `quantized.safetensors` in a folder: by module name, values of shape (groups, values)."""
+    """Dequantize `quantized.safetensors` in a folder: by module name, values of shape (groups, values)."""
     tensors = load_file(Path(folder) / CODES)
     names = [name.removesuffix(".codes") for name in tensors if name.endswith(".codes")]
     return {name: tensors[f"{name}.codes"] * tensors[f"{name}.scale"] + tensors[f"{name}.zero"] for name in names}
-
-
-def _add_to_config(path: Path, section: dict[str, Any]) -> None:
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = section
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

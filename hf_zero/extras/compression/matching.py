@@ -11,7 +11,7 @@ from typing import Literal
 from torch import nn
 
 from hf_zero.config import ConfigError, Problem
-from hf_zero.extras.compression.section import EVERYTHING, CompressionPolicy, PruningPolicy, Rule
+from hf_zero.extras.compression.section import EVERYTHING, CompressionPolicy, Rule
 
 LayerKind = Literal["linear", "conv", "embedding", "packed"]
 _ADAPTERS = (".lora_", "lora_embedding")
@@ -92,12 +92,12 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 KINDS: Mapping[str, tuple[LayerKind, ...]] = {
-    "weights": ("linear", "conv", "embedding", "packed"),
-    "activations": ("linear", "conv"),
-    "sparse": ("linear", "conv", "packed"),
-    "rows": ("linear",),
-    "heads": ("linear",),
-    "channels": ("conv",),
+    "weight_quantization": ("linear", "conv", "embedding", "packed"),
+    "activation_quantization": ("linear", "conv"),
+    "sparse_pruning": ("linear", "conv", "packed"),
+    "row_pruning": ("linear",),
+    "head_pruning": ("linear",),
+    "channel_pruning": ("conv",),
 }
 _NUM_NEAREST = 3
 
@@ -124,16 +124,14 @@ def match_all(model: nn.Module, policy: CompressionPolicy) -> dict[str, list[Mat
     """
     layers, problems = layers_of(model), list[Problem]()
     matches: dict[str, list[Match]] = {}
-    for technique, kinds in KINDS.items():
-        section = getattr(policy, technique)
-        if section is None:
-            continue
-        spared = section.excluded if isinstance(section, PruningPolicy) else ()
-        usable = [x for x in layers if x.kind in kinds and (technique != "activations" or x.takes_inputs)]
-        usable = [x for x in usable if not any(_is_meant(pattern, x.name) for pattern in spared)]
-        if isinstance(section, PruningPolicy) and section.method == "snip_momentum":
-            usable = [x for x in usable if x.kind == "linear"]
-        matches[technique] = _match(model, section.rules, usable, problems)
+    for name, technique in policy.techniques.items():
+        usable = [x for x in layers if x.kind in KINDS[name]]
+        if name == "activation_quantization":
+            usable = [x for x in usable if x.takes_inputs]
+        elif getattr(technique.shared, "method", "") == "snip_momentum":
+            spared = technique.shared.excluded_modules
+            usable = [x for x in usable if x.kind == "linear" and not any(_is_meant(p, x.name) for p in spared)]
+        matches[name] = _match(model, technique.rules, usable, problems)
     if problems:
         raise ConfigError(problems)
     return matches
@@ -158,7 +156,10 @@ def _match(model: nn.Module, rules: Sequence[Rule], usable: Sequence[Layer], pro
             related = list(_related(model, rule, meant, expressions, problems))
             for position, layer in enumerate(meant):
                 if layer.name in matches:
-                    problems.append(_twice(rule, pattern, matches[layer.name]))
+                    words = f"matches {layer.name}, which {matches[layer.name].rule.path} already matches"
+                    problems.append(
+                        Problem(f"{rule.path}.modules", pattern, words, "put each module in only one group")
+                    )
                     break
                 partners = tuple(partner[position] for partner in related)
                 matches[layer.name] = Match(layer, rule, partners)
@@ -170,7 +171,7 @@ def _related(
     model: nn.Module, rule: Rule, meant: Sequence[Layer], expressions: Sequence[str], problems: list[Problem]
 ) -> Iterator[list[tuple[str, nn.Module]]]:
     """For each expression, its modules, of which there must be as many as layers."""
-    named = [(name, module) for name, module in model.named_modules() if any(True for _ in _own(module))]
+    named = [(name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False))]
     for expression in expressions:
         partners = [(name, module) for name, module in named if _is_meant(expression, name)]
         path = f"{rule.path}.related_modules"
@@ -184,17 +185,8 @@ def _related(
             yield partners
 
 
-def _own(module: nn.Module) -> Iterator[nn.Parameter]:
-    return module.parameters(recurse=False)
-
-
 def _is_meant(pattern: str, name: str) -> bool:
     return pattern == EVERYTHING or re.search(pattern, name) is not None
-
-
-def _twice(rule: Rule, pattern: str, other: Match) -> Problem:
-    words = f"matches {other.layer.name}, which {other.rule.path} already matches"
-    return Problem(f"{rule.path}.modules", pattern, words, "put each module in only one group")
 
 
 def _nothing(path: str, pattern: str, names: Sequence[str]) -> Problem:

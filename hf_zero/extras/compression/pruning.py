@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import Collectives
-from hf_zero.config import ConfigError, Problem
+from hf_zero.config import Problem
 from hf_zero.extras.compression.matching import Layer
 from hf_zero.extras.compression.schedule import (
     BitsNow,
@@ -31,9 +31,17 @@ from hf_zero.extras.compression.schedule import (
     top_mask,
     trained_mask,
 )
-from hf_zero.extras.compression.section import ActivationPolicy, PruningPolicy, Rule, WeightPolicy
+from hf_zero.extras.compression.section import (
+    BLOCK_PATTERN,
+    ActivationShared,
+    HeadShared,
+    PruningShared,
+    Rule,
+    SparseShared,
+    WeightShared,
+)
 
-# Quantisation of one layer: its weight and inputs are rounded to few bits in forward.
+# Quantization of one layer: its weight and inputs are rounded to few bits in forward.
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,7 @@ def grid_of(groups: Tensor, bits: int, *, symmetric: bool) -> Grid:
 def quantized(
     values: Tensor, bits: int, num_groups: int, *, symmetric: bool = True, noise: Tensor | None = None
 ) -> Tensor:
-    """`values` quantised to `bits` and dequantised to their own dtype; computed in fp32.
+    """`values` quantized to `bits` and dequantized to their own dtype; computed in fp32.
 
     Args:
         num_groups: must divide the number of values.
@@ -103,19 +111,19 @@ def _ternary(groups: Tensor) -> Tensor:
 
 
 def quantized_in_range(values: Tensor, low: Tensor, high: Tensor, bits: int, *, symmetric: bool) -> Tensor:
-    """`values` quantised to `bits` in the range from `low` to `high` (0-dim tensors); values outside are clamped."""
+    """`values` quantized to `bits` in the range from `low` to `high` (0-dim tensors); values outside are clamped."""
     grid = Grid.of_range(low.float().view(1, 1), high.float().view(1, 1), bits, symmetric=symmetric)
     return grid.rounded(values.detach().reshape(1, -1).float()).view(values.shape).to(values.dtype)
 
 
 @dataclass(slots=True, eq=False)
 class WeightBits:
-    """Weight quantisation of one layer, active if `is_on`. Stochastic rounding uses the same noise in all forwards of
+    """Weight quantization of one layer, active if `is_on`. Stochastic rounding uses the same noise in all forwards of
     an update and on all ranks."""
 
     layer: Layer
     rule: Rule
-    policy: WeightPolicy
+    policy: WeightShared
     is_on: bool = False
     updates: int = 0  # since the technique began
     now: BitsNow = field(init=False)
@@ -128,7 +136,11 @@ class WeightBits:
         """The number of groups; an embedding has one per row."""
         if self.layer.kind == "embedding":
             return int(self.layer.parameter.shape[0])
-        return self.policy.num_groups
+        return self.policy.quantize_groups
+
+    @property
+    def symmetric(self) -> bool:
+        return self.policy.quantization_type == "symmetric"
 
     def problem(self) -> Problem | None:
         """The problem of groups that do not divide the weight, or None."""
@@ -141,8 +153,8 @@ class WeightBits:
 
     def advance(self, updates: int) -> BitsNow | None:
         """Set the number of the model's updates; returns the new bits if they have changed."""
-        self.is_on, before = updates >= self.policy.offset, self.now
-        self.updates = max(0, updates - self.policy.offset)
+        self.is_on, before = updates >= self.policy.schedule_offset, self.now
+        self.updates = max(0, updates - self.policy.schedule_offset)
         self.now = bits_at(self.rule, self.updates)
         return self.now if self.is_on and self.now.bits != before.bits else None
 
@@ -151,13 +163,13 @@ class WeightBits:
         return straight_through(weight, self._rounded) if self.is_on else weight
 
     def _rounded(self, weight: Tensor) -> Tensor:
-        symmetric = self.policy.symmetric
-        rounded = quantized(weight, self.now.bits, self.num_groups, symmetric=symmetric, noise=self._noise(weight))
+        noise = self._noise(weight)
+        rounded = quantized(weight, self.now.bits, self.num_groups, symmetric=self.symmetric, noise=noise)
         share = exact_share(self.policy.change_ratio, self.updates - self.now.since)
         return rounded if share == 0.0 else torch.lerp(rounded, weight.detach(), share)
 
     def _noise(self, weight: Tensor) -> Tensor | None:
-        if not self.policy.stochastic:
+        if self.policy.rounding != "stochastic":
             return None
         generator = torch.Generator(weight.device)
         generator.manual_seed(zlib.crc32(f"{self.layer.name}:{self.updates}".encode()))
@@ -165,19 +177,12 @@ class WeightBits:
         return torch.rand(shape, generator=generator, device=weight.device) - 0.5
 
 
-def check_groups(bits: list[WeightBits]) -> None:
-    """Raise ConfigError for all layers whose weights cannot be divided into groups."""
-    problems = [problem for problem in (one.problem() for one in bits) if problem is not None]
-    if problems:
-        raise ConfigError(problems)
-
-
 OLD, NEW = 0.95, 0.05
 
 
 @dataclass(slots=True, eq=False)
 class ActivationBits:
-    """Input quantisation of one layer, active if `is_on`.
+    """Input quantization of one layer, active if `is_on`.
 
     Attributes:
         notes: whether ranges of inputs are recorded.
@@ -187,30 +192,33 @@ class ActivationBits:
 
     layer: Layer
     rule: Rule
-    policy: ActivationPolicy
+    policy: ActivationShared
     is_on: bool = False
     notes: bool = False
     range: Tensor | None = None
     seen: Tensor | None = None
 
+    @property
+    def is_dynamic(self) -> bool:
+        return self.policy.range_calibration == "dynamic"
+
     def advance(self, updates: int) -> None:
         """Set the number of updates. Recording starts one update before the offset, so that a range exists then."""
-        self.is_on = updates >= self.policy.offset
-        self.notes = not self.policy.dynamic and updates + 1 >= self.policy.offset
+        self.is_on = updates >= self.policy.schedule_offset
+        self.notes = not self.is_dynamic and updates + 1 >= self.policy.schedule_offset
 
     def apply(self, inputs: Tensor) -> Tensor:
-        """The quantised inputs of the layer."""
         if not inputs.is_floating_point() or not inputs.numel():
             return inputs
         if self.notes and self.layer.module.training:
             self._note(inputs.detach())
-        if not self.is_on or (not self.policy.dynamic and self.range is None):
+        if not self.is_on or (not self.is_dynamic and self.range is None):
             return inputs
         return straight_through(inputs, self._rounded)
 
     def _rounded(self, inputs: Tensor) -> Tensor:
-        bits, symmetric = self.rule.bits, self.policy.symmetric
-        if self.policy.dynamic:
+        bits, symmetric = self.rule.bits, self.policy.quantization_type == "symmetric"
+        if self.is_dynamic:
             per_image = self.layer.kind == "conv"
             num_groups = inputs.shape[0] if per_image else inputs.numel() // inputs.shape[-1]
             return quantized(inputs, bits, num_groups, symmetric=symmetric)
@@ -241,21 +249,13 @@ def learn_together(layers: Sequence[ActivationBits], collectives: Collectives) -
     noting = [layer for layer in layers if layer.notes]
     if not noting:
         return
-    empty = torch.tensor([torch.inf, -torch.inf])
-    own = torch.stack([empty if activation.seen is None else activation.seen.cpu() for activation in noting])
-    for activation, (low, high) in zip(noting, _extremes(own, collectives), strict=True):
+    own = [[torch.inf, -torch.inf] if layer.seen is None else layer.seen.tolist() for layer in noting]
+    everyone = torch.tensor(collectives.gather_objects(own))  # [ranks, layers, 2]
+    lows, highs = everyone[..., 0].amin(0).tolist(), everyone[..., 1].amax(0).tolist()
+    for activation, low, high in zip(noting, lows, highs, strict=True):
         if low <= high:
             activation.learn(low, high)
         activation.seen = None
-
-
-def _extremes(own: Tensor, collectives: Collectives) -> list[tuple[float, float]]:
-    """Minimum and maximum over all ranks; `own` is (layers, 2)."""
-    everyone = torch.tensor([list(map(float, own.view(-1)))])
-    if collectives.size > 1:
-        everyone = torch.tensor(collectives.gather_objects(own.view(-1).tolist()))
-    pairs = everyone.view(-1, own.shape[0], 2)
-    return [(float(low), float(high)) for low, high in zip(pairs[..., 0].amin(0), pairs[..., 1].amax(0), strict=True)]
 
 
 class Pruned(ABC):
@@ -269,12 +269,16 @@ class Pruned(ABC):
 
     scores_name: ClassVar[str]
 
-    def __init__(self, layer: Layer, rule: Rule, policy: PruningPolicy) -> None:
+    def __init__(self, layer: Layer, rule: Rule, policy: PruningShared | SparseShared | HeadShared) -> None:
         self.layer = layer
         self.rule = rule
         self.policy = policy
         self.is_on = False
         self.mask: Tensor | None = None
+
+    def problem(self) -> Problem | None:
+        """The problem of a policy that does not fit the layer, or None."""
+        return None
 
     @property
     def is_trained(self) -> bool:
@@ -309,15 +313,14 @@ class Pruned(ABC):
 
     def needs_mask(self, updates: int) -> bool:
         """Whether `fix` must be called after this number of updates."""
-        return not self.is_trained and self.mask is None and updates >= self.policy.offset
+        return not self.is_trained and self.mask is None and updates >= self.policy.schedule_offset
 
     def fix(self, weight: Tensor, updates: int) -> None:
         """Choose the mask; `weight` is the full weight, equal on all ranks."""
         self.mask = top_mask(self.sizes(weight.detach().float()), self.rule.dense_ratio)
 
     def advance(self, updates: int) -> None:
-        """Set the number of updates."""
-        self.is_on = updates >= self.policy.offset
+        self.is_on = updates >= self.policy.schedule_offset
 
     def factor(self) -> Tensor | None:
         """The mask for this forward, one value per unit; None if pruning is not active."""
@@ -378,14 +381,19 @@ class SnipWeights(SparseWeights):
     stays pruned.
     """
 
-    def __init__(self, layer: Layer, rule: Rule, policy: PruningPolicy) -> None:
+    policy: SparseShared
+
+    def __init__(self, layer: Layer, rule: Rule, policy: SparseShared) -> None:
         super().__init__(layer, rule, policy)
+        pattern = BLOCK_PATTERN.fullmatch(policy.block_pattern)
+        assert pattern is not None, "checked before"
+        self.in_blocks = pattern[2] == "x"
+        self.numbers = int(pattern[1]), int(pattern[3])  # rows and columns of a block, or N of every M values in a row
         self.score: Tensor | None = None  # one per block; for N:M one per weight
         self._pruned_at = -1
 
     def problem(self) -> Problem | None:
-        """The problem of blocks that do not divide the weight, or None."""
-        rows, columns = self.policy.blocks or (1, (self.policy.n_of_m or (0, 1))[1])
+        rows, columns = self.numbers if self.in_blocks else (1, self.numbers[1])
         shape = tuple(self.layer.parameter.shape)
         if shape[0] % rows == 0 and shape[1] % columns == 0:
             return None
@@ -408,7 +416,7 @@ class SnipWeights(SparseWeights):
         self.score, self._pruned_at = score, updates if self.mask is not None else -1
 
     def _per_block(self, values: Tensor) -> Tensor:
-        return values if self.policy.blocks is None else block_sums(values, self.policy.blocks)
+        return block_sums(values, self.numbers) if self.in_blocks else values
 
     def needs_mask(self, updates: int) -> bool:
         due = is_pruning_due(self.policy, updates) or (updates > self.policy.end and self.mask is None)
@@ -418,12 +426,11 @@ class SnipWeights(SparseWeights):
         """Prune to the schedule's current ratio; by magnitude if there were no gradients yet."""
         score = self._per_block(weight.detach().float().abs()) if self.score is None else self.score
         self._pruned_at = updates
-        if self.policy.blocks is not None:
+        if self.in_blocks:
             mask = top_mask(score, ratio_at(self.policy, self.rule.dense_ratio, updates))
-            self.mask = spread_blocks(mask, self.policy.blocks)
+            self.mask = spread_blocks(mask, self.numbers)
         elif updates >= self.policy.end:
-            assert self.policy.n_of_m is not None
-            self.mask = n_of_m_mask(score, *self.policy.n_of_m)
+            self.mask = n_of_m_mask(score, *self.numbers)
         else:
             self.mask = torch.ones_like(score, dtype=torch.bool)
 
@@ -459,25 +466,30 @@ class PrunedHeads(Pruned):
     """One score per head: masks the head's inputs of an output projection, one of `num_heads` equal blocks."""
 
     scores_name = "head_pruning_scores"
+    policy: HeadShared
+
+    @property
+    def num_heads(self) -> int:
+        assert self.policy.num_heads is not None, "checked before"
+        return self.policy.num_heads
 
     @property
     def head_size(self) -> int:
-        return self.layer.num_in // self.policy.num_heads
+        return self.layer.num_in // self.num_heads
 
     def problem(self) -> Problem | None:
-        """The problem of heads that do not divide the inputs, or None."""
-        if self.layer.num_in % self.policy.num_heads == 0:
+        if self.layer.num_in % self.num_heads == 0:
             return None
         path = "compression_training.head_pruning.shared_parameters.num_heads"
         rule = f"must divide the {self.layer.num_in} inputs of {self.layer.name}"
         fix = "set the model's number of heads, and name the output projections of attention in modules"
-        return Problem(path, self.policy.num_heads, rule, fix)
+        return Problem(path, self.num_heads, rule, fix)
 
     def sizes(self, weight: Tensor) -> Tensor:
-        return sums_along(weight, self.layer.in_dim).view(self.policy.num_heads, self.head_size).sum(dim=1)
+        return sums_along(weight, self.layer.in_dim).view(self.num_heads, self.head_size).sum(dim=1)
 
     def scores_shape(self) -> tuple[int, ...]:
-        return (1, self.policy.num_heads)
+        return (1, self.num_heads)
 
     def weight_factor(self, mask: Tensor) -> Tensor:
         columns = mask.reshape(-1).repeat_interleave(self.head_size)

@@ -12,10 +12,10 @@ from hf_zero.extras.compression.section import (
     BLOCK_PATTERN,
     EVERYTHING,
     ROOT,
-    TECHNIQUES,
     Compression,
     LayerReduction,
     compression_policy,
+    enabled_techniques,
 )
 
 _SNIP_ONLY = ("block_pattern", "dense_ratio", "schedule_offset_stride", "schedule_offset_end", "excluded_modules")
@@ -31,10 +31,8 @@ def examine(config: Any) -> Examined:
 def _problems(config: Any) -> Iterator[Problem]:
     """Check all enabled techniques."""
     section = config.compression_training or Compression()
-    for name in TECHNIQUES:
-        technique = getattr(section, name)
-        if technique is not None and technique.shared_parameters.enabled:
-            yield from _technique_problems(f"{ROOT}.{name}", name, technique)
+    for name, technique in enabled_techniques(section):
+        yield from _technique_problems(f"{ROOT}.{name}", name, technique)
     yield from _layer_problems(section.layer_reduction or LayerReduction())
     own = config.hf_zero
     if own is not None and own.tiled_loss and own.distillation is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.extras.compression.section import PruningPolicy, Rule
+from hf_zero.extras.compression.section import Rule, SparseShared
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +44,18 @@ def number_kept(dense_ratio: float, total: int) -> int:
     return math.ceil(Fraction(str(dense_ratio)) * total)
 
 
-def is_pruning_due(policy: PruningPolicy, updates: int) -> bool:
+def is_pruning_due(policy: SparseShared, updates: int) -> bool:
     """Whether snip_momentum prunes after this number of updates."""
-    if updates < policy.offset or updates > policy.end:
+    if updates < policy.schedule_offset or updates > policy.end:
         return False
-    return updates == policy.end or (updates - policy.offset) % policy.stride == 0
+    return updates == policy.end or (updates - policy.schedule_offset) % policy.schedule_offset_stride == 0
 
 
-def ratio_at(policy: PruningPolicy, dense_ratio: float, updates: int) -> float:
+def ratio_at(policy: SparseShared, dense_ratio: float, updates: int) -> float:
     """snip_momentum: the kept ratio, which decreases from 1 to `dense_ratio` by a constant factor per update."""
     if updates >= policy.end:
         return dense_ratio
-    return float(dense_ratio ** ((updates - policy.offset) / (policy.end - policy.offset)))
+    return float(dense_ratio ** ((updates - policy.schedule_offset) / (policy.end - policy.schedule_offset)))
 
 
 def top_mask(scores: Tensor, dense_ratio: float) -> Tensor:

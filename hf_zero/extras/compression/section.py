@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -58,7 +58,7 @@ class _Group(Section):
 
 
 class WeightParams(Section):
-    """How one group's weights are quantised."""
+    """How one group's weights are quantized."""
 
     start_bits: Bits | None = supported(None, "Bits at the beginning; unset: target_bits.", unit="bits")
     target_bits: Bits | None = supported(None, "Bits in the end; required.", unit="bits")
@@ -68,20 +68,20 @@ class WeightParams(Section):
 
 
 class WeightGroup(_Group):
-    """A group of modules whose weights are quantised alike."""
+    """A group of modules whose weights are quantized alike."""
 
     params: WeightParams = detail(WeightParams(), "Bits and schedule.")
 
 
 class MixedQuantize(Section):
-    """A gradual transition from exact to quantised weights."""
+    """A gradual transition from exact to quantized weights."""
 
-    enabled: Flag = supported(False, "Weights are (1 - r) * quantised + r * exact, r falling from 1 to 0.")
+    enabled: Flag = supported(False, "Weights are (1 - r) * quantized + r * exact, r falling from 1 to 0.")
     quantize_change_ratio: PositiveNumber = supported(0.001, "Decrease of r per update.")
 
 
 class WeightShared(Section):
-    """Settings common to all groups of weight quantisation."""
+    """Settings common to all groups of weight quantization."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(0, _OFFSET, unit="updates")
@@ -92,11 +92,17 @@ class WeightShared(Section):
     fp16_mixed_quantize: MixedQuantize = supported(MixedQuantize(), "A gradual transition, with any precision.")
     quantize_weight_in_forward: Flag = ignored(
         False,
-        "Quantise in forward, or the stored low-precision weights after each update.",
-        why="forward sees quantised weights and masters stay exact either way",
+        "Quantize in forward, or the stored low-precision weights after each update.",
+        why="forward sees quantized weights and masters stay exact either way",
         met=True,
     )
     quantizer_kernel: Flag = ignored(False, "Use a GPU kernel.", why="results are the same", met=True)
+
+    @property
+    def change_ratio(self) -> float | None:
+        """Decrease of r per update; None without a gradual transition."""
+        mixed = self.fp16_mixed_quantize
+        return mixed.quantize_change_ratio if mixed.enabled else None
 
 
 class WeightQuantization(Section):
@@ -107,19 +113,19 @@ class WeightQuantization(Section):
 
 
 class ActivationParams(Section):
-    """How one group's inputs are quantised."""
+    """How one group's inputs are quantized."""
 
     bits: Bits | None = supported(None, "Bits, at least 3; required.", unit="bits")
 
 
 class ActivationGroup(_Group):
-    """A group of modules whose inputs are quantised alike."""
+    """A group of modules whose inputs are quantized alike."""
 
     params: ActivationParams = detail(ActivationParams(), "Bits.")
 
 
 class ActivationShared(Section):
-    """Settings common to all groups of activation quantisation."""
+    """Settings common to all groups of activation quantization."""
 
     enabled: Flag = supported(False, _ON)
     schedule_offset: Count = supported(1000, _OFFSET, unit="updates")
@@ -165,6 +171,11 @@ class SparseShared(Section):
         None, "snip_momentum: the update at which the ratio is reached; unset: schedule_offset.", unit="updates"
     )
     excluded_modules: Names = supported([], "snip_momentum: expressions of modules not to prune.")
+
+    @property
+    def end(self) -> int:
+        """snip_momentum: the update at which the ratio is reached."""
+        return self.schedule_offset if self.schedule_offset_end is None else self.schedule_offset_end
 
 
 class SparsePruning(Section):
@@ -247,20 +258,9 @@ class Distillation(Section):
     )
 
 
-TECHNIQUES: dict[str, Any] = {
-    "weight_quantization": WeightQuantization,
-    "activation_quantization": ActivationQuantization,
-    "sparse_pruning": SparsePruning,
-    "row_pruning": RowPruning,
-    "head_pruning": HeadPruning,
-    "channel_pruning": ChannelPruning,
-}
-
-
 # The policy that follows from compression_training.
 
 
-PruningMethod = Literal["l1", "topk", "snip_momentum"]
 ROOT = "compression_training"
 EVERYTHING = "*"
 BLOCK_PATTERN = re.compile(r"([1-9][0-9]*)([x:])([1-9][0-9]*)")
@@ -284,61 +284,19 @@ class Rule:
     dense_ratio: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightPolicy:
-    """Fake quantisation of weights."""
+@dataclass(frozen=True, slots=True)
+class Technique:
+    """An enabled technique: its shared parameters, and the rules of its groups."""
 
-    offset: int  # updates before the technique begins
+    shared: Any
     rules: tuple[Rule, ...]
-    num_groups: int
-    symmetric: bool
-    stochastic: bool
-    verbose: bool
-    change_ratio: float | None  # of a gradual transition, per update
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationPolicy:
-    """Fake quantisation of inputs."""
-
-    offset: int
-    rules: tuple[Rule, ...]
-    symmetric: bool
-    dynamic: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruningPolicy:
-    """One pruning technique.
-
-    Attributes:
-        blocks: snip_momentum: (rows, columns) of the pruned blocks, ...
-        n_of_m: ... or N of every M values in a row.
-        stride, end: snip_momentum: updates between two prunings, and the update at which the ratio is reached.
-        excluded: snip_momentum: expressions of modules not to prune.
-    """
-
-    offset: int
-    rules: tuple[Rule, ...]
-    method: PruningMethod
-    num_heads: int = 0
-    blocks: tuple[int, int] | None = None
-    n_of_m: tuple[int, int] | None = None
-    stride: int = 1
-    end: int = 0
-    excluded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionPolicy:
-    """The policies of all enabled techniques; `layers` and `distillation` are config sections."""
+    """What a config enables; `techniques` are by their keys."""
 
-    weights: WeightPolicy | None = None
-    activations: ActivationPolicy | None = None
-    sparse: PruningPolicy | None = None
-    rows: PruningPolicy | None = None
-    heads: PruningPolicy | None = None
-    channels: PruningPolicy | None = None
+    techniques: Mapping[str, Technique] = field(default_factory=dict)
     layers: LayerReduction | None = None
     distillation: Distillation | None = None
 
@@ -352,82 +310,36 @@ def compression_policy(config: Any) -> CompressionPolicy:
     section = config.compression_training or Compression()
     layers, own = section.layer_reduction, config.hf_zero.distillation if config.hf_zero is not None else None
     return CompressionPolicy(
-        weights=_weights(section),
-        activations=_activations(section),
-        sparse=_pruning(section, "sparse_pruning"),
-        rows=_pruning(section, "row_pruning"),
-        heads=_pruning(section, "head_pruning"),
-        channels=_pruning(section, "channel_pruning"),
+        techniques={
+            name: Technique(technique.shared_parameters, _rules(name, technique))
+            for name, technique in enabled_techniques(section)
+        },
         layers=layers if layers is not None and layers.enabled else None,
         distillation=own if own is not None and own.enabled else None,
     )
 
 
-def _weights(section: Compression) -> WeightPolicy | None:
-    technique = section.weight_quantization
-    if technique is None or not technique.shared_parameters.enabled:
-        return None
-    shared = technique.shared_parameters
-    mixed = shared.fp16_mixed_quantize
-    return WeightPolicy(
-        offset=shared.schedule_offset,
-        rules=_rules("weight_quantization", technique.different_groups),
-        num_groups=shared.quantize_groups,
-        symmetric=shared.quantization_type == "symmetric",
-        stochastic=shared.rounding == "stochastic",
-        verbose=shared.quantize_verbose,
-        change_ratio=mixed.quantize_change_ratio if mixed.enabled else None,
-    )
+def enabled_techniques(section: Compression) -> Iterator[tuple[str, Any]]:
+    """Key and section of each enabled technique, in the order in which they act."""
+    for name, technique in section:
+        if technique is not None and name != "layer_reduction" and technique.shared_parameters.enabled:
+            yield name, technique
 
 
-def _activations(section: Compression) -> ActivationPolicy | None:
-    technique = section.activation_quantization
-    if technique is None or not technique.shared_parameters.enabled:
-        return None
-    shared = technique.shared_parameters
-    return ActivationPolicy(
-        offset=shared.schedule_offset,
-        rules=_rules("activation_quantization", technique.different_groups),
-        symmetric=shared.quantization_type == "symmetric",
-        dynamic=shared.range_calibration == "dynamic",
-    )
-
-
-def _pruning(section: Compression, name: str) -> PruningPolicy | None:
-    technique = getattr(section, name)
-    if technique is None or not technique.shared_parameters.enabled:
-        return None
-    shared = technique.shared_parameters
-    rules = _rules(name, technique.different_groups)
-    if shared.method != "snip_momentum":
-        num_heads = getattr(shared, "num_heads", None) or 0
-        return PruningPolicy(offset=shared.schedule_offset, rules=rules, method=shared.method, num_heads=num_heads)
-    everything = Rule(path=f"{ROOT}.{name}", modules=(EVERYTHING,), dense_ratio=shared.dense_ratio)
-    match = BLOCK_PATTERN.fullmatch(shared.block_pattern)
-    assert match is not None, "checked before"
-    pair = int(match[1]), int(match[3])
-    return PruningPolicy(
-        offset=shared.schedule_offset,
-        rules=rules or (everything,),
-        method=shared.method,
-        blocks=pair if match[2] == "x" else None,
-        n_of_m=pair if match[2] == ":" else None,
-        stride=shared.schedule_offset_stride,
-        end=shared.schedule_offset if shared.schedule_offset_end is None else shared.schedule_offset_end,
-        excluded=tuple(shared.excluded_modules),
-    )
-
-
-def _rules(technique: str, groups: Mapping[str, Any]) -> tuple[Rule, ...]:
-    return tuple(
+def _rules(name: str, technique: Any) -> tuple[Rule, ...]:
+    rules = tuple(
         Rule(
-            path=f"{ROOT}.{technique}.different_groups.{name}",
+            path=f"{ROOT}.{name}.different_groups.{group_name}",
             modules=tuple(group.modules),
             related=tuple(map(tuple, group.related_modules)),
             **_numbers(group.params),
         )
-        for name, group in groups.items()
+        for group_name, group in technique.different_groups.items()
     )
+    if rules:
+        return rules
+    # Only snip_momentum may have no groups.
+    return (Rule(path=f"{ROOT}.{name}", modules=(EVERYTHING,), dense_ratio=technique.shared_parameters.dense_ratio),)
 
 
 def _numbers(params: Any) -> dict[str, Any]:

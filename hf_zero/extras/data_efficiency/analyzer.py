@@ -36,16 +36,8 @@ from hf_zero.staging import alone_in, staging_file
 Integers = NDArray[Any]
 MAGIC = b"MMIDIDX\x00\x00"
 _HEAD = struct.Struct("<QBQQ")
-_DTYPES: dict[int, Any] = {
-    1: np.uint8,
-    2: np.int8,
-    3: np.int16,
-    4: np.int32,
-    5: np.int64,
-    6: np.uint16,
-    7: np.uint32,
-    8: np.uint64,
-}
+_TYPES = (np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16, np.uint32, np.uint64)
+_DTYPES: dict[int, Any] = dict(enumerate(_TYPES, start=1))
 _CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
 
 

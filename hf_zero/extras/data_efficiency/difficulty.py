@@ -22,25 +22,6 @@ from hf_zero.extras.data_efficiency.section import DifficultyPolicy
 Custom = Callable[[int], int]
 
 
-def difficulty(policy: DifficultyPolicy, step: int) -> int:
-    """The difficulty of update `step` (from 1), for all schedules except custom."""
-    if policy.schedule == "fixed_discrete":
-        return _discrete(policy, step)
-    assert policy.schedule in ("fixed_linear", "fixed_root"), "a custom schedule has its own function"
-    share = (float(step) / policy.total_steps) ** (1.0 / policy.degree)
-    value: int = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
-    value -= value % policy.multiple
-    first = -(-policy.minimum // policy.multiple) * policy.multiple
-    return min(max(value, first), policy.maximum)
-
-
-def _discrete(policy: DifficultyPolicy, step: int) -> int:
-    for last, value in zip(policy.last_steps, policy.difficulties):
-        if step <= last or value >= policy.maximum:
-            return value
-    return policy.difficulties[-1]
-
-
 class Difficulty:
     """The schedule of one training: a policy and, for custom schedules, a function. Stateless."""
 
@@ -54,14 +35,24 @@ class Difficulty:
         Raises:
             RuntimeError: if a custom schedule has no function.
         """
-        if self.policy.schedule != "custom":
-            return difficulty(self.policy, step)
-        if self.custom is None:
-            raise RuntimeError(
-                'schedule_type "custom" needs its function: engine.set_custom_curriculum_learning_schedule({metric: '
-                "function of the update's number}) before the first batch"
-            )
-        return min(int(self.custom(step)), self.policy.maximum)
+        policy = self.policy
+        if policy.schedule == "custom":
+            if self.custom is None:
+                raise RuntimeError(
+                    'schedule_type "custom" needs its function: engine.set_custom_curriculum_learning_schedule('
+                    "{metric: function of the update's number}) before the first batch"
+                )
+            return min(int(self.custom(step)), policy.maximum)
+        if policy.schedule == "fixed_discrete":
+            for last, listed in zip(policy.last_steps, policy.difficulties):
+                if step <= last or listed >= policy.maximum:
+                    return listed
+            return policy.difficulties[-1]
+        share = (float(step) / policy.total_steps) ** (1.0 / policy.degree)
+        value: int = math.floor(share * (policy.maximum - policy.minimum) + policy.minimum)
+        value -= value % policy.multiple
+        first = -(-policy.minimum // policy.multiple) * policy.multiple
+        return min(max(value, first), policy.maximum)
 
 
 class CurriculumScheduler:
@@ -95,7 +86,6 @@ class CurriculumScheduler:
         self.state["current_difficulty"] = value
 
     def set_custom_get_difficulty(self, function: Custom) -> None:
-        """Set the function for schedule_type custom."""
         self._difficulty.custom = function
 
     def get_state(self) -> dict[str, Any]:

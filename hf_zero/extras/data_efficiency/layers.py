@@ -131,12 +131,10 @@ class RandomLTD(AroundLayers):
         return kept_tokens(self.policy, self._progress.step)
 
     def layer_tokens(self, step: int) -> int:
-        """Layer tokens of one update."""
         dense = self.policy.num_layers - self.num_layers
         return self._batch_size * (kept_tokens(self.policy, step) * self.num_layers + self.policy.max_tokens * dense)
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
-        """Layer tokens of the whole training."""
         return sum(self.layer_tokens(step) for step in range(train_iters))
 
     def holds_schedule(self, progress: Progress) -> bool:
@@ -313,7 +311,6 @@ class ProgressiveLayerDrop(AroundLayers):
         self._returns_tuple: bool | None = None  # whether layers return tuples, which skipped ones must, too
 
     def get_theta(self) -> float:
-        """The theta of the current update."""
         return theta_at(self.policy, self._progress.step + 1)
 
     def keeps(self, layer: int) -> bool:

@@ -52,7 +52,10 @@ def pack(
     """
     fitting = [(length, number) for length, number in zip(lengths, numbers, strict=True) if length <= policy.max_tokens]
     if len(fitting) < len(numbers):
-        _report_left_out([number for length, number in zip(lengths, numbers) if length > policy.max_tokens], policy)
+        dropped = [number for length, number in zip(lengths, numbers) if length > policy.max_tokens]
+        shown = ", ".join(map(str, dropped[:_SHOWN])) + (", ..." if len(dropped) > _SHOWN else "")
+        text = "dynamic_batching: %d samples are longer than max_tokens (%d) and are dropped: %s"
+        logger.warning(text, len(dropped), policy.max_tokens, shown)
     if policy.order == "random":
         shuffled = np.random.default_rng((policy.seed, policy.epoch)).permutation(len(fitting))
         fitting = [fitting[place] for place in shuffled]
@@ -76,42 +79,21 @@ def pack(
 
 def _groups(samples: Sequence[tuple[int, int]], policy: PackingPolicy, together: int) -> list[list[tuple[int, int]]]:
     """Build packs in order, `together` equal-sized ones at a time, whose samples are dealt in turn to even lengths."""
-    made: list[list[tuple[int, int]]] = []
-    growing: list[list[tuple[int, int]]] = [[] for _ in range(together)]
-    tokens = [0] * together
-    left_out = 0
-
-    def close() -> None:
-        nonlocal growing, tokens, left_out
-        if len(growing[0]) >= policy.min_samples:
-            made.extend(growing)
-        else:
-            left_out += sum(len(group) for group in growing)
-        growing, tokens = [[] for _ in range(together)], [0] * together
-
+    sets: list[list[list[tuple[int, int]]]] = []  # of `together` packs
+    tokens: list[int] = []  # of the packs of the last set
     for start in range(0, len(samples) - together + 1, together):
         row = samples[start : start + together]
-        is_full = policy.max_samples is not None and len(growing[0]) == policy.max_samples
+        is_full = not sets or len(sets[-1][0]) == policy.max_samples
         if is_full or any(have + length > policy.max_tokens for have, (length, _) in zip(tokens, row)):
-            close()
-        for place, (length, number) in enumerate(row):
-            growing[place].append((length, number))
-            tokens[place] += length
-    if growing[0]:
-        close()
+            sets.append([[] for _ in range(together)])
+            tokens = [0] * together
+        for place, sample in enumerate(row):
+            sets[-1][place].append(sample)
+            tokens[place] += sample[0]
+    left_out = together * sum(len(packs[0]) for packs in sets if len(packs[0]) < policy.min_samples)
     if left_out:
         logger.warning("dynamic_batching: %d samples in packs smaller than min_batch_size are dropped", left_out)
-    return made
-
-
-def _report_left_out(numbers: Sequence[int], policy: PackingPolicy) -> None:
-    shown = ", ".join(str(number) for number in numbers[:_SHOWN]) + (", ..." if len(numbers) > _SHOWN else "")
-    logger.warning(
-        "dynamic_batching: %d samples are longer than max_tokens (%d) and are dropped: %s",
-        len(numbers),
-        policy.max_tokens,
-        shown,
-    )
+    return [pack for packs in sets if len(packs[0]) >= policy.min_samples for pack in packs]
 
 
 def batch_by_seqlens(

@@ -58,30 +58,24 @@ def examine(config: Any) -> Examined:
     return examined
 
 
+_FEATURES = {"data_sampling": ("curriculum_learning", "dynamic_batching"), "data_routing": ("random_ltd",)}
+
+
 def _switched_on(section: DataEfficiency, examined: Examined) -> tuple[DataSampling | None, DataRouting | None]:
     """The enabled subsections: an outer `enabled` disables them only if it is false, not if it is absent."""
-    sampling, routing = section.data_sampling, section.data_routing
-    inner: list[tuple[str, Any]] = []
-    if sampling is not None:
-        inner += [("data_sampling.curriculum_learning", sampling.curriculum_learning)]
-        inner += [("data_sampling.dynamic_batching", sampling.dynamic_batching)]
-    if routing is not None:
-        inner += [("data_routing.random_ltd", routing.random_ltd)]
-    for path, part in inner:
-        outer: dict[str, Any] = {"data_efficiency": section.enabled}
-        outer["data_efficiency.data_sampling"] = sampling and sampling.enabled
-        outer["data_efficiency.data_routing"] = routing and routing.enabled
-        whole = f"data_efficiency.{path}"
-        off = [name for name, is_on in outer.items() if is_on is False and whole.startswith(name)]
-        if off and part is not None and part.enabled:
-            text = f"no effect, {off[0]}.enabled is false"
-            examined.remarks.append(Remark(f"{whole}.enabled", text, True, ignored=True))
-    if section.enabled is False:
-        return None, None
-    return (
-        None if sampling is None or sampling.enabled is False else sampling,
-        None if routing is None or routing.enabled is False else routing,
-    )
+    parts: list[Any] = []
+    for name, features in _FEATURES.items():
+        part = getattr(section, name)
+        off = "data_efficiency" if section.enabled is False else None
+        if off is None and part is not None and part.enabled is False:
+            off = f"data_efficiency.{name}"
+        for feature in features if part is not None and off is not None else ():
+            own = getattr(part, feature)
+            if own is not None and own.enabled:
+                path, text = f"data_efficiency.{name}.{feature}.enabled", f"no effect, {off}.enabled is false"
+                examined.remarks.append(Remark(path, text, True, ignored=True))
+        parts.append(None if off is not None else part)
+    return parts[0], parts[1]
 
 
 def _sequence_length(section: CurriculumLearning | None, examined: Examined) -> DifficultyPolicy | None:
@@ -298,10 +292,5 @@ def packing_of(section: DataSampling | None, seed: int, problems: list[Problem])
         min_samples=given.min_batch_size,
         max_samples=given.max_batch_size,
         order=given.sequence_picking_order,
-        scaling=given.lr_scaling_method,
         seed=seed,
-        metrics_path=given.metrics_path,
-        num_workers=section.num_workers,
-        pin_memory=section.pin_memory,
-        verbose=given.verbose,
     )

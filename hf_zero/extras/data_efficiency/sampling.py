@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,7 +107,6 @@ class Difficulties(dict[str, Difficulty]):
         super().__init__((metric.name, Difficulty(metric.difficulty)) for metric in policy.metrics)
 
     def set_custom(self, functions: Mapping[str, Custom]) -> None:
-        """Set the functions of custom schedules, by metric."""
         unknown = sorted(set(functions) - set(self))
         if unknown:
             raise ValueError(f"no such metric: {', '.join(unknown)}; the metrics are {', '.join(self)}")
@@ -125,17 +124,20 @@ class SampleStream:
     Args:
         num_samples: size of the data set.
         batch_size: samples per update, over all ranks.
+        difficulties: schedules to share with others; default: new ones.
 
     Raises:
         ValueError: if the analyzer's files do not belong to this data set.
     """
 
-    def __init__(self, policy: SamplingPolicy, num_samples: int, batch_size: int) -> None:
+    def __init__(
+        self, policy: SamplingPolicy, num_samples: int, batch_size: int, difficulties: Difficulties | None = None
+    ) -> None:
         self.policy = policy
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.num_updates = num_samples * policy.num_epochs // batch_size
-        self.difficulties = Difficulties(policy)
+        self.difficulties = Difficulties(policy) if difficulties is None else difficulties
         self._admissions = [Admission(metric, num_samples) for metric in policy.metrics if metric.chooses_samples]
         self._restart()
 
@@ -179,14 +181,13 @@ class SampleStream:
         if now == self._last and self._clusters:
             return
         self._last = now
-        admitted = np.ones(self.num_samples, bool) if not self._admissions else self._easy_enough(now)
-        order = self._admissions[0].samples(now[self._admissions[0].metric.name]) if self._admissions else None
-        new = (
-            np.flatnonzero(admitted & ~self._admitted) if order is None else order[(admitted & ~self._admitted)[order]]
-        )
+        admitted, order = self._easy_enough(now), np.arange(self.num_samples)
+        if self._admissions:
+            order = self._admissions[0].samples(now[self._admissions[0].metric.name])
+        new = order[(admitted & ~self._admitted)[order]]
         self._admitted |= admitted
         if len(new):
-            self._clusters.append(Cluster(len(self._clusters), new.astype(np.int64), self.policy.seed))
+            self._clusters.append(Cluster(len(self._clusters), new, self.policy.seed))
         if not self._clusters:
             shown = ", ".join(f"{name} {value}" for name, value in now.items())
             raise ValueError(
@@ -216,12 +217,6 @@ def _within(counts: NDArray[Any], sizes: NDArray[Any]) -> NDArray[Any]:
         counts = counts + _within(np.array([more, *[0] * (len(sizes) - 1)]), sizes)
         over -= more
     return counts
-
-
-def rank_part(batch: Sequence[int] | Ids, micro_step: int, micro_size: int, world: int, rank: int) -> list[int]:
-    """One rank's samples in one micro-step of an update."""
-    start = (micro_step * world + rank) * micro_size
-    return [int(sample) for sample in batch[start : start + micro_size]]
 
 
 _LEADERS = ("input_ids", "inputs_embeds", "decoder_input_ids", "labels", "attention_mask")
@@ -322,7 +317,6 @@ class LengthCurriculum(TrainingFeature):
         return truncate(keywords, self.length(progress))
 
     def set_custom_get_difficulty(self, function: Custom) -> None:
-        """Set the function of a custom schedule."""
         self.difficulty.custom = function
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -331,7 +325,6 @@ class LengthCurriculum(TrainingFeature):
 
 
 def length_curriculum_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, if the config enables it."""
     policy = data_policy(resolved).sequence_length
     if policy is None:
         return None
@@ -354,28 +347,18 @@ class SampledCurriculumFeature(TrainingFeature):
         self.next_step = 0  # update at which the engine's loader begins
 
     def current(self, progress: Progress) -> dict[str, int]:
-        """The difficulty of every metric in the current update."""
         return self.schedules.current(progress.step)
 
     def set_custom(self, functions: Mapping[str, Custom]) -> None:
-        """Set the functions of custom schedules, by metric."""
         self.schedules.set_custom(functions)
         for stream in self.streams:
             stream.set_custom(functions)
 
-    def stream(self, num_samples: int, batch_size: int) -> SampleStream:
-        """Create a stream with this training's custom functions."""
-        stream = SampleStream(self.policy, num_samples, batch_size)
-        custom = {name: s.custom for name, s in self.schedules.items() if s.custom is not None}
-        if custom:
-            stream.set_custom(custom)
-        self.streams.append(stream)
-        return stream
-
     def loader_options(self, draw: Draw) -> dict[str, Any]:
         options: dict[str, Any] = {"num_workers": self.policy.num_workers}
         if draw.num_samples is not None and self.policy.chooses_samples:
-            stream = self.stream(draw.num_samples, draw.per_update)
+            stream = SampleStream(self.policy, draw.num_samples, draw.per_update, self.schedules)
+            self.streams.append(stream)
             size, world, rank = draw.micro_batch_size, draw.world, draw.rank
             options["batch_sampler"] = RankBatches(stream, size, world, rank, lambda: self.next_step)
         return options
@@ -450,9 +433,10 @@ class RankBatches(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self._first_step(), self.stream.num_updates):
             self.stream.seek(step)
-            batch = self.stream.batch()
+            batch = self.stream.batch().tolist()
             for micro_step in range(self._per_update):
-                yield rank_part(batch, micro_step, self._micro_size, self._world, self._rank)
+                start = (micro_step * self._world + self._rank) * self._micro_size
+                yield batch[start : start + self._micro_size]
 
 
 class DeepSpeedDataSampler(RankBatches):
@@ -499,7 +483,6 @@ class DeepSpeedDataSampler(RankBatches):
 
 
 def sampled_curriculum_of(_model: nn.Module, resolved: Resolved) -> TrainingFeature | None:
-    """The feature, if the config enables it."""
     policy = data_policy(resolved).sampling
     return None if policy is None else SampledCurriculumFeature(policy)
 

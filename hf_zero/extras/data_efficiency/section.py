@@ -130,7 +130,7 @@ class LtdSchedule(Section):
     min_value: Positive | None = supported(None, "Initial number of tokens.", unit="tokens")
     max_value: Positive | None = supported(None, "Final number of tokens.", unit="tokens")
     schedule_type: Literal["fixed_linear"] | None = supported(None, "fixed_linear.")
-    schedule_config: LtdScheduleConfig | None = detail(None, "Its numbers.")
+    schedule_config: LtdScheduleConfig | None = detail(None, "Its parameters.")
 
 
 class LayerTokenLr(Section):
@@ -157,8 +157,8 @@ class RandomLTD(Section):
     )
     random_ltd_schedule: LtdSchedule | None = detail(None, "Its schedule.")
     layer_token_lr_schedule: LayerTokenLr | None = detail(None, "The learning rate.")
-    micro_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="the batch sizes say it", met=True)
-    global_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="the batch sizes say it", met=True)
+    micro_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="set by the batch sizes", met=True)
+    global_batch_size: Whole | None = ignored(None, "Filled in by DeepSpeed.", why="set by the batch sizes", met=True)
 
 
 class DataRouting(Section):
@@ -236,13 +236,8 @@ class PackingPolicy:
     min_samples: int = 1
     max_samples: int | None = None
     order: str = "dataloader"  # or random, seqlen
-    scaling: str = "linear"  # of the learning rate with the number of samples; or sqrt, none
     seed: int = 0
     epoch: int = 0
-    metrics_path: str | None = None  # the analyzer's folder
-    num_workers: int = 0
-    pin_memory: bool = False
-    verbose: bool = False
 
     def __post_init__(self) -> None:
         orders = ("dataloader", "random", "seqlen")
@@ -285,6 +280,5 @@ class DataPolicy:
 
 
 def data_policy(resolved: Resolved) -> DataPolicy:
-    """The data efficiency policy of a config."""
     policy: DataPolicy = resolved.extras.get("data_efficiency", DataPolicy())
     return policy

@@ -7,6 +7,7 @@ engine.training_dataloader, engine.lr_scheduler = loader, scheduler
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_zero.extras.data_efficiency.analyzer import DistributedDataAnalyzer, IndexedRows
 from hf_zero.extras.data_efficiency.packs import PackedBatches, VariableBatches, scale_lr
-from hf_zero.extras.data_efficiency.section import PackingPolicy, data_policy
+from hf_zero.extras.data_efficiency.section import DataSampling, DynamicBatching, PackingPolicy, data_policy
 from hf_zero.log import logger
 from hf_zero.schedules import write_rates
 
@@ -103,7 +104,6 @@ class VariableBatchSizeLR(LRScheduler):
         return self.base_lr_scheduler.optimizer
 
     def get_lr(self) -> list[Any]:
-        """The scaled rate of every group."""
         return self._rates()
 
     def get_last_lr(self) -> list[Any]:
@@ -292,7 +292,9 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         RuntimeError: if the section is not enabled.
         ValueError: if lengths are missing, or belong to another data set.
     """
-    policy = data_policy(engine.settings.resolved).packing
+    resolved = engine.settings.resolved
+    section, loading = resolved.section(DynamicBatching), resolved.section(DataSampling)
+    policy = data_policy(resolved).packing
     if policy is None:
         raise RuntimeError(
             "data_efficiency.data_sampling.dynamic_batching is not enabled in the engine's config: set enabled and "
@@ -301,27 +303,27 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     ranks = engine.groups.data
     lengths = dataset_seqlens
     if lengths is None:
-        lengths = _analysed(dataset, engine, policy, dataloader_collate_fn, batch_seqlens_fn)
+        lengths = _analysed(dataset, engine, section.metrics_path, dataloader_collate_fn, batch_seqlens_fn)
     return get_dataloader_and_lr_scheduler_for_variable_batch_size(
         dataset,
         lengths,
         policy.max_tokens,
         engine.settings.samples_per_update(),
         dataset_filter_ids,
-        policy.scaling,
+        section.lr_scaling_method,
         policy.min_samples,
         policy.max_samples,
         policy.order,
         engine.settings.train_micro_batch_size_per_gpu(),
         ranks.rank,
         ranks.size,
-        policy.num_workers,
+        loading.num_workers,
         dataloader_collate_fn,
-        policy.pin_memory,
+        loading.pin_memory,
         engine.lr_scheduler or engine.optimizer,
         sample_padding_fn=sample_padding_fn,
         required_microbatches_of_same_seqlen=sample_padding_fn is not None,
-        verbose=policy.verbose,
+        verbose=section.verbose,
         seed=policy.seed,
         first_update=lambda: int(engine.global_steps),
     )
@@ -330,15 +332,15 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
 def _analysed(
     dataset: Any,
     engine: Any,
-    policy: PackingPolicy,
+    metrics_path: str | None,
     collate_fn: Callable[[list[Any]], Any] | None,
     batch_seqlens_fn: Callable[[Any], Any] | None,
 ) -> list[int]:
     """Tokens of every sample, from the analyzer's file."""
     key = "data_efficiency.data_sampling.dynamic_batching.metrics_path"
-    if policy.metrics_path is None:
+    if metrics_path is None:
         raise ValueError(f"give dataset_seqlens, the tokens of every sample, or set {key} to the analyzer's folder")
-    prefix = Path(policy.metrics_path) / "seqlen" / "seqlen_sample_to_metric"
+    prefix = Path(metrics_path) / "seqlen" / "seqlen_sample_to_metric"
     exist = [prefix.with_name(f"{prefix.name}{suffix}").exists() for suffix in (".bin", ".idx")]
     if not all(engine.groups.world.gather_objects(all(exist))):
         if batch_seqlens_fn is None:
@@ -352,7 +354,7 @@ def _analysed(
             metric_names=["seqlen"],
             metric_functions=[batch_seqlens_fn],
             metric_types=["single_value_per_sample"],
-            save_path=policy.metrics_path,
+            save_path=metrics_path,
             collate_fn=collate_fn,
         ).run_map_reduce(engine.groups.world)
     lengths = [int(value) for value in IndexedRows(str(prefix)).flat()]
@@ -375,7 +377,7 @@ def _loader(
     num_workers: int,
     pin_memory: bool,
 ) -> tuple[DataLoader[Any], dict[str, Any]]:
-    joined = _Joined(collate_fn)
+    joined = partial(_joined, collate_fn or list)  # loader workers may need to pickle it
     loader: DataLoader[Any] = DataLoader(
         packs, batch_size=batch_size, sampler=sampler, collate_fn=joined, num_workers=num_workers, pin_memory=pin_memory
     )
@@ -383,11 +385,6 @@ def _loader(
     return loader, {**keywords, "num_local_io_workers": num_workers, "pin_memory": pin_memory}
 
 
-class _Joined:
-    """Collates several packs as one batch. A class, because loader workers may need to pickle it."""
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        self._collate = collate_fn or list
-
-    def __call__(self, packs: Sequence[Sequence[Any]]) -> Any:
-        return self._collate([sample for samples in packs for sample in samples])
+def _joined(collate_fn: Callable[[list[Any]], Any], packs: Sequence[Sequence[Any]]) -> Any:
+    """Several packs collated as one batch."""
+    return collate_fn([sample for samples in packs for sample in samples])

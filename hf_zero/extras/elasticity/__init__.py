@@ -33,24 +33,36 @@ _HIGHLY_COMPOSITE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticRule:
-    """The validated section.
+_VERSIONS = (0.1, 0.2)
 
-    Attributes:
-        max_batch: maximum number of samples per update.
-        by_nodes: whether ranks are added and removed in nodes of `per_node` (version 0.2).
-        model_ranks: number of ranks that share one model.
-    """
 
-    max_batch: int
-    micro_batches: tuple[int, ...]
-    min_ranks: int = 1
-    max_ranks: int = 10000
-    prefers_larger: bool = True
-    by_nodes: bool = True
-    per_node: int = 1
-    model_ranks: int = 1
+class Elasticity(Section):
+    """A batch size for many numbers of ranks (docs/elasticity.md)."""
+
+    enabled: Flag = supported(False, "Compute the three batch sizes from this section and the number of ranks.")
+    max_train_batch_size: Positive | None = supported(None, "Maximum samples per update.", unit="samples")
+    micro_batch_sizes: list[Positive] | None = supported(None, "Allowed micro-batches.", unit="samples")
+    min_gpus: Positive = supported(1, "Minimum number of ranks.")
+    max_gpus: Positive = supported(10000, "Maximum number of ranks.")
+    min_time: Count = ignored(0, "For a scheduler.", why="it is not used, as in DeepSpeed", unit="minutes")
+    version: PositiveNumber = supported(0.2, "0.1: any number of ranks; 0.2: whole nodes.")
+    prefer_larger_batch: Flag = supported(True, "Prefer the larger of equally good batch sizes.")
+    ignore_non_elastic_batch_info: Flag = supported(False, "Ignore batch sizes outside of the section.")
+    num_gpus_per_node: Positive = supported(1, "0.2: ranks that are added and removed together.")
+    model_parallel_size: Positive = supported(1, "0.2: ranks per model.")
+
+    @property
+    def by_nodes(self) -> bool:
+        """Whether ranks are added and removed in nodes of `num_gpus_per_node`."""
+        return self.version == _VERSIONS[1]
+
+    @property
+    def most(self) -> int:
+        return self.max_train_batch_size or 0
+
+    @property
+    def micros(self) -> list[int]:
+        return self.micro_batch_sizes or []
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,63 +88,62 @@ class ElasticProblem(ValueError):
         self.key = key
 
 
-def elastic_batch(rule: ElasticRule, ranks: int | None = None) -> ElasticBatch:
-    """The batch size of a job, and its micro-batch for `ranks` ranks (data-parallel ranks times `rule.model_ranks`).
+def elastic_batch(rule: Elasticity, ranks: int | None = None) -> ElasticBatch:
+    """The batch size of a job, and its micro-batch for `ranks` ranks (data-parallel ranks times model_parallel_size).
 
     Raises:
         ElasticProblem: if there is none.
     """
-    if max(rule.micro_batches) > rule.max_batch:
-        raise ElasticProblem(
-            "micro_batch_sizes", f"{max(rule.micro_batches)} is more than max_train_batch_size = {rule.max_batch}"
-        )
+    if max(rule.micros) > rule.most:
+        raise ElasticProblem("micro_batch_sizes", f"{max(rule.micros)} is more than max_train_batch_size = {rule.most}")
     if not rule.by_nodes:
-        chosen = _best(rule, rule.max_batch, rule.min_ranks, rule.max_ranks)
+        chosen = _best(rule, rule.most, rule.min_gpus, rule.max_gpus)
         return chosen if ranks is None else ElasticBatch(chosen.batch, chosen.counts, _micro(rule, chosen, ranks))
-    if rule.per_node % rule.model_ranks:
+    if rule.num_gpus_per_node % rule.model_parallel_size:
         raise ElasticProblem(
-            "model_parallel_size", f"num_gpus_per_node = {rule.per_node} is not a multiple of {rule.model_ranks}"
+            "model_parallel_size",
+            f"num_gpus_per_node = {rule.num_gpus_per_node} is not a multiple of {rule.model_parallel_size}",
         )
     return _by_nodes(rule, ranks)
 
 
-def _by_nodes(rule: ElasticRule, ranks: int | None) -> ElasticBatch:
-    data_ranks = rule.per_node // rule.model_ranks  # of one node
-    of_node = rule.max_batch // data_ranks
-    if max(rule.micro_batches) > of_node:
+def _by_nodes(rule: Elasticity, ranks: int | None) -> ElasticBatch:
+    data_ranks = rule.num_gpus_per_node // rule.model_parallel_size  # of one node
+    of_node = rule.most // data_ranks
+    if max(rule.micros) > of_node:
         raise ElasticProblem(
             "micro_batch_sizes",
-            f"{max(rule.micro_batches)} on each of a node's {data_ranks} data-parallel ranks is more than "
-            f"max_train_batch_size = {rule.max_batch}",
+            f"{max(rule.micros)} on each of a node's {data_ranks} data-parallel ranks is more than "
+            f"max_train_batch_size = {rule.most}",
         )
-    nodes = _best(rule, of_node, rule.min_ranks // rule.per_node, rule.max_ranks // rule.per_node)
+    nodes = _best(rule, of_node, rule.min_gpus // rule.num_gpus_per_node, rule.max_gpus // rule.num_gpus_per_node)
     chosen = ElasticBatch(nodes.batch * data_ranks, tuple(count * data_ranks for count in nodes.counts))
     if ranks is None:
         return chosen
-    mine = ranks // rule.model_ranks
+    mine = ranks // rule.model_parallel_size
     if mine in chosen.counts:
         return ElasticBatch(chosen.batch, chosen.counts, _micro(rule, chosen, mine))
     # Other numbers of ranks use the largest batch size up to the maximum that is a multiple of their number.
-    mine = ranks * data_ranks // rule.per_node
-    batches = [rule.max_batch // (micro * mine) * micro * mine for micro in rule.micro_batches] if mine else [0]
-    batch = max(batches) if rule.prefers_larger else min(batches)
+    mine = ranks * data_ranks // rule.num_gpus_per_node
+    batches = [rule.most // (micro * mine) * micro * mine for micro in rule.micros] if mine else [0]
+    batch = max(batches) if rule.prefer_larger_batch else min(batches)
     if not batch:
         raise ElasticProblem(
-            "max_train_batch_size", f"{ranks} ranks need more than {rule.max_batch} samples, one micro-batch each"
+            "max_train_batch_size", f"{ranks} ranks need more than {rule.most} samples, one micro-batch each"
         )
     own = ElasticBatch(batch, (mine,))
     return ElasticBatch(batch, own.counts, _micro(rule, own, mine))
 
 
-def _best(rule: ElasticRule, max_batch: int, min_count: int, max_count: int) -> ElasticBatch:
-    micros, least = rule.micro_batches, min(rule.micro_batches)
+def _best(rule: Elasticity, max_batch: int, min_count: int, max_count: int) -> ElasticBatch:
+    micros, least = rule.micros, min(rule.micros)
     low, high = min_count or 1, max_count or max_batch // least
     bases = [*micros, math.lcm(*micros)]
     # The order of equally good candidates does not matter: a larger (smaller) batch size always replaces the best.
     best, counts = least, tuple[int, ...]()
     for batch in sorted({_grown(base, max_batch) for base in bases if base <= max_batch}):
         dividing = valid_counts(batch, micros, low, high)
-        better = batch > best if rule.prefers_larger else batch < best
+        better = batch > best if rule.prefer_larger_batch else batch < best
         if len(dividing) > len(counts) or (len(dividing) == len(counts) and better):
             best, counts = batch, dividing
     return ElasticBatch(best, counts)
@@ -157,14 +168,14 @@ def _divisors(number: int) -> set[int]:
     return {*small, *(number // divisor for divisor in small)}
 
 
-def _micro(rule: ElasticRule, chosen: ElasticBatch, count: int) -> int:
+def _micro(rule: Elasticity, chosen: ElasticBatch, count: int) -> int:
     """The largest micro-batch for a compatible number of ranks."""
     if count not in chosen.counts:
         raise ElasticProblem(
             "elasticity",
             f"{count} ranks are not compatible with the batch size {chosen.batch}; valid: {_shown(chosen.counts)}",
         )
-    fitting = [micro for micro in rule.micro_batches if chosen.batch // count % micro == 0]
+    fitting = [micro for micro in rule.micros if chosen.batch // count % micro == 0]
     return max(fitting)
 
 
@@ -225,11 +236,11 @@ def compute_elastic_config(
         return chosen.batch, list(chosen.counts)
     micro = chosen.micro
     if micro is None:  # the number of ranks is unknown: use the largest possible one
-        micro = max((m for m in rule.micro_batches if chosen.batch % m == 0), default=None)
+        micro = max((m for m in rule.micros if chosen.batch % m == 0), default=None)
     return chosen.batch, list(chosen.counts), micro
 
 
-def _rule(ds_config: object) -> ElasticRule:
+def _rule(ds_config: object) -> Elasticity:
     if not isinstance(ds_config, dict):
         raise ValueError(f"compute_elastic_config({type(ds_config).__name__}): the config must be a dict")
     if "elasticity" not in ds_config:
@@ -239,15 +250,15 @@ def _rule(ds_config: object) -> ElasticRule:
     return _checked(ds_config["elasticity"])
 
 
-def _checked(section: object) -> ElasticRule:
+def _checked(section: object) -> Elasticity:
     config, findings = validate({"elasticity": section})
     problems = [finding for finding in findings if isinstance(finding, Problem)]
-    rule = None
     if not problems:
-        rule, problems = rule_of(vars(config)["elasticity"])
-    if rule is None:
+        problems = list(_section_problems(vars(config)["elasticity"]))
+    if problems:
         raise ElasticityConfigError("; ".join(map(str, problems)))
-    return rule
+    checked: Elasticity = vars(config)["elasticity"]
+    return checked
 
 
 def _world_size() -> int:
@@ -273,44 +284,8 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: dict[str, Any])
         raise ElasticityConfigError("; ".join(map(str, problems)))
 
 
-class Elasticity(Section):
-    """A batch size for many numbers of ranks (docs/elasticity.md)."""
-
-    enabled: Flag = supported(False, "Compute the three batch sizes from this section and the number of ranks.")
-    max_train_batch_size: Positive | None = supported(None, "Maximum samples per update.", unit="samples")
-    micro_batch_sizes: list[Positive] | None = supported(None, "Allowed micro-batches.", unit="samples")
-    min_gpus: Positive = supported(1, "Minimum number of ranks.")
-    max_gpus: Positive = supported(10000, "Maximum number of ranks.")
-    min_time: Count = ignored(0, "For a scheduler.", why="it is not used, as in DeepSpeed", unit="minutes")
-    version: PositiveNumber = supported(0.2, "0.1: any number of ranks; 0.2: whole nodes.")
-    prefer_larger_batch: Flag = supported(True, "Prefer the larger of equally good batch sizes.")
-    ignore_non_elastic_batch_info: Flag = supported(False, "Ignore batch sizes outside of the section.")
-    num_gpus_per_node: Positive = supported(1, "0.2: ranks that are added and removed together.")
-    model_parallel_size: Positive = supported(1, "0.2: ranks per model.")
-
-
-_VERSIONS = (0.1, 0.2)
 # Variable with the section that a scheduler uses to choose numbers of ranks.
 SCHEDULERS = "DEEPSPEED_ELASTICITY_CONFIG"
-
-
-def rule_of(section: Elasticity) -> tuple[ElasticRule | None, list[Problem]]:
-    """The rule of an enabled section, or its problems."""
-    problems = list(_section_problems(section))
-    if problems:
-        return None, problems
-    assert section.max_train_batch_size is not None and section.micro_batch_sizes, "asked for above"
-    rule = ElasticRule(
-        max_batch=section.max_train_batch_size,
-        micro_batches=tuple(section.micro_batch_sizes),
-        min_ranks=section.min_gpus,
-        max_ranks=section.max_gpus,
-        prefers_larger=section.prefer_larger_batch,
-        by_nodes=section.version == _VERSIONS[1],
-        per_node=section.num_gpus_per_node if section.version == _VERSIONS[1] else 1,
-        model_ranks=section.model_parallel_size,
-    )
-    return rule, []
 
 
 def _section_problems(section: Elasticity) -> Iterator[Problem]:
@@ -329,28 +304,22 @@ def _section_problems(section: Elasticity) -> Iterator[Problem]:
         yield Problem("elasticity.min_gpus", section.min_gpus, rule, "swap them")
 
 
-def scheduler_problems(rule: ElasticRule) -> Iterator[Problem]:
+def scheduler_problems(rule: Elasticity) -> Iterator[Problem]:
     """Differences between the scheduler's section and the config's that affect the batch size."""
     seen = os.environ.get(SCHEDULERS)
     if seen is None:
         return
     fix = f"give both one section, or unset {SCHEDULERS}"
     try:
-        scheduled = Elasticity.model_validate({"enabled": True, **json.loads(seen)})
+        theirs = Elasticity.model_validate({"enabled": True, **json.loads(seen)})
     except (ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         yield Problem("elasticity", seen, f"{SCHEDULERS} must hold the section as JSON ({reason})", fix)
         return
-    theirs, problems = rule_of(scheduled)
-    if theirs is None:
-        yield from problems
-        return
-    named = {
-        "max_train_batch_size": (rule.max_batch, theirs.max_batch),
-        "micro_batch_sizes": (list(rule.micro_batches), list(theirs.micro_batches)),
-        "version": (_VERSIONS[rule.by_nodes], _VERSIONS[theirs.by_nodes]),
-    }
-    for name, (ours, their) in named.items():
+    problems = list(_section_problems(theirs))
+    yield from problems
+    for name in ("max_train_batch_size", "micro_batch_sizes", "version") if not problems else ():
+        ours, their = getattr(rule, name), getattr(theirs, name)
         if ours != their:
             yield Problem(f"elasticity.{name}", ours, f"{SCHEDULERS}, set by the scheduler, says {their}", fix)
 
@@ -362,15 +331,16 @@ def elastic_sizes(
     section: Elasticity | None = config.elasticity
     if section is None or not section.enabled:
         return None
-    rule, problems = rule_of(section)
+    problems = list(_section_problems(section))
+    is_complete = not problems
     if section.model_parallel_size > 1:
         why = "not available in training: ranks of a tensor group are those of tensor_parallel.autotp_size"
         problems.append(Problem("elasticity.model_parallel_size", section.model_parallel_size, why, "write 1"))
-    problems += [] if rule is None else scheduler_problems(rule)
-    if rule is None or problems:
+    problems += scheduler_problems(section) if is_complete else ()
+    if problems:
         return Sizes(problems=tuple(problems))
     try:
-        chosen = elastic_batch(rule, data_ranks)
+        chosen = elastic_batch(section, data_ranks)
     except ElasticProblem as error:
         paths = ", ".join(f"elasticity.{key}" if key != "elasticity" else key for key in error.key.split(", "))
         fix = "start a compatible number of ranks, or change the section"

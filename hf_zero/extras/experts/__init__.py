@@ -74,7 +74,7 @@ class ExpertParallel(Section):
     validate_folding_routing: Flag = ignored(
         False, "Compare routing between tensor ranks.", why="experts and tensor groups cannot be combined", met=True
     )
-    route_norm: Flag | None = _routed(None, "Normalise the weights of a token's experts.")
+    route_norm: Flag | None = _routed(None, "Normalize the weights of a token's experts.")
     route_scale: Any = _routed(1.0, "Scale them.")
     routed_scaling_factor: Any = _routed("auto", "Scale them.")
     score_apply: str = _routed("auto", "Weight before or after the experts.")

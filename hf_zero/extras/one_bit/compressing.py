@@ -269,7 +269,6 @@ class CompressingUpdater(Updater):
         return [Interval(run.start, run.stop) for run in with_padding(runs, sub_group)]
 
     def vectors(self, sub_group: SubGroup, gradient: Tensor, states: Sequence[str]) -> Vectors:
-        """The kernel inputs of one sub-group."""
         state = self.state_of(sub_group)
         return Vectors(sub_group.master, gradient, tuple(state[name].view(-1) for name in states), sub_group.lp_param)
 
@@ -281,6 +280,12 @@ class CompressingUpdater(Updater):
             state[MOMENT] = self.own_part(sub_group, whole)  # a view, so that one update changes both
             self._moments[sub_group] = whole
         return self._moments[sub_group]
+
+    def add_own_gradient(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
+        """m = beta1 * m + (1 - beta1) * g for the tensors of this step, with this rank's gradient."""
+        beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
+        slots = self.slots(sub_group, gradients)
+        blend(self.moment(sub_group), gradient, slots, 1 - beta1, gradients.scale)
 
     def move(self, sub_group: SubGroup, gradients: StepGradients) -> None:
         """Update the weights by the momentum, with a fixed variance."""
@@ -307,22 +312,19 @@ class CompressingUpdater(Updater):
 
     def average(self, sub_group: SubGroup, flat: Tensor, slots: Sequence[Slot]) -> None:
         """Replace these tensors of `flat`, a whole bucket, by their compressed mean over ranks."""
-        if self.compresses:
-            positions = {slot.parameter: position for position, slot in enumerate(self.bucket(sub_group).slots)}
-            self.mean(sub_group, flat).average(flat, {positions[slot.parameter] for slot in slots})
-
-    def mean(self, sub_group: SubGroup, flat: Tensor) -> CompressedMean:
+        if not self.compresses:
+            return
+        own, state = self.bucket(sub_group).slots, self.state_of(sub_group)
+        error = state.pop(ERROR_FEEDBACK, None)
         if sub_group not in self._means:
-            intervals = [slot.interval for slot in self.bucket(sub_group).slots]
-            self._means[sub_group] = CompressedMean(self.ranks.collectives, flat, intervals)
-            error = self.state_of(sub_group).get(ERROR_FEEDBACK)
+            mean = CompressedMean(self.ranks.collectives, flat, [slot.interval for slot in own])
             if error is not None:
-                self._means[sub_group].worker_error.copy_(self.gather(error.view(-1)))
-        self.state_of(sub_group).pop(ERROR_FEEDBACK, None)
-        return self._means[sub_group]
+                mean.worker_error.copy_(self.gather(error.view(-1)))
+            self._means[sub_group] = mean
+        positions = {slot.parameter: position for position, slot in enumerate(own)}
+        self._means[sub_group].average(flat, {positions[slot.parameter] for slot in slots})
 
     def reset_error_feedback(self) -> None:
-        """Reset the error feedback."""
         self._means.clear()
         for sub_group in self.sub_groups:
             self.state_of(sub_group).pop(ERROR_FEEDBACK, None)
@@ -340,9 +342,7 @@ def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]
     return Traits(Sees.BUCKETS, make, highest_stage=kind.highest_stage)
 
 
-def add_own_gradient(
-    moment: Tensor, gradient: Tensor, slots: Sequence[Slot], rest: float, scale: Tensor | float
-) -> None:
+def blend(moment: Tensor, gradient: Tensor, slots: Sequence[Slot], rest: float, scale: Tensor | float) -> None:
     """m = m + rest * (scale * gradient - m) for these tensors of two buckets."""
     for slot in slots:
         part = Vectors(moment, gradient).part(slot.offset, slot.numel)

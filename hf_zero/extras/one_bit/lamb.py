@@ -26,13 +26,12 @@ from hf_zero.extras.one_bit.compressing import (
     VARIANCE,
     CompressingOptimizer,
     CompressingUpdater,
-    add_own_gradient,
     averaging,
 )
 from hf_zero.kernels.frozen_adam import frozen_adam, preconditioned
 from hf_zero.kernels.lamb import LambRule, lamb_apply, lamb_moments
 from hf_zero.kernels.vectors import fp32_chunks
-from hf_zero.layout import Piece
+from hf_zero.layout import Piece, Slot
 from hf_zero.optim.lamb import rule_of
 from hf_zero.optim.traits import Traits
 from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
@@ -133,19 +132,18 @@ class OneBitLambUpdater(CompressingUpdater):
 
     def _follow(self, sub_group: SubGroup, rule: LambRule, squares: Tensor, gradients: StepGradients) -> None:
         """Update a for all tensors of the bucket, including those that other ranks update."""
-        places = self._all_places(sub_group, gradients)
+        places = self._places(self.slots(sub_group, gradients))
         ratios, old, beta = rule.trust_ratios(squares[places]), self._ratios[places], self.optimizer.coeff_beta
         self._ratios[places] = torch.where(ratios == 1, old, beta * old + (1 - beta) * ratios)
 
     def _compressed(self, gradients: StepGradients) -> Iterator[SubGroup]:
         for sub_group in gradients.wanted:
             gradient = gradients.of(sub_group)
-            state, slots = self.state_of(sub_group), self.slots(sub_group, gradients)
+            state, moment = self.state_of(sub_group), self.moment(sub_group)
             state.setdefault(FRESH, state[VARIANCE].clone())
-            beta1, moment = self.optimizer.param_groups[sub_group.group]["betas"][0], self.moment(sub_group)
             before = self.own_part(sub_group, moment).clone()
-            add_own_gradient(moment, gradient, slots, 1 - beta1, gradients.scale)
-            self.average(sub_group, moment, slots)
+            self.add_own_gradient(sub_group, gradient, gradients)
+            self.average(sub_group, moment, self.slots(sub_group, gradients))
             self._refresh(sub_group, before, gradients)
             self._rescale(sub_group, gradients)
             self._move(sub_group, gradients)
@@ -166,7 +164,7 @@ class OneBitLambUpdater(CompressingUpdater):
         for piece in self._pieces(sub_group, gradients):
             table[rank if self.ranks.is_sharded else 0, piece.parameter] = self._facts(sub_group, piece)
         self._add_up(table)
-        places = self._all_places(sub_group, gradients)
+        places = self._places(self.slots(sub_group, gradients))
         largest, (adaptive, whole) = table[..., 0].amax(dim=0)[places], table[..., 1:].sum(dim=0)[places].unbind(dim=1)
         if self.optimizer.param_groups[sub_group.group]["weight_decay"]:
             share = (adaptive / whole).sqrt().nan_to_num(nan=1.0).clamp(max=1.0)
@@ -205,12 +203,9 @@ class OneBitLambUpdater(CompressingUpdater):
     def _pieces(self, sub_group: SubGroup, gradients: StepGradients) -> list[Piece]:
         return [piece for piece in sub_group.pieces if piece.parameter in gradients.used]
 
-    def _places(self, pieces: Sequence[Piece]) -> Tensor:
-        return torch.tensor([piece.parameter for piece in pieces], dtype=torch.long, device=self._ratios.device)
-
-    def _all_places(self, sub_group: SubGroup, gradients: StepGradients) -> Tensor:
-        indices = [slot.parameter for slot in self.slots(sub_group, gradients)]
-        return torch.tensor(indices, dtype=torch.long, device=self._ratios.device)
+    def _places(self, parts: Sequence[Piece | Slot]) -> Tensor:
+        """The indices of these parts' parameters."""
+        return torch.tensor([part.parameter for part in parts], dtype=torch.long, device=self._ratios.device)
 
     def _add_up(self, table: Tensor) -> None:
         if self.ranks.is_sharded:

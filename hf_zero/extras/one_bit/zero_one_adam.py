@@ -36,8 +36,8 @@ from hf_zero.extras.one_bit.compressing import (
     VARIANCE,
     CompressingOptimizer,
     CompressingUpdater,
-    add_own_gradient,
     averaging,
+    blend,
 )
 from hf_zero.kernels.adam import adam
 from hf_zero.optim.adam import rule_of
@@ -79,17 +79,12 @@ class OneBitAdamUpdater(CompressingUpdater):
         for sub_group in gradients.wanted:
             gradient = gradients.of(sub_group)
             if is_warm:
-                self._compressed(sub_group, gradient, gradients)
+                self.add_own_gradient(sub_group, gradient, gradients)
+                self.average(sub_group, self.moment(sub_group), self.slots(sub_group, gradients))
+                self.move(sub_group, gradients)
             else:
                 exact_update(self, sub_group, gradient, gradients)
             yield sub_group
-
-    def _compressed(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
-        slots, moment = self.slots(sub_group, gradients), self.moment(sub_group)
-        beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
-        add_own_gradient(moment, gradient, slots, 1 - beta1, gradients.scale)
-        self.average(sub_group, moment, slots)
-        self.move(sub_group, gradients)
 
 
 def exact_update(updater: CompressingUpdater, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
@@ -176,7 +171,10 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         if number > self.optimizer.var_freeze_step and self.compresses:
             self._moved |= gradients.used
             if number % self._counter(LOCAL_STEPS) == 0:
-                self._synchronise_all()
+                for sub_group in self.sub_groups:
+                    if COMMON in self.state_of(sub_group):
+                        self._synchronise(sub_group)
+                self._moved.clear()
         self._count(number)
 
     def _is_exact(self, number: int) -> bool:
@@ -189,24 +187,16 @@ class ZeroOneAdamUpdater(CompressingUpdater):
         slots, moment = self.slots(sub_group, gradients), self.moment(sub_group)
         beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
         mean = torch.zeros_like(moment)
-        add_own_gradient(mean, gradient, slots, 1.0, gradients.scale)
+        blend(mean, gradient, slots, 1.0, gradients.scale)
         self.average(sub_group, mean, slots)
-        add_own_gradient(moment, mean, slots, 1 - beta1, 1.0)
+        blend(moment, mean, slots, 1 - beta1, 1.0)
         self.move(sub_group, gradients)
 
     def _alone(self, sub_group: SubGroup, gradient: Tensor, gradients: StepGradients) -> None:
-        slots = self.slots(sub_group, gradients)
         if self.compresses:
             self.state_of(sub_group).setdefault(COMMON, sub_group.master.clone())
-        beta1 = self.optimizer.param_groups[sub_group.group]["betas"][0]
-        add_own_gradient(self.moment(sub_group), gradient, slots, 1 - beta1, gradients.scale)
+        self.add_own_gradient(sub_group, gradient, gradients)
         self.move(sub_group, gradients)
-
-    def _synchronise_all(self) -> None:
-        for sub_group in self.sub_groups:
-            if COMMON in self.state_of(sub_group):
-                self._synchronise(sub_group)
-        self._moved.clear()
 
     def _synchronise(self, sub_group: SubGroup) -> None:
         """Set all ranks to the same weights: the last common weights plus the mean of all ranks' changes."""

@@ -204,7 +204,6 @@ class Peers:
             yield message
 
     def say(self, say: str, failure: Failure | None = None) -> None:
-        """Send a message to the leader."""
         with suppress(OSError):  # the connection is lost, which `take` reports
             if self._link is not None:
                 message = {"say": say, "host": self._host, "restarts": self._restarts}

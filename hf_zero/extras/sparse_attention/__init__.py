@@ -6,6 +6,7 @@ This module defines the config section sparse_attention, its rules and its polic
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
@@ -13,6 +14,15 @@ from pydantic import BeforeValidator
 from hf_zero.config.errors import Edit, Problem, Remark
 from hf_zero.config.features import Examined, Extra, OwnSection
 from hf_zero.config.schema.fields import Count, Flag, Positive, Section, as_lower, supported
+from hf_zero.extras.sparse_attention.sparsity import (
+    BigBirdSparsityConfig,
+    BSLongformerSparsityConfig,
+    DenseSparsityConfig,
+    FixedSparsityConfig,
+    LocalSlidingWindowSparsityConfig,
+    SparsityConfig,
+    VariableSparsityConfig,
+)
 
 Mode = Annotated[
     Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "local_sliding_window"], BeforeValidator(as_lower)
@@ -42,22 +52,19 @@ class SparseAttention(Section):
     )
 
 
-# Pattern -> its keys in addition to mode, block and different_layout_per_head.
-PATTERN_KEYS = {
-    "dense": frozenset[str](),
-    "fixed": frozenset(
-        "attention num_local_blocks num_global_blocks horizontal_global_attention num_different_global_patterns".split()
-    ),
-    "variable": frozenset(
-        "attention num_random_blocks local_window_blocks global_block_indices global_block_end_indices "
-        "horizontal_global_attention".split()
-    ),
-    "bigbird": frozenset("attention num_random_blocks num_sliding_window_blocks num_global_blocks".split()),
-    "bslongformer": frozenset(
-        "attention num_sliding_window_blocks global_block_indices global_block_end_indices".split()
-    ),
-    "local_sliding_window": frozenset(("attention", "num_sliding_window_blocks")),
+PATTERNS: dict[str, type[SparsityConfig]] = {
+    "dense": DenseSparsityConfig,
+    "fixed": FixedSparsityConfig,
+    "variable": VariableSparsityConfig,
+    "bigbird": BigBirdSparsityConfig,
+    "bslongformer": BSLongformerSparsityConfig,
+    "local_sliding_window": LocalSlidingWindowSparsityConfig,
 }
+
+
+def pattern_keys(mode: str) -> set[str]:
+    """The keys of a pattern in addition to mode, block and different_layout_per_head."""
+    return {field.name for field in fields(PATTERNS[mode])} & set(SparseAttention.model_fields) - _COMMON
 
 
 _COMMON = frozenset(("mode", "block", "different_layout_per_head"))
@@ -69,7 +76,7 @@ def examine(config: Any) -> Examined:
     if section is None or not section.model_fields_set:
         return Examined()
     examined = Examined()
-    for name in sorted(section.model_fields_set - PATTERN_KEYS[section.mode] - _COMMON):
+    for name in sorted(section.model_fields_set - pattern_keys(section.mode) - _COMMON):
         text, path = f"no effect with mode {section.mode}", ("sparse_attention", name)
         examined.remarks.append(Remark(".".join(path), text, getattr(section, name), edit=Edit(path)))
     examined.problems += _pattern_problems(section)
@@ -78,7 +85,7 @@ def examine(config: Any) -> Examined:
 
 
 def _pattern_problems(section: SparseAttention) -> Iterator[Problem]:
-    read = PATTERN_KEYS[section.mode]
+    read = pattern_keys(section.mode)
 
     def problem(name: str, rule: str, fix: str) -> Problem:
         return Problem(f"sparse_attention.{name}", getattr(section, name), rule, fix)

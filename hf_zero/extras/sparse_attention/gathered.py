@@ -101,6 +101,17 @@ Entries = Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]
 """(positions of queries [R, block, 1], of keys [R, 1, keys], heads) -> [B or 1, H or 1, R, block, keys]."""
 
 
+def entries_of(table: Tensor) -> Entries:
+    """A function that returns entries of a table that broadcasts to [B, H, S, S]."""
+    full = table.reshape((1,) * (4 - table.dim()) + tuple(table.shape))
+
+    def entries(queries: Tensor, keys: Tensor, heads: tuple[int, ...]) -> Tensor:
+        mine = full if full.shape[1] == 1 else full[:, list(heads)]
+        return mine[:, :, queries if mine.shape[2] > 1 else queries * 0, keys]
+
+    return entries
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Attention settings in addition to the layout.
@@ -191,13 +202,10 @@ def _rows(
     offsets = torch.arange(block, device=device)
     of_query = (rows[:, None] * block + offsets)[:, :, None]
     of_key = (keys[:, :, None] * block + offsets).flatten(1)[:, None, :]
-    kept = blocks.rules.kept
-    if kept is None or id(group) not in kept:
-        mask = _mask(of_query, of_key, heads, blocks, batch)
-        if kept is not None:
-            kept[id(group)] = mask
-    else:
-        mask = kept[id(group)]
+    kept = {} if blocks.rules.kept is None else blocks.rules.kept
+    if id(group) not in kept:
+        kept[id(group)] = _mask(of_query, of_key, heads, blocks, batch)
+    mask = kept[id(group)]
     attended = functional.scaled_dot_product_attention(
         mine, their_keys, their_values, attn_mask=mask, dropout_p=blocks.rules.dropout, scale=blocks.rules.scale
     )
@@ -233,7 +241,6 @@ def _take(tensor: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def _inverse(order: list[int], device: torch.device) -> Tensor:
-    """The inverse permutation of `order`."""
     return torch.tensor(order, device=device).argsort()
 
 

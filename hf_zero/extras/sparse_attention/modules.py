@@ -4,16 +4,23 @@ SparseAttentionUtils, which convert a transformers model to longer sequences and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_zero.extras.sparse_attention.gathered import BlockPlan, Rules, gathered_attention, make_plan
+from hf_zero.extras.sparse_attention.gathered import (
+    BlockPlan,
+    Entries,
+    Rules,
+    entries_of,
+    gathered_attention,
+    make_plan,
+)
 from hf_zero.extras.sparse_attention.registered import NAME, attach, register, switch_on
-from hf_zero.extras.sparse_attention.sparsity import FixedSparsityConfig, Layout, SparsityConfig
+from hf_zero.extras.sparse_attention.sparsity import FixedSparsityConfig, SparsityConfig
 
 MaskMode = Literal["add", "mul"]
 
@@ -84,9 +91,11 @@ class SparseSelfAttention(nn.Module):
                 f"SparseSelfAttention: query {tuple(query.shape)}, key {tuple(key.shape)} and value "
                 f"{tuple(value.shape)} must have the same shape (self-attention)"
             )
-        added = [
-            table for table in (rpe, self._padding(key_padding_mask), self._tokens(attn_mask)) if table is not None
-        ]
+        added = [] if rpe is None else [rpe]
+        if key_padding_mask is not None:
+            added.append(_as_scores(key_padding_mask, self.key_padding_mask_mode)[:, None, None, :])
+        if attn_mask is not None:
+            added.append(_as_scores(attn_mask, self.attn_mask_mode))
         rules = Rules(added=_sum(added, query.dtype) if added else None)
         return gathered_attention(query, key, value, self._plan(query.shape[1], query.shape[2]), rules)
 
@@ -95,15 +104,9 @@ class SparseSelfAttention(nn.Module):
             layout = self.get_layout(length)
             if num_heads != layout.shape[0]:
                 raise ValueError(f"the pattern is for {layout.shape[0]} heads, but query has {num_heads}")
-            layouts = [_rows(head) for head in layout]
+            layouts = [tuple(tuple(row.nonzero().flatten().tolist()) for row in head) for head in layout]
             self._plans[length] = make_plan(layouts, num_heads, self.sparsity_config.block)
         return self._plans[length]
-
-    def _padding(self, mask: Tensor | None) -> Tensor | None:
-        return None if mask is None else _as_scores(mask, self.key_padding_mask_mode)[:, None, None, :]
-
-    def _tokens(self, mask: Tensor | None) -> Tensor | None:
-        return None if mask is None else _as_scores(mask, self.attn_mask_mode)
 
 
 class BertSparseSelfAttention(nn.Module):
@@ -141,10 +144,6 @@ class BertSparseSelfAttention(nn.Module):
         return mixed
 
 
-def _rows(layout: Tensor) -> Layout:
-    return tuple(tuple(row.nonzero().flatten().tolist()) for row in layout)
-
-
 def _as_scores(mask: Tensor, mode: MaskMode) -> Tensor:
     if mode == "add" and mask.dtype != torch.bool:
         return mask
@@ -152,16 +151,13 @@ def _as_scores(mask: Tensor, mode: MaskMode) -> Tensor:
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~allowed, float("-inf"))
 
 
-def _sum(tables: list[Tensor], dtype: torch.dtype) -> Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]:
+def _sum(tables: list[Tensor], dtype: torch.dtype) -> Entries:
     """A function that returns entries of the sum of tables that broadcast to [B, H, S, S], without computing all."""
 
     def entries(queries: Tensor, keys: Tensor, heads: tuple[int, ...]) -> Tensor:
         total = torch.zeros((), dtype=dtype, device=queries.device)
         for table in tables:
-            full = table.reshape((1,) * (4 - table.dim()) + tuple(table.shape))
-            mine = full if full.shape[1] == 1 else full[:, list(heads)]
-            rows = queries if mine.shape[2] > 1 else queries * 0
-            total = total + mine[:, :, rows, keys]
+            total = total + entries_of(table)(queries, keys, heads)
         return total.clamp(min=torch.finfo(dtype).min)
 
     return entries
@@ -260,14 +256,12 @@ class SparseAttentionUtils:
             filler = inputs_embeds.new_full((inputs_embeds.shape[0], missing), pad_token_id, dtype=torch.long)
             inputs_embeds = torch.cat([inputs_embeds, model_embeddings(filler)], dim=-2)
         ids = None if input_ids is None else functional.pad(input_ids, (0, missing), value=pad_token_id)
-        masks = (
+        mask, types, positions = (
             None if tensor is None else functional.pad(tensor, (0, missing), value=0)
             for tensor in (attention_mask, token_type_ids, position_ids)
         )
-        mask, types, positions = masks
         return missing, ids, mask, types, positions, inputs_embeds
 
     @staticmethod
     def unpad_sequence_output(pad_len: int, sequence_output: Tensor) -> Tensor:
-        """Remove the padding tokens."""
         return sequence_output[:, : sequence_output.shape[1] - pad_len]

@@ -12,25 +12,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_zero.config import ConfigError, Problem, Resolved
-from hf_zero.extras.sparse_attention import PATTERN_KEYS, SparseAttention, gathered
-from hf_zero.extras.sparse_attention.gathered import BlockPlan, Rules, gathered_attention, make_plan
-from hf_zero.extras.sparse_attention.sparsity import (
-    BigBirdSparsityConfig,
-    BSLongformerSparsityConfig,
-    DenseSparsityConfig,
-    FixedSparsityConfig,
-    Layout,
-    LocalSlidingWindowSparsityConfig,
-    SparsityConfig,
-    VariableSparsityConfig,
-)
+from hf_zero.extras.sparse_attention import PATTERNS, SparseAttention, gathered, pattern_keys
+from hf_zero.extras.sparse_attention.gathered import BlockPlan, Rules, entries_of, gathered_attention, make_plan
+from hf_zero.extras.sparse_attention.sparsity import Layout, SparsityConfig
 from hf_zero.features import TrainingFeature, text_config, unwrapped
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]
@@ -41,7 +32,6 @@ _plan = functools.lru_cache(maxsize=32)(make_plan)
 
 
 def causal(_sample: Any, _head: Any, query: Any, key: Any) -> Any:
-    """The causal mask function."""
     return key <= query
 
 
@@ -54,38 +44,36 @@ class SparseMask:
         self.batch = batch
         self.length = length
         self.device = device
-        self._layouts: dict[int, tuple[SparsityConfig, tuple[Layout, ...]]] = {}
-        self._flex: dict[int, Any] = {}
-        self._plans: dict[int, BlockPlan] = {}
+        self._layouts: dict[SparsityConfig, tuple[Layout, ...]] = {}
+        self._flex: dict[SparsityConfig, Any] = {}
+        self._plans: dict[SparsityConfig, BlockPlan] = {}
         self.kept: dict[int, Tensor | None] = {}  # masks of row groups, shared by all layers with one pattern
 
     def plan(self, sparsity: SparsityConfig, num_heads: int) -> BlockPlan:
         """The plan of `gathered_attention` for a pattern."""
         layouts = self.layouts(sparsity, num_heads)
-        return self._plans.setdefault(id(sparsity), _plan(layouts, num_heads, sparsity.block))
+        return self._plans.setdefault(sparsity, _plan(layouts, num_heads, sparsity.block))
 
     def flex(self, sparsity: SparsityConfig, num_heads: int) -> Any:
         """The BlockMask of a pattern."""
         layouts = self.layouts(sparsity, num_heads)
-        if id(sparsity) not in self._flex:
+        if sparsity not in self._flex:
             shape = (self.batch, self.length)
-            self._flex[id(sparsity)] = gathered.block_mask(layouts, sparsity.block, shape, self.function, self.device)
-        return self._flex[id(sparsity)]
+            self._flex[sparsity] = gathered.block_mask(layouts, sparsity.block, shape, self.function, self.device)
+        return self._flex[sparsity]
 
     def layouts(self, sparsity: SparsityConfig, num_heads: int) -> tuple[Layout, ...]:
         """The pattern's layouts without later key blocks that the mask forbids entirely."""
-        known = self._layouts.get(id(sparsity))
-        if known is None:
+        if sparsity not in self._layouts:
             if sparsity.different_layout_per_head and sparsity.num_heads != num_heads:
                 raise ValueError(
                     f"the layouts are for {sparsity.num_heads} heads, but the model has {num_heads} query heads: "
                     "set num_heads, or set different_layout_per_head to false"
                 )
             layouts = sparsity.head_rows(-(-self.length // sparsity.block))
-            trimmed = tuple(self._trimmed(layout, sparsity.block) for layout in dict.fromkeys(layouts))
-            by_layout = dict(zip(dict.fromkeys(layouts), trimmed))
-            known = self._layouts[id(sparsity)] = (sparsity, tuple(by_layout[layout] for layout in layouts))
-        return known[1]
+            trimmed = {layout: self._trimmed(layout, sparsity.block) for layout in dict.fromkeys(layouts)}
+            self._layouts[sparsity] = tuple(trimmed[layout] for layout in layouts)
+        return self._layouts[sparsity]
 
     def allowed(self, queries: Tensor, keys: Tensor, _heads: tuple[int, ...] = ()) -> Tensor:
         """Evaluate the mask at positions of queries [R, q, 1] and keys [R, 1, k]: bool [B or 1, 1, R, q, k]."""
@@ -106,7 +94,8 @@ class SparseMask:
         later = [(row, key) for row, seen in enumerate(layout) for key in seen if key > row]
         if self.function is None or not later:
             return layout
-        return _without(layout, {pair for pair, is_used in zip(later, self._used(later, block)) if not is_used})
+        unused = {pair for pair, is_used in zip(later, self._used(later, block)) if not is_used}
+        return tuple(tuple(key for key in seen if (row, key) not in unused) for row, seen in enumerate(layout))
 
     def _used(self, pairs: list[tuple[int, int]], block: int) -> list[bool]:
         """For each (query block, key block), whether the mask allows any pair of their positions."""
@@ -123,10 +112,6 @@ class SparseMask:
                 .tolist()
             )
         return used
-
-
-def _without(layout: Layout, pairs: set[tuple[int, int]]) -> Layout:
-    return tuple(tuple(key for key in seen if (row, key) not in pairs) for row, seen in enumerate(layout))
 
 
 NAME = "hf_zero_sparse"
@@ -264,7 +249,7 @@ def sparse_attention_forward(
     else:
         rules = Rules(
             allowed=mask.allowed,
-            added=None if position_bias is None else _entries(position_bias),
+            added=None if position_bias is None else entries_of(position_bias),
             scale=scaling,
             dropout=dropout,
             kept=mask.kept if position_bias is None else None,
@@ -304,17 +289,6 @@ def _mask_of(module: nn.Module, query: Tensor, key: Tensor, given: Any, is_causa
     return None
 
 
-def _entries(table: Tensor) -> Callable[[Tensor, Tensor, tuple[int, ...]], Tensor]:
-    """A function that returns entries of a bias [B or 1, H or 1, S, S], which may lack leading dimensions."""
-    full = table.reshape((1,) * (4 - table.dim()) + tuple(table.shape))
-
-    def entries(queries: Tensor, keys: Tensor, heads: Iterable[int]) -> Tensor:
-        mine = full if full.shape[1] == 1 else full[:, list(heads)]
-        return mine[:, :, queries, keys]
-
-    return entries
-
-
 def _dense(module: nn.Module, *arguments: Any) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -327,16 +301,6 @@ def _dense(module: nn.Module, *arguments: Any) -> tuple[Tensor, None]:
         module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
     )
     return output
-
-
-_CLASSES: dict[str, Any] = {
-    "dense": DenseSparsityConfig,
-    "fixed": FixedSparsityConfig,
-    "variable": VariableSparsityConfig,
-    "bigbird": BigBirdSparsityConfig,
-    "bslongformer": BSLongformerSparsityConfig,
-    "local_sliding_window": LocalSlidingWindowSparsityConfig,
-}
 
 
 class SparseAttentionFeature(TrainingFeature):
@@ -353,11 +317,10 @@ class SparseAttentionFeature(TrainingFeature):
 
 def pattern_of(section: SparseAttention, num_heads: int) -> SparsityConfig:
     """The pattern that the section defines."""
-    settings = {name: getattr(section, name) for name in PATTERN_KEYS[section.mode]}
+    settings = {name: getattr(section, name) for name in pattern_keys(section.mode)}
     if section.mode != "local_sliding_window":  # all its heads have the same pattern
         settings["different_layout_per_head"] = section.different_layout_per_head
-    pattern: SparsityConfig = _CLASSES[section.mode](num_heads, block=section.block, **settings)
-    return pattern
+    return PATTERNS[section.mode](num_heads, block=section.block, **settings)
 
 
 def sparse_attention_of(model: nn.Module, resolved: Resolved) -> TrainingFeature | None:

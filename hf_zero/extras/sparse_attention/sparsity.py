@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Layouts as pure functions of integers.
 #
@@ -62,9 +64,7 @@ def _frozen(rows: Sequence[set[int]], *, causal: bool = False) -> Layout:
     return tuple(tuple(sorted(seen)) for seen in rows)
 
 
-_WORDS = ("unidirectional", "bidirectional")
-
-
+@dataclass(eq=False)
 class SparsityConfig:
     """Base class of all patterns.
 
@@ -78,14 +78,26 @@ class SparsityConfig:
     """
 
     attention = "bidirectional"
+    horizontal_global_attention = False
+    num_heads: int
+    block: int = 16
+    different_layout_per_head: bool = False
 
-    def __init__(self, num_heads: int, block: int = 16, different_layout_per_head: bool = False) -> None:
-        _at_least("num_heads", num_heads, 1)
-        _at_least("block", block, 1)
-        self.num_heads = num_heads
-        self.block = block
-        self.different_layout_per_head = different_layout_per_head
-        self.num_layout_heads = num_heads if different_layout_per_head else 1
+    def __post_init__(self) -> None:
+        self._require(num_heads=1, block=1)
+        if self.attention not in ("unidirectional", "bidirectional"):
+            raise NotImplementedError(f'attention = {self.attention!r} must be "unidirectional" or "bidirectional"')
+        if self.horizontal_global_attention and self.is_causal:
+            raise ValueError(
+                "horizontal_global_attention makes blocks attend to later ones, which unidirectional attention "
+                "forbids: change one of them"
+            )
+        self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
+
+    def _require(self, **least: int) -> None:
+        """Check that these settings have at least these values."""
+        for name, value in least.items():
+            _at_least(name, getattr(self, name), value)
 
     @property
     def is_causal(self) -> bool:
@@ -134,6 +146,8 @@ class SparsityConfig:
                 f"make_layout({seq_len}): the length must be a positive multiple of block = {self.block}; pad the "
                 "sequence (SparseAttentionUtils.pad_to_block_size)"
             )
+        import torch  # here, because the config's checks read the patterns without it
+
         num_blocks = seq_len // self.block
         return torch.zeros((self.num_heads, num_blocks, num_blocks), dtype=torch.int64)
 
@@ -151,44 +165,30 @@ class DenseSparsityConfig(SparsityConfig):
         return (tuple(range(n)),) * n
 
 
+@dataclass(eq=False)
 class FixedSparsityConfig(SparsityConfig):
     """Windows, and global blocks in each window that others attend to (Sparse Transformer, arXiv 1904.10509)."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_local_blocks: int = 4,
-        num_global_blocks: int = 1,
-        attention: str = "bidirectional",
-        horizontal_global_attention: bool = False,
-        num_different_global_patterns: int = 1,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _at_least("num_local_blocks", num_local_blocks, 1)
-        _at_least("num_global_blocks", num_global_blocks, 1)
-        _at_least("num_different_global_patterns", num_different_global_patterns, 1)
-        if num_local_blocks % num_global_blocks:
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(num_local_blocks=1, num_global_blocks=1, num_different_global_patterns=1)
+        num_local, num_global = self.num_local_blocks, self.num_global_blocks
+        patterns = self.num_different_global_patterns
+        if num_local % num_global:
+            raise ValueError(f"num_local_blocks = {num_local} must be a multiple of num_global_blocks = {num_global}")
+        if patterns > 1 and not self.different_layout_per_head:
+            raise ValueError(f"num_different_global_patterns = {patterns} needs different_layout_per_head")
+        if patterns > num_local // num_global:
             raise ValueError(
-                f"num_local_blocks = {num_local_blocks} must be a multiple of num_global_blocks = {num_global_blocks}"
+                f"num_different_global_patterns = {patterns} is more than num_local_blocks // num_global_blocks = "
+                f"{num_local // num_global}"
             )
-        _check_direction(attention, horizontal_global_attention)
-        if num_different_global_patterns > 1 and not different_layout_per_head:
-            raise ValueError(
-                f"num_different_global_patterns = {num_different_global_patterns} needs different_layout_per_head"
-            )
-        most = num_local_blocks // num_global_blocks
-        if num_different_global_patterns > most:
-            raise ValueError(
-                f"num_different_global_patterns = {num_different_global_patterns} is more than num_local_blocks // "
-                f"num_global_blocks = {most}"
-            )
-        self.num_local_blocks = num_local_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
-        self.num_different_global_patterns = num_different_global_patterns
 
     def least_blocks(self) -> int:
         return self.num_global_blocks
@@ -208,36 +208,27 @@ class FixedSparsityConfig(SparsityConfig):
         return _frozen(rows)
 
 
+@dataclass(eq=False)
 class VariableSparsityConfig(SparsityConfig):
     """Windows of several sizes, listed global blocks, and random blocks."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 0,
-        local_window_blocks: Sequence[int] = (4,),
-        global_block_indices: Sequence[int] = (0,),
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: str = "bidirectional",
-        horizontal_global_attention: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _at_least("num_random_blocks", num_random_blocks, 0)
-        if not local_window_blocks:
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] = (4,)
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(num_random_blocks=0)
+        if not self.local_window_blocks:
             raise ValueError("local_window_blocks must list at least one size")
-        for size in local_window_blocks:
+        for size in self.local_window_blocks:
             _at_least("local_window_blocks", size, 1)
-        _check_direction(attention, horizontal_global_attention)
-        self.num_random_blocks = num_random_blocks
-        self.local_window_blocks = list(local_window_blocks)
-        self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
-        self.seed = seed
+        self.local_window_blocks = list(self.local_window_blocks)
+        self.global_block_indices = list(self.global_block_indices)
         self._spans = _spans(self.global_block_indices, self.global_block_end_indices)
 
     def least_blocks(self) -> int:
@@ -253,35 +244,24 @@ class VariableSparsityConfig(SparsityConfig):
         return _frozen(rows)
 
 
+@dataclass(eq=False)
 class BigBirdSparsityConfig(SparsityConfig):
     """Random blocks, neighbours, and the first blocks as global blocks (BigBird, arXiv 2007.14062)."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 1,
-        num_sliding_window_blocks: int = 3,
-        num_global_blocks: int = 1,
-        attention: str = "bidirectional",
-        seed: int = 0,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _at_least("num_random_blocks", num_random_blocks, 0)
-        _at_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        _at_least("num_global_blocks", num_global_blocks, 0)
-        _check_direction(attention)
-        if attention == "unidirectional" and num_random_blocks > 1:
+    num_random_blocks: int = 1
+    num_sliding_window_blocks: int = 3
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(num_random_blocks=0, num_sliding_window_blocks=1, num_global_blocks=0)
+        if self.is_causal and self.num_random_blocks > 1:
             raise ValueError(
-                f"num_random_blocks = {num_random_blocks} with unidirectional attention: the first row of blocks has "
-                "only one block to draw; set it to 1 or 0"
+                f"num_random_blocks = {self.num_random_blocks} with unidirectional attention: the first row of blocks "
+                "has only one block to draw; set it to 1 or 0"
             )
-        self.num_random_blocks = num_random_blocks
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
-        self.seed = seed
 
     def least_blocks(self) -> int:
         return max(self.num_random_blocks, self.num_sliding_window_blocks, self.num_global_blocks)
@@ -295,26 +275,19 @@ class BigBirdSparsityConfig(SparsityConfig):
         return _frozen(rows, causal=self.is_causal)
 
 
+@dataclass(eq=False)
 class BSLongformerSparsityConfig(SparsityConfig):
     """Neighbours and listed global blocks (block-sparse Longformer, arXiv 2004.05150)."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_sliding_window_blocks: int = 3,
-        global_block_indices: Sequence[int] = (0,),
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: str = "bidirectional",
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head)
-        _at_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        _check_direction(attention)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.global_block_indices = list(global_block_indices)
-        self.global_block_end_indices = None if global_block_end_indices is None else list(global_block_end_indices)
-        self.attention = attention
+    num_sliding_window_blocks: int = 3
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(num_sliding_window_blocks=1)
+        self.global_block_indices = list(self.global_block_indices)
         self._spans = _spans(self.global_block_indices, self.global_block_end_indices)
 
     def least_blocks(self) -> int:
@@ -327,17 +300,17 @@ class BSLongformerSparsityConfig(SparsityConfig):
         return _frozen(rows, causal=self.is_causal)
 
 
+@dataclass(eq=False)
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
     """Neighbours only."""
 
-    def __init__(
-        self, num_heads: int, block: int = 16, num_sliding_window_blocks: int = 3, attention: str = "unidirectional"
-    ) -> None:
-        super().__init__(num_heads, block)
-        _at_least("num_sliding_window_blocks", num_sliding_window_blocks, 1)
-        _check_direction(attention)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.attention = attention
+    different_layout_per_head: bool = field(default=False, init=False)
+    num_sliding_window_blocks: int = 3
+    attention: str = "unidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require(num_sliding_window_blocks=1)
 
     def least_blocks(self) -> int:
         return self.num_sliding_window_blocks
@@ -350,16 +323,6 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
 def _at_least(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} = {value!r} must be a whole number of at least {least}")
-
-
-def _check_direction(attention: str, horizontal: bool = False) -> None:
-    if attention not in _WORDS:
-        raise NotImplementedError(f'attention = {attention!r} must be "unidirectional" or "bidirectional"')
-    if horizontal and attention == "unidirectional":
-        raise ValueError(
-            "horizontal_global_attention makes blocks attend to later ones, which unidirectional attention forbids: "
-            "change one of them"
-        )
 
 
 def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> list[Span]:

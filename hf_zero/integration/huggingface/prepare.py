@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,14 @@ from torch.optim import Optimizer
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.entry import initialize
 from hf_zero.api.inputs import model_view
+from hf_zero.api.parameter_access import LAST_GRADIENTS, safe_get_full_grad
 from hf_zero.comm.mirror import mesh_of_group
 from hf_zero.config import ConfigError, Other, Problem, Views, examine
 from hf_zero.config.errors import ABSENT
 from hf_zero.config.fill import apply, drop_unfilled, fill
 from hf_zero.config.load import normalise
 from hf_zero.config.sources import is_auto, source_in
+from hf_zero.features import Progress, TrainingFeature
 from hf_zero.integration.huggingface.engine_choice import stepped_aside
 from hf_zero.integration.huggingface.experts import write_asked_experts
 from hf_zero.integration.huggingface.views import accelerator_view, is_dummy, sequence_size
@@ -145,6 +148,42 @@ def show_sequence_mesh(accelerator: Any, prepared: Sequence[Any]) -> None:
     size = sequence_size(getattr(accelerator, "parallelism_config", None), {}) or 1
     if engine is not None and size > 1 and getattr(accelerator.state, "device_mesh", engine) is None:
         accelerator.state.device_mesh = mesh_of_group(engine.get_sequence_parallel_group(), "sp")
+
+
+class AdaloraGradients(TrainingFeature):
+    """Keeps the gradients of AdaLoRA's adapters after a step.
+
+    PEFT's `update_and_allocate` reads them through `safe_get_full_grad`. It is called after the optimizer's step, when
+    the engine has freed them: accelerate steps inside `backward`, before any callback of Trainer.
+    """
+
+    name = "adalora_gradients"
+    waits_for_outcome = False
+
+    def __init__(self, engine: ZeroEngine) -> None:
+        self._engine = weakref.proxy(engine)
+        named = engine.module.named_parameters()
+        self._adapters = [parameter for name, parameter in named if "lora_" in name and parameter.requires_grad]
+
+    def before_step(self, progress: Progress) -> None:
+        for parameter in self._adapters:
+            LAST_GRADIENTS[parameter] = safe_get_full_grad(parameter)
+
+    def after_step(self, progress: Progress, *, applied: bool) -> None:
+        """Clip, because PEFT compares gradients of several steps."""
+        limit, norm = self._engine.gradient_clipping(), self._engine.get_global_grad_norm()
+        if limit and norm > limit:
+            for parameter in self._adapters:
+                if LAST_GRADIENTS[parameter] is not None:
+                    LAST_GRADIENTS[parameter].mul_(limit / (norm + 1e-6))
+
+
+def keep_adalora_gradients(prepared: Iterable[Any]) -> None:
+    """Add `AdaloraGradients` to each engine that trains AdaLoRA adapters."""
+    for engine in prepared:
+        adapters = getattr(getattr(engine, "module", None), "peft_config", {}).values()
+        if isinstance(engine, ZeroEngine) and any(each.peft_type == "ADALORA" for each in adapters):
+            engine.training_features.add(AdaloraGradients(engine))
 
 
 def _other_ranks(accelerator: Any) -> Iterator[Problem]:

@@ -19,6 +19,7 @@ from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined, 
 from hf_zero.integration.huggingface.prepare import (
     fill_autos,
     is_schedule,
+    keep_adalora_gradients,
     parameters_of,
     prepare_each,
     show_filled,
@@ -113,6 +114,7 @@ def around_prepare_deepspeed(original: Function, self: Any, *args: Any) -> Any:
         raise
     show_filled(self.deepspeed_plugin)
     show_sequence_mesh(self, result)
+    keep_adalora_gradients(result)
     self.deepspeed_engine_wrapped = joined(
         earlier, self.deepspeed_engine_wrapped, updates_at_step=_has_working_step(result)
     )

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_set_full_fp32_param
 from hf_zero.comm.parts import OF_ADAPTERS, refuse_parts
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.log import logger
@@ -132,3 +134,44 @@ def around_update(original: Function, self: Any, adapter_name: str, tied_module:
     """Gather for PEFT's copy of the module: PEFT only gathers weights of size 0, which hf_zero's never have."""
     with GatheredParameters(self.original_module.parameters()):
         return original(self, adapter_name, tied_module, **kwargs)
+
+
+# Embedding rows that are trained apart.
+TOKENS = Patches("peft.tuners.trainable_tokens.layer")
+
+
+@TOKENS.add(
+    "TrainableTokensLayer._collect_token_weights(self, weight, rows, embed_dim)",
+    without="trainable tokens at stage 3 only work on NVIDIA GPUs",
+    until="PEFT copies the rows on the device of the weight",
+)
+def around_collect_token_weights(original: Function, self: Any, weight: Tensor, rows: Any, embed_dim: int) -> Tensor:
+    """Copy the rows from the gathered weight, on each rank: PEFT broadcasts them through the current NVIDIA GPU."""
+    with torch.no_grad(), GatheredParameters([weight]):
+        return weight[rows].clone()
+
+
+# AdaLoRA's ranks.
+ADALORA = Patches("peft.tuners.adalora.layer")
+
+
+@ADALORA.add(
+    "RankAllocator.update_and_allocate(self, model, global_step, force_mask)",
+    without="AdaLoRA does not work at stage 3",
+    until="PEFT gathers the adapters that it reads and masks",
+)
+def around_update_and_allocate(
+    original: Function, self: Any, model: nn.Module, global_step: int, force_mask: bool = False
+) -> Any:
+    """Gather the adapters: PEFT multiplies them by their gradients, and sets singular values (`lora_E`) to zero. These
+    keep the rest of their masters, which have more bits. Collective."""
+    values = [parameter for name, parameter in model.named_parameters() if "lora_E" in name]
+    others = [parameter for name, parameter in model.named_parameters() if "lora_A" in name or "lora_B" in name]
+    masters = [safe_get_full_fp32_param(parameter) for parameter in values]
+    with GatheredParameters(others), GatheredParameters(values, modifier_rank=0):
+        result = original(self, model, global_step, force_mask)
+        masked = [parameter == 0 for parameter in values]
+    for parameter, master, mask in zip(values, masters, masked, strict=True):
+        if master is not None:
+            safe_set_full_fp32_param(parameter, master.masked_fill_(mask, 0.0))
+    return result

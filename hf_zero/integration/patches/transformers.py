@@ -162,7 +162,7 @@ TORCHAO = Patches("transformers.quantizers.quantizer_torchao")
 
 @TORCHAO.add(
     "TorchAoHfQuantizer.validate_environment(self, args, kwargs)",
-    without="models that torchao is to quantise are refused at stage 3 only after they have been loaded",
+    without="models that torchao is to quantize are refused at stage 3 only after they have been loaded",
     until="transformers asks for stage 3 there",
 )
 def around_validate_environment(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:

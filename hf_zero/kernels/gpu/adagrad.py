@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import (
-    ANY_INTEGER,
-    BLOCK,
-    floats,
-    grid,
-    options,
-    places,
-    scaled,
-    split_scale,
-    store_rounded,
-)
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_weight
 
 if TYPE_CHECKING:
-    # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.adagrad import AdagradRule
     from hf_zero.kernels.vectors import Vectors
 
@@ -42,20 +31,11 @@ def _adagrad(  # type: ignore[no-untyped-def]
     s += g * g
     p -= rate * g / (tl.sqrt(s) + eps)
     tl.store(squares + offsets, s.to(squares.dtype.element_ty), mask=mask)
-    store_rounded(weight, offsets, p, mask, seed)
-    if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed)
+    store_weight(weight, lp_param, offsets, p, mask, seed)
 
 
 def adagrad_on_gpu(
     vectors: Vectors, rule: AdagradRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
     """A single launch, without synchronization."""
-    numel = vectors.weight.numel()
-    scale_tensor, factor = split_scale(scale)
-    launch: Any = _adagrad[grid(numel)]
-    launch(
-        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
-        numel, *floats(factor, rule.rate(step), rule.eps, rule.weight_decay),
-        BLOCK=BLOCK, **options(_adagrad),
-    )  # fmt: skip
+    launch_update(_adagrad, vectors, scale, skip, seed, rule.rate(step), rule.eps, rule.weight_decay)

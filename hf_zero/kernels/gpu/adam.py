@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import (
-    ANY_INTEGER,
-    BLOCK,
-    floats,
-    grid,
-    options,
-    places,
-    scaled,
-    split_scale,
-    store_rounded,
-)
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_weight
 
 if TYPE_CHECKING:
-    # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.adam import AdamRule
     from hf_zero.kernels.vectors import Vectors
 
@@ -49,9 +38,7 @@ def _adam(  # type: ignore[no-untyped-def]
         update += weight_decay * p
     p -= lr * update
     # The states last: the other way a variant for fp16 spills registers on compute capability 10.0.
-    store_rounded(weight, offsets, p, mask, seed)
-    if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed)
+    store_weight(weight, lp_param, offsets, p, mask, seed)
     tl.store(moment + offsets, m.to(moment.dtype.element_ty), mask=mask)
     tl.store(second_moment + offsets, v.to(second_moment.dtype.element_ty), mask=mask)
 
@@ -60,14 +47,10 @@ def adam_on_gpu(
     vectors: Vectors, rule: AdamRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
 ) -> None:
     """A single launch, without synchronization."""
-    numel = vectors.weight.numel()
-    scale_tensor, factor = split_scale(scale)
     correction1, correction2 = rule.corrections(step)
-    launch: Any = _adam[grid(numel)]
-    launch(
-        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
-        numel,
-        *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
-        *floats(1 / correction1, 1 / correction2, rule.eps, rule.weight_decay),
-        DECOUPLED=rule.decoupled, BLOCK=BLOCK, **options(_adam),
+    launch_update(
+        _adam, vectors, scale, skip, seed,
+        rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2,
+        1 / correction1, 1 / correction2, rule.eps, rule.weight_decay,
+        DECOUPLED=rule.decoupled,
     )  # fmt: skip

@@ -9,10 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_zero.kernels.dynamic8 import BLOCK, DECADES, TINY, blocks_of, num_blocks
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, floats, options, scaled, split_scale, store_rounded, warp_size
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, floats, options, scaled, split_scale, store_weight, warp_size
 
 if TYPE_CHECKING:
-    # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.adam import AdamRule
     from hf_zero.kernels.adam8 import BlockVectors
 
@@ -133,9 +132,7 @@ def _adam8(  # type: ignore[no-untyped-def]
     p -= lr * update
     _store(m, codes1, scales1, places, row, tiny, True, DECADES)
     _store(v, codes2, scales2, places, row, tiny, False, DECADES)
-    store_rounded(weight, offsets, p, mask, seed, EACH)
-    if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed, EACH)
+    store_weight(weight, lp_param, offsets, p, mask, seed, EACH)
 
 
 def adam8_on_gpu(

@@ -12,12 +12,15 @@ parameter of odd length; all other vectors are processed element by element, in 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_zero.kernels.vectors import Vectors
 
 BLOCK = 1024
 # Integers that change between calls and must not be specialised: the compiler would build separate programs for
@@ -64,6 +67,23 @@ def _warp_size(is_compiled: bool) -> int:
     return int(triton.runtime.driver.active.get_current_target().warp_size) if is_compiled else 32
 
 
+def launch_update(
+    kernel: Any,
+    vectors: Vectors,
+    scale: Tensor | float,
+    skip: Tensor | None,
+    seed: int | None,
+    *numbers: float,
+    **constants: Any,
+) -> None:
+    """Launch an optimizer's kernel. Its parameters are the same as here; None replaces the states if there are none."""
+    numel, (scale_tensor, factor) = vectors.weight.numel(), split_scale(scale)
+    kernel[grid(numel)](
+        vectors.weight, *(vectors.states or (None,)), vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
+        numel, *floats(factor, *numbers), BLOCK=BLOCK, **constants, **options(kernel),
+    )  # fmt: skip
+
+
 @triton.jit
 def places(numel, skip, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Offsets of this program's block and which of them count; none does when the skip flag is set."""
@@ -107,3 +127,11 @@ def store_rounded(target, offsets, value, mask, seed, EACH: tl.constexpr = 4):  
             truncated = ((bits + noise) & 0xFFFF0000).to(tl.float32, bitcast=True)
             value = tl.where(finite, truncated, value)
     tl.store(target + offsets, value.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_weight(weight, lp_param, offsets, value, mask, seed, EACH: tl.constexpr = 4):  # type: ignore[no-untyped-def]
+    """Store fp32 `value` in the weight and, if there is one, in the low-precision weight."""
+    store_rounded(weight, offsets, value, mask, seed, EACH)
+    if lp_param is not None:
+        store_rounded(lp_param, offsets, value, mask, seed, EACH)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, floats, grid, options, places, split_scale, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, store_weight
 
 if TYPE_CHECKING:
-    # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.vectors import Vectors
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
 def _frozen_adam(  # type: ignore[no-untyped-def]
-    weight, moment, second_moment, lp_param, rate_tensor, skip, seed,
+    weight, second_moment, moment, lp_param, rate_tensor, skip, seed,
     numel, rate, eps, weight_decay,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -33,19 +32,11 @@ def _frozen_adam(  # type: ignore[no-untyped-def]
     root = tl.sqrt(v)
     update = tl.where(root > 0, m / (root + eps), 0.0) + weight_decay * p
     p -= rate * update
-    store_rounded(weight, offsets, p, mask, seed)
-    if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed)
+    store_weight(weight, lp_param, offsets, p, mask, seed)
 
 
 def frozen_adam_on_gpu(
     vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, skip: Tensor | None, seed: int | None
 ) -> None:
     """A single launch, without synchronization."""
-    numel = vectors.weight.numel()
-    rate_tensor, factor = split_scale(rate)
-    launch: Any = _frozen_adam[grid(numel)]
-    launch(
-        vectors.weight, vectors.gradient, vectors.states[0], vectors.lp_param, rate_tensor, skip, seed,
-        numel, *floats(factor, eps, weight_decay), BLOCK=BLOCK, **options(_frozen_adam),
-    )  # fmt: skip
+    launch_update(_frozen_adam, vectors, rate, skip, seed, eps, weight_decay)

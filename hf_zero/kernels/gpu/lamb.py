@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, FUSED, floats, options, scaled, split_scale, store_rounded
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, FUSED, floats, options, scaled, split_scale, store_weight
 
 if TYPE_CHECKING:
-    # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.lamb import LambRule, Segments
     from hf_zero.kernels.vectors import Vectors
 
@@ -110,9 +109,7 @@ def _apply(  # type: ignore[no-untyped-def]
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
     p -= tl.load(factors + segment).to(tl.float32) * _direction(p, m, v, eps, weight_decay, INSIDE)
-    store_rounded(weight, offsets, p, mask, seed)
-    if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed)
+    store_weight(weight, lp_param, offsets, p, mask, seed)
 
 
 def lamb_moments_on_gpu(

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import (
-    ANY_INTEGER,
-    BLOCK,
-    floats,
-    grid,
-    options,
-    places,
-    scaled,
-    split_scale,
-    store_rounded,
-)
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_weight
 
 if TYPE_CHECKING:
-    # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.lion import LionRule
     from hf_zero.kernels.vectors import Vectors
 
@@ -45,20 +34,12 @@ def _lion(  # type: ignore[no-untyped-def]
     p = p * keep - lr * sign
     m = beta2 * m + rest2 * g
     tl.store(moment + offsets, m.to(moment.dtype.element_ty), mask=mask)
-    store_rounded(weight, offsets, p, mask, seed)
-    if lp_param is not None:
-        store_rounded(lp_param, offsets, p, mask, seed)
+    store_weight(weight, lp_param, offsets, p, mask, seed)
 
 
 def lion_on_gpu(vectors: Vectors, rule: LionRule, scale: Tensor | float, skip: Tensor | None, seed: int | None) -> None:
     """A single launch, without synchronization."""
-    numel = vectors.weight.numel()
-    scale_tensor, factor = split_scale(scale)
-    launch: Any = _lion[grid(numel)]
-    launch(
-        vectors.weight, *vectors.states, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
-        numel,
-        *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
-        *floats(1 - rule.lr * rule.weight_decay),
-        BLOCK=BLOCK, **options(_lion),
+    launch_update(
+        _lion, vectors, scale, skip, seed,
+        rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, 1 - rule.lr * rule.weight_decay,
     )  # fmt: skip

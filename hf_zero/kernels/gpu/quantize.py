@@ -1,4 +1,4 @@
-"""Block quantisation in Triton: see hf_zero.kernels.quantize. One program for 16 blocks of a row."""
+"""Block quantization in Triton: see hf_zero.kernels.quantize. One program for 16 blocks of a row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hf_zero.kernels.gpu.blocks import FUSED, floats
 from hf_zero.kernels.message import BLOCK, LIMIT, code_bytes
 
 if TYPE_CHECKING:
-    # Its file calls these forms: at run time nothing here may need it.
     from hf_zero.kernels.quantize import Feedback
 
 _BLOCKS = 16  # of a program: eight elements for each thread (with sixteen, packing fp32 to 4 bits spills registers)

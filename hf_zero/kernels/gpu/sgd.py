@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import (
-    ANY_INTEGER,
-    BLOCK,
-    floats,
-    grid,
-    options,
-    places,
-    scaled,
-    split_scale,
-    store_rounded,
-)
+from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_rounded
 
 if TYPE_CHECKING:
-    # Their files call these forms: at run time nothing here may need them.
     from hf_zero.kernels.sgd import SgdRule
     from hf_zero.kernels.vectors import Vectors
 
@@ -57,12 +46,5 @@ def _sgd(  # type: ignore[no-untyped-def]
 
 def sgd_on_gpu(vectors: Vectors, rule: SgdRule, scale: Tensor | float, skip: Tensor | None, seed: int | None) -> None:
     """A single launch, without synchronization."""
-    numel = vectors.weight.numel()
-    scale_tensor, factor = split_scale(scale)
-    buffer = vectors.states[0] if rule.momentum else None
-    launch: Any = _sgd[grid(numel)]
-    launch(
-        vectors.weight, buffer, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
-        numel, *floats(factor, rule.lr, rule.momentum, rule.weight_decay),
-        NESTEROV=rule.nesterov, BLOCK=BLOCK, **options(_sgd),
-    )  # fmt: skip
+    numbers = rule.lr, rule.momentum, rule.weight_decay
+    launch_update(_sgd, vectors, scale, skip, seed, *numbers, NESTEROV=rule.nesterov)

@@ -15,15 +15,21 @@ _BYTES = 256  # per program
 
 
 @triton.jit
+def _tile(num_bytes, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(bytes of this program, bits of a byte, places of their elements, which of these count)."""
+    rows = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
+    columns = tl.arange(0, 8)
+    mask = (rows < num_bytes)[:, None] & (columns >= 0)[None, :]
+    return rows, columns, rows[:, None] * 8 + columns[None, :], mask
+
+
+@triton.jit
 def _pack(error, scale, packed, num_bytes, BYTES: tl.constexpr):  # type: ignore[no-untyped-def]
     """Reads error; writes error, packed: 8.125 bytes per element (fp32 errors).
 
     In pieces of four elements but for packed: a thread has a byte of it.
     """
-    rows = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    columns = tl.arange(0, 8)
-    places = rows[:, None] * 8 + columns[None, :]
-    mask = (rows < num_bytes)[:, None] & (columns >= 0)[None, :]
+    rows, columns, places, mask = _tile(num_bytes, BYTES)
     s = tl.load(scale)
     y = tl.load(error + places, mask=mask, other=0.0)
     positive = y >= 0
@@ -38,10 +44,7 @@ def _unpack(packed, scale, out, num_bytes, ADD: tl.constexpr, BYTES: tl.constexp
 
     In pieces of four elements but for packed: a thread has a byte of it.
     """
-    rows = tl.program_id(0).to(tl.int64) * BYTES + tl.arange(0, BYTES)
-    columns = tl.arange(0, 8)
-    places = rows[:, None] * 8 + columns[None, :]
-    mask = (rows < num_bytes)[:, None] & (columns >= 0)[None, :]
+    rows, columns, places, mask = _tile(num_bytes, BYTES)
     s = tl.load(scale)
     bits = tl.load(packed + rows, mask=rows < num_bytes, other=0).to(tl.int32)
     positive = ((bits[:, None] >> columns[None, :]) & 1) == 1

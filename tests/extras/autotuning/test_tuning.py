@@ -74,12 +74,12 @@ def test_what_a_trial_died_of() -> None:
 def run_with(found: dict[str, dict[str, float]], monkeypatch: pytest.MonkeyPatch, what: Search) -> list[str]:
     def run(_: Search, experiment: Experiment) -> Result:
         metrics = found.get(experiment.name, {})
-        return Result(experiment.name, "ok" if metrics else "out of memory", metrics)
+        return Result(experiment, "ok" if metrics else "out of memory", metrics)
 
     monkeypatch.setattr(tuning, "_run", run)
     results = list(run_search(what))
     best = best_of(results, what.section.metric)
-    return [*(result.name for _, result in results), "best", best[1].name if best else "none"]
+    return [*(result.experiment.name for result in results), "best", best.experiment.name if best else "none"]
 
 
 def test_memory_ends_a_stage_and_small_gains_do_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_measured_candidates_rank_the_plan(tmp_path: Path, monkeypatch: pytest.M
         asked.append(experiment)
         number = len(asked)
         rate = {"throughput": float(number)} if number > 1 else {}
-        return Result(experiment.name, "ok" if rate else "out of memory", rate)
+        return Result(experiment, "ok" if rate else "out of memory", rate)
 
     monkeypatch.setattr(measuring, "run_experiment", run)
     measured = measure(found, 3, tmp_path)

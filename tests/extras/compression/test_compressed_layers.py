@@ -91,7 +91,9 @@ def test_adapters_are_left_alone() -> None:
     init_compression(model, _bits("q_proj"))
     compressed = compression_of(model)
     assert compressed is not None
-    assert [match.layer.name.rpartition(".")[2] for match in compressed.matches["weights"]] == ["base_layer"] * 2
+    assert [match.layer.name.rpartition(".")[2] for match in compressed.matches["weight_quantization"]] == [
+        "base_layer"
+    ] * 2
 
 
 def test_masks_in_order_and_their_gradients() -> None:

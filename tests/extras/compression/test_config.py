@@ -42,13 +42,14 @@ def test_what_is_asked_for() -> None:
     }
     section = {"shared_parameters": {"enabled": True, "quantize_groups": 64}, "different_groups": groups}
     policy = resolve(ds_config(weight_quantization=section), world_size=1).extras["compression"]
-    assert policy.weights is not None and policy.weights.num_groups == 64 and policy.weights.symmetric
+    (weights,) = policy.techniques.values()
+    assert weights.shared.quantize_groups == 64 and weights.shared.quantization_type == "symmetric"
     path = "compression_training.weight_quantization.different_groups"
-    assert policy.weights.rules == (
+    assert weights.rules == (
         Rule(path=f"{path}.first", modules=("query",), start_bits=12, bits=4, period=50),
         Rule(path=f"{path}.second", modules=("*",), start_bits=8, bits=8),
     )
-    assert policy.is_on and policy.rows is None
+    assert policy.is_on and list(policy.techniques) == ["weight_quantization"]
 
 
 @pytest.mark.parametrize("section", [{}, {"sparse_pruning": {"shared_parameters": {"enabled": False}}}])
@@ -58,7 +59,7 @@ def test_what_is_off_asks_for_nothing(section: dict[str, Any]) -> None:
 
 def test_open_autos_do_not_matter() -> None:
     config = {**ds_config(sparse_pruning=SPARSE), "train_micro_batch_size_per_gpu": "auto"}
-    assert resolve_extra(config, "compression").sparse is not None
+    assert "sparse_pruning" in resolve_extra(config, "compression").techniques
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_related_modules_are_paired_by_position() -> None:
     names = (f"layer.0.{BERT_OUT}", f"layer.1.{BERT_OUT}")
     section = technique(group({"dense_ratio": 0.5}, *names, related=related), num_heads=4)
     policy = resolve(ds_config(head_pruning=section), world_size=1).extras["compression"]
-    first, second = match_all(tiny_bert(), policy)["heads"]
+    first, second = match_all(tiny_bert(), policy)["head_pruning"]
     assert [name for name, _ in first.related] == ["bert.encoder.layer.0.attention.self.query"]
     assert [name for name, _ in second.related] == ["bert.encoder.layer.1.attention.self.query"]
     narrow = technique(group({"dense_ratio": 0.5}, BERT_OUT, related=[["layer.0.attention.self.query"]]), num_heads=4)

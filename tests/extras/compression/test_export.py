@@ -1,4 +1,4 @@
-"""Quantised weights on disk: a folder that transformers loads, or codes with scales."""
+"""Quantized weights on disk: a folder that transformers loads, or codes with scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake quantisation compared with a value-by-value reference, worked vectors and torchao, and its gradient."""
+"""Fake quantization compared with a value-by-value reference, worked vectors and torchao, and its gradient."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_worked_values() -> None:
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_group_without_extent_stays(bits: int, symmetric: bool) -> None:
-    """DeepSpeed's scale was 0 for a row of zeros, and its quantised weights NaN."""
+    """DeepSpeed's scale was 0 for a row of zeros, and its quantized weights NaN."""
     for value in (0.0, 0.25):
         same = torch.full((2, 4), value)
         found = quantized(same, bits, 2, symmetric=symmetric)

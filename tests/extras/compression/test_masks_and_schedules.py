@@ -24,7 +24,7 @@ from hf_zero.extras.compression.schedule import (
     top_mask,
     trained_mask,
 )
-from hf_zero.extras.compression.section import PruningPolicy, Rule
+from hf_zero.extras.compression.section import Rule, SparseShared
 from tests.extras.compression.models import ds_config
 
 
@@ -91,7 +91,7 @@ def test_a_period_of_0_is_all_bits_at_once() -> None:
     at_once = {"start_bits": 12, "target_bits": 4, "quantization_period": 0}
     section = {"shared_parameters": {"enabled": True}, "different_groups": {"all": {"params": at_once}}}
     policy = resolve(ds_config(weight_quantization=section), world_size=1).extras["compression"]
-    (rule,) = policy.weights.rules
+    (rule,) = policy.techniques["weight_quantization"].rules
     assert bits_at(rule, 0).bits == 4
 
 
@@ -101,7 +101,7 @@ def test_soft_transition() -> None:
 
 
 def test_snip_prunes_step_by_step() -> None:
-    policy = PruningPolicy(offset=10, rules=(), method="snip_momentum", stride=4, end=20)
+    policy = SparseShared(schedule_offset=10, method="snip_momentum", schedule_offset_stride=4, schedule_offset_end=20)
     assert [updates for updates in range(30) if is_pruning_due(policy, updates)] == [10, 14, 18, 20]
     assert ratio_at(policy, 0.25, 10) == 1.0
     assert ratio_at(policy, 0.25, 15) == pytest.approx(0.5)

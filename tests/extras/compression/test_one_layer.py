@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_zero.comm import collectives_for
-from hf_zero.config import ConfigError
 from hf_zero.extras.compression.compressed_model import CompressedLayer
 from hf_zero.extras.compression.matching import Layer, layers_of
 from hf_zero.extras.compression.pruning import (
@@ -20,14 +18,13 @@ from hf_zero.extras.compression.pruning import (
     SparseWeights,
     WeightBits,
     along,
-    check_groups,
     learn_together,
     sums_along,
 )
-from hf_zero.extras.compression.section import ActivationPolicy, PruningPolicy, Rule, WeightPolicy
+from hf_zero.extras.compression.section import ActivationShared, HeadShared, Rule, SparseShared, WeightShared
 
 HALF = Rule(path="group", modules=("*",), dense_ratio=0.5)
-L1 = PruningPolicy(offset=0, rules=(HALF,), method="l1", num_heads=2)
+L1 = HeadShared(schedule_offset=0, method="l1", num_heads=2)
 
 
 def _linear(rows: list[list[float]]) -> Layer:
@@ -37,13 +34,6 @@ def _linear(rows: list[list[float]]) -> Layer:
         module.bias.fill_(1.0)
     (layer,) = layers_of(module)
     return layer
-
-
-def _weights(num_groups: int = 1, offset: int = 0) -> WeightPolicy:
-    return WeightPolicy(
-        offset=offset, rules=(), num_groups=num_groups, symmetric=True, stochastic=False, verbose=False,
-        change_ratio=None,
-    )  # fmt: skip
 
 
 def test_what_can_be_compressed() -> None:
@@ -60,7 +50,7 @@ def test_what_can_be_compressed() -> None:
 
 def test_bits_of_a_weight_fall_and_begin_when_they_are_due() -> None:
     rule = Rule(path="a", modules=("*",), start_bits=9, bits=8)
-    bits = WeightBits(_linear([[1.0, 0.4], [0.2, -1.0]]), rule, _weights(offset=2))
+    bits = WeightBits(_linear([[1.0, 0.4], [0.2, -1.0]]), rule, WeightShared(schedule_offset=2))
     weight = bits.layer.parameter.detach()
     assert bits.advance(0) is None and torch.equal(bits.apply(weight), weight)
     bits.advance(2)
@@ -70,14 +60,14 @@ def test_bits_of_a_weight_fall_and_begin_when_they_are_due() -> None:
 
 
 def test_groups_that_do_not_divide_a_weight() -> None:
-    bits = WeightBits(_linear([[1.0, 0.4]]), Rule(path="a", modules=("*",), start_bits=8, bits=8), _weights(3))
-    with pytest.raises(ConfigError, match="must divide the number of elements"):
-        check_groups([bits])
+    rule = Rule(path="a", modules=("*",), start_bits=8, bits=8)
+    problem = WeightBits(_linear([[1.0, 0.4]]), rule, WeightShared(quantize_groups=3)).problem()
+    assert problem is not None and "must divide the number of elements" in problem.rule
 
 
 def test_a_static_range_is_learnt_before_it_is_needed() -> None:
     """An update moves the range by 0.05 towards what it has seen, and the first one sets it; evaluation does not."""
-    policy = ActivationPolicy(offset=1, rules=(), symmetric=False, dynamic=False)
+    policy = ActivationShared(schedule_offset=1, quantization_type="asymmetric", range_calibration="static")
     bits = ActivationBits(_linear([[1.0, 0.4]]), Rule(path="a", modules=("*",), bits=8), policy)
     lone = collectives_for(torch.device("cpu"))
     bits.advance(0)
@@ -108,7 +98,7 @@ def test_rows_and_their_biases() -> None:
     rows.fix(rows.layer.parameter, 0)
     assert rows.final_mask().tolist() == [False, True, False, True] and not rows.needs_mask(1)
     layer = CompressedLayer(rows.layer)
-    layer.pruned["rows"] = rows
+    layer.pruned["row_pruning"] = rows
     weight, bias = layer.effective(rows.layer.parameter, rows.layer.bias)
     assert weight.tolist() == [[0, 0], [5, -5], [0, 0], [3, 0]]
     assert bias is not None and bias.tolist() == [0, 1, 0, 1]
@@ -139,7 +129,7 @@ def test_single_weights() -> None:
 
 def test_snip_momentum_remembers_gradients() -> None:
     """A block's score is 0.9 of the old one and the sum of |weight * gradient|; large scores may be pruned."""
-    policy = PruningPolicy(offset=0, rules=(), method="snip_momentum", blocks=(2, 1), stride=1, end=2)
+    policy = SparseShared(schedule_offset=0, method="snip_momentum", block_pattern="2x1", schedule_offset_end=2)
     snip = SnipWeights(_linear([[9.0, 1.0], [9.0, 1.0]]), HALF, policy)
     weight = snip.layer.parameter.detach()
     snip.follow(weight, torch.tensor([[0.0, 1.0], [0.1, 1.0]]))
@@ -158,7 +148,7 @@ def test_a_module_sees_the_tensor_during_its_forward_only() -> None:
     rows.advance(0)
     rows.fix(rows.layer.parameter, 0)
     layer = CompressedLayer(rows.layer)
-    layer.pruned["rows"] = rows
+    layer.pruned["row_pruning"] = rows
     module, parameter = rows.layer.module, rows.layer.parameter
     layer.watch()
     assert module(torch.tensor([1.0, 0.0])).tolist() == [0, 6] and module.weight is parameter

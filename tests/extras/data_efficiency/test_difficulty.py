@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero.config import ConfigError
-from hf_zero.extras.data_efficiency.difficulty import CurriculumScheduler, Difficulty, difficulty
+from hf_zero.extras.data_efficiency.difficulty import CurriculumScheduler, Difficulty
 from hf_zero.extras.data_efficiency.section import DifficultyPolicy
 from tests.config.deepspeed_answers import ask_deepspeed
 from tests.support.requirements import requires
@@ -42,7 +42,7 @@ WORKED: list[tuple[DifficultyPolicy, dict[int, int]]] = [
 @pytest.mark.parametrize("case", range(len(WORKED)))
 def test_worked_vectors(case: int) -> None:
     policy, expected = WORKED[case]
-    assert {step: difficulty(policy, step) for step in expected} == expected
+    assert {step: Difficulty(policy).at(step) for step in expected} == expected
 
 
 @settings(max_examples=500, deadline=None)
@@ -59,7 +59,7 @@ def test_the_formula_at_500_points(low: int, more: int, total: int, multiple: in
     value = math.floor((step / total) ** (1 / degree) * (high - low) + low)
     value = value // multiple * multiple
     expected = min(high, max(value, math.ceil(low / multiple) * multiple))
-    assert difficulty(root(low, high, total, multiple, degree), step) == expected
+    assert Difficulty(root(low, high, total, multiple, degree)).at(step) == expected
 
 
 QUESTIONS: list[dict[str, Any]] = [

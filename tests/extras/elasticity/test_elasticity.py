@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from hf_zero.config import ConfigError, resolve
 from hf_zero.extras.elasticity import (
+    Elasticity,
     ElasticityConfigError,
     ElasticityError,
     ElasticityIncompatibleWorldSize,
-    ElasticRule,
     compute_elastic_config,
     elastic_batch,
     elasticity_enabled,
@@ -83,7 +83,7 @@ def test_deepspeeds_own_answers_to_random_sections() -> None:
 def test_every_number_of_the_list_divides_the_batch_into_micro_batches(
     most: int, micros: list[int], by_nodes: bool
 ) -> None:
-    rule = ElasticRule(max_batch=most, micro_batches=tuple(micros), by_nodes=by_nodes)
+    rule = Elasticity(max_train_batch_size=most, micro_batch_sizes=micros, version=0.2 if by_nodes else 0.1)
     found = elastic_batch(rule)
     assert found.batch <= most and found.counts
     for count in found.counts:

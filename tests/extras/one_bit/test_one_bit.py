@@ -208,9 +208,9 @@ def test_norm_and_skip_without_a_reduced_gradient() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
-    ("OneBitAdam", {}, 2, "OneBitAdam works at stages 0 and 1, and this config has stage 2"),
+    ("OneBitAdam", {}, 2, "OneBitAdam works at stages 0 and 1, but this config has stage 2"),
     ("onebitlamb", {}, 3, "onebitlamb works at stages 0 and 1"),
-    ("ZeroOneAdam", {}, 1, "ZeroOneAdam works at stage 0, and this config has stage 1"),
+    ("ZeroOneAdam", {}, 1, "ZeroOneAdam works at stage 0, but this config has stage 1"),
     ("OneBitAdam", {"freeze_step": -1}, 0, "must be at least 0"),
     ("OneBitAdam", {"bias_correction": True}, 0, "not part of the published algorithm"),
     ("OneBitAdam", {"eps_inside_sqrt": True}, 0, "not part of the published algorithm"),
