@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -165,44 +165,17 @@ def _kept(value: Any) -> Any:
 _BETA2 = 0.99  # replaces the optimizer's beta2; the schedule's momentum range is meant for it
 
 
-@dataclass(frozen=True, slots=True)
-class Cycle:
-    """The shape: `first` updates up, `second` down, in stairs where a count is not 0, then decay by `decay_step`.
+class OneCycle(StepSchedule):
+    """Rates between cycle_min_lr and cycle_max_lr; with cycle_momentum, beta1 between cycle_max_mom and cycle_min_mom.
 
         height 1      /\\
                      /  \\
         height 0    /    \\______ decay
                     first second
-    """
 
-    first: float
-    second: float
-    first_stairs: int
-    second_stairs: int
-    decay_step: float
-
-    @property
-    def length(self) -> float:
-        return self.first + self.second
-
-    def height(self, updates: int) -> float:
-        """Return the height from 0 to 1 inside the cycle (`updates` <= length)."""
-        if updates >= self.length:
-            return 0.0  # also if `second` is 0
-        if updates <= self.first:
-            return _in_stairs(updates, self.first, self.first_stairs)
-        return _in_stairs(self.length - updates, self.second, self.second_stairs)
-
-    def decay_intervals(self, updates: int) -> float:
-        """Return the number of decay steps from the end of the cycle to `updates`; 0 without decay."""
-        return (updates - self.length) / self.decay_step if self.decay_step else 0.0
-
-
-class OneCycle(StepSchedule):
-    """Rates between cycle_min_lr and cycle_max_lr; with cycle_momentum, beta1 between cycle_max_mom and cycle_min_mom.
-
-    Momentum is written into `betas`, at once when the schedule is made, and beta2 becomes 0.99, as in DeepSpeed. An
-    optimizer whose groups have no `betas` keeps its momentum, with a warning.
+    Both parts are in stairs where their number is not 0. Momentum is written into `betas`, at once when the schedule is
+    made, and beta2 becomes 0.99, as in DeepSpeed. An optimizer whose groups have no `betas` keeps its momentum, with a
+    warning.
     """
 
     def __init__(
@@ -229,9 +202,10 @@ class OneCycle(StepSchedule):
             raise ValueError(f"cycle_first_step_size must be positive, got {cycle_first_step_size!r}")
         if second_size < 0:
             raise ValueError(f"cycle_second_step_size must not be negative, got {second_size!r}")
-        self.cycle = Cycle(
-            float(cycle_first_step_size), float(second_size), cycle_first_stair_count, second_stairs, decay_step_size
-        )
+        self._first, self._second = float(cycle_first_step_size), float(second_size)
+        self._length = self._first + self._second
+        self._first_stairs, self._second_stairs = cycle_first_stair_count, second_stairs
+        self._decay_step = decay_step_size
         self.min_lrs = per_group(cycle_min_lr, len(groups), "cycle_min_lr")
         self.max_lrs = per_group(cycle_max_lr, len(groups), "cycle_max_lr")
         self.min_moms = per_group(cycle_min_mom, len(groups), "cycle_min_mom")
@@ -252,21 +226,33 @@ class OneCycle(StepSchedule):
         if not self.cycle_momentum:
             return None
         updates = self.last_batch_iteration + 1
-        if updates <= self.cycle.length:
-            height = self.cycle.height(updates)
+        if updates <= self._length:
+            height = self._height(updates)
             moms = [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms)]
         else:
-            factor = 1 + self.decay_mom_rate * self.cycle.decay_intervals(updates)
+            factor = 1 + self.decay_mom_rate * self._decay_intervals(updates)
             moms = [high * factor for high in self.max_moms]
         return [(mom, _BETA2) for mom in moms]
 
     def _rates(self, iteration: int) -> list[float]:
         updates = iteration + 1
-        if updates <= self.cycle.length:
-            height = self.cycle.height(updates)
+        if updates <= self._length:
+            height = self._height(updates)
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
-        factor = 1 + self.decay_lr_rate * self.cycle.decay_intervals(updates)
+        factor = 1 + self.decay_lr_rate * self._decay_intervals(updates)
         return [low / factor for low in self.min_lrs]
+
+    def _height(self, updates: int) -> float:
+        """Return the height inside the cycle (`updates` <= length)."""
+        if updates >= self._length:
+            return 0.0  # also if the second part has no updates
+        if updates <= self._first:
+            return _in_stairs(updates, self._first, self._first_stairs)
+        return _in_stairs(self._length - updates, self._second, self._second_stairs)
+
+    def _decay_intervals(self, updates: int) -> float:
+        """Return the number of decay steps from the end of the cycle to `updates`; 0 without decay."""
+        return (updates - self._length) / self._decay_step if self._decay_step else 0.0
 
     def _apply_momentum(self, moms: list[float]) -> None:
         for group, mom in zip(self.optimizer.param_groups, moms, strict=True):

@@ -168,15 +168,9 @@ def _fixed(value: object) -> int | None:
 
 def _from_config(config: Mapping[str, Any]) -> Iterator[tuple[str, Offer]]:
     """Yield values that one section of the config determines for another."""
-    rate = _at(config, "optimizer", "params", "lr")
+    rate = dict(leaves(config)).get(("optimizer", "params", "lr"))
     if isinstance(rate, (int, float)) and not isinstance(rate, bool):
         yield "scheduler.params.warmup_max_lr", Offer(rate, Source("derived", "optimizer.params.lr"), "lr")
-
-
-def _at(config: object, *path: str) -> object:
-    for key in path:
-        config = config.get(key) if isinstance(config, Mapping) else None
-    return config
 
 
 def hidden_size(model: ModelView | None) -> Given | None:

@@ -21,7 +21,8 @@ META = torch.device("meta")
 
 
 def test_an_accelerator_inherits_nothing_that_acts_at_once() -> None:
-    """`Runtime` is a device on which nothing has to wait. What an accelerator inherited from it would not wait, either."""
+    """`Runtime` is a device on which nothing has to wait. What an accelerator inherited from it would not wait,
+    either."""
     methods = {name for name, value in vars(Runtime).items() if callable(value) and not name.startswith("_")}
     assert methods - vars(Accelerator).keys() == {"range"}
 

@@ -326,9 +326,7 @@ def adapter_of(folder: Path, kind: str, stage: int | None, precision: str = "fp3
         *(pytest.param(kind, (0, 1, 2, 3), marks=pytest.mark.slow) for kind in ADAPTERS),
     ],
 )
-def test_every_kind_of_adapter_trains_as_without_an_engine(
-    kind: str, stages: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_every_kind_of_adapter_trains_as_without_an_engine(kind: str, stages: tuple[int, ...], tmp_path: Path) -> None:
     """AdaLoRA's `update_and_allocate`, called from a callback as PEFT's documentation shows, failed: the engine had
     freed the gradients that it reads, and released the weights. Trainable tokens needed CUDA at stage 3."""
     losses, tensors = adapter_of(tmp_path, kind, None)
