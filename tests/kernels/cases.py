@@ -31,7 +31,7 @@ from hf_zero.kernels.quantize import (
 )
 from hf_zero.kernels.sgd import SgdRule, sgd, sgd_reference
 from hf_zero.kernels.signs import pack_signs_reference, pack_signs_with_error, unpack_signs, unpack_signs_reference
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.vectors import Applied, Vectors
 
 STEPS = 3
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -78,10 +78,8 @@ def _gpu(name: str) -> Any:
 def _adam(rule: AdamRule) -> Update:
     return Update(
         states=2,
-        run=lambda vectors, step, **options: adam(vectors, rule, step, **options),
-        interpreted=lambda vectors, step, scale=1.0, skip=None, seed=None: _gpu("adam").adam_on_gpu(
-            vectors, rule, step, scale, skip, seed
-        ),
+        run=lambda vectors, step, **options: adam(vectors, rule, step, Applied(**options)),
+        interpreted=lambda vectors, step, **options: _gpu("adam").adam_on_gpu(vectors, rule, step, Applied(**options)),
         reference=lambda vectors, step, scale: adam_reference(vectors, rule, step, scale),
     )
 
@@ -89,10 +87,8 @@ def _adam(rule: AdamRule) -> Update:
 def _lion(rule: LionRule) -> Update:
     return Update(
         states=1,
-        run=lambda vectors, step, **options: lion(vectors, rule, **options),
-        interpreted=lambda vectors, step, scale=1.0, skip=None, seed=None: _gpu("lion").lion_on_gpu(
-            vectors, rule, scale, skip, seed
-        ),
+        run=lambda vectors, step, **options: lion(vectors, rule, Applied(**options)),
+        interpreted=lambda vectors, step, **options: _gpu("lion").lion_on_gpu(vectors, rule, Applied(**options)),
         reference=lambda vectors, step, scale: lion_reference(vectors, rule, scale),
     )
 
@@ -100,9 +96,9 @@ def _lion(rule: LionRule) -> Update:
 def _adagrad(rule: AdagradRule) -> Update:
     return Update(
         states=1,
-        run=lambda vectors, step, **options: adagrad(vectors, rule, step, **options),
-        interpreted=lambda vectors, step, scale=1.0, skip=None, seed=None: _gpu("adagrad").adagrad_on_gpu(
-            vectors, rule, step, scale, skip, seed
+        run=lambda vectors, step, **options: adagrad(vectors, rule, step, Applied(**options)),
+        interpreted=lambda vectors, step, **options: _gpu("adagrad").adagrad_on_gpu(
+            vectors, rule, step, Applied(**options)
         ),
         reference=lambda vectors, step, scale: adagrad_reference(vectors, rule, step, scale),
     )
@@ -111,10 +107,8 @@ def _adagrad(rule: AdagradRule) -> Update:
 def _sgd(rule: SgdRule) -> Update:
     return Update(
         states=1 if rule.momentum else 0,
-        run=lambda vectors, step, **options: sgd(vectors, rule, **options),
-        interpreted=lambda vectors, step, scale=1.0, skip=None, seed=None: _gpu("sgd").sgd_on_gpu(
-            vectors, rule, scale, skip, seed
-        ),
+        run=lambda vectors, step, **options: sgd(vectors, rule, Applied(**options)),
+        interpreted=lambda vectors, step, **options: _gpu("sgd").sgd_on_gpu(vectors, rule, Applied(**options)),
         reference=lambda vectors, step, scale: sgd_reference(vectors, rule, scale),
     )
 

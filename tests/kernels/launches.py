@@ -32,7 +32,7 @@ from hf_zero.kernels.gpu.signs import pack_signs_on_gpu, unpack_signs_on_gpu
 from hf_zero.kernels.lamb import LambRule
 from hf_zero.kernels.message import message_bytes
 from hf_zero.kernels.quantize import Feedback
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.vectors import Applied, Vectors
 from tests.kernels.cases import UPDATES, Types
 from tests.support.compilation import Launch
 
@@ -87,7 +87,7 @@ def update(name: str, types: Types, known: tuple[bool, bool], seed: int | None =
     eight = BlockVectors(given.weight, given.gradient, packed, given.lp_param, start)
     for decoupled in (True, False):
         rule = AdamRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
-        adam8_on_gpu(eight, rule, 1, scale, skip, seed)
+        adam8_on_gpu(eight, rule, 1, Applied(scale, skip, seed))
 
 
 def squares(dtype: torch.dtype, *, aligned: bool = True) -> None:
@@ -121,7 +121,7 @@ def with_integers() -> None:
     for decay, lr, start in ((0, 1, 0), (0.0, 1.0, 0), (1, 1, 0)):
         given = vectors(2, FULL, aligned=True)
         rule = AdamRule(lr=lr, beta1=start, beta2=start, eps=1, weight_decay=decay, decoupled=True)
-        adam_on_gpu(given, rule, 1, 1, None, None)
+        adam_on_gpu(given, rule, 1, Applied(1))
 
 
 def with_seeds() -> None:
