@@ -77,10 +77,11 @@ def update(name: str, types: Types, known: tuple[bool, bool], seed: int | None =
         first = NUMEL // 4 if aligned else NUMEL // 4 + ODD
         segments = [(0, first), (first, given.weight.numel() - first)]
         squares = lamb_moments_on_gpu(given, LAMB[name], segments, scale, skip)
-        lamb_apply_on_gpu(given, LAMB[name], squares[:, 0], segments, skip, seed)
+        lamb_apply_on_gpu(given, LAMB[name], squares[:, 0], segments, skip)
         return
     if name in UPDATES:
-        UPDATES[name].interpreted(given, 1, scale=scale, skip=skip, seed=seed)
+        rounding = {} if seed is None else {"seed": seed}
+        UPDATES[name].interpreted(given, 1, scale=scale, skip=skip, **rounding)
         return
     numel, start = given.weight.numel(), 0 if aligned else 40
     packed = tuple(torch.zeros(packed_bytes(start + numel), dtype=torch.uint8) for _ in range(2))

@@ -32,10 +32,10 @@ def _frozen_adam(  # type: ignore[no-untyped-def]
 
 
 def frozen_adam_on_gpu(
-    vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, skip: Tensor | None, seed: int | None
+    vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, skip: Tensor | None
 ) -> None:
     """A single launch, without synchronization."""
     launch_update(
-        _frozen_adam, vectors, Applied(rate, skip, seed),
+        _frozen_adam, vectors, Applied(rate, skip),
         eps, weight_decay,
     )  # fmt: skip
