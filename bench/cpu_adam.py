@@ -54,7 +54,7 @@ def contenders(numel: int) -> dict[str, Step]:
     from hf_zero.kernels.adam import AdamRule, adam
     from hf_zero.kernels.adam8 import BlockVectors, adam8
     from hf_zero.kernels.dynamic8 import packed_bytes
-    from hf_zero.kernels.vectors import Vectors
+    from hf_zero.kernels.vectors import Applied, Vectors
     from hf_zero.offload.split_masters import HalfRest
 
     master, m, v, wide = (torch.zeros(numel) for _ in range(4))
@@ -93,10 +93,10 @@ def contenders(numel: int) -> dict[str, Step]:
     return {
         COPY: lambda: wide.copy_(master),
         FLOOR: lambda: floor(m, v),
-        OURS: lambda: adam(vectors, rule, 5, SCALE),
+        OURS: lambda: adam(vectors, rule, 5, Applied(SCALE)),
         FLOOR_8: lambda: floor(*packed),
-        OURS_8: lambda: adam8(blocks, rule, 5, SCALE),
-        OURS_SPLIT: lambda: adam(split, rule, 5, SCALE),
+        OURS_8: lambda: adam8(blocks, rule, 5, Applied(SCALE)),
+        OURS_SPLIT: lambda: adam(split, rule, 5, Applied(SCALE)),
         FUSED: torch_adam(fused=True),
         FOREACH: torch_adam(foreach=True),
     }

@@ -40,7 +40,7 @@ from hf_zero.kernels.lion import LionRule, lion
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.kernels.quantize import Feedback, new_messages, read_messages, sum_messages, write_messages
 from hf_zero.kernels.signs import pack_signs_with_error, unpack_signs
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.vectors import Applied, Vectors
 from tests.kernels import adam8_cases, cases
 
 SIZES = (1, 1000, 3 * 1024 + 17, (1 << 20) + 5)
@@ -64,7 +64,8 @@ def checks(device: str) -> Iterator[tuple[str, Callable[[], None]]]:
                 lambda n=name, s=numel: cases.check_update(n, s, cases.MIXTURES[0], scalar, form),
             )
         yield f"{name} skip flag", lambda n=name: cases.check_skip_flag(n, form)
-        yield f"{name} stochastic rounding", lambda n=name: cases.check_stochastic_rounding(n, form)
+        if name in cases.NARROW:
+            yield f"{name} stochastic rounding", lambda n=name: cases.check_stochastic_rounding(n, form)
     for rule in adam8_cases.RULES:
         for numel, types in product(sizes, cases.MIXTURES):
             yield (
@@ -165,8 +166,8 @@ def adam_rivals(numel: int, device: str) -> Iterator[tuple[str, int, Callable[[]
         )  # fmt: skip
         lp_param.copy_(master)
 
-    yield "adam, one pass", 28, lambda: adam(vectors, RULE, 5, 0.5)
-    yield "adam, stochastic", 28, lambda: adam(vectors, RULE, 5, 0.5, None, 7)
+    yield "adam, one pass", 28, lambda: adam(vectors, RULE, 5, Applied(0.5))
+    yield "adam, stochastic", 28, lambda: adam(vectors, RULE, 5, Applied(0.5, seed=7))
     yield "torch fused AdamW and its casts", 28, casts_and_fused
     yield "cast, unscale, fused AdamW, cast (as DeepSpeed's step)", 28, as_deepspeed_steps
 
@@ -260,14 +261,14 @@ def waits_for_the_device(device: str) -> list[str]:
         torch.zeros(1 << 16, device=device) for _ in range(2)
     ))  # fmt: skip
     scale, flag = torch.tensor(0.5, device=device), torch.zeros(1, device=device)
-    adam(vectors, RULE, 1, scale, flag)
+    adam(vectors, RULE, 1, Applied(scale, flag))
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         torch.cuda.synchronize()
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities) as profile:
         sum_of_squares(vectors.gradient)
-        adam(vectors, RULE, 2, scale, flag)
+        adam(vectors, RULE, 2, Applied(scale, flag))
     waiting = ("Synchronize", "aten::item", "aten::_local_scalar_dense", "Memcpy DtoH")
     return [
         event.key

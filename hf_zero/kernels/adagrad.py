@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_zero.kernels.gpu.devices import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, fp32_chunks
+from hf_zero.kernels.vectors import AS_IS, Applied, Vectors, fp32_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,14 @@ def adagrad_reference(vectors: Vectors, rule: AdagradRule, step: int, scale: Ten
         vectors.lp_param.copy_(weight)
 
 
-def adagrad(
-    vectors: Vectors,
-    rule: AdagradRule,
-    step: int,
-    scale: Tensor | float = 1.0,
-    skip: Tensor | None = None,
-    seed: int | None = None,
-) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
+def adagrad(vectors: Vectors, rule: AdagradRule, step: int, applied: Applied = AS_IS) -> None:
+    """Same as the reference, in one pass over memory."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adagrad import adagrad_on_gpu
 
-        adagrad_on_gpu(vectors, rule, step, scale, skip, seed)
+        adagrad_on_gpu(vectors, rule, step, applied)
         return
-    for part in fp32_chunks(vectors, scale, skip, seed):
+    for part in fp32_chunks(vectors, applied.scale, applied.skip, applied.seed):
         (squares,) = part.states
         gradient = part.gradient.add(part.weight, alpha=rule.weight_decay) if rule.weight_decay else part.gradient
         squares.addcmul_(gradient, gradient)

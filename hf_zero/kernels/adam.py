@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.kernels.gpu.devices import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, fp32_chunks
+from hf_zero.kernels.vectors import AS_IS, Applied, Vectors, fp32_chunks
 
 _STEP_WITHOUT_BIAS = 1e9  # beta ** step is 0 for every beta < 1, so both corrections are exactly 1
 
@@ -59,24 +59,17 @@ def adam_reference(vectors: Vectors, rule: AdamRule, step: int, scale: Tensor | 
         vectors.lp_param.copy_(weight)
 
 
-def adam(
-    vectors: Vectors,
-    rule: AdamRule,
-    step: int,
-    scale: Tensor | float = 1.0,
-    skip: Tensor | None = None,
-    seed: int | None = None,
-) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
+def adam(vectors: Vectors, rule: AdamRule, step: int, applied: Applied = AS_IS) -> None:
+    """Same as the reference, in one pass over memory."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adam import adam_on_gpu
 
-        adam_on_gpu(vectors, rule, step, scale, skip, seed)
+        adam_on_gpu(vectors, rule, step, applied)
         return
     # By chunks that stay in cache: casts of whole vectors would move 40 bytes per parameter instead of 28.
-    scale, divisor = divided_inside(vectors, scale)
+    scale, divisor = divided_inside(vectors, applied.scale)
     update, options = chunk_update(rule, step, vectors.weight.device, divisor)
-    for part in fp32_chunks(vectors, scale, skip, seed):
+    for part in fp32_chunks(vectors, scale, applied.skip, applied.seed):
         moment, second_moment = part.states
         update([part.weight], [part.gradient], [moment], [second_moment], **options)
 

@@ -6,14 +6,14 @@ Source: Dettmers et al. 2021 (arXiv 2110.02861).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from hf_zero.kernels.adam import AdamRule, adam_reference, chunk_update, divided_inside
 from hf_zero.kernels.dynamic8 import BLOCK, Coder, blocks_of, dequantize_reference, num_blocks, quantize_reference
 from hf_zero.kernels.gpu.devices import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, chunk_numel, fp32_chunks, keep
+from hf_zero.kernels.vectors import AS_IS, Applied, Vectors, chunk_numel, fp32_chunks, keep
 
 _TIMES = 2  # larger chunks, because each needs about twenty calls with a few microseconds of overhead
 
@@ -53,34 +53,26 @@ def adam8_reference(vectors: BlockVectors, rule: AdamRule, step: int, scale: Ten
         quantize_reference(state, packed, signed=index == 0)
 
 
-def adam8(
-    vectors: BlockVectors,
-    rule: AdamRule,
-    step: int,
-    scale: Tensor | float = 1.0,
-    skip: Tensor | None = None,
-    seed: int | None = None,
-) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
+def adam8(vectors: BlockVectors, rule: AdamRule, step: int, applied: Applied = AS_IS) -> None:
+    """Same as the reference, in one pass over memory."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.adam8 import adam8_on_gpu
 
-        adam8_on_gpu(vectors, rule, step, scale, skip, seed)
+        adam8_on_gpu(vectors, rule, step, applied)
         return
     numel = vectors.weight.numel()
     head = min(-vectors.start % BLOCK, numel)
     if head:  # separate, so that only the first and last chunk contain partial blocks
-        _in_chunks(vectors.part(0, head), rule, step, scale, skip, seed)
+        _in_chunks(vectors.part(0, head), rule, step, applied)
     if head < numel:
-        _in_chunks(vectors.part(head, numel - head), rule, step, scale, skip, None if seed is None else seed + 1)
+        rest = applied if applied.seed is None else replace(applied, seed=applied.seed + 1)
+        _in_chunks(vectors.part(head, numel - head), rule, step, rest)
 
 
-def _in_chunks(
-    vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
-) -> None:
+def _in_chunks(vectors: BlockVectors, rule: AdamRule, step: int, applied: Applied) -> None:
     """Update weights that start at a block boundary or are within one block."""
     weight = vectors.weight
-    scale, divisor = divided_inside(vectors, scale)
+    scale, divisor = divided_inside(vectors, applied.scale)
     update, options = chunk_update(rule, step, weight.device, divisor)
     first, begin = divmod(vectors.start, BLOCK)
     length = min(chunk_numel(weight.device, _TIMES), weight.numel())
@@ -88,12 +80,12 @@ def _in_chunks(
     runs = [blocks_of(state).runs(first, last, num_blocks(begin + length)) for state in vectors.states]
     coders: list[Coder] = []
     stateless = Vectors(weight=weight, gradient=vectors.gradient, lp_param=vectors.lp_param, rest=vectors.rest)
-    for number, part in enumerate(fp32_chunks(stateless, scale, skip, seed, _TIMES)):
+    for number, part in enumerate(fp32_chunks(stateless, scale, applied.skip, applied.seed, _TIMES)):
         mine, length = [both[number] for both in runs], part.weight.numel()
         if not coders or mine[0].codes.numel() != coders[0].values.numel():
             count = mine[0].scales.numel()
             coders = [Coder(count, weight.device, signed=index == 0) for index in range(2)]
-        put_back = keep(skip, [tensor for run in mine for tensor in (run.codes, run.scales)])
+        put_back = keep(applied.skip, [tensor for run in mine for tensor in (run.codes, run.scales)])
         for coder, run in zip(coders, mine, strict=True):
             coder.decode(run)
         held = [coder.values.narrow(0, begin, length) for coder in coders]

@@ -34,20 +34,15 @@ def frozen_adam_reference(vectors: Vectors, rate: Tensor | float, eps: float, we
 
 
 def frozen_adam(
-    vectors: Vectors,
-    rate: Tensor | float,
-    eps: float,
-    weight_decay: float,
-    skip: Tensor | None = None,
-    seed: int | None = None,
+    vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, skip: Tensor | None = None
 ) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for skip and seed."""
+    """Same as the reference, in one pass over memory. See `fp32_chunks` for skip."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.frozen_adam import frozen_adam_on_gpu
 
-        frozen_adam_on_gpu(vectors, rate, eps, weight_decay, skip, seed)
+        frozen_adam_on_gpu(vectors, rate, eps, weight_decay, skip)
         return
-    for part in fp32_chunks(vectors, 1.0, skip, seed):
+    for part in fp32_chunks(vectors, skip=skip):
         direction = preconditioned(part.gradient, part.states[0], eps)
         if weight_decay:
             direction.add_(part.weight, alpha=weight_decay)

@@ -101,21 +101,15 @@ def lamb_moments(
 
 
 def lamb_apply(
-    vectors: Vectors,
-    rule: LambRule,
-    factors: Tensor,
-    segments: Segments,
-    skip: Tensor | None = None,
-    seed: int | None = None,
+    vectors: Vectors, rule: LambRule, factors: Tensor, segments: Segments, skip: Tensor | None = None
 ) -> None:
     """Second pass: p = p - factor * u with one factor per segment (rate times trust ratio), and the rounded weights."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.lamb import lamb_apply_on_gpu
 
-        lamb_apply_on_gpu(vectors, rule, factors, segments, skip, seed)
+        lamb_apply_on_gpu(vectors, rule, factors, segments, skip)
         return
     for factor, (start, length) in zip(factors.unbind(), segments, strict=True):
-        noise = None if seed is None else seed + start
-        for chunk in fp32_chunks(vectors.part(start, length), 1.0, skip, noise):
+        for chunk in fp32_chunks(vectors.part(start, length), skip=skip):
             direction = rule.direction(chunk.weight, *chunk.states)
             chunk.weight.sub_(direction.mul_(factor.to(direction.dtype)))

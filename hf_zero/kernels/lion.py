@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_zero.kernels.gpu.devices import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, fp32_chunks
+from hf_zero.kernels.vectors import AS_IS, Applied, Vectors, fp32_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,14 @@ def lion_reference(vectors: Vectors, rule: LionRule, scale: Tensor | float = 1.0
         vectors.lp_param.copy_(weight)
 
 
-def lion(
-    vectors: Vectors, rule: LionRule, scale: Tensor | float = 1.0, skip: Tensor | None = None, seed: int | None = None
-) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
+def lion(vectors: Vectors, rule: LionRule, applied: Applied = AS_IS) -> None:
+    """Same as the reference, in one pass over memory."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.lion import lion_on_gpu
 
-        lion_on_gpu(vectors, rule, scale, skip, seed)
+        lion_on_gpu(vectors, rule, applied)
         return
-    for part in fp32_chunks(vectors, scale, skip, seed):
+    for part in fp32_chunks(vectors, applied.scale, applied.skip, applied.seed):
         (moment,) = part.states
         direction = sign(moment.lerp(part.gradient, 1 - rule.beta1))
         part.weight.mul_(1 - rule.lr * rule.weight_decay).sub_(direction, alpha=rule.lr)

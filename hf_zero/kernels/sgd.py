@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hf_zero.kernels.gpu.devices import runs_on_gpu
-from hf_zero.kernels.vectors import Vectors, fp32_chunks
+from hf_zero.kernels.vectors import AS_IS, Applied, Vectors, fp32_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,14 @@ def sgd_reference(vectors: Vectors, rule: SgdRule, scale: Tensor | float = 1.0) 
         vectors.lp_param.copy_(weight)
 
 
-def sgd(
-    vectors: Vectors, rule: SgdRule, scale: Tensor | float = 1.0, skip: Tensor | None = None, seed: int | None = None
-) -> None:
-    """Same as the reference, in one pass over memory. See `fp32_chunks` for scale, skip and seed."""
+def sgd(vectors: Vectors, rule: SgdRule, applied: Applied = AS_IS) -> None:
+    """Same as the reference, in one pass over memory."""
     if runs_on_gpu(vectors.weight, *vectors.states):
         from hf_zero.kernels.gpu.sgd import sgd_on_gpu
 
-        sgd_on_gpu(vectors, rule, scale, skip, seed)
+        sgd_on_gpu(vectors, rule, applied)
         return
-    for part in fp32_chunks(vectors, scale, skip, seed):
+    for part in fp32_chunks(vectors, applied.scale, applied.skip, applied.seed):
         direction = part.gradient.add(part.weight, alpha=rule.weight_decay) if rule.weight_decay else part.gradient
         if rule.momentum:
             (buffer,) = part.states

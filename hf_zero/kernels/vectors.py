@@ -56,6 +56,24 @@ class Vectors:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """How a gradient is applied.
+
+    Attributes:
+        scale: factor on the gradient.
+        skip: one element on the device; if nonzero, nothing changes. None: no check.
+        seed: seed for stochastic rounding of bf16 weights; None: round to nearest.
+    """
+
+    scale: Tensor | float = 1.0
+    skip: Tensor | None = None
+    seed: int | None = None
+
+
+AS_IS = Applied()
+
+
 # Chunks stay in cache on a CPU, and are long on an accelerator.
 
 

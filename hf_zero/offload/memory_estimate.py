@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,27 +133,22 @@ def check_memory(estimate: MemoryEstimate, zero: ZeroPolicy, device: torch.devic
         raise DoesNotFit("; ".join(problems))
 
 
-def _problems(everyone: Sequence[tuple[str, MemoryEstimate, MemoryEstimate]]) -> list[str]:
-    problems = []
+def _problems(everyone: Sequence[tuple[str, MemoryEstimate, MemoryEstimate]]) -> Iterator[str]:
     for node in dict.fromkeys(name for name, _, _ in everyone):
         estimate = [needed for name, needed, _ in everyone if name == node]
         there = [available for name, _, available in everyone if name == node]
         host, disk = sum(one.host for one in estimate), sum(one.disk for one in estimate)
         have_host, have_disk = min(one.host for one in there), min(one.disk for one in there)
-        problems += _problem(node, "host memory", host, have_host, len(estimate))
-        problems += _problem(node, "disk", disk, have_disk, len(estimate))
-        for needed, available in zip(estimate, there, strict=True):
-            problems += _problem(node, "device memory", needed.device, available.device, 1)
-    return problems
-
-
-def _problem(node: str, kind: str, needed: int, available: int, ranks: int) -> list[str]:
-    if needed <= available:
-        return []
-    return [
-        f"{node}: {ranks} rank(s) need {_amount(needed)} of {kind} for masters, optimizer states, gradients and "
-        f"buffers, and {_amount(available)} are available: {_HINTS[kind]}"
-    ]
+        for kind, needed, available, ranks in (
+            ("host memory", host, have_host, len(estimate)),
+            ("disk", disk, have_disk, len(estimate)),
+            *(("device memory", one.device, has.device, 1) for one, has in zip(estimate, there, strict=True)),
+        ):
+            if needed > available:
+                yield (
+                    f"{node}: {ranks} rank(s) need {_amount(needed)} of {kind} for masters, optimizer states, "
+                    f"gradients and buffers, and {_amount(available)} are available: {_HINTS[kind]}"
+                )
 
 
 def _sentence(estimate: MemoryEstimate, available: MemoryEstimate) -> str:

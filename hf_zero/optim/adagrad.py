@@ -30,7 +30,7 @@ class AdagradFamily(Family):
             weight_decay=group["weight_decay"],
             lr_decay=group.get("lr_decay", 0.0),
         )
-        adagrad(vectors, rule, step, applied.scale, applied.skip, applied.seed)
+        adagrad(vectors, rule, step, applied)
 
 
 class DeepSpeedCPUAdagrad(ElementwiseOptimizer):

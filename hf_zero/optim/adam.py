@@ -22,7 +22,7 @@ class AdamFamily(Family):
     def update(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied
     ) -> None:
-        run_adam(vectors, rule_of(optimizer, group), step, applied.scale, applied.skip, applied.seed)
+        run_adam(vectors, rule_of(optimizer, group), step, applied)
 
 
 class FusedAdam(ElementwiseOptimizer):

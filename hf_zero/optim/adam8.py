@@ -47,7 +47,7 @@ class Adam8Family(AdamFamily):
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], vectors: Vectors, step: int, applied: Applied
     ) -> None:
         assert isinstance(vectors, BlockVectors)
-        adam8(vectors, rule_of(optimizer, group), step, applied.scale, applied.skip, applied.seed)
+        adam8(vectors, rule_of(optimizer, group), step, applied)
 
 
 class AdamW8bit(FusedAdam):

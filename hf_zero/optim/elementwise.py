@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.vectors import AS_IS, Applied, Vectors
 from hf_zero.layout import Piece
 from hf_zero.optim.stager import StateForm
 from hf_zero.optim.updater import StepGradients, SubGroup, Updater
@@ -70,21 +70,6 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: Tensor, names: Sequenc
     return state
 
 
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """How a gradient is applied.
-
-    Attributes:
-        scale: factor on the gradient.
-        skip: one element on the device; if nonzero, nothing changes. None: no check.
-        seed: seed for stochastic rounding of bf16 weights; None: round to nearest.
-    """
-
-    scale: Tensor | float = 1.0
-    skip: Tensor | None = None
-    seed: int | None = None
-
-
 class Family(ABC):
     """One update rule: the names of its states, and the call of its kernel. Stateless."""
 
@@ -128,7 +113,7 @@ class Family(ABC):
         state["step"] += 1
         weight = flat_view(parameter)
         vectors = self.vectors(state, group, weight, gradient.reshape(-1), None)
-        self.update(optimizer, group, vectors, int(state["step"]), Applied())
+        self.update(optimizer, group, vectors, int(state["step"]), AS_IS)
         write_back(parameter, weight)
 
 

@@ -94,17 +94,9 @@ class FusedLamb(LoneOptimizer):
 
 def rule_of(group: dict[str, Any]) -> LambRule:
     """The group's current hyperparameters."""
-    return LambRule(
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        max_coeff=group["max_coeff"],
-        min_coeff=group["min_coeff"],
-        bias_correction=group["bias_correction"],
-        eps_inside_sqrt=group["eps_inside_sqrt"],
-    )
+    beta1, beta2 = map(float, group["betas"])
+    same = ("eps", "weight_decay", "max_coeff", "min_coeff", "bias_correction", "eps_inside_sqrt")
+    return LambRule(lr=float(group["lr"]), beta1=beta1, beta2=beta2, **{name: group[name] for name in same})
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class LionFamily(Family):
         rule = LionRule(
             lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), weight_decay=group["weight_decay"]
         )
-        lion(vectors, rule, applied.scale, applied.skip, applied.seed)
+        lion(vectors, rule, applied)
 
 
 class FusedLion(ElementwiseOptimizer):

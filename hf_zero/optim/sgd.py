@@ -26,7 +26,7 @@ class SgdFamily(Family):
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
         )
-        sgd(vectors, rule, applied.scale, applied.skip, applied.seed)
+        sgd(vectors, rule, applied)
 
 
 def family_of_torch_sgd(optimizer: torch.optim.Optimizer) -> Family | None:

@@ -147,12 +147,12 @@ class ShardedParameter:
         return self.stand_in.device
 
     @contextmanager
-    def opened(self, *, changes: bool = False) -> Iterator[Tensor]:
-        """Context that provides this rank's chunk."""
+    def opened(self) -> Iterator[Tensor]:
+        """Context that provides this rank's chunk, to be read."""
         if self.kept is None:
             yield self.shard
             return
-        with self.kept.opened(changes=changes) as chunk:
+        with self.kept.opened() as chunk:
             yield chunk
 
     def view(self) -> Tensor:

@@ -66,7 +66,10 @@ def peers_of(
         everyone = torch.empty(collectives.size * length, dtype=values.dtype, device=store.device)
         everyone.narrow(0, collectives.rank * length, length).copy_(values)
         collectives.all_gather(everyone).wait()
-        return _wholes(store, sub_group, everyone.to(values.device))
+        return {
+            slot.parameter: place.reshape(-1)[: slot.numel].view(store.parameters[slot.parameter].shape)
+            for slot, place in _places(store, sub_group, everyone.to(values.device))
+        }
 
     def add_up(values: Tensor) -> None:
         travelling = values.to(store.device)
@@ -109,13 +112,6 @@ def spread_of(store: ParameterStore) -> list[Spread]:
         Spread(tuple(parameter.shape), tuple(sorted(mine)))
         for parameter, mine in zip(store.parameters, cuts, strict=True)
     ]
-
-
-def _wholes(store: ParameterStore, sub_group: SubGroup, everyone: Tensor) -> dict[int, Tensor]:
-    return {
-        slot.parameter: place.reshape(-1)[: slot.numel].view(store.parameters[slot.parameter].shape)
-        for slot, place in _places(store, sub_group, everyone)
-    }
 
 
 def _slots(store: ParameterStore, sub_group: SubGroup) -> list[Slot]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from hf_zero.kernels.adam import AdamRule
 from hf_zero.kernels.adam8 import BlockVectors, adam8, adam8_reference
 from hf_zero.kernels.dynamic8 import BLOCK, blocks_of, code_order, packed_bytes, quantize_reference
+from hf_zero.kernels.vectors import Applied
 from tests.kernels.cases import Form, Types, randn
 
 RULES = [
@@ -20,11 +21,11 @@ def run(
     form: Form, vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float = 1.0, **options: Tensor | int
 ) -> None:
     if not form.interpreted:
-        adam8(vectors, rule, step, scale, **options)  # type: ignore[arg-type]
+        adam8(vectors, rule, step, Applied(scale, **options))  # type: ignore[arg-type]
         return
     from hf_zero.kernels.gpu.adam8 import adam8_on_gpu
 
-    adam8_on_gpu(vectors, rule, step, scale, options.get("skip"), options.get("seed"))  # type: ignore[arg-type]
+    adam8_on_gpu(vectors, rule, step, Applied(scale, **options))  # type: ignore[arg-type]
 
 
 def states_for(held: int) -> tuple[Tensor, Tensor]:

@@ -179,7 +179,7 @@ def check_lamb(*, inside: bool) -> None:
         assert not squares.any()
         squares = lamb_moments_on_gpu(given, rule, segments, torch.tensor(0.125), flag.zero_())
         factors = torch.arange(1, len(segments) + 1, dtype=torch.float64) / 2
-        lamb_apply_on_gpu(given, rule, factors, segments, flag, None)
+        lamb_apply_on_gpu(given, rule, factors, segments, flag)
         for (start, length), sums, factor in zip(segments, squares, factors, strict=True):
             part, ours = widened(old.part(start, length)), given.part(start, length)
             p, g, (m, v) = part.weight, part.gradient * 0.125, part.states

@@ -32,7 +32,7 @@ from hf_zero.kernels.gpu.signs import pack_signs_on_gpu, unpack_signs_on_gpu
 from hf_zero.kernels.lamb import LambRule
 from hf_zero.kernels.message import message_bytes
 from hf_zero.kernels.quantize import Feedback
-from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.vectors import Applied, Vectors
 from tests.kernels.cases import UPDATES, Types
 from tests.support.compilation import Launch
 
@@ -77,17 +77,18 @@ def update(name: str, types: Types, known: tuple[bool, bool], seed: int | None =
         first = NUMEL // 4 if aligned else NUMEL // 4 + ODD
         segments = [(0, first), (first, given.weight.numel() - first)]
         squares = lamb_moments_on_gpu(given, LAMB[name], segments, scale, skip)
-        lamb_apply_on_gpu(given, LAMB[name], squares[:, 0], segments, skip, seed)
+        lamb_apply_on_gpu(given, LAMB[name], squares[:, 0], segments, skip)
         return
     if name in UPDATES:
-        UPDATES[name].interpreted(given, 1, scale=scale, skip=skip, seed=seed)
+        rounding = {} if seed is None else {"seed": seed}
+        UPDATES[name].interpreted(given, 1, scale=scale, skip=skip, **rounding)
         return
     numel, start = given.weight.numel(), 0 if aligned else 40
     packed = tuple(torch.zeros(packed_bytes(start + numel), dtype=torch.uint8) for _ in range(2))
     eight = BlockVectors(given.weight, given.gradient, packed, given.lp_param, start)
     for decoupled in (True, False):
         rule = AdamRule(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=decoupled)
-        adam8_on_gpu(eight, rule, 1, scale, skip, seed)
+        adam8_on_gpu(eight, rule, 1, Applied(scale, skip, seed))
 
 
 def squares(dtype: torch.dtype, *, aligned: bool = True) -> None:
@@ -121,7 +122,7 @@ def with_integers() -> None:
     for decay, lr, start in ((0, 1, 0), (0.0, 1.0, 0), (1, 1, 0)):
         given = vectors(2, FULL, aligned=True)
         rule = AdamRule(lr=lr, beta1=start, beta2=start, eps=1, weight_decay=decay, decoupled=True)
-        adam_on_gpu(given, rule, 1, 1, None, None)
+        adam_on_gpu(given, rule, 1, Applied(1))
 
 
 def with_seeds() -> None:

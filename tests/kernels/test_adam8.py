@@ -22,7 +22,7 @@ from hf_zero.kernels.dynamic8 import (
     quantize,
     quantize_reference,
 )
-from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL
+from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, Applied
 from tests.kernels.adam8_cases import RULES, assert_as_quantized, check, in_double, run, vectors_for
 from tests.kernels.cases import MIXTURES, Form, Types, randn
 from tests.support.requirements import missing
@@ -189,7 +189,7 @@ def test_stochastic_rounding_has_no_bias() -> None:
     total, draws = torch.zeros(64, dtype=torch.float64), 400
     for seed in range(draws):
         vectors = replace(start, weight=start.weight.clone(), states=tuple(state.clone() for state in start.states))
-        adam8(vectors, RULES[0], 1, seed=seed)
+        adam8(vectors, RULES[0], 1, Applied(seed=seed))
         total += vectors.weight.double()
     spacing = exact.weight.abs().clamp(min=1e-3) * 2**-7
     assert float(((total / draws - exact.weight).abs() / spacing).max()) < 5 * 0.5 / draws**0.5
@@ -221,7 +221,7 @@ def test_the_gradient_is_left_alone() -> None:
     vectors = vectors_for(1000, MIXTURES[0], "cpu")
     before = vectors.gradient.clone()
     adam8(vectors, RULES[0], 1)
-    adam8(vectors, RULES[0], 2, 0.5)
+    adam8(vectors, RULES[0], 2, Applied(0.5))
     assert torch.equal(vectors.gradient, before)
 
 

@@ -98,7 +98,7 @@ def test_skip_flag_that_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) 
     cases.check_skip_flag(name, CPU)
 
 
-@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("name", NARROW)
 def test_stochastic_rounding(name: str) -> None:
     cases.check_stochastic_rounding(name, CPU)
 

@@ -16,7 +16,7 @@ from hf_zero.device.runtime import Runtime
 from hf_zero.extras.streaming.updates import StreamedUpdates
 from hf_zero.kernels.adam import AdamRule, adam
 from hf_zero.kernels.dynamic8 import packed_bytes
-from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, Vectors
+from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, Applied, Vectors
 from hf_zero.offload.split_masters import HalfRest, Recycled
 from hf_zero.optim.adam8 import AdamW8bit
 from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train, train_run, weights_of
@@ -105,7 +105,7 @@ def test_an_update_of_split_masters_is_that_of_whole_ones(decoupled: bool) -> No
     for step in range(1, 4):
         gradient = torch.randn(numel, generator=generator).bfloat16()
         for vectors in (whole, split):
-            adam(replace(vectors, gradient=gradient), rule, step, 0.3)
+            adam(replace(vectors, gradient=gradient), rule, step, Applied(0.3))
     again = torch.empty_like(masters)
     rest.join(weights, again)
     assert torch.equal(again, masters) and torch.equal(weights, masters.to(torch.bfloat16))

@@ -40,6 +40,7 @@ from hf_zero.extras.one_bit.compressing import (
     blend,
 )
 from hf_zero.kernels.adam import adam
+from hf_zero.kernels.vectors import Applied
 from hf_zero.optim.adam import rule_of
 from hf_zero.optim.traits import Traits
 from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
@@ -93,7 +94,7 @@ def exact_update(updater: CompressingUpdater, sub_group: SubGroup, gradient: Ten
     group = {**updater.optimizer.param_groups[sub_group.group], "adam_w_mode": True, "bias_correction": False}
     rule = rule_of(updater.optimizer, group)
     for run in updater.runs(sub_group, gradients):
-        adam(vectors.part(run.start, run.numel), rule, updater.num_updates, gradients.scale)
+        adam(vectors.part(run.start, run.numel), rule, updater.num_updates, Applied(gradients.scale))
 
 
 COMMON = "last_common_weights"

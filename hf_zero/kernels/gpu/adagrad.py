@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_weight
 
 if TYPE_CHECKING:
     from hf_zero.kernels.adagrad import AdagradRule
-    from hf_zero.kernels.vectors import Vectors
+    from hf_zero.kernels.vectors import Applied, Vectors
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
@@ -34,8 +33,9 @@ def _adagrad(  # type: ignore[no-untyped-def]
     store_weight(weight, lp_param, offsets, p, mask, seed)
 
 
-def adagrad_on_gpu(
-    vectors: Vectors, rule: AdagradRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
-) -> None:
+def adagrad_on_gpu(vectors: Vectors, rule: AdagradRule, step: int, applied: Applied) -> None:
     """A single launch, without synchronization."""
-    launch_update(_adagrad, vectors, scale, skip, seed, rule.rate(step), rule.eps, rule.weight_decay)
+    launch_update(
+        _adagrad, vectors, applied,
+        rule.rate(step), rule.eps, rule.weight_decay,
+    )  # fmt: skip

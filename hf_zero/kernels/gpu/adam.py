@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_weight
 
 if TYPE_CHECKING:
     from hf_zero.kernels.adam import AdamRule
-    from hf_zero.kernels.vectors import Vectors
+    from hf_zero.kernels.vectors import Applied, Vectors
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
@@ -43,13 +42,11 @@ def _adam(  # type: ignore[no-untyped-def]
     tl.store(second_moment + offsets, v.to(second_moment.dtype.element_ty), mask=mask)
 
 
-def adam_on_gpu(
-    vectors: Vectors, rule: AdamRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
-) -> None:
+def adam_on_gpu(vectors: Vectors, rule: AdamRule, step: int, applied: Applied) -> None:
     """A single launch, without synchronization."""
     correction1, correction2 = rule.corrections(step)
     launch_update(
-        _adam, vectors, scale, skip, seed,
+        _adam, vectors, applied,
         rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2,
         1 / correction1, 1 / correction2, rule.eps, rule.weight_decay,
         DECOUPLED=rule.decoupled,

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from hf_zero.kernels.dynamic8 import BLOCK, DECADES, TINY, blocks_of, num_blocks
 from hf_zero.kernels.gpu.blocks import ANY_INTEGER, floats, options, scaled, split_scale, store_weight, warp_size
@@ -14,6 +13,7 @@ from hf_zero.kernels.gpu.blocks import ANY_INTEGER, floats, options, scaled, spl
 if TYPE_CHECKING:
     from hf_zero.kernels.adam import AdamRule
     from hf_zero.kernels.adam8 import BlockVectors
+    from hf_zero.kernels.vectors import Applied
 
 # A code is a number in binary with a decade for an exponent: with u = c + 1/2 = M * 2 ** d, 1 <= M < 2, its value is
 #
@@ -135,19 +135,17 @@ def _adam8(  # type: ignore[no-untyped-def]
     store_weight(weight, lp_param, offsets, p, mask, seed, EACH)
 
 
-def adam8_on_gpu(
-    vectors: BlockVectors, rule: AdamRule, step: int, scale: Tensor | float, skip: Tensor | None, seed: int | None
-) -> None:
+def adam8_on_gpu(vectors: BlockVectors, rule: AdamRule, step: int, applied: Applied) -> None:
     """A single launch, without synchronization."""
     numel = vectors.weight.numel()
     first = vectors.start // BLOCK
     m, v = (blocks_of(state) for state in vectors.states)
-    scale_tensor, factor = split_scale(scale)
+    scale_tensor, factor = split_scale(applied.scale)
     correction1, correction2 = rule.corrections(step)
     per_thread = BLOCK // warp_size(_adam8)
     launch: Any = _adam8[(num_blocks(vectors.start + numel) - first,)]
     launch(
-        vectors.weight, *m, *v, vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
+        vectors.weight, *m, *v, vectors.gradient, vectors.lp_param, scale_tensor, applied.skip, applied.seed,
         vectors.start, numel, first,
         *floats(factor, rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2),
         *floats(1 / correction1, 1 / correction2, rule.eps, rule.weight_decay, TINY),

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from hf_zero.kernels.vectors import Vectors
+    from hf_zero.kernels.vectors import Applied, Vectors
 
 BLOCK = 1024
 # Integers that change between calls and must not be specialised: the compiler would build separate programs for
@@ -67,20 +67,13 @@ def _warp_size(is_compiled: bool) -> int:
     return int(triton.runtime.driver.active.get_current_target().warp_size) if is_compiled else 32
 
 
-def launch_update(
-    kernel: Any,
-    vectors: Vectors,
-    scale: Tensor | float,
-    skip: Tensor | None,
-    seed: int | None,
-    *numbers: float,
-    **constants: Any,
-) -> None:
+def launch_update(kernel: Any, vectors: Vectors, applied: Applied, *numbers: float, **constants: Any) -> None:
     """Launch an optimizer's kernel. Its parameters are the same as here; None replaces the states if there are none."""
-    numel, (scale_tensor, factor) = vectors.weight.numel(), split_scale(scale)
+    numel, (scale_tensor, factor) = vectors.weight.numel(), split_scale(applied.scale)
     kernel[grid(numel)](
-        vectors.weight, *(vectors.states or (None,)), vectors.gradient, vectors.lp_param, scale_tensor, skip, seed,
-        numel, *floats(factor, *numbers), BLOCK=BLOCK, **constants, **options(kernel),
+        vectors.weight, *(vectors.states or (None,)), vectors.gradient, vectors.lp_param,
+        scale_tensor, applied.skip, applied.seed, numel, *floats(factor, *numbers),
+        BLOCK=BLOCK, **constants, **options(kernel),
     )  # fmt: skip
 
 

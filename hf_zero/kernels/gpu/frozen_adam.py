@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, store_weight
-
-if TYPE_CHECKING:
-    from hf_zero.kernels.vectors import Vectors
+from hf_zero.kernels.vectors import Applied, Vectors
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
@@ -36,7 +32,10 @@ def _frozen_adam(  # type: ignore[no-untyped-def]
 
 
 def frozen_adam_on_gpu(
-    vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, skip: Tensor | None, seed: int | None
+    vectors: Vectors, rate: Tensor | float, eps: float, weight_decay: float, skip: Tensor | None
 ) -> None:
     """A single launch, without synchronization."""
-    launch_update(_frozen_adam, vectors, rate, skip, seed, eps, weight_decay)
+    launch_update(
+        _frozen_adam, vectors, Applied(rate, skip),
+        eps, weight_decay,
+    )  # fmt: skip

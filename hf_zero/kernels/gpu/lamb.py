@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.kernels.gpu.blocks import ANY_INTEGER, BLOCK, FUSED, floats, options, scaled, split_scale, store_weight
+from hf_zero.kernels.gpu.blocks import BLOCK, FUSED, floats, options, scaled, split_scale, store_weight
 
 if TYPE_CHECKING:
     from hf_zero.kernels.lamb import LambRule, Segments
@@ -95,9 +95,9 @@ def _add_up(partial, spans, squares):  # type: ignore[no-untyped-def]
     tl.store(squares + tl.program_id(0) * 2 + 1, direction_total)
 
 
-@triton.jit(do_not_specialize=ANY_INTEGER)
+@triton.jit
 def _apply(  # type: ignore[no-untyped-def]
-    weight, moment, second_moment, lp_param, skip, seed, blocks, factors,
+    weight, moment, second_moment, lp_param, skip, blocks, factors,
     eps, weight_decay,
     INSIDE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def _apply(  # type: ignore[no-untyped-def]
     m = tl.load(moment + offsets, mask=mask, other=0.0).to(tl.float32)
     v = tl.load(second_moment + offsets, mask=mask, other=0.0).to(tl.float32)
     p -= tl.load(factors + segment).to(tl.float32) * _direction(p, m, v, eps, weight_decay, INSIDE)
-    store_weight(weight, lp_param, offsets, p, mask, seed)
+    store_weight(weight, lp_param, offsets, p, mask, None)
 
 
 def lamb_moments_on_gpu(
@@ -133,13 +133,13 @@ def lamb_moments_on_gpu(
 
 
 def lamb_apply_on_gpu(
-    vectors: Vectors, rule: LambRule, factors: Tensor, segments: Segments, skip: Tensor | None, seed: int | None
+    vectors: Vectors, rule: LambRule, factors: Tensor, segments: Segments, skip: Tensor | None
 ) -> None:
     """A single launch, without synchronization."""
     blocks, _ = _table(tuple(segments), vectors.weight.device)
     launch: Any = _apply[(len(blocks),)]
     launch(
-        vectors.weight, *vectors.states, vectors.lp_param, skip, seed, blocks, factors,
+        vectors.weight, *vectors.states, vectors.lp_param, skip, blocks, factors,
         *floats(rule.eps, rule.weight_decay),
         INSIDE=rule.eps_inside_sqrt, EVEN=_are_even(segments), BLOCK=BLOCK, **options(_apply),
     )  # fmt: skip

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_weight
 
 if TYPE_CHECKING:
     from hf_zero.kernels.lion import LionRule
-    from hf_zero.kernels.vectors import Vectors
+    from hf_zero.kernels.vectors import Applied, Vectors
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
@@ -37,9 +36,9 @@ def _lion(  # type: ignore[no-untyped-def]
     store_weight(weight, lp_param, offsets, p, mask, seed)
 
 
-def lion_on_gpu(vectors: Vectors, rule: LionRule, scale: Tensor | float, skip: Tensor | None, seed: int | None) -> None:
+def lion_on_gpu(vectors: Vectors, rule: LionRule, applied: Applied) -> None:
     """A single launch, without synchronization."""
     launch_update(
-        _lion, vectors, scale, skip, seed,
+        _lion, vectors, applied,
         rule.lr, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, 1 - rule.lr * rule.weight_decay,
     )  # fmt: skip

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from hf_zero.kernels.gpu.blocks import ANY_INTEGER, launch_update, places, scaled, store_rounded
 
 if TYPE_CHECKING:
     from hf_zero.kernels.sgd import SgdRule
-    from hf_zero.kernels.vectors import Vectors
+    from hf_zero.kernels.vectors import Applied, Vectors
 
 
 @triton.jit(do_not_specialize=ANY_INTEGER)
@@ -44,7 +43,7 @@ def _sgd(  # type: ignore[no-untyped-def]
         store_rounded(lp_param, offsets, p, mask, seed)
 
 
-def sgd_on_gpu(vectors: Vectors, rule: SgdRule, scale: Tensor | float, skip: Tensor | None, seed: int | None) -> None:
+def sgd_on_gpu(vectors: Vectors, rule: SgdRule, applied: Applied) -> None:
     """A single launch, without synchronization."""
     numbers = rule.lr, rule.momentum, rule.weight_decay
-    launch_update(_sgd, vectors, scale, skip, seed, *numbers, NESTEROV=rule.nesterov)
+    launch_update(_sgd, vectors, applied, *numbers, NESTEROV=rule.nesterov)
