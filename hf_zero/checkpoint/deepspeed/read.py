@@ -56,14 +56,14 @@ def read_sharded(folder: Folder) -> CheckpointView:
     pieces = shapes_in_groups(models[0], model_paths[0])
     shapes = {name: shape for group in pieces for name, shape in group.items()}
     read = _stage_3 if stage == 3 else _stages_1_2
-    elements, groups = read(pieces, files)
+    extents, buffers, groups = read(pieces, files)
     return CheckpointView(
         folder=folder,
         stage=stage,
         world=len(files),
         shapes=shapes,
         groups=groups,
-        elements=elements,
+        elements=_elements(extents, buffers, list(shapes)),
         **module_part(models, model_paths, shapes),
         scaler=scaler_values(files[0].inner.get(ds.LOSS_SCALER)),
         steps=dict(files[0].ours.get(ds.STEPS) or {}),
@@ -144,7 +144,7 @@ def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence
                 buffers.setdefault(kind, {})[place] = parts_of(tensor, f"{kind} of group {number}", file.path, wanted)
     options = _options(files[0], len(pieces))
     groups = [Group(tuple(group), options[number], _scalars(states, number)) for number, group in enumerate(pieces)]
-    return _elements(extents, buffers), tuple(groups)
+    return extents, buffers, tuple(groups)
 
 
 def _check_available(tensor: Any, partition: GroupPartition, rank: int, path: Path) -> None:
@@ -190,9 +190,7 @@ def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_R
                 raise CheckpointError(file.path, f"{what} has {have} elements, but its shapes give {sub.numel}", FIX)
             for kind, tensor in element_states(states[rank][number], sub.numel).items():
                 buffers.setdefault(kind, {})[place] = parts_of(tensor, f"{kind} of {what}", file.path, sub.numel)
-    return _elements(extents, buffers), _groups_3(
-        pieces, need_list(torch_states[0], ds.PARAM_GROUPS, files[0].path), states
-    )
+    return extents, buffers, _groups_3(pieces, need_list(torch_states[0], ds.PARAM_GROUPS, files[0].path), states)
 
 
 def _groups_3(pieces: Sequence[Mapping[str, Any]], stated: Sequence[Any], states: Any) -> tuple[Group, ...]:
@@ -222,10 +220,10 @@ def _scalars(states: Sequence[Sequence[Mapping[str, Any]]], number: int) -> dict
 
 
 def _elements(
-    extents: Sequence[Extent], buffers: Mapping[str, Mapping[tuple[int, int], Parts]]
+    extents: Sequence[Extent], buffers: Mapping[str, Mapping[tuple[int, int], Parts]], names: Sequence[str]
 ) -> dict[str, StateElements]:
     """Elements by kind of state, if every rank has it for some group (before the first step there are none)."""
-    ordered = by_parameter(extents)
+    ordered = {names[index]: mine for index, mine in by_parameter(extents).items()}
     by_kind = {kind: StateElements(ordered, mine) for kind, mine in buffers.items()}
     return {kind: elements for kind, elements in by_kind.items() if any(map(elements.has, ordered))}
 
@@ -288,7 +286,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
             Group(tuple(group), _without_params(stated[number]), _scalars_0(states, stated[number]))
             for number, group in enumerate(groups)
         ),
-        elements=_whole_elements(extents, buffers, path),
+        elements=_whole_elements(extents, buffers, list(shapes), path),
         scaler={key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
         | ({"dynamic": bool(optimizer[ds.DYNAMIC_LOSS_SCALE])} if ds.DYNAMIC_LOSS_SCALE in optimizer else {}),
         steps=_steps_0(states, stated, groups, is_flat) | dict(ours.get(ds.STEPS) or {}),
@@ -341,7 +339,7 @@ def read_universal(folder: Folder) -> CheckpointView:
         shapes=shapes,
         **part,
         groups=_universal_groups(pieces, states.get(ds.PARAM_GROUPS) or (), scalars, steps),
-        elements=_whole_elements(extents, buffers, folder.path / ds.UNIVERSAL_FOLDER),
+        elements=_whole_elements(extents, buffers, list(shapes), folder.path / ds.UNIVERSAL_FOLDER),
         scaler=scaler_values(states.get(ds.LOSS_SCALER)),
     )
 
@@ -401,9 +399,10 @@ def _whole_extents(groups: Sequence[Shapes], is_flat: bool) -> list[Extent]:
 
 
 def _whole_elements(
-    extents: Sequence[Extent], buffers: Mapping[str, Mapping[int, Tensor]], path: Path
+    extents: Sequence[Extent], buffers: Mapping[str, Mapping[int, Tensor]], names: Sequence[str], path: Path
 ) -> dict[str, StateElements]:
-    ordered, sizes = by_parameter(extents), buffer_sizes(extents)
+    ordered = {names[index]: mine for index, mine in by_parameter(extents).items()}
+    sizes = buffer_sizes(extents)
     by_kind = {}
     for kind, mine in buffers.items():
         there = {place: numel for place, numel in sizes.items() if place[1] in mine}
