@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,13 +121,9 @@ def _check_world(model: Any, model_path: Path, files: Sequence[_RankFile]) -> No
 
 def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_RankFile]) -> Any:
     world = len(files)
-    alignment = files[0].inner.get(ds.ALIGNMENT_PADDINGS) or []
-    partitions, next_index = [], 0
-    for number, group in enumerate(pieces):
-        members = tuple(Member(next_index + i, math.prod(shape)) for i, shape in enumerate(group.values()))
-        next_index += len(members)
-        gaps = tuple(alignment[number]) if number < len(alignment) else ()
-        partitions.append(GroupPartition(members, world, gaps))
+    gaps = [tuple(each) for each in files[0].inner.get(ds.ALIGNMENT_PADDINGS) or ()]
+    gaps += [()] * (len(pieces) - len(gaps))
+    partitions = [GroupPartition(members, world, mine) for members, mine in zip(_members(pieces), gaps)]
     extents = [
         extent for g, partition in enumerate(partitions) for r in range(world) for extent in partition.extents(r, g)
     ]
@@ -145,6 +142,12 @@ def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence
     options = _options(files[0], len(pieces))
     groups = [Group(tuple(group), options[number], _scalars(states, number)) for number, group in enumerate(pieces)]
     return extents, buffers, tuple(groups)
+
+
+def _members(pieces: Sequence[Mapping[str, tuple[int, ...]]]) -> list[tuple[Member, ...]]:
+    """The members of every group, numbered through all groups."""
+    numbers = itertools.count()
+    return [tuple(Member(next(numbers), math.prod(shape)) for shape in group.values()) for group in pieces]
 
 
 def _check_available(tensor: Any, partition: GroupPartition, rank: int, path: Path) -> None:
@@ -169,12 +172,8 @@ def _states_1_2(file: _RankFile, count: int) -> list[Mapping[str, Any]]:
 
 
 def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_RankFile]) -> Any:
-    world, next_index = len(files), 0
-    subs = []
-    for group in pieces:
-        members = [Member(next_index + i, math.prod(shape)) for i, shape in enumerate(group.values())]
-        next_index += len(members)
-        subs.append(SubGroupPartition(tuple(members), world))
+    world = len(files)
+    subs = [SubGroupPartition(members, world) for members in _members(pieces)]
     extents = [extent for s, sub in enumerate(subs) for r in range(world) for extent in sub.extents(r, s)]
     buffers: dict[str, dict[tuple[int, int], Parts]] = {}
     torch_states = [need_mapping(file.inner, ds.OPTIMIZER_STATE_DICT, file.path) for file in files]
