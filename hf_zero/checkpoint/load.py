@@ -110,8 +110,8 @@ def _find(view: CheckpointView, name: str, shape: tuple[int, ...]) -> Parts | No
     if not owner:  # the model's first name of a tied pair may be the checkpoint's second
         owner = next((alias for alias, main in view.aliases.items() if main == name), "")
     if owner in view.shapes:
-        elements, index = view.elements[MASTER], view.indices[owner]
-        have, parts = view.shapes[owner], lambda start, stop: iter(elements.parts(index, start, stop))
+        elements = view.elements[MASTER]
+        have, parts = view.shapes[owner], lambda start, stop: iter(elements.parts(owner, start, stop))
     elif owner in view.frozen:
         pieces = view.frozen[owner]
         have, parts = pieces.shape, lambda start, stop: span(pieces.parts, start, stop)
@@ -355,7 +355,7 @@ def _restores_whole(updater: Updater, view: CheckpointView) -> bool:
 
 def _from_elements(view: CheckpointView, name: str, group: Group) -> dict[str, Any]:
     """A parameter's whole per-element states; empty if it has had no update."""
-    if name not in view.indices or (view.whole_states and name not in view.whole_states):
+    if name not in view.shapes or (view.whole_states and name not in view.whole_states):
         return {}
     steps = view.steps.get(name, group.scalars.get(ds.STEP))
     if steps is not None and not steps:

@@ -23,7 +23,7 @@ from hf_zero.checkpoint.opening import check_together, name_alternative, togethe
 from hf_zero.checkpoint.save import files_of, model_files_of
 from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.tensor_ranks import cuts_of
-from hf_zero.checkpoint.transaction import Destination, leftovers, write_checkpoint
+from hf_zero.checkpoint.transaction import Destination, holds_states, leftovers, tag_folders, write_checkpoint
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, get_local_rank, hosts, ledger
 from hf_zero.config.schema.root import OurCheckpoints
@@ -264,11 +264,10 @@ def _refuse_to_guess(root: Path) -> None:
     """Reject a folder with checkpoints but without `latest`, which a new training would soon replace."""
     if not root.is_dir():
         return
-    if any(ds.parse(entry.name) for entry in root.iterdir()):
+    if holds_states(root):
         fix = f"pass its parent folder, with tag={root.resolve().name!r}"
         raise CheckpointError(root / ds.LATEST, "is missing: this is the folder of a single tag", fix)
-    folders = [folder for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith(".")]
-    tags = sorted(folder.name for folder in folders if any(ds.parse(entry.name) for entry in folder.iterdir()))
+    tags = [folder.name for folder in tag_folders(root)]
     if tags:
         problem = f"is missing, but this folder contains checkpoints: {', '.join(tags[:5])}"
         raise CheckpointError(root / ds.LATEST, problem, "pass one of them as tag, or write its name into this file")

@@ -97,7 +97,7 @@ def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> C
         first,
         shapes={name: cuts[name].shape if name in cuts else shape for name, shape in first.shapes.items()},
         frozen=frozen,
-        elements={kind: _Joined(kind, tuple(views), tuple(first.shapes), cuts) for kind in kinds},
+        elements={kind: _Joined(kind, tuple(views), cuts) for kind in kinds},
         whole_states={},
         shard_states={},
         gradient_errors=(),
@@ -125,7 +125,7 @@ def in_parts(
         view,
         shapes=shapes,
         frozen={name: _part_of_pieces(pieces, cuts.get(name), rank) for name, pieces in view.frozen.items()},
-        elements={kind: _InParts(each, tuple(view.shapes), cuts, rank) for kind, each in view.elements.items()},
+        elements={kind: _InParts(each, cuts, rank) for kind, each in view.elements.items()},
         whole_states={},
         shard_states={},
         gradient_errors=(),
@@ -161,22 +161,18 @@ class _Joined:
 
     kind: str
     views: tuple[CheckpointView, ...]
-    names: tuple[str, ...]
     cuts: Mapping[str, Cut]
 
-    def has(self, parameter: int) -> bool:
-        name = self.names[parameter]
+    def has(self, name: str) -> bool:
         views = self.views if name in self.cuts else self.views[:1]
-        return all(self.kind in view.elements and view.elements[self.kind].has(view.indices[name]) for view in views)
+        return all(self.kind in view.elements and view.elements[self.kind].has(name) for view in views)
 
-    def parts(self, parameter: int, start: int, stop: int) -> Iterator[Tensor]:
-        name = self.names[parameter]
+    def parts(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         for rank, run in _runs(self.cuts.get(name), start, stop):
-            view = self.views[rank]
-            yield from view.elements[self.kind].parts(view.indices[name], run.start, run.stop)
+            yield from self.views[rank].elements[self.kind].parts(name, run.start, run.stop)
 
-    def whole(self, parameter: int, numel: int) -> Parts:
-        return Between(partial(self.parts, parameter), 0, numel)
+    def whole(self, name: str, numel: int) -> Parts:
+        return Between(partial(self.parts, name), 0, numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,20 +180,19 @@ class _InParts:
     """One kind of state of a rank's parts, from a checkpoint of whole parameters."""
 
     elements: Elements
-    names: tuple[str, ...]
     cuts: Mapping[str, Cut]
     rank: int
 
-    def has(self, parameter: int) -> bool:
-        return self.elements.has(parameter)
+    def has(self, name: str) -> bool:
+        return self.elements.has(name)
 
-    def parts(self, parameter: int, start: int, stop: int) -> Iterator[Tensor]:
-        cut = self.cuts.get(self.names[parameter])
+    def parts(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
+        cut = self.cuts.get(name)
         for run in [Interval(start, stop)] if cut is None else cut.in_whole(self.rank, start, stop):
-            yield from self.elements.parts(parameter, run.start, run.stop)
+            yield from self.elements.parts(name, run.start, run.stop)
 
-    def whole(self, parameter: int, numel: int) -> Parts:
-        return Between(partial(self.parts, parameter), 0, numel)
+    def whole(self, name: str, numel: int) -> Parts:
+        return Between(partial(self.parts, name), 0, numel)
 
 
 def _runs(cut: Cut | None, start: int, stop: int) -> Iterable[tuple[int, Interval]]:

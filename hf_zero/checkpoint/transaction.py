@@ -146,15 +146,21 @@ def _checksum_at(file: int, start: int, length: int) -> int:
     return checksum
 
 
+def holds_states(folder: Path) -> bool:
+    """Whether there are state files of a checkpoint in the folder."""
+    return any(ds.parse(entry.name) for entry in folder.iterdir())
+
+
+def tag_folders(root: Path) -> list[Path]:
+    """The folders of all checkpoints in `root`."""
+    entries = sorted(root.iterdir()) if root.is_dir() else []
+    return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".") and holds_states(entry)]
+
+
 def intact_alternatives(root: Path, broken: str, also: Sequence[Path] = ()) -> list[Path]:
     """The newest other intact checkpoint, if any; only one, because checking it reads it completely."""
-    folders = [entry for place in (root, *also) if place.is_dir() for entry in place.iterdir() if entry.is_dir()]
-    candidates = [
-        folder
-        for folder in folders
-        if folder.name != broken and not folder.name.startswith(".") and any(ds.parse(p.name) for p in folder.iterdir())
-    ]
-    for folder in sorted(candidates, key=lambda path: path.stat().st_mtime, reverse=True):
+    others = [folder for place in (root, *also) for folder in tag_folders(place) if folder.name != broken]
+    for folder in sorted(others, key=lambda path: path.stat().st_mtime, reverse=True):
         try:
             check_folder(folder)
         except (CheckpointError, OSError):

@@ -33,13 +33,13 @@ class Group:
 class Elements(Protocol):
     """All state of one kind of all trainable parameters that have it."""
 
-    def has(self, parameter: int) -> bool:
+    def has(self, name: str) -> bool:
         """Whether the parameter has this state: groups may differ, and a parameter without updates may have none."""
 
-    def parts(self, parameter: int, start: int, stop: int) -> Iterable[Tensor]:
+    def parts(self, name: str, start: int, stop: int) -> Iterable[Tensor]:
         """The elements [start, stop) of one parameter, as consecutive 1-D tensors."""
 
-    def whole(self, parameter: int, numel: int) -> Parts:
+    def whole(self, name: str, numel: int) -> Parts:
         """All `numel` elements of one parameter."""
 
 
@@ -47,16 +47,16 @@ class Elements(Protocol):
 class StateElements:
     """Extents of elements in mapped tensors, or in the parts of one."""
 
-    extents: Mapping[int, Sequence[Extent]]  # by parameter, in order
+    extents: Mapping[str, Sequence[Extent]]  # by name of the parameter, in order
     buffers: Mapping[tuple[int, int], Tensor | Parts]  # by (rank, buffer)
 
-    def has(self, parameter: int) -> bool:
-        return all((extent.rank, extent.buffer) in self.buffers for extent in self.extents[parameter])
+    def has(self, name: str) -> bool:
+        return all((extent.rank, extent.buffer) in self.buffers for extent in self.extents[name])
 
-    def parts(self, parameter: int, start: int, stop: int) -> list[Tensor]:
+    def parts(self, name: str, start: int, stop: int) -> list[Tensor]:
         """Views of the elements [start, stop) of one parameter, in order."""
         views: list[Tensor] = []
-        for extent in self.extents[parameter]:
+        for extent in self.extents[name]:
             low, high = max(start, extent.start), min(stop, extent.stop)
             if low < high:
                 buffer = self.buffers[extent.rank, extent.buffer]
@@ -64,8 +64,8 @@ class StateElements:
                 views += span((buffer,) if isinstance(buffer, Tensor) else buffer, first, first + high - low)
         return views
 
-    def whole(self, parameter: int, numel: int) -> Parts:
-        return tuple(self.parts(parameter, 0, numel))
+    def whole(self, name: str, numel: int) -> Parts:
+        return tuple(self.parts(name, 0, numel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,6 @@ class CheckpointView:
     whole_states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shard_states: Mapping[ShardKey, Mapping[str, Any]] = field(default_factory=dict)
     gradient_errors: Sequence[Sequence[Mapping[str, Any]]] = ()
-    indices: Mapping[str, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "indices", {name: index for index, name in enumerate(self.shapes)})
 
     def states(self) -> tuple[str, ...]:
         """Kinds of state of any parameter, besides weights."""
@@ -116,23 +112,22 @@ class CheckpointView:
 
     def states_of(self, name: str) -> tuple[str, ...]:
         """Kinds of state of one parameter, besides its weights."""
-        index = self.indices.get(name)
-        return tuple(kind for kind in self.states() if index is not None and self.elements[kind].has(index))
+        return tuple(kind for kind in self.states() if name in self.shapes and self.elements[kind].has(name))
 
     def read(self, name: str, state: str = MASTER, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of one parameter's state, 1-D, in memory."""
         stop = math.prod(self.shapes[name]) if stop is None else stop
-        parts = list(self.elements[state].parts(self.indices[name], start, stop))
+        parts = list(self.elements[state].parts(name, start, stop))
         return torch.cat(parts) if parts else torch.empty(0)
 
     def read_into(self, target: Tensor, name: str, state: str, start: int) -> None:
         """Fill the 1-D `target` from element `start` on."""
-        fill(target, self.elements[state].parts(self.indices[name], start, start + target.numel()))
+        fill(target, self.elements[state].parts(name, start, start + target.numel()))
 
     def master(self, name: str, dtype: torch.dtype = torch.float32) -> Streamed:
         """A trainable parameter's weights in update precision, cast to `dtype`."""
         shape = self.shapes[name]
-        return Streamed(dtype, tuple(shape), self.elements[MASTER].whole(self.indices[name], math.prod(shape)))
+        return Streamed(dtype, tuple(shape), self.elements[MASTER].whole(name, math.prod(shape)))
 
     def client_state(self) -> dict[str, Any]:
         """The client state that `load_checkpoint` returns."""

@@ -249,12 +249,13 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
         gradient_bytes=size,
     )
     ranks, per_host = with_same_weights(hardware.ranks, hardware.per_host, answers.tensor_size)
+    shard = shard_ranks(answers, hardware)
     wiring = Wiring(
         ranks=ranks,
         per_host=per_host,
         stage=answers.zero.stage,
         accumulation=answers.batch.accumulation_steps,
-        shard=shard_ranks(answers, hardware),
+        shard=shard,
         second_shard=second_shard(answers, hardware),
         quantized_weights=answers.zero.keys.zero_quantized_weights and answers.zero.stage == 3,
         gradient_bits=answers.zero.gradient_bits,
@@ -263,11 +264,11 @@ def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> li
     transfers = traffic_of(sizes, wiring)
     if apart:  # expert gradients are reduced among the ranks with the same experts
         stays = answers.zero.stage == 3
-        experts = replace(sizes, gathered=0, kept=0, trained=0 if stays else trained_apart)
+        trained, persistent = (0, trained_apart) if stays else (trained_apart, 0)
         ranks, per_host = with_same_weights(hardware.ranks, hardware.per_host, model.expert_size)
-        shard = wiring.shard // model.expert_size if wiring.shard is not None else None
+        shard //= model.expert_size
         alike = replace(wiring, ranks=ranks, per_host=per_host, shard=shard, second_shard=1, gradient_bits=None)
-        transfers += traffic_of(replace(experts, persistent=trained_apart if stays else 0), alike)
+        transfers += traffic_of(replace(sizes, gathered=0, kept=0, trained=trained, persistent=persistent), alike)
     return transfers
 
 

@@ -60,7 +60,7 @@ class PlannedModel:
     Attributes:
         module: one rank's part, on the meta device, in the dtype of the training, with LoRA adapters.
         config: config of transformers, or the shape of a Llama.
-        gathered_modules: modules around which stage 3 gathers parameters.
+
         lora_rank: 0: all parameters are trained.
         notes: assumptions.
         tensor_size: ranks that share each matrix; `module` is the part of the first one, which is the largest.
@@ -71,7 +71,6 @@ class PlannedModel:
     module: nn.Module
     config: Any
     dtype: torch.dtype
-    gathered_modules: tuple[GatheredModule, ...]
     lora_rank: int = 0
     notes: tuple[str, ...] = ()
     tensor_size: int = 1
@@ -81,6 +80,11 @@ class PlannedModel:
     def whole(self) -> tuple[int, int]:
         """(number of parameters, number of trained ones) of the whole model."""
         return _totals((torch.Size(whole_shape(p)).numel(), p.requires_grad) for p in self.module.parameters())
+
+    @cached_property
+    def gathered_modules(self) -> tuple[GatheredModule, ...]:
+        """The modules around which stage 3 gathers parameters."""
+        return tuple(find_gathered_modules(self.module))
 
     @cached_property
     def num_parameters(self) -> int:
@@ -142,9 +146,7 @@ class PlannedModel:
             ConfigError: it cannot be cut for that many ranks.
         """
         module = _build(self.config, self.dtype, self.lora_rank, tensor_size, self.expert_size)
-        return replace(
-            self, module=module, gathered_modules=tuple(find_gathered_modules(module)), tensor_size=tensor_size
-        )
+        return replace(self, module=module, tensor_size=tensor_size)
 
 
 def load_model(
@@ -170,9 +172,8 @@ def load_model(
         rule = f"its class cannot be built from this configuration: {error}"
         raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
     note = f"{source} parameters: a Llama of that size is assumed; give a config.json for the layout of your model"
-    gathered, notes = tuple(find_gathered_modules(module)), (note,) if count else ()
-    sizes = tensor_size, expert_size
-    return PlannedModel(source, module, config, _DTYPES[precision], gathered, lora_rank, notes, *sizes)
+    notes = (note,) if count else ()
+    return PlannedModel(source, module, config, _DTYPES[precision], lora_rank, notes, tensor_size, expert_size)
 
 
 def _totals(numels: Iterable[tuple[int, bool]]) -> tuple[int, int]:

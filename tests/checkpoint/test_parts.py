@@ -62,7 +62,7 @@ def test_records_lie_where_the_plan_says_and_zipfile_reads_them() -> None:
     assert all(member.offset % ALIGN_BYTES == 0 for member in members)
     archive = bytearray(4096)
     for record in [
-        *(member.record for member in members),
+        *members,
         *archive_headers(members, [zlib.crc32(c) for _, c in contents]),
     ]:
         assert isinstance(record.content, bytes)

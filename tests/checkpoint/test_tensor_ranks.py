@@ -45,9 +45,9 @@ def _view(cuts: dict[str, Cut], rank: int, **more: Any) -> CheckpointView:
     mine = {n: HeldPart(lone, cuts[n]).of(whole, rank) if n in cuts else whole for n, whole in WHOLE.items()}
     trained = {name: value for name, value in mine.items() if name != FROZEN}
     extents, buffers = {}, {}
-    for index, value in enumerate(trained.values()):
+    for index, (name, value) in enumerate(trained.items()):
         half = value.numel() // 2
-        extents[index] = [Extent(index, 0, half, 0, index, 0), Extent(index, half, value.numel() - half, 1, index, 0)]
+        extents[name] = [Extent(index, 0, half, 0, index, 0), Extent(index, half, value.numel() - half, 1, index, 0)]
         buffers[0, index], buffers[1, index] = value.flatten()[:half], value.flatten()[half:]
     pieces = {name: [[[p.start, p.stop] for p in mine] for mine in cut.intervals] for name, cut in cuts.items()}
     stated = {n: {"shape": list(cut.shape), "dim": cut.dim, "intervals": pieces[n]} for n, cut in cuts.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from hf_zero.checkpoint.deepspeed import keys as ds
-from hf_zero.checkpoint.transaction import files_to_check
+from hf_zero.checkpoint.transaction import files_to_check, holds_states, tag_folders
 from hf_zero.errors import CheckpointError
 
 _MAX_TAG_BYTES = 4096
@@ -45,7 +45,7 @@ def find(directory: str | os.PathLike[str], tag: str | None = None) -> Sequence[
         tag = tag_in_latest(root)
     if tag is not None:
         return list_files(root / str(tag), str(tag))
-    if any(ds.parse(entry.name) for entry in root.iterdir()):
+    if holds_states(root):
         return list_files(root, root.resolve().name)
     raise CheckpointError(
         root,
@@ -153,9 +153,5 @@ def _check_ranks(folder: Folder) -> None:
 def _other_tags(root: Path) -> str:
     if not root.is_dir():
         return ""
-    tags = sorted(
-        entry.name
-        for entry in root.iterdir()
-        if entry.is_dir() and not entry.name.startswith(".") and any(ds.parse(file.name) for file in entry.iterdir())
-    )
+    tags = [folder.name for folder in tag_folders(root)]
     return f"tags here: {', '.join(tags)}" if tags else "no other tag is here either"

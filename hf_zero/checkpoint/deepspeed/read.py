@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,14 +57,14 @@ def read_sharded(folder: Folder) -> CheckpointView:
     pieces = shapes_in_groups(models[0], model_paths[0])
     shapes = {name: shape for group in pieces for name, shape in group.items()}
     read = _stage_3 if stage == 3 else _stages_1_2
-    elements, groups = read(pieces, files)
+    extents, buffers, groups = read(pieces, files)
     return CheckpointView(
         folder=folder,
         stage=stage,
         world=len(files),
         shapes=shapes,
         groups=groups,
-        elements=elements,
+        elements=_elements(extents, buffers, list(shapes)),
         **module_part(models, model_paths, shapes),
         scaler=scaler_values(files[0].inner.get(ds.LOSS_SCALER)),
         steps=dict(files[0].ours.get(ds.STEPS) or {}),
@@ -120,13 +121,9 @@ def _check_world(model: Any, model_path: Path, files: Sequence[_RankFile]) -> No
 
 def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_RankFile]) -> Any:
     world = len(files)
-    alignment = files[0].inner.get(ds.ALIGNMENT_PADDINGS) or []
-    partitions, next_index = [], 0
-    for number, group in enumerate(pieces):
-        members = tuple(Member(next_index + i, math.prod(shape)) for i, shape in enumerate(group.values()))
-        next_index += len(members)
-        gaps = tuple(alignment[number]) if number < len(alignment) else ()
-        partitions.append(GroupPartition(members, world, gaps))
+    gaps = [tuple(each) for each in files[0].inner.get(ds.ALIGNMENT_PADDINGS) or ()]
+    gaps += [()] * (len(pieces) - len(gaps))
+    partitions = [GroupPartition(members, world, mine) for members, mine in zip(_members(pieces), gaps)]
     extents = [
         extent for g, partition in enumerate(partitions) for r in range(world) for extent in partition.extents(r, g)
     ]
@@ -144,7 +141,13 @@ def _stages_1_2(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence
                 buffers.setdefault(kind, {})[place] = parts_of(tensor, f"{kind} of group {number}", file.path, wanted)
     options = _options(files[0], len(pieces))
     groups = [Group(tuple(group), options[number], _scalars(states, number)) for number, group in enumerate(pieces)]
-    return _elements(extents, buffers), tuple(groups)
+    return extents, buffers, tuple(groups)
+
+
+def _members(pieces: Sequence[Mapping[str, tuple[int, ...]]]) -> list[tuple[Member, ...]]:
+    """The members of every group, numbered through all groups."""
+    numbers = itertools.count()
+    return [tuple(Member(next(numbers), math.prod(shape)) for shape in group.values()) for group in pieces]
 
 
 def _check_available(tensor: Any, partition: GroupPartition, rank: int, path: Path) -> None:
@@ -169,12 +172,8 @@ def _states_1_2(file: _RankFile, count: int) -> list[Mapping[str, Any]]:
 
 
 def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_RankFile]) -> Any:
-    world, next_index = len(files), 0
-    subs = []
-    for group in pieces:
-        members = [Member(next_index + i, math.prod(shape)) for i, shape in enumerate(group.values())]
-        next_index += len(members)
-        subs.append(SubGroupPartition(tuple(members), world))
+    world = len(files)
+    subs = [SubGroupPartition(members, world) for members in _members(pieces)]
     extents = [extent for s, sub in enumerate(subs) for r in range(world) for extent in sub.extents(r, s)]
     buffers: dict[str, dict[tuple[int, int], Parts]] = {}
     torch_states = [need_mapping(file.inner, ds.OPTIMIZER_STATE_DICT, file.path) for file in files]
@@ -190,9 +189,7 @@ def _stage_3(pieces: Sequence[Mapping[str, tuple[int, ...]]], files: Sequence[_R
                 raise CheckpointError(file.path, f"{what} has {have} elements, but its shapes give {sub.numel}", FIX)
             for kind, tensor in element_states(states[rank][number], sub.numel).items():
                 buffers.setdefault(kind, {})[place] = parts_of(tensor, f"{kind} of {what}", file.path, sub.numel)
-    return _elements(extents, buffers), _groups_3(
-        pieces, need_list(torch_states[0], ds.PARAM_GROUPS, files[0].path), states
-    )
+    return extents, buffers, _groups_3(pieces, need_list(torch_states[0], ds.PARAM_GROUPS, files[0].path), states)
 
 
 def _groups_3(pieces: Sequence[Mapping[str, Any]], stated: Sequence[Any], states: Any) -> tuple[Group, ...]:
@@ -222,10 +219,10 @@ def _scalars(states: Sequence[Sequence[Mapping[str, Any]]], number: int) -> dict
 
 
 def _elements(
-    extents: Sequence[Extent], buffers: Mapping[str, Mapping[tuple[int, int], Parts]]
+    extents: Sequence[Extent], buffers: Mapping[str, Mapping[tuple[int, int], Parts]], names: Sequence[str]
 ) -> dict[str, StateElements]:
     """Elements by kind of state, if every rank has it for some group (before the first step there are none)."""
-    ordered = by_parameter(extents)
+    ordered = {names[index]: mine for index, mine in by_parameter(extents).items()}
     by_kind = {kind: StateElements(ordered, mine) for kind, mine in buffers.items()}
     return {kind: elements for kind, elements in by_kind.items() if any(map(elements.has, ordered))}
 
@@ -288,7 +285,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
             Group(tuple(group), _without_params(stated[number]), _scalars_0(states, stated[number]))
             for number, group in enumerate(groups)
         ),
-        elements=_whole_elements(extents, buffers, path),
+        elements=_whole_elements(extents, buffers, list(shapes), path),
         scaler={key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
         | ({"dynamic": bool(optimizer[ds.DYNAMIC_LOSS_SCALE])} if ds.DYNAMIC_LOSS_SCALE in optimizer else {}),
         steps=_steps_0(states, stated, groups, is_flat) | dict(ours.get(ds.STEPS) or {}),
@@ -341,7 +338,7 @@ def read_universal(folder: Folder) -> CheckpointView:
         shapes=shapes,
         **part,
         groups=_universal_groups(pieces, states.get(ds.PARAM_GROUPS) or (), scalars, steps),
-        elements=_whole_elements(extents, buffers, folder.path / ds.UNIVERSAL_FOLDER),
+        elements=_whole_elements(extents, buffers, list(shapes), folder.path / ds.UNIVERSAL_FOLDER),
         scaler=scaler_values(states.get(ds.LOSS_SCALER)),
     )
 
@@ -401,9 +398,10 @@ def _whole_extents(groups: Sequence[Shapes], is_flat: bool) -> list[Extent]:
 
 
 def _whole_elements(
-    extents: Sequence[Extent], buffers: Mapping[str, Mapping[int, Tensor]], path: Path
+    extents: Sequence[Extent], buffers: Mapping[str, Mapping[int, Tensor]], names: Sequence[str], path: Path
 ) -> dict[str, StateElements]:
-    ordered, sizes = by_parameter(extents), buffer_sizes(extents)
+    ordered = {names[index]: mine for index, mine in by_parameter(extents).items()}
+    sizes = buffer_sizes(extents)
     by_kind = {}
     for kind, mine in buffers.items():
         there = {place: numel for place, numel in sizes.items() if place[1] in mine}

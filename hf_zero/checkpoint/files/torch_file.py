@@ -63,17 +63,11 @@ _PROTOCOL = 2  # torch's own choice, which its restricted reader supports best
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """One record of the archive with its place."""
+class Member(Record):
+    """One record of the archive, with its name and the place of its header."""
 
     name: bytes
-    content: Streamed | Awaited | bytes
     header_offset: int
-    offset: int
-
-    @property
-    def record(self) -> Record:
-        return Record(self.offset, self.content)
 
 
 def write_torch_file(path: Path, value: object, write: WriteRecords = write_records) -> Written:
@@ -86,7 +80,7 @@ def write_torch_file(path: Path, value: object, write: WriteRecords = write_reco
     """
     members = _plan(value, path)
     with created(path) as file:
-        checksums = write(file, [member.record for member in members])
+        checksums = write(file, members)
         return _finish(file, path, members, checksums)
 
 
@@ -100,12 +94,12 @@ def write_torch_file_as_it_comes(path: Path, arriving: Arriving) -> Written:
         while (batch := next(arriving.batches, None)) is not None:
             numbers = [place.pop(id(awaited)) for awaited, _ in batch]
             records = [Record(members[number].offset, content) for number, (_, content) in zip(numbers, batch)]
-            assert all(records[i].num_bytes == members[number].record.num_bytes for i, number in enumerate(numbers))
+            assert all(records[i].num_bytes == members[number].num_bytes for i, number in enumerate(numbers))
             for number, checksum in zip(numbers, write_records(file, records), strict=True):
                 checksums[number] = checksum
             del batch, records
         rest = list(place.values())
-        for number, checksum in zip(rest, write_records(file, [members[n].record for n in rest]), strict=True):
+        for number, checksum in zip(rest, write_records(file, [members[n] for n in rest]), strict=True):
             checksums[number] = checksum
         return _finish(file, path, members, checksums)
 
@@ -126,10 +120,9 @@ def _plan(value: object, path: Path) -> tuple[Member, ...]:
 def _finish(file: int, path: Path, members: Sequence[Member], checksums: Sequence[int]) -> Written:
     """Write headers and directory, which need the checksums."""
     heads = archive_headers(members, checksums)
-    records = [*(member.record for member in members), *heads]
     all_checksums = [*checksums, *write_records(file, heads)]
     os.fsync(file)
-    return written(path, records, all_checksums)
+    return written(path, [*members, *heads], all_checksums)
 
 
 def _pickle(value: object, name: str) -> tuple[bytes, list[Streamed | Awaited]]:
@@ -267,9 +260,9 @@ def place_records(contents: Sequence[tuple[str, Streamed | Awaited | bytes]]) ->
         encoded = name.encode()
         fixed = _LOCAL.size + len(encoded) + _SIZES64.size
         padding = -(cursor + fixed + 4) % ALIGN_BYTES + 4  # including the padding's 4-byte header
-        member = Member(encoded, content, cursor, cursor + fixed + padding)
+        member = Member(cursor + fixed + padding, content, encoded, header_offset=cursor)
         members.append(member)
-        cursor = member.offset + member.record.num_bytes
+        cursor = member.offset + member.num_bytes
     return tuple(members)
 
 
@@ -278,13 +271,13 @@ def archive_headers(members: Sequence[Member], checksums: Sequence[int]) -> list
     headers = [
         Record(m.header_offset, _local_header(m, checksum)) for m, checksum in zip(members, checksums, strict=True)
     ]
-    start = members[-1].offset + members[-1].record.num_bytes
+    start = members[-1].offset + members[-1].num_bytes
     entries = b"".join(_directory_entry(m, checksum) for m, checksum in zip(members, checksums, strict=True))
     return [*headers, Record(start, entries + _directory_end(len(members), start, len(entries)))]
 
 
 def _local_header(member: Member, checksum: int) -> bytes:
-    size = member.record.num_bytes
+    size = member.num_bytes
     sizes = _SIZES64.pack(1, 16, size, size)
     padding = member.offset - member.header_offset - _LOCAL.size - len(member.name) - len(sizes)
     extra = sizes + struct.pack("<2sH", b"FB", padding - 4) + bytes(padding - 4)
@@ -293,7 +286,7 @@ def _local_header(member: Member, checksum: int) -> bytes:
 
 
 def _directory_entry(member: Member, checksum: int) -> bytes:
-    size = member.record.num_bytes
+    size = member.num_bytes
     is_large = size >= _LIMIT32 or member.header_offset >= _LIMIT32
     extra = _ENTRY64.pack(1, 24, size, size, member.header_offset) if is_large else b""
     shown_size, shown_offset = (_LIMIT32, _LIMIT32) if is_large else (size, member.header_offset)
