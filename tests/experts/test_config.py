@@ -89,7 +89,7 @@ def test_copies_of_states_each_have_all_parts() -> None:
     assert inner is not None and inner.shard == ((0, 2), (4, 6), (1, 3), (5, 7))
     assert set(inner.replicate) == set(mesh.replicate) == {(0, 4), (1, 5), (2, 6), (3, 7)}
     larger = Dimension(name="expert", groups=consecutive(range(8), 8), samples="own", weights="mixed")
-    with pytest.raises(ValueError, match=r"ranks \(0, 1, .* hold all parts, are not among \(0, 1, 2, 3\)"):
+    with pytest.raises(ValueError, match=r"ranks \(0, 1, .* not all in the shard group \(0, 1, 2, 3\)"):
         Mesh.of(Hosts.one(8), 4, dimensions=[larger]).of_parts()
 
 
