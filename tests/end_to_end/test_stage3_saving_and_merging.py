@@ -343,3 +343,27 @@ def test_adaloras_masks_reach_the_masters(tmp_path: Path) -> None:
     (losses, tensors), (seen, saved) = (adapter_of(tmp_path, "AdaLora", stage, "bf16") for stage in (2, 3))
     assert seen == losses
     assert saved.keys() == tensors.keys() and all(torch.equal(saved[name], tensors[name]) for name in saved)
+
+
+def run_skips(rank: int) -> tuple[bool, list[bool]]:
+    import peft
+
+    model = peft.get_peft_model(tiny_llama(), peft.AdaLoraConfig(**ADAPTERS["AdaLora"]))
+    fp16 = {"enabled": True, "initial_scale_power": 40}
+    plugin = DeepSpeedPlugin({"train_micro_batch_size_per_gpu": 2, "fp16": fp16, "zero_optimization": {"stage": 2}})
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+    batch = {"input_ids": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8)}
+    accelerator.backward(prepared(**batch).loss)
+    optimizer.step()
+    prepared.module.base_model.update_and_allocate(1)
+    importance = prepared.module.base_model.rankallocator.exp_avg_ipt
+    return prepared.skipped_steps == 1, [bool(value.isfinite().all()) for value in importance.values()]
+
+
+@requires(modules=("peft",))
+def test_a_skipped_update_leaves_adaloras_importance_finite() -> None:
+    """The infinite gradients of an update that fp16 had skipped would have made all later averages NaN."""
+    ((is_skipped, finite),) = run_ranks(run_skips, 1, init=False)
+    assert is_skipped and finite and all(finite)

@@ -158,7 +158,6 @@ class AdaloraGradients(TrainingFeature):
     """
 
     name = "adalora_gradients"
-    waits_for_outcome = False
 
     def __init__(self, engine: ZeroEngine) -> None:
         self._engine = weakref.proxy(engine)
@@ -170,12 +169,19 @@ class AdaloraGradients(TrainingFeature):
             LAST_GRADIENTS[parameter] = safe_get_full_grad(parameter)
 
     def after_step(self, progress: Progress, *, applied: bool) -> None:
-        """Clip, because PEFT compares gradients of several steps."""
+        """Clip, because PEFT compares gradients of several steps. After a skipped update, set them to zero."""
         limit, norm = self._engine.gradient_clipping(), self._engine.get_global_grad_norm()
-        if limit and norm > limit:
-            for parameter in self._adapters:
-                if LAST_GRADIENTS[parameter] is not None:
-                    LAST_GRADIENTS[parameter].mul_(limit / (norm + 1e-6))
+        for gradient in self._kept():
+            if not applied:
+                gradient.zero_()
+            elif limit and norm > limit:
+                gradient.mul_(limit / (norm + 1e-6))
+
+    def _kept(self) -> Iterator[Tensor]:
+        for parameter in self._adapters:
+            gradient: Tensor | None = LAST_GRADIENTS.get(parameter)
+            if gradient is not None:
+                yield gradient
 
 
 def keep_adalora_gradients(prepared: Iterable[Any]) -> None:
