@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.api.entry import initialize
-from hf_zero.comm import destroy_process_group, get_local_rank, get_rank, init_distributed
+from hf_zero.comm import destroy_process_group, get_rank, init_distributed
 
 ROWS, WIDTH, DEPTH, MICRO_BATCHES = 8, 1024, 8, 2
 WAITS = ("Synchronize", "aten::item", "aten::_local_scalar_dense", "Memcpy DtoH", "aten::nonzero")
@@ -125,7 +125,6 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("bench.gpu_engine needs a GPU; without one run tests/step/test_no_waiting.py, which checks the same")
-    torch.cuda.set_device(get_local_rank())
     init_distributed()
     rows = run()
     if options.json and get_rank() == 0:

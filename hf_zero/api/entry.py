@@ -94,8 +94,7 @@ def initialize(
     if model is None:
         raise WrongArgument("initialize requires a model: it needs model=, a torch.nn.Module")
     raw = load_config(_config_source(args, config, config_params))
-    if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     num_ranks, host_sizes = this_process().size, hosts().sizes
     parallelism = Parallelism(model, mpu, mesh_param)
     resolved = resolve(raw, model=model_view(model), world_size=num_ranks, host_sizes=host_sizes, **parallelism.sizes)

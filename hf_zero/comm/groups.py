@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from hf_zero.comm.collectives import Channel, Collectives, LoneCollectives
 from hf_zero.comm.mesh import Dimension, Hosts, Mesh, Partition, ShardSize, across, agreeing, consecutive, group_of
@@ -124,7 +123,11 @@ def set_timeout(timeout: timedelta) -> None:
     """Set how long ranks wait for each other, in the existing group of all ranks and in groups derived from it."""
     if not is_initialized():
         return
-    _set_pg_timeout(timeout)
+    change = getattr(dist.group.WORLD, "set_timeout", None)  # not in older versions of torch
+    if change is not None:
+        change(timeout)
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout)
     for known in _worlds.values():
         if known._link is not None and known._link[0] is not None:
             known._link[0].timeout_s = timeout.total_seconds()

@@ -31,6 +31,7 @@ from hf_zero.comm.process_group import (
     get_rank,
     get_world_size,
     is_initialized,
+    prepare_process_group,
     releases_groups_at_exit,
 )
 from hf_zero.comm.torch_backend import GatherStreamCollectives, NativeCollectives
@@ -156,6 +157,7 @@ class KnownGroups:
     order of first use. Kept as long as the process group is that of all ranks."""
 
     def __init__(self) -> None:
+        prepare_process_group()
         self.world: dist.ProcessGroup | None = dist.group.WORLD  # referenced so that its id is not reused
         gather_objects = NativeCollectives().gather_objects
         remember_ranks(gather_objects)

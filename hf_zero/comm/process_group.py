@@ -14,11 +14,18 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from hf_zero.device.kinds import current_device, default_backend, kind_of_backend, set_current_device
+from hf_zero.device.kinds import (
+    current_device,
+    default_backend,
+    index_of_rank,
+    kind_of_backend,
+    set_current_device,
+)
 from hf_zero.network import name_gloo_interface
-from hf_zero.rank_environment import set_rank_environment
+from hf_zero.rank_environment import find_rank_environment, set_rank_environment
 
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TIMEOUT_VARIABLE = "DEEPSPEED_TIMEOUT"  # in minutes
 
 
 def init_distributed(
@@ -33,26 +40,32 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the process group of this job; does nothing when torch.distributed is already initialised.
+    """Join the process group of this job, or prepare the one that the program has joined for engines.
 
     The arguments are DeepSpeed's. RANK and WORLD_SIZE come from the arguments or from the launcher's environment, with
     `auto_mpi_discovery` also from the variables of MPI's mpirun or Slurm's srun (without mpi4py). Without any of these
-    the world size is one and no port is opened. `verbose` and `config` are accepted because callers pass them.
+    the world size is one and no port is opened. This rank's accelerator becomes the current device (`local_device`).
+    `verbose` and `config` are accepted because callers pass them.
+
+    Args:
+        timeout: how long ranks wait for each other; default: DEEPSPEED_TIMEOUT minutes, or 30 minutes.
 
     Raises:
-        ValueError: if the launcher's variables contradict each other.
+        ValueError: if the launcher's variables contradict each other, or this rank has no accelerator.
     """
     if is_initialized():
-        _leave_at_exit()
+        prepare_process_group()
         return
     if dist_init_required is False:
         return
     if auto_mpi_discovery and rank < 0 and world_size < 1 and init_method is None:
         set_rank_environment(os.environ, distributed_port)
     rank, world_size = _place_in_world(rank, world_size)
-    backend = dist_backend or default_backend()
-    if kind_of_backend(backend) is not None:
-        set_current_device(get_local_rank())  # NCCL uses the current device, also for small Python objects
+    backend, timeout = dist_backend or default_backend(), timeout or _default_timeout()
+    kind = kind_of_backend(backend)
+    if kind is not None:
+        # NCCL uses the current device, also for small Python objects.
+        set_current_device(_device_of_rank(kind, world_size).index)
     if world_size == 1 and init_method is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -60,6 +73,24 @@ def init_distributed(
         name_gloo_interface()
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     _leave_at_exit()
+
+
+def prepare_process_group() -> None:
+    """Do what engines need besides a process group, whoever has joined it. Further calls have no effect."""
+    device = local_device()
+    if device.type != "cpu":
+        set_current_device(device.index)  # kernels are launched there
+    name_gloo_interface()  # for groups that engines create, whatever the backend of all ranks
+    _leave_at_exit()
+
+
+def _default_timeout() -> timedelta:
+    given = os.environ.get(_TIMEOUT_VARIABLE, "").strip()
+    if not given:
+        return dist.default_pg_timeout
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(f"{_TIMEOUT_VARIABLE}={given!r} is not a whole number of minutes, at least 1")
+    return timedelta(minutes=int(given))
 
 
 class HoldsGroups(Protocol):
@@ -142,7 +173,15 @@ def this_process() -> Process:
 
 def get_local_rank() -> int:
     """Index of this process on its machine, from the launcher; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", 0))
+    return _given_local_rank(get_world_size()) or 0
+
+
+def _given_local_rank(world_size: int) -> int | None:
+    """The local rank from torchrun's variables, or from those of the mpirun or srun that has started all ranks."""
+    if os.environ.get("LOCAL_RANK"):
+        return int(os.environ["LOCAL_RANK"])
+    found = find_rank_environment(os.environ)
+    return found.local_rank if found is not None and found.world_size == world_size else None
 
 
 def get_world_group() -> dist.ProcessGroup | None:
@@ -162,11 +201,26 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def local_device() -> torch.device:
-    """The device of this rank: its accelerator if the process group can use it, else the CPU."""
+    """The device of this rank: its accelerator if the process group can use it, else the CPU.
+
+    The accelerator is the one that the process group is bound to, else that of the launcher's local rank, else the
+    current one.
+
+    Raises:
+        ValueError: if there is no accelerator for this local rank.
+    """
     kind = kind_of_backend(backend_name())
     if kind is None:
         return torch.device("cpu")
-    return current_device(kind) if get_world_size() == 1 else torch.device(kind, get_local_rank())
+    return current_device(kind) if get_world_size() == 1 else _device_of_rank(kind, get_world_size())
+
+
+def _device_of_rank(kind: str, world_size: int) -> torch.device:
+    bound = getattr(dist.group.WORLD, "bound_device_id", None) if is_initialized() else None
+    if bound is not None and bound.type == kind and bound.index is not None:
+        return torch.device(bound)
+    local_rank = _given_local_rank(world_size)
+    return current_device(kind) if local_rank is None else torch.device(kind, index_of_rank(local_rank))
 
 
 def common_timeout() -> timedelta:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,27 @@ def set_current_device(index: int) -> None:
     # torch 2.6 only has the older of the two names.
     choose = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
     choose(index)
+
+
+def index_of_rank(local_rank: int) -> int:
+    """The index of the accelerator for a local rank. A launcher may make a single one visible to each process
+    (Slurm's --gpus-per-task, Ray), which then has index 0.
+
+    Raises:
+        ValueError: if several are visible, but none for this local rank.
+    """
+    num_visible = torch.accelerator.device_count()
+    if local_rank < num_visible:
+        return local_rank
+    if num_visible == 1:
+        return 0
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    raise ValueError(
+        f"local rank {local_rank} has no accelerator: this process sees {num_visible} of them"
+        + (f" (CUDA_VISIBLE_DEVICES={chosen})" if chosen is not None else "")
+        + f", for the local ranks 0 to {num_visible - 1}. Start at most {num_visible} ranks on this machine, or make "
+        "exactly one accelerator visible to each (srun --gpus-per-task=1)."
+    )
 
 
 @dataclass(frozen=True, slots=True)
