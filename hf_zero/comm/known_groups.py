@@ -26,6 +26,7 @@ from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.mesh import Hosts, Partition
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.process_group import (
+    ENDED,
     backend_name,
     common_timeout,
     get_rank,
@@ -41,14 +42,16 @@ from hf_zero.log import logger
 #
 # Every rank knows the others' processes. When an error of torch.distributed ends this process, the log names, next to
 # the traceback, ranks of this machine that have exited. Of other machines' ranks it names those that have not recorded
-# their own exit in the job's store. The exchange through shared memory names the rank in its errors and does not need
-# this.
+# their own exit in the job's store. A rank that exits because of an exception of its own records it there before its
+# connections close, so that the others can name it with its error, even while its process still exists. The exchange
+# through shared memory names the rank in its errors and does not need this.
 
 
 _OF_CONNECTIONS = re.compile(
     r"connection|broken pipe|timed? ?out|timeout|remote process|socket|gloo|nccl", re.IGNORECASE
 )
 _LEFT = "hf_zero/left/{}"  # store key: this rank exits because of another one
+_FAILED = "hf_zero/failed"  # store key: the latest rank with an error of its own, and the error's first line
 _ENDED, _STOPPED = "ZX", "Tt"  # states of proc(5); a launcher may not have reaped an exited process
 _PATIENCE_S = 5.0  # between the end of a connection and that of its process
 
@@ -94,10 +97,13 @@ def remember_ranks(gather_objects: Callable[[object], list[object]]) -> None:
 def _stand_before(hook: Callable[..., None]) -> None:
     def name_the_dead(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         hook(kind, error, traceback)
-        if isinstance(error, RuntimeError) and _OF_CONNECTIONS.search(str(error)):
-            with suppress(RuntimeError):  # the store may have been the dead rank's
-                if _known.store is not None:
-                    _known.store.set(_LEFT.format(_known.rank), "")
+        is_of_another = isinstance(error, RuntimeError) and _OF_CONNECTIONS.search(str(error)) is not None
+        line = next(iter(str(error).splitlines()), "")
+        with suppress(RuntimeError):  # the store may have been the dead rank's
+            if _known.store is not None:
+                key = _LEFT.format(_known.rank) if is_of_another else _FAILED
+                _known.store.set(key, "" if is_of_another else f"{_known.rank} {kind.__name__}: {line}")
+        if is_of_another:
             logger.error("%s", describe_dead(_known.others, _known.store))
 
     sys.excepthook = name_the_dead
@@ -107,8 +113,14 @@ def describe_dead(others: Sequence[_Process], store: dist.Store | None = None, p
     """Describe which ranks have exited, from this machine's processes and the entries in `store`."""
     here = [process for process in others if process.place == _place()]
     deadline = time.monotonic() + patience_s
-    while not (dead := [process for process in here if _state(process.pid) in _ENDED]) and time.monotonic() < deadline:
+    while True:
+        recorded, store = _recorded(others, store)
+        dead = [process for process in here if _state(process.pid) in _ENDED]
+        if recorded or dead or time.monotonic() >= deadline:
+            break
         time.sleep(0.02)
+    if recorded:
+        return f"this rank exits because another one {recorded}"
     if dead:
         return f"this rank exits because another one has exited: {_names(dead)} on {dead[0].host}"
     stopped = [process for process in here if _state(process.pid) in _STOPPED]
@@ -123,6 +135,22 @@ def describe_dead(others: Sequence[_Process], store: dist.Store | None = None, p
         hosts = ", ".join(sorted({process.host for process in away}))
         return f"all ranks of this machine are alive: one on {hosts} has exited, or does not respond"
     return "all other ranks are alive: one of them does not respond, or is in another collective call"
+
+
+def _recorded(others: Sequence[_Process], store: dist.Store | None) -> tuple[str, dist.Store | None]:
+    """What the store says about a rank that has failed or ended, and the store, or None if it does not answer."""
+    if store is None:
+        return "", None
+    try:
+        for key, verb in ((_FAILED, "has failed"), (ENDED, "has ended")):
+            if store.check([key]):
+                rank, _, error = store.get(key).decode(errors="replace").partition(" ")
+                named = [process for process in others if str(process.rank) == rank]
+                if named:
+                    return f"{verb}: {_names(named)} on {named[0].host}" + (error and f": {error}"), store
+    except RuntimeError:  # the host of the store does not answer
+        return "", None
+    return "", store
 
 
 def _silent(others: Sequence[_Process], store: dist.Store | None) -> list[_Process]:

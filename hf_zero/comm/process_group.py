@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FunctionType
@@ -20,6 +24,7 @@ from hf_zero.device.kinds import (
     index_of_rank,
     kind_of_backend,
     set_current_device,
+    synchronize,
 )
 from hf_zero.network import name_gloo_interface
 from hf_zero.rank_environment import find_rank_environment, set_rank_environment
@@ -112,15 +117,108 @@ def _leave_at_exit() -> None:
     atexit.register(_leave)
 
 
+# Leaving at exit. Destroying a group of NCCL waits for its collectives and for the other ranks on this machine, which
+# have to destroy it, too. A rank that ends alone would wait forever, and its launcher would not learn of its end:
+#
+#     how a rank ends                       its groups
+#     by an uncaught exception              aborted at once: collectives in flight end, wherever the other ranks are
+#     otherwise, together with all others   destroyed
+#     otherwise, alone                      aborted once its own collectives are complete
+#
+# A program may exit alone with any status (Python does not tell exit handlers which): after `sys.exit(3)`, or because
+# other ranks save or evaluate longer. Destroying a group of gloo waits for nobody.
+
+_HOW = "hf_zero/leave"  # store key: how all ranks leave, `_TOGETHER` or `_ALONE`
+_TOGETHER, _ALONE = b"together", b"alone"
+_NUM_LEAVING, _NUM_INFORMED = "hf_zero/num_leaving", "hf_zero/num_informed"
+ENDED = "hf_zero/ended"  # store key: the latest rank that has begun to leave
+_OTHERS_S = 3.0  # how long a rank waits for others to leave, too
+_ABORT_S = 10.0  # limit for aborting groups
+_TICK_S = 0.02
+
+
 def _leave() -> None:
+    if is_initialized() and _waits_for_others() and not _has_failed():
+        with suppress(RuntimeError):
+            _store().set(ENDED, str(get_rank()))  # before connections close, so that other ranks can name this one
     # The threads of a gloo group end with the last reference to it, not when it is destroyed, and an engine that a
     # program has not destroyed outlives the interpreter. A thread that still runs while the process is being torn down
     # may abort it, if it needs the interpreter or sees a peer's connection close.
     for holder in list(_HOLDERS):
         holder.release_groups()
     _forget_default_arguments()
-    if "gloo" in backend_name():
-        destroy_process_group()  # also destroys groups of other libraries, such as accelerate's
+    if not is_initialized():
+        return
+    is_ours = "gloo" in backend_name()  # other programs join with NCCL only, and may still use their groups
+    if not _waits_for_others():
+        if is_ours:
+            destroy_process_group()  # also destroys groups of other libraries, such as accelerate's
+    elif _has_failed():
+        with suppress(RuntimeError):
+            _store().set(_HOW, _ALONE.decode())
+        with _time_limit(_ABORT_S), suppress(RuntimeError):  # the device may have failed
+            _abort()
+    elif is_ours:
+        if _leave_together():
+            destroy_process_group()
+        else:
+            _abort()
+
+
+def _waits_for_others() -> bool:
+    """Whether destroying a group waits for other ranks."""
+    return kind_of_backend(backend_name()) is not None and get_world_size() > 1
+
+
+def _has_failed() -> bool:
+    """Whether an uncaught exception ends this process. The interpreter sets this before it calls `sys.excepthook`."""
+    return getattr(sys, "last_value", None) is not None
+
+
+def _leave_together() -> bool:
+    """Complete this rank's collectives, then wait until all ranks leave or one decides not to wait longer. Returns
+    whether all leave, which is the same on all ranks."""
+    try:
+        synchronize()  # slower ranks may still have to join in
+        store = _store()
+        num_leaving, deadline = store.add(_NUM_LEAVING, 1), time.monotonic() + _OTHERS_S
+        while not store.check([_HOW]):
+            if num_leaving == get_world_size():
+                store.compare_set(_HOW, "", _TOGETHER.decode())
+            elif time.monotonic() > deadline:
+                store.compare_set(_HOW, "", _ALONE.decode())
+            else:
+                time.sleep(_TICK_S)
+                num_leaving = store.add(_NUM_LEAVING, 0)
+        is_together = bool(store.get(_HOW) == _TOGETHER)
+        num_informed = store.add(_NUM_INFORMED, 1)
+        # The store is part of rank 0's process, so it stays until the others have read the decision.
+        while is_together and get_rank() == 0 and num_informed < get_world_size() and time.monotonic() < deadline:
+            time.sleep(_TICK_S)
+            num_informed = store.add(_NUM_INFORMED, 0)
+    except RuntimeError:  # the device has failed, or rank 0 has exited
+        return False
+    return is_together
+
+
+def _abort() -> None:
+    # All groups in one call: aborting one after the other may wait for each other's kernels.
+    dist.distributed_c10d._abort_process_group()
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Context in which this process exits with status 1 after `seconds`, even if it waits in a library."""
+    with suppress(AttributeError, OSError, RuntimeError, ValueError):  # without a stderr
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _forget_default_arguments() -> None:

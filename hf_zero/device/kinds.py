@@ -65,6 +65,11 @@ def index_of_rank(local_rank: int) -> int:
     )
 
 
+def synchronize() -> None:
+    """Wait until everything queued on the current device is done."""
+    torch.accelerator.synchronize()
+
+
 @dataclass(frozen=True, slots=True)
 class FoundAccelerator:
     """One accelerator, as its library describes it."""

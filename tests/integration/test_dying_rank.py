@@ -20,7 +20,7 @@ import hf_zero
 hf_zero.install()
 
 from hf_zero import comm  # noqa: E402
-from hf_zero.comm import known_groups  # noqa: E402
+from hf_zero.comm import known_groups, process_group  # noqa: E402
 from hf_zero.comm.known_groups import _place, _Process  # noqa: E402
 from tests.integration.flows import BASE, clean, trainer  # noqa: E402
 from tests.support.ranks import RankFailure, run_ranks  # noqa: E402
@@ -146,6 +146,19 @@ def test_the_message_about_dead_ranks_knows_who_has_ended_here_and_who_is_elsewh
     assert "rank 1 " in known_groups.describe_dead([here])
     assert "one on another-one has exited" in known_groups.describe_dead([alive, away], patience_s=0)
     assert "does not respond" in known_groups.describe_dead([alive], patience_s=0)
+
+
+def test_a_rank_that_has_recorded_its_end_is_named_while_its_process_exists() -> None:
+    """It may abort collectives or write logs for seconds, and on another machine nothing else tells it from others."""
+    alive, away = _Process(2, "this-one", _place(), os.getpid()), _Process(3, "another-one", "elsewhere", 1)
+    store = torch.distributed.HashStore()
+    store.set(process_group.ENDED, "2")
+    assert known_groups.describe_dead([alive, away], store).endswith(
+        f"has ended: rank 2 (process {os.getpid()}) on this-one"
+    )
+    store.set(known_groups._FAILED, "3 ValueError: too short")
+    expected = "another one has failed: rank 3 (process 1) on another-one: ValueError: too short"
+    assert known_groups.describe_dead([alive, away], store).endswith(expected)
 
 
 def test_a_rank_that_is_stopped_is_named() -> None:
