@@ -156,7 +156,7 @@ def _leave() -> None:
     elif _has_failed():
         with suppress(RuntimeError):
             _store().set(_HOW, _ALONE.decode())
-        with _time_limit(_ABORT_S), suppress(RuntimeError):  # the device may have failed
+        with _time_limit(_ABORT_S):
             _abort()
     elif is_ours:
         if _leave_together():
@@ -193,6 +193,7 @@ def _leave_together() -> bool:
         is_together = bool(store.get(_HOW) == _TOGETHER)
         num_informed = store.add(_NUM_INFORMED, 1)
         # The store is part of rank 0's process, so it stays until the others have read the decision.
+        deadline = time.monotonic() + _OTHERS_S
         while is_together and get_rank() == 0 and num_informed < get_world_size() and time.monotonic() < deadline:
             time.sleep(_TICK_S)
             num_informed = store.add(_NUM_INFORMED, 0)
@@ -203,7 +204,8 @@ def _leave_together() -> bool:
 
 def _abort() -> None:
     # All groups in one call: aborting one after the other may wait for each other's kernels.
-    dist.distributed_c10d._abort_process_group()
+    with suppress(RuntimeError):  # the device may have failed
+        dist.distributed_c10d._abort_process_group()
 
 
 @contextmanager

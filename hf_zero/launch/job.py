@@ -194,9 +194,20 @@ class Job:
 FILE_VARIABLE = "DS_ENV_FILE"
 FILE_NAME = ".deepspeed_env"
 MAX_BYTES = 4 << 20
-# DeepSpeed's five prefixes, then those of hf_zero, Gloo, PyTorch's NCCL and OpenMP. This is a list because programs
-# append to it as deepspeed.launcher.runner.EXPORT_ENVS.
-PREFIXES = ["NCCL", "PYTHON", "MV2", "UCX", "MLFLOW", "HF_ZERO", "GLOO", "TORCH_NCCL", "OMP_NUM_THREADS"]
+# DeepSpeed's five prefixes, then those of hf_zero, Gloo, PyTorch's NCCL and OpenMP, and the timeout of process groups.
+# This is a list because programs append to it as deepspeed.launcher.runner.EXPORT_ENVS.
+PREFIXES = [
+    "NCCL",
+    "PYTHON",
+    "MV2",
+    "UCX",
+    "MLFLOW",
+    "HF_ZERO",
+    "GLOO",
+    "TORCH_NCCL",
+    "OMP_NUM_THREADS",
+    "DEEPSPEED_TIMEOUT",
+]
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # bash exports its functions under such names; ranks do not need them.
 _SHELL_FUNCTION = re.compile(r"BASH_FUNC_.*")

@@ -19,7 +19,7 @@ from hf_zero.rank_environment import (
 
 def test_known_variables_travel() -> None:
     environment = {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/x", "UCX_TLS": "tcp", "MV2_X": "1", "MLFLOW_URI": "u"}
-    environment |= {"HF_ZERO": "1", "GLOO_SOCKET_IFNAME": "eth1"}
+    environment |= {"HF_ZERO": "1", "GLOO_SOCKET_IFNAME": "eth1", "DEEPSPEED_TIMEOUT": "45"}
     rest = {"HOME": "/root", "SECRET": "s", "NCCL_A;reboot": "1", "BASH_FUNC_x%%": "() { :; }"}
     assert inherited(environment | rest) == environment
 
