@@ -138,9 +138,8 @@ _TICK_S = 0.02
 
 
 def _leave() -> None:
-    if is_initialized() and _waits_for_others() and not _has_failed():
-        with suppress(RuntimeError):
-            _store().set(ENDED, str(get_rank()))  # before connections close, so that other ranks can name this one
+    if get_world_size() > 1 and not _has_failed():
+        _record(ENDED, str(get_rank()))  # before connections close, so that other ranks can name this one
     # The threads of a gloo group end with the last reference to it, not when it is destroyed, and an engine that a
     # program has not destroyed outlives the interpreter. A thread that still runs while the process is being torn down
     # may abort it, if it needs the interpreter or sees a peer's connection close.
@@ -154,8 +153,7 @@ def _leave() -> None:
         if is_ours:
             destroy_process_group()  # also destroys groups of other libraries, such as accelerate's
     elif _has_failed():
-        with suppress(RuntimeError):
-            _store().set(_HOW, _ALONE.decode())
+        _record(_HOW, _ALONE.decode())
         with _time_limit(_ABORT_S):
             _abort()
     elif is_ours:
@@ -217,6 +215,17 @@ def _time_limit(seconds: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def _record(key: str, value: str) -> None:
+    """Tell the other ranks, without waiting for an answer: rank 0, which may hold the store, may have exited."""
+    store = _store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.FileStore) and not os.path.exists(store.path):  # type: ignore[attr-defined]
+        return  # it would wait for the folder to appear
+    with suppress(RuntimeError):
+        _store().set(key, value)
 
 
 def _store() -> dist.Store:
