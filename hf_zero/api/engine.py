@@ -209,7 +209,7 @@ class ZeroEngine(nn.Module):
             self._num_skipped += 1
             if moved is not None:
                 moved.go_back()
-            _report_skip(optimizer, number, outcome.computed_norm, scale)
+            _report_skip(optimizer, number, outcome, scale)
             if self.gradients.watch is not None and optimizer.rules.loss_scale is None:  # fp16 skips are expected
                 self.gradients.watch.look(number)
 
@@ -388,9 +388,10 @@ def _rates(optimizer: ZeroOptimizer) -> list[float | None]:
     return [None if rate is None else float(rate) for rate in rates]
 
 
-def _report_skip(optimizer: ZeroOptimizer, number: int, norm: float, scale: float) -> None:
+def _report_skip(optimizer: ZeroOptimizer, number: int, outcome: StepOutcome, scale: float) -> None:
     if optimizer.rules.loss_scale is None:
-        logger.warning("step %d skipped on all ranks: the gradient norm is %s", number, norm)
+        first = outcome.origin and f"; the first gradients in backward that are not finite are of {outcome.origin}"
+        logger.warning("step %d skipped on all ranks: the gradient norm is %s%s", number, outcome.computed_norm, first)
         return
     after = optimizer.loss_scale
     then = f"now {after:g}" if after != scale else "which stays"

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from hf_zero.api.engine_module import EngineSettings, Phases
+from hf_zero.api.nonfinite import NonfiniteWatch
 from hf_zero.comm import ledger
 from hf_zero.errors import WrongMoment
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
-    from hf_zero.api.nonfinite import NonfiniteWatch
     from hf_zero.api.offload_states import OffloadStates
     from hf_zero.params.stand_ins import FirstNan
 
@@ -110,7 +110,7 @@ class EngineGradients:
         offloaded: states temporarily moved to host memory; created on first use.
         syncs: whether gradients may be reduced; False inside `no_sync`.
         number: number of the engine in this process; the same on all ranks, and increasing from engine to engine.
-        watch: with several ranks, names the rank with non-finite gradients.
+        watch: names the rank with a non-finite loss or gradients.
     """
 
     def __init__(
@@ -129,9 +129,7 @@ class EngineGradients:
         self._has_peers = assembly is not None and assembly.optimizer.sharding.num_ranks > 1
         self._reached: Sequence[EngineGradients] = ()
         self.watch: NonfiniteWatch | None = None
-        if assembly is not None and self._has_peers:
-            from hf_zero.api.nonfinite import NonfiniteWatch
-
+        if assembly is not None:
             self.watch = NonfiniteWatch(assembly.store, rank, settings.accumulation_steps)
 
     def parts(self, caller: str) -> Assembly:
@@ -248,6 +246,9 @@ class EngineGradients:
         held = [reducer.hold_back() for reducer in reducers]
         try:
             loss.backward(retain_graph=retain_graph)
+        except RuntimeError as error:
+            self.parts("backward").store.explain(error)
+            raise
         finally:
             arrived = [reducer.stop_holding(state) for reducer, state in zip(reducers, held, strict=True)]
         return arrived

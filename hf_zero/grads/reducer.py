@@ -249,6 +249,7 @@ class GradientReducer:
 
     Attributes:
         buckets: in the order of the layout.
+        order: indices of buckets in the order of their reductions, which is that of backward.
         late: indices of parameters whose gradients arrived after their bucket was taken.
         is_replaced: whether the model has been given to another engine.
     """
@@ -301,7 +302,7 @@ class GradientReducer:
             scatter=sharding.shards_optimizer,
             overlap=overlap,
         )
-        self._order: list[int] = list(range(len(self.buckets)))
+        self.order: list[int] = list(range(len(self.buckets)))
         self._mode = Mode.REDUCE
         self._is_at_boundary = True
         self._may_apply = False  # whether updates may run during backward
@@ -428,7 +429,7 @@ class GradientReducer:
 
     def reorder(self, order: Sequence[int]) -> None:
         """Launch buckets in this order, the same on all ranks, from the next backward on."""
-        self._order = list(order)
+        self.order = list(order)
 
     def give_up_room(self) -> None:
         """Free buffers that hold no gradients."""
@@ -459,13 +460,13 @@ class GradientReducer:
 
     def _launch_complete(self) -> None:
         ready = self._num_launched
-        while ready < len(self.buckets) and self.buckets[self._order[ready]].arrivals.is_complete:
+        while ready < len(self.buckets) and self.buckets[self.order[ready]].arrivals.is_complete:
             ready += 1
         self._launch_up_to(ready)
 
     def _launch_up_to(self, stop: int) -> None:
         while self._num_launched < stop:
-            bucket = self.buckets[self._order[self._num_launched]]
+            bucket = self.buckets[self.order[self._num_launched]]
             self._num_launched += 1
             with SPANS.span("reduce", f"bucket {bucket.bucket.index}"):
                 self._reductions.launch(bucket, self._num_backward)

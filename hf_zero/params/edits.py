@@ -70,6 +70,9 @@ class ShardedEdits(Edits):
         """Copy edits of units that inference kept, before they are released."""
         self.adopt()
         for part in self._kept_parts():
+            for member in part.members:
+                if member.owner is not None:
+                    member.owner.leave_to_graph(member)
             part.leave_views()
 
     def _kept_parts(self) -> list[UnitPart]:

@@ -119,8 +119,10 @@ def reshard(handles: Sequence[ShardedParameter], modifier_rank: int | None = Non
         handle.unshard_count -= 1
         assert handle.unshard_count >= 0, "reshard without unshard"
         if not handle.unshard_count:
+            if handle.owner is not None:
+                handle.owner.leave_to_graph(handle)
             handle.show_between_uses()
-            if handle.device.type == "cpu":
+            if handle.device.type == "cpu" and handle.left is None:
                 HEAP.freed(handle.numel * handle.shard.element_size())
 
 

@@ -265,13 +265,15 @@ class ShardedParameters(ParameterStore):
         for bucket, (unit, _) in enumerate(self._in_reduce_order):
             self._buckets_of[unit].append(bucket)
         self._pass_by: Callable[[int], None] = lambda _num_buckets: None
+        self._left: list[ShardedParameter] = []  # those whose values are left to graphs
+        self._outdated: list[str] = []  # names of those that graphs had saved at the last update
         released = [(unit, member) for unit in self.units if not unit.is_persistent for member in unit.members]
         self._unit_of = {id(member.parameter): unit for unit, member in released}
         stand_ins = StandIns([member for _, member in released])
         self.first_nan = FirstNan(stand_ins, self.device) if released else None
         self.edits = ShardedEdits(self.units, builder.masters, stand_ins, groups.world, self.device)
         self._order = ExecutionOrder(hook_modules(gathered_modules, self._unit_of), _plan_by(policy))
-        self._reads = ReadHooks(self._on_read)
+        self._reads = ReadHooks(self.gather_read)
         prefetcher = Prefetcher(self.units, self._order, placements, groups.gather)
         self.coordinator = ParameterCoordinator(self._order, prefetcher, self.edits, self._tell)
         self._finished_at = sorted(self._first_uses(), reverse=True)
@@ -314,7 +316,8 @@ class ShardedParameters(ParameterStore):
             for member in unit.members:
                 member.owner = None
 
-    def _on_read(self, handle: ShardedParameter) -> None:
+    def gather_read(self, handle: ShardedParameter) -> None:
+        """Gather the unit of `handle`, which is being read, if a forward or backward is running."""
         unit = self._unit_of.get(id(handle.parameter))
         if unit is not None and self.coordinator.is_running:
             self.coordinator.read(unit)
@@ -330,6 +333,32 @@ class ShardedParameters(ParameterStore):
 
     # Backward
 
+    def leave_to_graph(self, handle: ShardedParameter) -> None:
+        """Keep the values of `handle`, which is about to be released, if a graph has saved it (a regularization term).
+        No hook could gather them for the backward of that graph; for that of a forward, hooks gather its units."""
+        unit = self._unit_of.get(id(handle.parameter))
+        if unit is not None and handle.is_in_graph and unit not in self.coordinator.forward.in_use:
+            handle.left = handle.parameter.data
+            self._left.append(handle)
+
+    def _drop_left(self, *, are_outdated: bool) -> None:
+        left, self._left = self._left, []
+        for handle in left:
+            is_in_graph = handle.is_in_graph
+            if is_in_graph and not are_outdated:
+                self._left.append(handle)
+                continue
+            handle.drop_left(is_outdated=is_in_graph)
+            if is_in_graph:
+                self._outdated.append(handle.name)
+
+    def explain(self, error: RuntimeError) -> None:
+        if self._outdated and "modified by an inplace operation" in str(error):
+            raise RuntimeError(
+                f"the loss depends on values that {', '.join(self._outdated[:8])} had before the last update, "
+                "and backward needs them: compute what depends on parameters again after every step"
+            ) from error
+
     def report_progress(self, pass_by: Callable[[int], None]) -> None:
         self._pass_by = pass_by
 
@@ -340,6 +369,7 @@ class ShardedParameters(ParameterStore):
 
     def end_backward(self) -> None:
         self.coordinator.end_backward()
+        self._drop_left(are_outdated=False)
 
     # Step
 
@@ -358,6 +388,8 @@ class ShardedParameters(ParameterStore):
     def prepare_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
         all_facts = self.coordinator.settle(facts)
         self.edits.forget_released()
+        self._outdated = []
+        self._drop_left(are_outdated=True)
         return all_facts
 
     def updated_first(self) -> Sequence[int]:

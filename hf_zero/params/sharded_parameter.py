@@ -62,6 +62,7 @@ class ShardedParameter:
         name: the parameter's name in its model, if known.
         unsharded: the gathered tensor inside a unit's storage, while its unit is gathered.
         unshard_count: number of GatheredParameters contexts that hold the parameter.
+        left: whole values for a graph that has saved the parameter, which has them as its data while released.
         number: stored in the NaN that the released parameter holds.
         owner: the store whose unit the parameter belongs to; None before initialize().
         as_gathered: returns the kept chunk with this number as a gather delivers it, if gathers are not exact.
@@ -82,6 +83,7 @@ class ShardedParameter:
         self.unsharded: Tensor | None = None
         self._version = 0  # of the parameter when it was shown
         self.unshard_count = 0
+        self.left: Tensor | None = None
         self.owner: ShardedParameters | None = None
         self.as_gathered: Callable[[int], Tensor] | None = None
         self.number = next(_numbers)
@@ -100,9 +102,9 @@ class ShardedParameter:
         self.parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
     def hide(self) -> None:
-        """Replace the parameter's data by its stand-in."""
+        """Replace the parameter's data by its stand-in, or by the values that a graph needs."""
         self.parameter.__class__ = self._kind
-        self.parameter.data = self.stand_in
+        self.parameter.data = self.stand_in if self.left is None else self.left
         self.parameter.__class__ = self._released_kind
         self.parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
@@ -112,6 +114,21 @@ class ShardedParameter:
             self.show(self.unsharded)
         else:
             self.hide()
+
+    @property
+    def is_in_graph(self) -> bool:
+        """Whether autograd has saved the parameter for a backward. It saves the parameter itself, whose data may change
+        until then, or a view, such as `parameter.t()`, which keeps its memory."""
+        uses: int = self.parameter._use_count() - 1  # type: ignore[attr-defined]  # in C++, besides Python's object
+        return uses > int(self.parameter.requires_grad)  # one is its AccumulateGrad, which every graph of it has
+
+    def drop_left(self, *, is_outdated: bool) -> None:
+        """Drop the values left to a graph. If they are outdated, its backward raises an error, as without sharding."""
+        self.left = None
+        if not self.is_available:
+            self.hide()
+        if is_outdated:
+            torch.autograd.graph.increment_version(self.parameter)
 
     def sync_master(self, *, is_certain: bool = False) -> bool:
         """Copy a write into the gathered tensor, if any, to chunk and master. Returns whether there was one.

@@ -110,7 +110,7 @@ _FACT_METHODS = """
     is_conj is_contiguous is_distributed is_floating_point is_inference is_neg is_pinned is_same_size is_set_to
     is_shared is_signed has_names ndimension nelement new_empty new_empty_strided new_full new_ones new_tensor
     new_zeros numel register_hook register_post_accumulate_grad_hook requires_grad_ retain_grad size storage
-    storage_offset storage_type stride untyped_storage _is_view _is_zerotensor _typed_storage
+    storage_offset storage_type stride untyped_storage _is_view _is_zerotensor _typed_storage _use_count
 """.split()
 _FACT_FUNCTIONS = """
     empty_like full_like ones_like rand_like randint_like randn_like zeros_like can_cast is_complex is_conj
@@ -160,10 +160,14 @@ def _answer(func: Any, args: _Arguments, kwargs: _Options) -> Any:
             return func(*args, **kwargs)
     if func in _DESCRIBES:
         return _description(args[0])
-    handle = _first_handle([*args, *kwargs.values()])
+    released = list(_released_in([*args, *kwargs.values()]))
+    handle = _handle_of(released[0])
     if func in _VIEWS:
-        return _views(func, args, kwargs, handle)
-    if func in _CONVERTS and _first_handle(args[:1]) is not None:
+        return _views(func, args, kwargs, released[0])
+    if func != _SET_DATA and not _writes(func, args, kwargs) and _are_left_to_backward(released):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func in _CONVERTS and isinstance(args[0], _Released):
         return _converted(func, args, kwargs, handle)
     if func is torch.nn.functional.pad and not any(args[1]):
         return args[0]  # transformers pads the bias of every tied head to its present length
@@ -173,6 +177,8 @@ def _answer(func: Any, args: _Arguments, kwargs: _Options) -> Any:
         return NotImplemented
     if _writes(func, args, kwargs):
         _refuse(handle, "written to", func, WRITE_FIX)
+    if _are_gathered_for_backward(released):
+        return func(*args, **kwargs)
     _refuse(handle, "read", func, READ_FIX)
 
 
@@ -181,23 +187,40 @@ def _handle_of(tensor: Any) -> ShardedParameter:
     return handle
 
 
-def _first_handle(values: Iterable[Any]) -> Any:
-    """The handle of the first released tensor in `values`, or in a list in it; None if there is none."""
+def _released_in(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the released tensors in `values`, and in lists in it."""
     for value in values:
         if isinstance(value, _Released):
-            return _handle_of(value)
-        if isinstance(value, (list, tuple)):
-            handle = _first_handle(value)
-            if handle is not None:
-                return handle
-    return None
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _released_in(value)
 
 
-def _views(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> Any:
+def _are_left_to_backward(released: Iterable[Any]) -> bool:
+    """Whether this is the backward of an autograd.Function that has saved these, so that they have values."""
+    return _in_autograd() and all(_handle_of(tensor).left is not None for tensor in released)
+
+
+def _are_gathered_for_backward(released: Iterable[Any]) -> bool:
+    """Gather parameters that a recomputed function reads, or the backward of an autograd.Function that has kept them by
+    itself. Returns whether these are gathered now; views are not."""
+    handles = [_handle_of(tensor) for tensor in released if isinstance(tensor, nn.Parameter)] if _in_autograd() else []
+    for handle in handles:
+        if handle.owner is not None:
+            handle.owner.gather_read(handle)
+    return not any(isinstance(tensor, _Released) for tensor in released)
+
+
+def _in_autograd() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _views(func: Any, args: _Arguments, kwargs: _Options, released: Any) -> Any:
     """The views that `func` returns; a result that needs a copy would be a read."""
+    handle = _handle_of(released)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
-        address = handle.stand_in.untyped_storage().data_ptr()
+        address = released.untyped_storage().data_ptr()
         several = isinstance(result, (list, tuple))
         tensors = list(result) if several else [result]
         if any(tensor.untyped_storage().data_ptr() != address for tensor in tensors):
@@ -244,7 +267,7 @@ def _writes(func: Any, args: _Arguments, kwargs: _Options) -> bool:
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     in_place = in_place or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__"))
     target = next(iter([*args, *kwargs.values()])) if in_place else kwargs.get("out")
-    return _first_handle([target]) is not None
+    return any(True for _ in _released_in([target]))
 
 
 def _description(tensor: Any) -> str:

@@ -167,6 +167,10 @@ class ParameterStore(ABC):
         the store knows it."""
         return None
 
+    def explain(self, error: RuntimeError) -> None:
+        """Raise an error that names the parameters that `error` of a backward is about, if the store knows them."""
+        return None
+
     def end_backward(self) -> None:
         """End a backward pass on this rank. May be collective."""
         return None

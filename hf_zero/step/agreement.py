@@ -53,7 +53,11 @@ class Facts:
 
 
 class Agreement:
-    """Runs the exchange between ranks before an update."""
+    """Runs the exchange between ranks before an update.
+
+    Attributes:
+        squares_by_bucket: sums of squares of this rank's part of the last gradients: 0-dim, fp64.
+    """
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class Agreement:
         self._collectives = groups.world
         self._placements = placements
         self._squares_so_far: Tensor | None = None  # of the present gradients, once computed
+        self.squares_by_bucket: dict[int, Tensor] = {}
 
     def sums(self) -> Tensor:
         """Compute the sums of `reach` in advance, without deciding anything. Completes all reductions. Collective."""
@@ -186,11 +191,16 @@ class Agreement:
         if self._squares_so_far is not None and is_closed:
             return self._squares_so_far
         total = torch.zeros((), dtype=torch.float64, device=self._store.device)
+        self.squares_by_bucket = {}
         for bucket in self._reducer.buckets:
             if bucket.local is not None:  # deliberately not reduced
-                total += sum_of_squares(bucket.local)
+                squares = sum_of_squares(bucket.local)
             elif bucket.reduced.has_squares and not self._sharding.replica:  # copies are not counted
-                total += self._squares(bucket).to(total.device)
+                squares = self._squares(bucket)
+            else:
+                continue
+            self.squares_by_bucket[bucket.bucket.index] = squares
+            total += squares.to(total.device)
         self._squares_so_far = total
         return total
 

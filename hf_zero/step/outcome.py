@@ -121,6 +121,7 @@ class StepOutcome:
     Attributes:
         is_known: whether the host has read the numbers.
         is_known_to_skip: whether it has read them and the step was skipped.
+        origin: the parameter with this rank's first non-finite gradients, in the order of backward, if it was skipped.
     """
 
     def __init__(self, sums: Tensor, rule: NormRule) -> None:
@@ -130,6 +131,7 @@ class StepOutcome:
         self._copy = HostCopy(sums)
         self._known: tuple[float, float] | None = None
         self.is_known = self.is_known_to_skip = False
+        self.origin = ""
         self._on_skip: list[Callable[[], None]] = []
 
     def read(self) -> None:

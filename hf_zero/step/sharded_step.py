@@ -5,8 +5,9 @@ Gradients are sums over ranks, or this rank's own gradients if the optimizer ave
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -371,7 +372,29 @@ class ShardedStep:
         self.outcome = self._unsettled = StepOutcome(sums, self._norm_rule)
         if not (self._runs_ahead and self._updater.obeys_skip):
             self.settle()
+        if self._rules.loss_scale is None:  # overflows are expected
+            find = functools.partial(self._find_origin, self.outcome, self._agreement.squares_by_bucket)
+            self.outcome.when_skipped(functools.partial(find, may_look=self.outcome.is_known))
         return used, self.outcome
+
+    def _find_origin(self, outcome: StepOutcome, squares: Mapping[int, Tensor], *, may_look: bool) -> None:
+        """Find the first bucket, in the order of backward, that is not finite.
+
+        Args:
+            squares: by bucket.
+            may_look: whether its gradients are still there, so that one parameter can be named.
+        """
+        specs = self._store.layout.specs
+        for index in self._reducer.order:
+            if index not in squares or bool(squares[index].isfinite()):
+                continue
+            sub_groups = [each for each in self._updater.sub_groups if may_look and each.bucket == index]
+            found = _nonfinite(held_gradients(self._reducer, sub_groups))
+            # Parameters are numbered in the order of forward.
+            inside = found or [slot.parameter for slot in self._reducer.buckets[index].bucket.slots]
+            first, last = specs[max(inside)].name, specs[min(inside)].name
+            outcome.origin = first if found or first == last else f"a parameter from {last} to {first}"
+            return
 
     def _gradients(self, used: Set[int], outcome: StepOutcome, first: Sequence[int]) -> StepGradients:
         """Gradients for an update that starts with the buckets `first`. The next forward needs these first, so stage 3
@@ -456,7 +479,7 @@ def refuse_minimum_loss_scale(
     Args:
         gradients: (parameter index, this rank's part of its gradient).
     """
-    seen = collectives.gather_objects(_nonfinite(gradients, specs))
+    seen = collectives.gather_objects([specs[index].name for index in _nonfinite(gradients)[: MAX_NAMES + 1]])
     names = list(dict.fromkeys(name for theirs in seen if isinstance(theirs, list) for name in theirs))
     raise RuntimeError(
         f"the loss scale is at its minimum ({scale:g}), and there are still gradients that are not "
@@ -466,9 +489,6 @@ def refuse_minimum_loss_scale(
     )
 
 
-def _nonfinite(gradients: Iterable[tuple[int, Tensor]], specs: Sequence[ParameterSpec]) -> list[str]:
-    names: list[str] = []
-    for parameter, gradient in gradients:
-        if len(names) <= MAX_NAMES and not bool(torch.isfinite(gradient).all()):
-            names.append(specs[parameter].name)
-    return names
+def _nonfinite(gradients: Iterable[tuple[int, Tensor]]) -> list[int]:
+    """Indices of the parameters whose gradients are not finite."""
+    return [index for index, gradient in gradients if not bool(torch.isfinite(gradient).all())]

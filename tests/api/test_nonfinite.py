@@ -46,17 +46,34 @@ def run_with_nan(rank: int, stage: int, kind: str) -> tuple[list[str], int]:
     num_hooks = len(engine.gradients.watch._hooks)
     logging.getLogger("hf_zero").removeHandler(messages)
     engine.destroy()
-    return [text for text in messages.texts if text.startswith("rank ")], num_hooks
+    return messages.texts, num_hooks
+
+
+SKIPPED = "step 2 skipped on all ranks: the gradient norm is nan; the first gradients in backward that are not finite"
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_rank_and_its_first_parameter_are_named(stage: int) -> None:
     (healthy, rest), (ill, none) = run_ranks(run_with_nan, 2, stage, "gradient")
-    assert healthy == [] and (rest, none) == (0, 0)
-    assert "rank 1: its own gradient of " in ill[0] and "first one in the order of backward" in ill[0]
+    assert not [text for text in healthy if text.startswith("rank ")] and (rest, none) == (0, 0)
+    own = [text for text in ill if text.startswith("rank ")]
+    assert "rank 1: its own gradient of " in own[0] and "first one in the order of backward" in own[0]
+    module = own[0].partition("gradient of ")[2].rpartition(".")[0]
+    said = [text for text in (*healthy, *ill) if text.startswith("step 2 ")]
+    assert any(text.startswith(f"{SKIPPED} are of {module}.") for text in said), "no word about the update itself"
 
 
 def test_the_rank_whose_loss_it_is_is_named() -> None:
     (healthy, _), (ill, _) = run_ranks(run_with_nan, 2, 2, "loss")
-    assert healthy == []
-    assert ill[0] == "rank 1: its own loss is nan, of update 2 or after it"
+    assert not [text for text in healthy if text.startswith("rank ")]
+    assert "rank 1: its own loss is nan, of update 2 or after it" in ill
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_one_rank_says_as_much(stage: int, caplog: pytest.LogCaptureFixture) -> None:
+    """One rank trained on NaN without a word about their origin: only several ranks looked for it."""
+    engine = new_engine(stage, 1)
+    names = [name for name, module in engine.module.named_modules() if isinstance(module, torch.nn.Linear)]
+    engine.module.get_parameter(f"{names[0]}.weight").register_hook(lambda gradient: gradient * float("inf"))
+    train(engine, 0, 1, range(1))
+    assert f"the first gradients in backward that are not finite are of {names[0]}.weight" in caplog.text
