@@ -1,7 +1,15 @@
 """Groups and collectives: the only package that calls torch.distributed."""
 # ruff: noqa: F401  (re-exported for other packages)
 
-from hf_zero.comm.collectives import MAX_SEND_BUFFERS, Channel, Collectives, LoneCollectives, gather_lane, uncompiled
+from hf_zero.comm.collectives import (
+    MAX_SEND_BUFFERS,
+    Channel,
+    Collectives,
+    LoneCollectives,
+    gather_lane,
+    outside_transforms,
+    uncompiled,
+)
 from hf_zero.comm.groups import (
     ParallelGroups,
     ProgramGroups,

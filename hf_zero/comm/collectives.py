@@ -44,6 +44,22 @@ def uncompiled(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
+def outside_transforms(function: F) -> F:
+    """Run a communicating function, which a hook may call inside of torch.func's transforms (grad, vmap), outside of
+    them: its tensors are not part of what is transformed, and outlive it."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return function(*args, **kwargs)
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # torch.func has loaded it
+
+        with temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
 def _never_compile(code: CodeType) -> None:
     """Exclude a function that is called between compiled parts, such as a hook of a compiled module. Uses a part of the
     compiler that is always loaded."""

@@ -305,6 +305,7 @@ class GradientReducer:
         self.order: list[int] = list(range(len(self.buckets)))
         self._mode = Mode.REDUCE
         self._is_at_boundary = True
+        self._has_begun = False  # whether a backward has that gives gradients, unlike that of torch.autograd.grad
         self._may_apply = False  # whether updates may run during backward
         self._applies = False  # whether they do in the present backward
         self._num_launched = 0  # buckets in this backward
@@ -335,6 +336,7 @@ class GradientReducer:
             raise RuntimeError(TOO_LATE)
         self._applies = boundary and may_apply and self._may_apply
         self._open(boundary=boundary)
+        self._has_begun = True
 
     def _open(self, *, boundary: bool) -> None:
         reduces = (boundary or self._shards_gradients) and not self._wants_local()
@@ -360,12 +362,13 @@ class GradientReducer:
 
     def pass_by(self, num_buckets: int) -> None:
         """Backward has passed the first `num_buckets` buckets: gradients missing there (unused experts) are zero."""
-        if self._mode is Mode.REDUCE:
+        if self._mode is Mode.REDUCE and self._has_begun:
             self._launch_up_to(num_buckets)
         self._reductions.complete_ready()
 
     def finish(self) -> None:
         """End a backward: launch the remaining, incomplete buckets, without waiting for reductions."""
+        self._has_begun = False
         if self._mode is Mode.REDUCE:
             self._launch_up_to(len(self.buckets))
             self.late = {index for index in self.late if self._parameters[index].grad is not None}
@@ -448,6 +451,7 @@ class GradientReducer:
         if missing is None:
             self.late.add(index)
             return
+        self._has_begun = True
         self.late.discard(index)  # a late gradient of the last backward is now part of this one
         if missing + 1 == len(bucket.bucket.slots):
             self._reductions.complete_ready()

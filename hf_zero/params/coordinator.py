@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from hf_zero.comm import ledger, uncompiled
+from hf_zero.comm import ledger, outside_transforms, uncompiled
 from hf_zero.params.edits import ShardedEdits
 from hf_zero.params.hooked_modules import ExecutionOrder, HookedModule
 from hf_zero.params.prefetcher import Prefetcher
@@ -93,6 +93,7 @@ class Forward:
             frame = frame.f_back
         return False
 
+    @outside_transforms
     def enter(self, hooked: HookedModule) -> None:
         """Gather the units of `hooked`, and prefetch the next ones of this pass."""
         self._gathered.append(list(hooked.units))
@@ -107,6 +108,7 @@ class Forward:
             subtree = self._first.subtree if self._first is not None else ()
             self._prefetcher.prefetch(position for position in subtree if position > here)
 
+    @outside_transforms
     def read(self, unit: Unit) -> None:
         """Gather a unit of another module that the innermost module reads."""
         with ledger.phase("forward"):
@@ -137,6 +139,7 @@ class Forward:
         plan = self._order.gather_plan
         return hooked.position in (plan.kept_for_backward if self.trains else plan.kept_for_inference)
 
+    @outside_transforms
     def end(self) -> None:
         """End a pass, when the first entered module has been left. Collective."""
         self._caller = None
@@ -210,6 +213,7 @@ class Backward:
         assert self._descent is not None, "it has begun"
         self._descent.reached = hooked
 
+    @outside_transforms
     def gather(self, hooked: HookedModule | None, units: Sequence[Unit]) -> None:
         """Gather `units` for `hooked`, which backward has reached or recomputes, and prefetch the next ones. None: for
         a read outside of hooked modules."""
@@ -266,6 +270,7 @@ class Backward:
             unit.is_held = False
         self._held = []
 
+    @outside_transforms
     def end(self) -> bool:
         """End backward. Returns whether one was running; collective if so."""
         was_under_way = self.is_under_way
@@ -397,6 +402,7 @@ class ParameterCoordinator:
             self.prefetcher.discard_prefetched()
             self.release_all()
 
+    @outside_transforms
     def _begin_forward(self, hooked: HookedModule) -> None:
         if self.backward.is_under_way:
             self.backward.end()

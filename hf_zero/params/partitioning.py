@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import ParallelGroups
+from hf_zero.comm import ParallelGroups, outside_transforms
 from hf_zero.kernels.accumulate import read_rows
 from hf_zero.layout import chunk_numel
 from hf_zero.offload.vector import sync_failures
@@ -90,6 +90,7 @@ def _gather_together(members: Sequence[ShardedParameter]) -> list[Tensor]:
     return gathered
 
 
+@outside_transforms
 def unshard(handles: Sequence[ShardedParameter]) -> None:
     """Give `handles` their values in separate tensors until `reshard`; can be nested. Collective."""
     fresh = [handle for handle in handles if not handle.unshard_count]
@@ -107,6 +108,7 @@ def unshard(handles: Sequence[ShardedParameter]) -> None:
         handle.unshard_count += 1
 
 
+@outside_transforms
 def reshard(handles: Sequence[ShardedParameter], modifier_rank: int | None = None) -> None:
     """Undo one `unshard`. With `modifier_rank`, all ranks keep that rank's values, which is collective.
 
