@@ -158,7 +158,7 @@ class _InitRules:
         self._handles: list[Any] = []
         # In order of appearance, which is the same on all ranks.
         self._unattached: dict[int, weakref.ref[nn.Module]] = {}
-        self._reads = ReadHooks(self._on_read)
+        self._reads = ReadHooks(self.open)
         self._opened: list[ShardedParameter] = []
         self._paused = False
 
@@ -226,7 +226,8 @@ class _InitRules:
         if not self._paused:
             self._unattached.setdefault(id(module), weakref.ref(module))
 
-    def _on_read(self, handle: ShardedParameter) -> None:
+    def open(self, handle: ShardedParameter) -> None:
+        """Gather a parameter that is read or written. Collective."""
         if self._paused:
             return
         unshard([handle])

@@ -22,7 +22,7 @@ from hf_zero.params.sharded_parameter import (
     local_chunk,
 )
 from hf_zero.params.stand_ins import READ_FIX, refusal
-from hf_zero.params.store import HANDLE, of
+from hf_zero.params.store import HANDLE, of, opened_for_build
 
 # Temporary unsharding: parameters are gathered into separate tensors, held, and resharded.
 
@@ -274,7 +274,7 @@ def _summary(handle: ShardedParameter) -> dict[str, Any]:
 
 
 def _deepcopy(handle: ShardedParameter, memo: dict[int, Any]) -> nn.Parameter:
-    if not handle.is_available:
+    if not (handle.is_available or opened_for_build(handle)):
         raise RuntimeError(refusal(handle.name, handle.shape, "copied", "", READ_FIX))
     copied = _copy(handle)
     memo[id(handle.parameter)] = copied
@@ -282,7 +282,7 @@ def _deepcopy(handle: ShardedParameter, memo: dict[int, Any]) -> nn.Parameter:
 
 
 def _pickled(handle: ShardedParameter, protocol: Any) -> Any:
-    if not handle.is_available:
+    if not (handle.is_available or opened_for_build(handle)):
         return type(handle.parameter).__reduce_ex__(handle.parameter, protocol)  # refuses
     return _copy(handle).__reduce_ex__(protocol)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_zero.device.registry import HostCopy, host_runs_ahead
 from hf_zero.log import logger
+from hf_zero.params.store import opened_for_build
 
 if TYPE_CHECKING:
     from hf_zero.params.sharded_parameter import ShardedParameter
@@ -58,9 +59,10 @@ class ReleasedParameter(_Released, nn.Parameter):
 
 
 class ReleasedView(_Released, Tensor):
-    """The class of a released parameter's views and `data`."""
+    """The class of a released parameter's views and `data`. `is_whole`: whether it is all of it, in its own shape."""
 
     released_from: ShardedParameter
+    is_whole = False
 
 
 @cache
@@ -147,6 +149,7 @@ _VIEWS: frozenset[Any] = frozenset(
         *(getattr(torch, name) for name in _VIEW_METHODS if hasattr(torch, name)),
     ]
 )
+_WHOLE_VIEWS = frozenset(each for each in _VIEWS if each in (Tensor.data.__get__, Tensor.detach, torch.detach))  # type: ignore[attr-defined]
 _CONVERTS = frozenset(_methods(_CONVERSIONS))
 _DESCRIBES = frozenset((Tensor.__repr__, Tensor.__format__))
 _TAKES_SHAPE = frozenset((Tensor.view_as, Tensor.reshape_as, Tensor.expand_as, Tensor.type_as))
@@ -162,6 +165,12 @@ def _answer(func: Any, args: _Arguments, kwargs: _Options) -> Any:
         return _description(args[0])
     released = list(_released_in([*args, *kwargs.values()]))
     handle = _handle_of(released[0])
+    if func in _WHOLE_VIEWS:
+        return _views(func, args, kwargs, released[0])
+    if func not in _CONVERTS and all(opened_for_build(_handle_of(tensor)) for tensor in released):
+        args, kwargs = _with_values(args), {name: _with_values(value) for name, value in kwargs.items()}
+        if not any(True for _ in _released_in([*args, *kwargs.values()])):
+            return func(*args, **kwargs)
     if func in _VIEWS:
         return _views(func, args, kwargs, released[0])
     if func != _SET_DATA and not _writes(func, args, kwargs) and _are_left_to_backward(released):
@@ -196,6 +205,15 @@ def _released_in(values: Iterable[Any]) -> Iterator[Any]:
             yield from _released_in(value)
 
 
+def _with_values(value: Any) -> Any:
+    """`value` with the data of opened parameters instead of views that are all of these."""
+    if isinstance(value, ReleasedView) and value.is_whole and value.released_from.is_available:
+        return value.released_from.parameter.data
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_values, value))
+    return value
+
+
 def _are_left_to_backward(released: Iterable[Any]) -> bool:
     """Whether this is the backward of an autograd.Function that has saved these, so that they have values."""
     return _in_autograd() and all(_handle_of(tensor).left is not None for tensor in released)
@@ -228,6 +246,7 @@ def _views(func: Any, args: _Arguments, kwargs: _Options, released: Any) -> Any:
         views = [tensor.as_subclass(ReleasedView) for tensor in tensors]
     for view in views:
         view.released_from = handle
+        view.is_whole = func in _WHOLE_VIEWS and getattr(released, "is_whole", True)
     return type(result)(views) if several else views[0]
 
 
@@ -244,6 +263,8 @@ def _converted(func: Any, args: _Arguments, kwargs: _Options, handle: Any) -> An
         return tensor
     if isinstance(result, str):
         return result  # type() without arguments
+    if opened_for_build(handle):
+        return func(_with_values(tensor), *args[1:], **kwargs)
     read = func is Tensor.contiguous or result.dtype == tensor.dtype and result.device == tensor.device
     _refuse(handle, "read" if read else "converted", func, READ_FIX if read else REPLACE_FIX)
 

@@ -32,6 +32,14 @@ def of(parameter: Tensor) -> ShardedParameter | None:
     return handle if handle is not None and handle.parameter is parameter else None
 
 
+def opened_for_build(handle: ShardedParameter) -> bool:
+    """Gather a parameter that is read or written while a model is built under `zero.Init`, where all ranks do the same;
+    never one of an engine. Returns whether it is gathered."""
+    for sharder in ACTIVE[:1] if handle.owner is None and not handle.is_available else ():
+        sharder.open(handle)
+    return handle.owner is None and handle.is_available
+
+
 @contextmanager
 def suspended() -> Iterator[None]:
     """Context in which modules are not sharded when they are built; used by `initialize`."""
