@@ -234,7 +234,7 @@ def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> P
 def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: Plan, device: torch.device) -> None:
     """Set the device and dtype, and synchronise the values, of all tensors that no store manages."""
     if plan.sharding.shards_parameters:
-        place_unsharded(model, device)
+        place_unsharded(model, plan.precision, device)
         managed = {id(p) for p in model.parameters() if can_be_cut(p)}
     else:
         managed = set()

@@ -205,6 +205,9 @@ class _InitRules:
         self.close()
         for inner in module.modules():
             fresh = [p for p in inner.parameters(recurse=False) if of(p) is None and _can_be_sharded(p)]
+            for parameter in inner.parameters(recurse=False):
+                if parameter.is_floating_point() and not parameter.numel():
+                    parameter.data = parameter.data.to(self._precision.parameter_dtype(parameter.dtype))
             for parameter in fresh:
                 self._shard(parameter)
             if fresh:

@@ -445,7 +445,12 @@ class GradientReducer:
             hook.remove()
         self._hooks = []
 
-    def _arrived(self, index: int, _parameter: nn.Parameter) -> None:
+    def _arrived(self, index: int, parameter: nn.Parameter) -> None:
+        hooks = parameter._post_accumulate_grad_hooks
+        if hooks and next(reversed(hooks)) != self._hooks[index].id:  # registered later, and needs the gradient
+            hooks[self._hooks[index].id] = hooks.pop(self._hooks[index].id)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._arrived, index, parameter))
+            return
         bucket = self.buckets[self._bucket_of[index]]
         missing = None if self._mode is Mode.HOLD_BACK else bucket.arrivals.arrive(index)
         if missing is None:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
+from torch.jit import ScriptModule
 
 # A block above both limits that is itself a list of blocks (a stage of a hierarchical vision model) is split.
 OVERSIZED_NUMEL = 1 << 26
@@ -74,7 +75,8 @@ class _Walk:
             self.container(name, module)
 
     def _whole(self, name: str, module: nn.Module) -> None:
-        if id(module) not in self.seen:
+        # A module of torch.jit takes no hooks: its parameters are the root's, as others outside of gathered modules.
+        if id(module) not in self.seen and not isinstance(module, ScriptModule):
             self.seen.add(id(module))
             self.modules.append(GatheredModule(name, module, tuple(module.parameters()), is_container=False))
 

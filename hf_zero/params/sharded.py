@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from hf_zero.comm import LoneCollectives, ParallelGroups, Pending
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages
@@ -82,6 +83,11 @@ class UnitBuilder:
         Args:
             persistent: ids of the persistent parameters.
         """
+        if isinstance(gathered_modules[0].module, ScriptModule) and len(persistent) < len(self.everything):
+            raise ValueError(
+                "the model is a torch.jit.ScriptModule, whose forward takes no hooks: ZeRO stage 3 cannot gather its "
+                "parameters. Script or trace parts of it, use torch.compile, or stage 2"
+            )
         units: list[Unit] = []
         for gathered, members in assign_units(gathered_modules):
             parts = self._build_parts([p for p in members if id(p) not in persistent])

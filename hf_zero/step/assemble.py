@@ -208,14 +208,17 @@ def place_model(module: nn.Module, precision: Precision, device: torch.device, m
             parameter.data = parameter.data.to(dtype)
 
 
-def place_unsharded(module: nn.Module, device: torch.device) -> None:
-    """Move buffers, and parameters that stage 3 does not shard, to `device`; the others move chunk by chunk."""
+def place_unsharded(module: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Move buffers, and parameters that stage 3 does not shard, to `device`; the others move chunk by chunk. Empty
+    parameters get the dtype of the others."""
     wrapped = [name for name, parameter in module.named_parameters() if is_wrapped(parameter)]
     if wrapped:
         raise ValueError(f"{', '.join(wrapped[:4])}{', ...' if wrapped[4:] else ''}: {WRAPPED_AT_STAGE_3}")
     for parameter in module.parameters():
         if not can_be_cut(parameter):
-            parameter.data = parameter.data.to(device)
+            dtype = parameter.dtype
+            dtype = precision.parameter_dtype(dtype) if parameter.is_floating_point() else dtype
+            parameter.data = parameter.data.to(device, dtype)
     for inner in module.modules():
         for name, buffer in inner._buffers.items():
             if buffer is not None:

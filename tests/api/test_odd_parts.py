@@ -1,0 +1,149 @@
+"""Odd parts of a model: empty parameters, hooks that the user registers late, modules of torch.jit."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_zero.api.entry import initialize
+from hf_zero.api.gathered_parameters import gathered
+from hf_zero.api.zero_init import Init
+from tests.support.ranks import run_each, run_ranks
+
+LIMITS = (
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_prefetch_bucket_size",
+)
+
+
+def config_of(stage: int, **sections: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage, **(dict.fromkeys(LIMITS, 0) if stage == 3 else {})},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "gradient_clipping": 0.0,
+        **sections,
+    }
+
+
+class WithEmpty(nn.Module):
+    """Learned extra tokens, of which this model has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3)
+        self.extra = nn.Parameter(torch.zeros(0, 3))
+        self.prefix = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(torch.cat([self.prefix, x, self.extra]))
+        return result
+
+
+def run_empty(rank: int, stage: int, section: str, is_built_inside: bool) -> None:
+    config = config_of(stage, **{section: {"enabled": True}})
+    with Init(config_dict_or_path=config, enabled=is_built_inside):
+        model = WithEmpty()
+    engine = initialize(model=model, config=config)[0]
+    dtype = torch.bfloat16 if section == "bf16" else torch.float16
+    for _ in range(2):
+        output = engine(torch.ones(4, 3, dtype=dtype))
+        assert output.dtype == dtype and {parameter.dtype for parameter in model.parameters()} == {dtype}
+        engine.backward(output.float().mean())
+        engine.step()
+
+
+def test_empty_parameters_have_the_dtype_of_the_others() -> None:
+    """A prompt of length zero was concatenated with hidden values. At stage 3 nothing shards an empty parameter, and so
+    it kept fp32 in a bf16 model: the result was fp32, and the next layer failed. Other stages cast it."""
+    cases = [(stage, "bf16", False) for stage in (2, 3)]
+    run_each(run_empty, 2, [*cases, (3, "bf16", True), (3, "fp16", False)])
+
+
+def run_late_hook(rank: int, stage: int) -> list[Any]:
+    """What hooks see, in each of two backward passes: norms of all parameters' gradients, and what plain ones see."""
+    found = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        run = model if is_plain else initialize(model=model, config=config_of(stage))[0]
+        seen: list[tuple[str, float]] = []
+
+        def see(name: str, parameter: nn.Parameter, seen: list[Any] = seen) -> None:
+            assert parameter.grad is not None, f"{name} has no gradient any more"
+            seen.append((name, round(float(parameter.grad.norm()), 5)))
+
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: see(name, parameter))
+        for _ in range(2):
+            loss = run(torch.ones(4, 3)).square().mean()
+            if is_plain:
+                model.zero_grad()
+                loss.backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            else:
+                run.backward(loss)
+                run.step()
+        with gathered(model):
+            found.append((sorted(seen), [parameter.sum().item() for parameter in model.parameters()]))
+    (plainly, expected), (seen_by_hooks, weights) = found
+    assert seen_by_hooks == plainly
+    assert weights == pytest.approx(expected, abs=1e-5)
+    return []
+
+
+def test_a_hook_that_is_registered_after_initialize_sees_the_gradient() -> None:
+    """A monitor registered `register_post_accumulate_grad_hook` once training had begun. Ours came first, and took the
+    gradients when a bucket was complete: the hook got None for the last parameter of each, at stage 3 of each layer."""
+    run_each(run_late_hook, 2, [(0,), (2,), (3,)])
+
+
+class Scripted(nn.Module):
+    def __init__(self, is_scripted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, last = nn.Linear(3, 3), nn.Linear(3, 3)
+        middle = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+        blocks = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is deprecated
+            self.middle = torch.jit.script(middle) if is_scripted else middle
+            self.blocks = nn.ModuleList(torch.jit.script(each) if is_scripted else each for each in blocks)
+            self.last = torch.jit.trace(last, torch.ones(1, 3)) if is_scripted else last
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.middle(self.first(x))
+        for block in self.blocks:
+            x = x + block(x)
+        result: Tensor = self.last(x)
+        return result
+
+
+def run_scripted(rank: int) -> list[Tensor]:
+    found = []
+    for is_scripted in (False, True):
+        model = Scripted(is_scripted)
+        engine = initialize(model=model, config=config_of(3))[0]
+        for seed in range(3):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        with gathered(model):
+            found.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    with pytest.raises(ValueError, match=r"is a torch\.jit\.ScriptModule.* use torch\.compile, or stage 2"):
+        initialize(model=torch.jit.script(nn.Linear(3, 3)), config=config_of(3))
+    return found
+
+
+def test_scripted_parts_train_like_others() -> None:
+    """A model with a scripted layer worked at stage 2 and failed at stage 3 in `initialize`, with torch's error about
+    hooks that does not say which module: "register_forward_pre_hook is not supported on ScriptModules"."""
+    for plain, scripted in run_ranks(run_scripted, 2):
+        torch.testing.assert_close(scripted, plain)
