@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import mmap
 import os
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -115,32 +118,86 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool = False) -> Tenso
 
     Args:
         pinned: page-lock the memory, if there is a GPU. The size is exact, whereas PyTorch rounds pinned memory up to a
-            power of two.
+            power of two. Forked processes do not have it: reading it there ends them (SIGSEGV).
     """
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     pages = _Pages(-1, max(round_to_page(numel * dtype.itemsize), PAGE), flags=private)
     raw = torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
-    if pinned and torch.cuda.is_available() and _pin(raw):
-        pages.pinned_at = raw.data_ptr()
+    if pinned and torch.cuda.is_available():
+        pages.lock(raw.data_ptr())
     return raw[: numel * dtype.itemsize].view(dtype)
 
 
 class _Pages(mmap.mmap):
     """Pages of the system, which are unlocked before they are unmapped."""
 
-    pinned_at: int | None = None
+    address: int | None = None
+
+    def lock(self, address: int) -> None:
+        """Page-lock the pages, which begin at `address`, if the system allows it."""
+        # Locking costs time per page. Aligning the start to a large page would save at most two of them, and a large
+        # page never reaches beyond the pages that were asked for, so the size stays exact.
+        self._advise("MADV_HUGEPAGE")
+        if not _pin(address, len(self)):
+            return
+        # A fork copies locked pages at once (other private pages when one side writes): every DataLoader worker would
+        # begin with a copy of the offloaded states. No forked process of ours reads them: the writer of checkpoints and
+        # other commands start new programs, `launch` forks ranks from a process without tensors, and what users can
+        # read of an engine without the other ranks (parameters, their gradients, buffers) is not in locked memory.
+        # An optimizer's states are; reading them in a worker ends it.
+        self._advise("MADV_DONTFORK")
+        self.address = address
+        _locked[address] = len(self)
+
+    def _advise(self, name: str) -> None:
+        with suppress(AttributeError, OSError):  # not Linux; a kernel without large pages
+            self.madvise(getattr(mmap, name))
 
     def __del__(self) -> None:
-        if self.pinned_at is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
+        if self.address is not None and _locked.pop(self.address, 0):
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+_locked: dict[int, int] = {}
+"""Address -> bytes of this process's page-locked memory."""
+
+
+def _reserve_in_child() -> None:
+    """In a forked process: keep the addresses of locked memory, which is missing there, without access.
+
+    Otherwise the process would place its own memory at these addresses; tensors of the parent would read it, and
+    freeing them would unmap it.
+    """
+    if not _locked:
+        return
+    no_access, flags = 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED_NOREPLACE
+    for address, num_bytes in _locked.items():
+        _mmap()(address, num_bytes, no_access, flags, -1, 0)
+    _locked.clear()  # the parent's to unlock
+    with suppress(Exception):  # a stderr without a file
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # shows which line reads such memory
+
+
+_MAP_NORESERVE, _MAP_FIXED_NOREPLACE = 0x4000, 0x100000  # of Linux; before 4.17 the second one is only a hint
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reserve_in_child)
+
+
+@cache
+def _mmap() -> Callable[..., object]:
+    call = ctypes.CDLL(None).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    return cast("Callable[..., object]", call)
 
 
 def round_to_page(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def _pin(raw: Tensor) -> bool:
-    code = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), raw.numel(), 0))
+def _pin(address: int, num_bytes: int) -> bool:
+    code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
     if code:
         _warn_unpinned(code)
     return code == 0
