@@ -156,6 +156,9 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
         how = f"1/{shard}" if stage >= from_stage and shard > 1 else "whole"
         if there:
             yield f"{what}: {how} on each rank, " + ", ".join(f"{size(n)} {_words(engine, w)}" for w, n in there)
+    threads = None if assembly is None else assembly.placements.update_threads
+    if threads is not None:
+        yield f"updates in host memory: {count(threads, 'thread')} of this rank (hf_zero.offload_threads)"
     gathers = zero.keys.stage3_gather_16bit_weights_on_model_save
     if stage == 3 and not gathers and not hasattr(engine.module, "peft_config"):  # adapters are written
         yield f"whole weights: {NOT_GATHERED}"

@@ -83,6 +83,7 @@ class ZeroPolicy:
     optimizer_sees: OptimizerSees | None = None  # for the script's optimizer; None: what it is known to need
     offload_optimizer: OffloadOptimizer | None = None  # None: on the device
     offload_param: OffloadParam | None = None
+    offload_threads: int | Literal["auto", "unchanged"] = "auto"  # of an offloaded update
     streaming: Any = None  # the section of the extra `streaming`; None: updates run after backward
     files: Aio
 

@@ -244,6 +244,7 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, findings: Findings) -> policies.Zer
         optimizer_sees=own.optimizer_sees,
         offload_optimizer=states,
         offload_param=_placed(zero.offload_param if zero.stage == 3 else None),
+        offload_threads=own.offload_threads,
         streaming=streaming,
         files=aio,
     )

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from hf_zero.device.control_groups import control_groups, lines_of, number_in
 from hf_zero.log import logger
 
 _V2, _V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -36,19 +37,11 @@ def disk_available(folder: str) -> int:
 
 def _group_available(root: Path) -> Iterator[int]:
     """Yield the bytes available in the cgroup and its parents; page cache counts as available."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        names, cache = (_V1, "total_inactive_file") if controllers else (_V2, "inactive_file")
-        group = mount / path.lstrip("/")
-        for folder in (group, *group.parents):
-            limit, used = (_number(folder / name) for name in names)
-            if limit is not None and used is not None and limit < _UNLIMITED:
-                yield limit - used + _field(folder / "memory.stat", cache)
-            if folder == mount:
-                break
+    for folder, is_first_version in control_groups("memory", root):
+        names, cache = (_V1, "total_inactive_file") if is_first_version else (_V2, "inactive_file")
+        limit, used = (number_in(folder / name) for name in names)
+        if limit is not None and used is not None and limit < _UNLIMITED:
+            yield limit - used + _field(folder / "memory.stat", cache)
 
 
 def _ulimit_available(root: Path) -> int:
@@ -58,20 +51,8 @@ def _ulimit_available(root: Path) -> int:
     )
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
 def _field(path: Path, name: str) -> int:
-    return next((int(line.split()[1]) for line in _lines(path) if line.split()[:1] == [name]), 0)
-
-
-def _number(path: Path) -> int | None:
-    words = _lines(path)
-    return int(words[0]) if words and words[0].isdigit() else None
+    return next((int(line.split()[1]) for line in lines_of(path) if line.split()[:1] == [name]), 0)
 
 
 _TRIM_BYTES = 8 << 20  # often enough to keep the heap small, rarely enough to cost nothing

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hf_zero.device.cores import Cores, usable_cores
 from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.world import VISIBLE_DEVICES, Node, Place, World
 from hf_zero.rank_environment import LOCAL_ADDRESS
@@ -50,20 +51,6 @@ def share_cores(cores: Sequence[int], num_ranks: int, local_rank: int) -> tuple[
     if each == 0:
         raise LaunchError(f"--bind_cores_to_rank: {num_ranks} ranks cannot share {len(cores)} cores: run fewer")
     return tuple(cores[each * local_rank : each * (local_rank + 1)])
-
-
-def usable_cores() -> tuple[int, ...]:
-    """One hardware thread of each core that this process may run on."""
-    allowed = sorted(os.sched_getaffinity(0))
-    return tuple(core for core in allowed if core == min(_siblings(core) & set(allowed)))
-
-
-def _siblings(core: int) -> set[int]:
-    path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
-    try:
-        return {core, *parse_cores(path.read_text().strip())}
-    except (OSError, LaunchError):
-        return {core}
 
 
 # Linux limits one argument to 128 KiB.
@@ -179,7 +166,7 @@ class Job:
             environment["OMP_NUM_THREADS"] = str(len(cores))
         elif "OMP_NUM_THREADS" not in os.environ:
             # Otherwise every rank uses all cores, and ranks on a CPU mostly wait for each other.
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cores()) // len(node.slots))))
+            environment.setdefault("OMP_NUM_THREADS", str(Cores.here().equal_share(len(node.slots))))
         return RankCommand(place.rank, tuple(self.program.command(place.local_rank)), environment, cores)
 
     def _cores(self, num_ranks: int, local_rank: int) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from hf_zero.comm import Collectives
 from hf_zero.config import Aio, OffloadOptimizer, OffloadParam
+from hf_zero.device.cores import torch_threads
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import DONE, HOST_MEMORY, Event, Memory, Runtime
 from hf_zero.layout import Bucket, Interval
@@ -374,6 +376,7 @@ class Placements:
         far_numel: int = 0,
         sub_group_numel: int | None = None,
         drives: Sequence[Drive] = (),
+        update_threads: int | None = None,
     ) -> None:
         """
         Args:
@@ -382,6 +385,7 @@ class Placements:
             far_numel: number of elements of this rank's part in the far placement.
             sub_group_numel: maximum elements of a sub-group; None: the whole bucket.
             drives: drives to close at the end.
+            update_threads: CPU threads of an update in host memory for a model on an accelerator; None: PyTorch's.
         """
         self.device = device
         self.parameters = MemoryStore(runtime_of(device).own) if parameters is None else parameters
@@ -391,6 +395,11 @@ class Placements:
         self._left = far_numel
         self.drives = tuple(drives)
         self.sub_group_numel = sub_group_numel
+        self.update_threads = update_threads
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Context of an update. Forward and backward on the CPU keep the number of threads that the user set."""
+        return torch_threads(self.update_threads)
 
     def on_device(self, kept: Vector) -> Vector:
         """The vector `kept` on the model's device: if it is stored elsewhere, `fetch` copies it there on a separate

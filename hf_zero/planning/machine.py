@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ConfigError, Problem
+from hf_zero.device.cores import Cores, torch_threads
 from hf_zero.device.host_memory import disk_available
 from hf_zero.device.kinds import current_device, found_accelerators
 from hf_zero.device.registry import runtime_of
@@ -220,24 +220,14 @@ def calibrated(hardware: Hardware, precision: str) -> Hardware:
     device = current_device() if hardware.separate else torch.device("cpu")
     if hardware.separate and device.type == "cpu":
         return replace(hardware, notes=(*hardware.notes, "--calibrate: no accelerator here, speeds are assumed"))
-    with _threads_of_a_rank(hardware):
+    share = Cores.here().equal_share(hardware.per_host)
+    with torch_threads(min(torch.get_num_threads(), share)):
         flops, memory = _flops(device, _DTYPES[precision]), _bytes_per_s(device)
     gpu = replace(hardware.gpu, flops=flops, memory=memory)
     if not hardware.separate:
         gpu = replace(gpu, link=memory / 2 / _COPIES)
     speeds = f"{flops / 1e9:,.0f} GFLOP/s, {memory / 1e9:,.1f} GB/s of memory, {gpu.link / 1e9:,.1f} GB/s of link"
     return replace(hardware, gpu=gpu, notes=(*hardware.notes, f"measured on this machine: {speeds}"))
-
-
-@contextmanager
-def _threads_of_a_rank(hardware: Hardware) -> Iterator[None]:
-    """Use as many threads as one rank of a host has."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(before, (os.cpu_count() or 1) // hardware.per_host)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from hf_zero.config import Aio
+from hf_zero.device.cores import Cores
 from hf_zero.device.host_memory import disk_available, host_available
 from hf_zero.device.kinds import BACKENDS, accelerator_kind
 from hf_zero.integration.startup import NAME, is_ours
@@ -74,7 +75,10 @@ def devices() -> Iterator[Row]:
 
 def host() -> Iterator[Row]:
     memory = psutil.virtual_memory()
-    yield "CPU cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}"
+    cores, ranks = Cores.here(), max(1, torch.accelerator.device_count())
+    quota = "" if cores.quota is None else f", a quota of {cores.quota:g}"
+    share = f"threads of an offloaded update: {cores.equal_share(ranks)} on each of {ranks} ranks"
+    yield "CPU cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} hardware threads{quota}; {share}"
     yield "host memory", f"{memory.total / GIB:.1f} GiB, {host_available() / GIB:.1f} GiB available to this process"
     yield "shared memory", _shared_memory()
     yield "page-locked memory", _limit(resource.RLIMIT_MEMLOCK)

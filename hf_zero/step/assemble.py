@@ -273,7 +273,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     whole_tensors = not asks_peers and traits.keeps_shapes and not wants_flat
     cuts = traits.cuts and not whole_tensors
     owned = trained_numel(trained.specs, sharding)
-    placements = placements_for(plan.zero, plan.device, world, owned, cuts=cuts)
+    placements = placements_for(plan.zero, plan.device, world, owned, cuts=cuts, hosts=plan.groups.mesh.hosts)
     is_offloaded = plan.zero.offload_optimizer is not None or plan.zero.offload_param is not None
     if is_offloaded:
         _check_room(module, optimizer, trained, plan)
@@ -307,7 +307,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     attach_offload(updater, reducer, plan.zero.offload_optimizer)
     placements.check(world)
     runs_ahead = not is_offloaded and host_runs_ahead(plan.device)
-    streamed = _streamed(plan, reducer, updater)
+    streamed = _streamed(plan, reducer, updater, placements)
     step = ShardedStep(
         store, reducer, updater, sharding, plan.groups, plan.rules, placements, runs_ahead=runs_ahead, streamed=streamed
     )
@@ -322,12 +322,12 @@ def _suit(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         keep_states_in(optimizer, torch.bfloat16, "hf_zero.streaming.states")
 
 
-def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater) -> Any:
+def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater, placements: Placements) -> Any:
     """The updates during backward, if the config enables them."""
     if plan.zero.streaming is None:
         return None
     rules, find = plan.rules, service("streamed_updates")
-    return find(plan.zero.streaming, rules.gradients, reducer, updater, plan.device, skips=rules.skip_nonfinite)
+    return find(plan.zero.streaming, rules.gradients, reducer, updater, placements, skips=rules.skip_nonfinite)
 
 
 def _refuse_apart(optimizer: torch.optim.Optimizer, traits: Traits, groups: ParallelGroups) -> None:
@@ -404,7 +404,7 @@ def _sharded(module: nn.Module, trained: Trained, plan: Plan, placements: Placem
 
 def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
     """Shard a model that is not trained. Collective."""
-    placements = placements_for(plan.zero, plan.device, plan.groups.world, 0, cuts=False)
+    placements = placements_for(plan.zero, plan.device, plan.groups.world, 0, cuts=False, hosts=plan.groups.mesh.hosts)
     store = _sharded(module, Trained((), ()), plan, placements)
     placements.check(plan.groups.world)
     return store

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import Collectives, Hosts
 from hf_zero.config import ConfigError, OffloadOptimizer, Problem, ZeroPolicy
+from hf_zero.device.cores import Cores
 from hf_zero.device.registry import runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
@@ -45,21 +46,42 @@ def trained_numel(specs: Sequence[ParameterSpec], sharding: Sharding) -> int:
 
 
 def placements_for(
-    zero: ZeroPolicy, device: torch.device, collectives: Collectives, owned_numel: int, *, cuts: bool
+    zero: ZeroPolicy, device: torch.device, collectives: Collectives, owned_numel: int, *, cuts: bool, hosts: Hosts
 ) -> Placements:
     """Create the placements of an engine. Collective: an unusable drive raises on all ranks.
 
     Args:
+        collectives: of all ranks.
         owned_numel: elements that this rank updates.
         cuts: whether the optimizer can update a rank's part of a bucket in sub-groups.
+        hosts: of all ranks.
 
     Raises:
         StorageError: on every rank, if a drive cannot be used.
     """
-    return all_or_none(lambda: _placements(zero, device, owned_numel, cuts=cuts), collectives)
+    threads = _update_threads(zero, device, collectives, hosts)
+    return all_or_none(lambda: _placements(zero, device, owned_numel, threads, cuts=cuts), collectives)
 
 
-def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cuts: bool) -> Placements:
+def _update_threads(zero: ZeroPolicy, device: torch.device, collectives: Collectives, hosts: Hosts) -> int | None:
+    """Threads of an offloaded update; None: those of PyTorch.
+
+    On a rank without an accelerator the user's number (OMP_NUM_THREADS) applies to forward, backward and the update
+    alike. Otherwise it is not a choice: torchrun and `accelerate launch` set it to 1 for all ranks.
+    """
+    if zero.offload_optimizer is None or not runtime_of(device).has_own_memory:
+        return None
+    if zero.offload_threads != "auto":
+        return None if zero.offload_threads == "unchanged" else zero.offload_threads
+    own, host_of = Cores.here(), hosts.of_rank
+    everyone = zip(collectives.gather_objects(own), collectives.ranks, strict=True)
+    here = host_of[collectives.ranks[collectives.rank]]
+    return own.share([cores for cores, rank in everyone if isinstance(cores, Cores) and host_of[rank] == here])
+
+
+def _placements(
+    zero: ZeroPolicy, device: torch.device, owned_numel: int, update_threads: int | None, *, cuts: bool
+) -> Placements:
     drives, policy, rest = _open_drives(zero), zero.offload_optimizer, zero.offload_param
     longest = zero.sub_group_numel or None
     if zero.streaming is not None:
@@ -74,6 +96,7 @@ def _placements(zero: ZeroPolicy, device: torch.device, owned_numel: int, *, cut
         far_numel=0 if policy is None else round(owned_numel * policy.ratio),
         sub_group_numel=longest if cuts and policy is not None else None,
         drives=tuple(drives.values()),
+        update_threads=update_threads,
     )
 
 

@@ -342,7 +342,7 @@ class ShardedStep:
             gathered = Pending()
             if READERS:
                 wait_for_readers()
-            with ledger.phase("step"):
+            with ledger.phase("step"), self._placements.updating():
                 for sub_group in self._updater.step(gradients):
                     bucket = sub_group.bucket
                     left[bucket] -= 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.launch import LaunchError
-from hf_zero.launch.job import inherited, parse_cores, parse_env_file, read_env_files, share_cores, usable_cores
+from hf_zero.launch.job import inherited, parse_cores, parse_env_file, read_env_files, share_cores
 from hf_zero.rank_environment import (
     RankEnvironment,
     find_rank_environment,
@@ -60,7 +60,6 @@ def test_files_of_home_and_folder(tmp_path: Path) -> None:
 def test_cores() -> None:
     assert parse_cores("0,2-4,6") == (0, 2, 3, 4, 6)
     assert [share_cores(range(7), 3, rank) for rank in range(3)] == [(0, 1), (2, 3), (4, 5)]
-    assert usable_cores()
     for words in ("", "a", "1-", "3-1", "1,1", "0-3,2", "-1", "0-99999999"):
         with pytest.raises(LaunchError, match="--bind_core_list"):
             parse_cores(words)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.comm import Hosts
 from hf_zero.config import ConfigError, resolve
 from hf_zero.device import host_memory
 from hf_zero.offload import swap_store as drives
@@ -269,6 +270,6 @@ def test_pin_memory_reaches_the_buffers_of_a_gpu(pinned: bool, tmp_path: Path) -
 def pinned_pools(rank: int, zero: Any, device: str = "cuda") -> list[bool]:
     from hf_zero.comm.collectives import LoneCollectives
 
-    places = placements_for(zero, torch.device(device), LoneCollectives(), 1000, cuts=True)
+    places = placements_for(zero, torch.device(device), LoneCollectives(), 1000, cuts=True, hosts=Hosts.one(1))
     [drive] = places.drives
     return [store.pool._pinned for store in drive._stores]

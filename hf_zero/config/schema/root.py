@@ -52,6 +52,18 @@ def _as_shard_group(value: object) -> object:
     return size
 
 
+def _as_threads(value: object) -> object:
+    if isinstance(value, str) and value.lower() in ("auto", "unchanged"):
+        return value.lower()
+    try:
+        number = as_whole(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError('must be a number of threads, 1 or more, "auto" or "unchanged"')
+    return number
+
+
 def _as_hops(value: object) -> object:
     return value.lower() if isinstance(value, str) and value.lower() == "auto" else as_whole(value)
 
@@ -60,6 +72,7 @@ GradientBits = Annotated[Literal[4, 8], BeforeValidator(as_whole)]
 Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(as_lower)]
 Hops = Annotated[Literal["auto", 1, 2], BeforeValidator(_as_hops)]
 ShardGroup = Annotated[int | Literal["host"], BeforeValidator(_as_shard_group)]
+Threads = Annotated[int | Literal["auto", "unchanged"], BeforeValidator(_as_threads)]
 Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(as_lower)]
 
 
@@ -99,6 +112,13 @@ class HfZero(Tiling):
         "ranks do different things in every pass (docs/stage3.md). Ranks that communicate through shared memory "
         "always negotiate.",
         stages=(3,),
+    )
+    offload_threads: Threads = supported(
+        "auto",
+        'Threads of the update on the CPU for a model on an accelerator (docs/offload.md): a number, "auto" for this '
+        "rank's share of the cores that its host's ranks may use, whatever OMP_NUM_THREADS says (torchrun sets 1), or "
+        '"unchanged" for the number that PyTorch uses otherwise.',
+        unit="threads",
     )
     decay_biases_and_norms: Flag = supported(
         False,

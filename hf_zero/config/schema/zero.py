@@ -28,7 +28,7 @@ _BELOW_THREE = (0, 1, 2)
 _SHARDED = (1, 2, 3)
 
 
-_INTERNAL = "the update always uses all CPU threads"
+_INTERNAL = "hf_zero.offload_threads sets the threads of the update"
 
 
 class OffloadOptimizer(Section):

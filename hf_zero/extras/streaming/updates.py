@@ -25,6 +25,7 @@ from hf_zero.extras.streaming import Streaming
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.log import log_dist
+from hf_zero.offload.placement import Placements
 from hf_zero.offload.sub_group import READERS, SubGroup, wait_for_readers
 from hf_zero.optim import Updater
 from hf_zero.optim.elementwise import ElementwiseUpdater
@@ -36,7 +37,7 @@ def streamed_updates(
     rules: GradientPolicy,
     reducer: GradientReducer,
     updater: Updater,
-    device: torch.device,
+    placements: Placements,
     *,
     skips: bool,
 ) -> StreamedUpdates | None:
@@ -56,7 +57,7 @@ def streamed_updates(
     if reasons:
         log_dist(f"streaming: gradients stay in host memory until the update after backward: {'; '.join(reasons)}")
         return None
-    return StreamedUpdates(reducer, updater, 1 if runtime_of(device).has_own_memory else 0)
+    return StreamedUpdates(reducer, updater, placements, 1 if runtime_of(placements.device).has_own_memory else 0)
 
 
 class StreamedUpdates:
@@ -66,10 +67,13 @@ class StreamedUpdates:
         done: indices of buckets updated since the last step.
     """
 
-    def __init__(self, reducer: GradientReducer, updater: ElementwiseUpdater, depth: int) -> None:
+    def __init__(
+        self, reducer: GradientReducer, updater: ElementwiseUpdater, placements: Placements, depth: int
+    ) -> None:
         """`depth`: number of reduced gradients that may be in flight to host memory during backward."""
         self.done: set[int] = set()
         self._updater = updater
+        self._placements = placements
         self._depth = depth
         self._waiting: deque[BucketGradients] = deque()
         self._of: list[list[SubGroup]] = [[] for _ in reducer.buckets]
@@ -138,8 +142,9 @@ class StreamedUpdates:
         assert self._gradient is not None, "read comes first"
         used = frozenset(slot.parameter for slot in bucket.bucket.slots)
         sub_groups = self._of[bucket.bucket.index]
-        for _ in self._updater.step(StepGradients(self._gradient, used, self.settle_scale(), sub_groups)):
-            pass
+        with self._placements.updating():
+            for _ in self._updater.step(StepGradients(self._gradient, used, self.settle_scale(), sub_groups)):
+                pass
         bucket.reduced.release_applied()
         self.done.add(bucket.bucket.index)
 
