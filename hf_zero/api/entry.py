@@ -26,6 +26,7 @@ from hf_zero.comm import (
     init_distributed,
     local_device,
     parallel_groups,
+    takes_hops,
     this_process,
 )
 from hf_zero.comm.parts import held_part
@@ -319,7 +320,14 @@ class Parallelism:
         zero, device = resolved.zero, local_device()
         dimensions = [groups.dimension for groups in self.used]
         try:
-            parallel = parallel_groups(device, zero.shard_size, zero.gather_size, dimensions)
+            parallel = parallel_groups(
+                device,
+                zero.shard_size,
+                zero.gather_size,
+                dimensions,
+                shards_parameters=zero.stage == 3,
+                by_host=takes_hops(zero.hops, device) if zero.stage < 3 else zero.gradient_bits is not None,
+            )
         except ValueError as error:
             sizes = {"shard": zero.shard_size, **{each.name: len(each.groups[0]) for each in dimensions}}
             raise ConfigError(Problem("mesh", sizes, str(error), "give other sizes, or other groups")) from error

@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.comm import MAX_SEND_BUFFERS
-from hf_zero.comm.process_group import backend_name
+from hf_zero.comm.process_group import backend_of
 from hf_zero.device.registry import runtime_of
 from hf_zero.log import log_dist
 from hf_zero.optim.registry import states_per_element, stored_bytes_per_element
@@ -144,7 +144,7 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
     beside = f" in {copies} copies" if copies > 1 else ""
     share = f", states shared by {shard}{beside}" if ranks > 1 else ""
     yield f"ranks: {ranks} on {count(hosts, 'host')}{share}"
-    yield f"device: {engine.device}, collectives by {_library(engine.device.type)}"
+    yield f"device: {engine.device}, collectives by {backend_of(engine.device.type)}"
     numels = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in engine.module.parameters()]
     trained = sum(spec.numel for spec in assembly.store.layout.specs) if assembly is not None else 0
     yield f"model: {type(engine.module).__name__}, {sum(numels):,} parameters, {trained:,} trained"
@@ -178,12 +178,6 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
 def count(number: int, thing: str) -> str:
     """1 rank, 2 ranks."""
     return f"{number:,} {thing}{'s' if number != 1 else ''}"
-
-
-def _library(kind: str) -> str:
-    """The backend for this device type in "cpu:gloo,cuda:nccl"."""
-    names = dict(part.rpartition(":")[::2] for part in backend_name().split(","))
-    return names.get(kind, names.get("", backend_name()))
 
 
 def _words(engine: ZeroEngine, where: str) -> str:

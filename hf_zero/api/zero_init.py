@@ -89,7 +89,7 @@ class Init(AbstractContextManager[Any]):
         known = hosts()
         policy = None if config is None else resolve_for_init(load_config(config), sum(known.sizes), known.sizes)
         self._check(policy)
-        groups = parallel_groups(local_device(), None if policy is None else policy.shard_size)
+        groups = parallel_groups(local_device(), None if policy is None else policy.shard_size, by_host=False)
         self._precision = _precision(policy, dtype)
         store = None if policy is None else store_at_init(policy.offload, policy.files, groups.access_copies)
         self._init_rules = _InitRules(groups, self._precision, self._device, store)

@@ -20,6 +20,7 @@ from hf_zero.comm.groups import (
     in_hops,
     parallel_groups,
     set_timeout,
+    takes_hops,
     torch_group,
     watching_collectives,
 )

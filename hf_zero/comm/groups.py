@@ -256,8 +256,17 @@ def parallel_groups(
     shard_size: ShardSize = None,
     gather_size: ShardSize = None,
     dimensions: Sequence[Dimension] = (),
+    *,
+    shards_parameters: bool = True,
+    by_host: bool = True,
 ) -> ParallelGroups:
-    """Create this rank's groups for collectives on `device`. Collective. See `Mesh.of` for the other arguments.
+    """Create this rank's groups for collectives on `device`, and connect those that every run of the engine uses.
+    Collective. See `Mesh.of` for `shard_size`, `gather_size` and `dimensions`.
+
+    Args:
+        shards_parameters: whether the engine gathers parameters around their use (stage 3); otherwise `gather` is
+            `shard`, and `access` is connected when a program first uses it.
+        by_host: whether something reduces or gathers within hosts first; otherwise `host` is `shard`.
 
     Raises:
         ValueError: if the ranks cannot be divided like that.
@@ -275,48 +284,80 @@ def parallel_groups(
         """A separate group with its own send buffers."""
         return collectives_for(device, channel, partition, mesh.shard if channel is Channel.GATHER else None)
 
+    world, shard, lone = group(whole), apart(mesh.shard), LoneCollectives(get_rank())
     groups = ParallelGroups(
         mesh=mesh,
-        world=group(whole),
-        shard=apart(mesh.shard),
+        world=world,
+        shard=shard,
         replicate=apart(mesh.replicate),
-        gather=apart(mesh.gather, Channel.GATHER),
-        across_gather=apart(mesh.across_gather),
+        gather=apart(mesh.gather, Channel.GATHER) if shards_parameters else shard,
+        across_gather=apart(mesh.across_gather) if shards_parameters else lone,
         access=apart(mesh.shard, Channel.ACCESS),
         access_copies=apart(mesh.same_weights, Channel.ACCESS),
         dimensions={each.name: group(each.groups, Channel.LAYERS) for each in dimensions},
         sample=group(mesh.sample, Channel.LAYERS),
         same_weights=group(mesh.same_weights),
         data=group(mesh.data),
-        host=apart(mesh.host),
-        across_hosts=apart(mesh.across_hosts),
+        host=apart(mesh.host) if by_host else shard,
+        across_hosts=apart(mesh.across_hosts) if by_host else lone,
     )
     inner = mesh.of_parts()
+    used = _used(mesh, inner, dimensions, shards_parameters=shards_parameters, by_host=by_host)
     if inner is None:
+        _connect(device, whole, used)
         return groups
     assert set(inner.replicate) == set(mesh.replicate), "each replica has all parts"
-    shard, lone = apart(inner.shard), group(agreeing(len(whole[0]), inner.dimensions))
+    shard, across = apart(inner.shard), group(agreeing(len(whole[0]), inner.dimensions))
     of_parts = replace(
         groups,
         mesh=inner,
         same_weights=shard if inner.same_weights == inner.shard else group(inner.same_weights),
         shard=shard,
         gather=shard,
-        across_gather=lone,
+        across_gather=across,
         access=apart(inner.shard, Channel.ACCESS),
         access_copies=apart(inner.same_weights, Channel.ACCESS),
         host=shard,
-        across_hosts=lone,
+        across_hosts=across,
     )
+    _connect(device, whole, used)
     return replace(groups, of_parts=of_parts)
+
+
+def _used(
+    mesh: Mesh, inner: Mesh | None, dimensions: Sequence[Dimension], *, shards_parameters: bool, by_host: bool
+) -> list[tuple[Partition, Channel]]:
+    """What an engine uses in every run, in the order in which it is connected."""
+    reduced = [mesh.shard, mesh.replicate, mesh.same_weights]
+    reduced += [mesh.across_gather] * shards_parameters + [mesh.host, mesh.across_hosts] * by_host
+    accessed = [mesh.shard, mesh.same_weights]
+    if inner is not None:
+        reduced += [inner.shard, inner.same_weights]
+        accessed += [inner.shard, inner.same_weights]
+    used = [(partition, Channel.REDUCE) for partition in reduced]
+    used += [(partition, Channel.LAYERS) for partition in (*(each.groups for each in dimensions), mesh.sample)]
+    if shards_parameters:
+        used += [(mesh.gather, Channel.GATHER), *((partition, Channel.ACCESS) for partition in accessed)]
+    return used
+
+
+def _connect(device: torch.device, whole: Partition, used: Sequence[tuple[Partition, Channel]]) -> None:
+    # Ranks on CPUs of one host exchange everything through shared memory, and connecting others takes no memory.
+    if device.type != "cpu" and len(whole[0]) > 1:
+        _known().connect(device, [(whole, Channel.REDUCE), *used])
 
 
 Self = TypeVar("Self", bound="ProgramGroups")
 
 
+def takes_hops(hops: Literal["auto", 1, 2], device: torch.device) -> bool:
+    """Whether `in_hops` may use two; "auto": on CPUs, where they are faster for large messages."""
+    return hops == 2 or (hops == "auto" and device.type == "cpu")
+
+
 def in_hops(groups: ParallelGroups, hops: Literal["auto", 1, 2], device: torch.device) -> ParallelGroups:
     """`groups` with the requested number of hops in `shard`; "auto": the faster number on CPUs, else one."""
-    if hops == 1 or groups.host.size == 1 or groups.across_hosts.size == 1 or (hops == "auto" and device.type != "cpu"):
+    if not takes_hops(hops, device) or groups.host.size == 1 or groups.across_hosts.size == 1:
         return groups
     from hf_zero.comm.hops import Links, TwoHops  # only needed for several hosts
 

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +23,17 @@ from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
 from hf_zero.comm.demand import StoreDemand
 from hf_zero.comm.lockstep import LockstepNegotiation
-from hf_zero.comm.mesh import Hosts, Partition
+from hf_zero.comm.mesh import Hosts, Partition, group_of
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.process_group import (
     ENDED,
     backend_name,
+    backend_of,
     common_timeout,
     get_rank,
     get_world_size,
+    gloo_connects_on_demand,
+    has_host_half,
     is_initialized,
     prepare_process_group,
     releases_groups_at_exit,
@@ -180,6 +183,10 @@ def _place() -> str:
         return os.uname().nodename
 
 
+_HOSTS, _NEGOTIATION = "hosts", "negotiation"
+_CONNECTED_HOSTS = (_HOSTS, _NEGOTIATION)  # others belong to features, which may already use them in their threads
+
+
 class KnownGroups:
     """Objects derived from one process group: its hosts, and the objects of each partition into groups, numbered in
     order of first use. Kept as long as the process group is that of all ranks."""
@@ -195,6 +202,7 @@ class KnownGroups:
         self.negotiations: dict[tuple[int, bool], Negotiation] = {}
         self._link: tuple[SharedMemoryLink | None, frozenset[int]] | None = None
         self._groups: dict[tuple[int, Channel | str], dist.ProcessGroup] = {}
+        self._connected: set[tuple[int, Channel | str]] = set()
         self._side_groups: list[dist.ProcessGroup] = []  # gloo groups, for any backend of the world
         releases_groups_at_exit(self)
 
@@ -225,11 +233,43 @@ class KnownGroups:
             of_group = channel if channel is Channel.LAYERS else Channel.REDUCE
             link, group = self.group_link(ranks, number), self.native_group(number, of_group)
             return ExchangeCollectives(group, channel) if link is None else HostCollectives(link, channel, group)
-        asks_hosts = channel in (Channel.REDUCE, Channel.LAYERS) and device.type != "cpu"
-        hosts = self.gloo_group(number, "hosts" if channel is Channel.REDUCE else channel.name) if asks_hosts else None
+        if device.type == "cpu":
+            return NativeCollectives(self.native_group(number, channel))
         # A separate stream: calls of two channels on one stream would need the same order on all ranks.
-        kind = GatherStreamCollectives if channel is Channel.GATHER and device.type != "cpu" else NativeCollectives
-        return kind(self.native_group(number, channel), hosts)
+        kind = GatherStreamCollectives if channel is Channel.GATHER else NativeCollectives
+        group = self.native_group(number, channel, device)
+        return kind(group, None if channel is Channel.GATHER else self._hosts_of(number, channel))
+
+    def _hosts_of(self, number: int, channel: Channel) -> dist.ProcessGroup | None:
+        """The group for host memory of a channel on an accelerator: that of all channels of these ranks, which a
+        program calls in the same order on all ranks, or a separate one for layers, which it need not.
+
+        A group of "cpu:gloo,cuda:nccl" is both; NCCL alone needs another one.
+        """
+        if has_host_half():
+            shared = channel if channel is Channel.LAYERS else Channel.REDUCE
+            return self.native_group(number, shared) or self.world
+        return self.gloo_group(number, channel.name if channel is Channel.LAYERS else _HOSTS)
+
+    def connect(self, device: torch.device, used: Iterable[tuple[Partition, Channel]]) -> None:
+        """Connect this rank's groups of `used`, which exist, and those for host memory, by one small call each.
+        Collective: all ranks pass the same in the same order.
+
+        A communicator would otherwise be connected, and its memory allocated, at its first use: in the first backward,
+        when the model's memory is in use, or in the first save.
+        """
+        own = torch.zeros(1, device=device)
+        for partition, channel in dict.fromkeys(used):
+            size = len(group_of(get_rank(), partition))
+            if size > 1 and (self.number_of(partition), channel) not in self._connected:
+                number = self.number_of(partition)
+                self._connected.add((number, channel))
+                received = [torch.zeros_like(own) for _ in range(size)]
+                dist.all_gather(received, own, group=self.native_group(number, channel, device))
+        for (number, use), group in self._groups.items():
+            if use in _CONNECTED_HOSTS and (number, use) not in self._connected:
+                self._connected.add((number, use))
+                dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
 
     def negotiation(
         self, collectives: Collectives, ranks: tuple[int, ...], number: int, *, host_waits: bool, can_attend: bool
@@ -244,7 +284,7 @@ class KnownGroups:
             if link is not None:
                 self.negotiations[number, can_attend] = HostNegotiation(link)
             else:
-                among_hosts = NativeCollectives(self.gloo_group(number, "negotiation"))
+                among_hosts = NativeCollectives(self.gloo_group(number, _NEGOTIATION))
                 store = dist.distributed_c10d._get_default_store()
                 demand = StoreDemand(store, f"hf_zero/{number}/{can_attend:d}/{min(ranks)}")
                 self.negotiations[number, can_attend] = LockstepNegotiation(
@@ -252,11 +292,18 @@ class KnownGroups:
                 )
         return self.negotiations[number, can_attend]
 
-    def native_group(self, number: int, channel: Channel = Channel.REDUCE) -> dist.ProcessGroup | None:
-        """This rank's group on the world's backend. For the first channel of all ranks: the world's group itself."""
+    def native_group(
+        self, number: int, channel: Channel = Channel.REDUCE, device: torch.device | None = None
+    ) -> dist.ProcessGroup | None:
+        """This rank's group on the world's backend. For the first channel of all ranks: the world's group itself.
+
+        Args:
+            device: of the tensors. Groups of gathers and accesses have no half for another device.
+        """
         if number == 0 and channel is Channel.REDUCE:
             return None
-        return self._group(number, channel, None)
+        is_internal = channel in (Channel.GATHER, Channel.ACCESS)
+        return self._group(number, channel, backend_of(device.type) if is_internal and device is not None else None)
 
     def gloo_group(self, number: int, purpose: str) -> dist.ProcessGroup:
         """This rank's group for host memory, for a single purpose. Collective at first use."""
@@ -267,13 +314,27 @@ class KnownGroups:
         self._groups.setdefault((number, Channel.LAYERS), group)
 
     def _group(self, number: int, use: Channel | str, backend: str | None) -> dist.ProcessGroup:
+        """This rank's group. All ranks call torch for all groups of a partition, because it numbers groups by these
+        calls; only members create anything."""
         if (number, use) not in self._groups:
-            for ranks in self.partitions[number]:
-                group = dist.new_group(list(ranks), timeout=common_timeout(), backend=backend)
-                if get_rank() in ranks:
-                    self._groups[number, use] = group
-                    if backend is not None:
-                        self._side_groups.append(group)
+            # With use_local_synchronization only members call, and torch names a group by how many groups a rank is in,
+            # which may differ between ranks if the program has groups of its own. In a world bound to a device
+            # (init_process_group(device_id=...)) it is needed: other ranks would split the device's communicator
+            # (ncclCommSplit, collective), and members of a gloo group would not.
+            is_bound = getattr(self.world, "bound_device_id", None) is not None
+            members_only = is_bound and backend == "gloo" and len(self.partitions[number]) > 1
+            with gloo_connects_on_demand():
+                for ranks in self.partitions[number]:
+                    group = dist.new_group(
+                        list(ranks),
+                        timeout=common_timeout(),
+                        backend=backend,
+                        use_local_synchronization=members_only,
+                    )
+                    if get_rank() in ranks:
+                        self._groups[number, use] = group
+                        if isinstance(use, str):
+                            self._side_groups.append(group)
         return self._groups[number, use]
 
     def release_groups(self) -> None:

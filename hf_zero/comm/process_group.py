@@ -6,9 +6,8 @@ import atexit
 import faulthandler
 import os
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FunctionType
@@ -76,7 +75,8 @@ def init_distributed(
     else:
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
         name_gloo_interface()
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+        with gloo_connects_on_demand() if kind_of_backend(backend) is not None else nullcontext():
+            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
     _leave_at_exit()
 
 
@@ -342,3 +342,34 @@ def common_timeout() -> timedelta:
 def backend_name() -> str:
     # The configuration string has both halves of "cpu:gloo,...:nccl"; get_backend only reports one of them.
     return str(dist.get_backend_config()) if is_initialized() else default_backend()
+
+
+def backend_of(kind: str) -> str:
+    """The backend for a device type in "cpu:gloo,cuda:nccl", or the only one."""
+    names = dict(part.rpartition(":")[::2] for part in backend_name().split(","))
+    return names.get(kind) or names.get("", backend_name())
+
+
+def has_host_half() -> bool:
+    """Whether the group of all ranks also exchanges tensors and objects in host memory."""
+    return "gloo" in backend_name()
+
+
+_GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+@contextmanager
+def gloo_connects_on_demand() -> Iterator[None]:
+    """Context in which new gloo groups connect two ranks when one first sends to the other.
+
+    Otherwise every group connects all pairs at once, and some 180 ranks with five groups reach the usual limit of 1,024
+    open files. A small sum or a gather of objects runs around a ring and needs two connections. Versions of torch
+    without this variable connect all pairs; a value that the user set applies.
+    """
+    before = os.environ.get(_GLOO_LAZY)
+    os.environ.setdefault(_GLOO_LAZY, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_GLOO_LAZY, None)

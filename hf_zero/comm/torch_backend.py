@@ -37,7 +37,8 @@ class NativeCollectives(Collectives):
 
     def gather_objects(self, value: object) -> list[object]:
         gathered: list[object] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._group)
+        group = self._group if self._hosts is None else self._hosts  # NCCL would send them through the device
+        dist.all_gather_object(gathered, value, group=group)
         return gathered
 
     def _all_reduce(self, flat: Tensor) -> Pending:

@@ -23,7 +23,12 @@ from hf_zero.planning.event_model import Machine
 from hf_zero.quantities import bytes_of
 
 CPU = "cpu"
-CONTEXT_BYTES = 1.5e9  # per GPU: the driver's context, buffers of NCCL, workspaces of libraries
+# An estimate from NCCL's defaults, not a measurement: 9.6 MB per connection (NCCL_BUFFSIZE 4 MiB, LL 0.5 MiB, LL128
+# 4.7 MiB: NCCL's documentation and src/include/device.h), for a ring and a tree on 16 channels.
+COMMUNICATOR_BYTES = 0.3e9
+NUM_COMMUNICATORS = 3  # at stage 3: reductions, gathers, accesses of programs (comm/groups.py); below it the first
+LIBRARY_BYTES = 0.6e9  # the driver's context, workspaces of libraries
+CONTEXT_BYTES = LIBRARY_BYTES + NUM_COMMUNICATORS * COMMUNICATOR_BYTES  # per GPU, outside of PyTorch's allocator
 FRAGMENTS = 0.04  # fraction of a GPU's memory lost to fragmentation
 PROCESS_BYTES = 0.5e9  # per CPU rank: interpreter and libraries, workspaces of matrix products
 HOLES = 0.1  # fraction of a CPU rank's memory lost to fragmentation of glibc's heap: 2% to 11% (bench/planning.py)

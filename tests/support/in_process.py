@@ -216,8 +216,8 @@ class InProcessWorld:
             collectives.negotiation = self.negotiation(partition)
         return collectives
 
-    def parallel_groups(self, *sizes: Any) -> ParallelGroups:
-        """Groups of the calling rank; `sizes` as in `hf_zero.comm.parallel_groups`."""
+    def parallel_groups(self, *sizes: Any, **options: bool) -> ParallelGroups:
+        """Groups of the calling rank; arguments as in `hf_zero.comm.parallel_groups`."""
 
         def collectives_for(_device: torch.device, channel: Channel, partition: Partition, *_: object) -> Collectives:
             return self.collectives(channel, partition)
@@ -226,7 +226,7 @@ class InProcessWorld:
             mock.patch.object(groups, "collectives_for", collectives_for),
             mock.patch.object(groups, "hosts", lambda: self.hosts),
         ):
-            return groups.parallel_groups(torch.device("cpu"), *sizes)
+            return groups.parallel_groups(torch.device("cpu"), *sizes, **options)
 
     def link(self, partition: Partition | None = None) -> GroupLink:
         partition = partition or self._everyone
@@ -544,8 +544,8 @@ class _PerRank:
 def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
     """Inside, engines that the ranks of `world` create belong to it; yields `initialize`, as a rank calls it."""
 
-    def parallel_groups(_device: torch.device, *sizes: object) -> ParallelGroups:
-        return world.parallel_groups(*sizes)
+    def parallel_groups(_device: torch.device, *sizes: object, **options: bool) -> ParallelGroups:
+        return world.parallel_groups(*sizes, **options)
 
     def initialize(**arguments: Any) -> Any:
         return entry.initialize(**arguments, dist_init_required=False)

@@ -95,7 +95,7 @@ def simulated_world(rank: int, world: int, *, negotiates: bool = False) -> Itera
         negotiates: hosts tell each other what ranks on accelerators do; otherwise all ranks are known to do the same.
     """
 
-    def parallel_groups(_device: torch.device, *_sizes: object) -> ParallelGroups:
+    def parallel_groups(_device: torch.device, *_sizes: object, **_options: bool) -> ParallelGroups:
         channels = {channel: SimulatedCollectives(rank, world) for channel in Channel}
         if negotiates:
             gathers, hosts = channels[Channel.GATHER], AlikeHosts(rank, world)

@@ -246,7 +246,7 @@ class TimedWorld:
     def hosts(self) -> Hosts:
         return Hosts.named(map(str, range(self.world)))
 
-    def parallel_groups(self, *_sizes: object) -> ParallelGroups:
+    def parallel_groups(self, *_sizes: object, **_options: bool) -> ParallelGroups:
         groups = {channel: TimedCollectives(self.device, self.world) for channel in Channel}
         gathers = groups[Channel.GATHER] = TimedGathers(self.device, self.world)
         gathers.negotiation = LockstepNegotiation(gathers, TimedHosts(self.device, self.world), host_waits=False)
