@@ -13,8 +13,8 @@ import difflib
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -54,6 +54,27 @@ def write_rates(optimizer: HasParamGroups, rates: Sequence[float]) -> None:
             group["lr"] = rate
 
 
+def restore_rates(schedule: Any, optimizer: HasParamGroups, numbers: Collection[int]) -> None:
+    """Write the rates of a loaded schedule to the groups of these numbers, whose options were not loaded."""
+    if isinstance(schedule, StepSchedule):
+        rates: Sequence[float] | None = schedule.rates_now()
+    else:
+        rates = getattr(schedule, _LAST, None)  # part of the state of torch's schedules
+    groups = optimizer.param_groups
+    if rates is None or len(rates) != len(groups):
+        return
+    write_rates(_Groups([groups[number] for number in numbers]), [float(rates[number]) for number in numbers])
+    if isinstance(schedule, OneCycle):
+        schedule.write_momentum(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Some of an optimizer's groups."""
+
+    param_groups: list[dict[str, Any]]
+
+
 class StepSchedule:
     """Writes the rate of update number `last_batch_iteration` into every parameter group; -1: before the first."""
 
@@ -75,8 +96,11 @@ class StepSchedule:
         """Return the rate of each parameter group at the current update."""
         if self.last_batch_iteration < 0:
             logger.warning("%s: the learning rate was asked for before the first step", type(self).__name__)
-            return self._rates_at_start()
-        return self._rates(self.last_batch_iteration)
+        return self.rates_now()
+
+    def rates_now(self) -> list[float]:
+        """The rate of each parameter group at the current update, also before the first."""
+        return self._rates_at_start() if self.last_batch_iteration < 0 else self._rates(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
         """Return the last written rates. There are none directly after loading."""
@@ -214,12 +238,13 @@ class OneCycle(StepSchedule):
         self.cycle_momentum = cycle_momentum and _has_betas(optimizer)
         super().__init__(optimizer, last_batch_iteration)
         if self.cycle_momentum and last_batch_iteration == -1:
-            self._apply_momentum(self.min_moms)
+            for group, mom in zip(self.optimizer.param_groups, self.min_moms, strict=True):
+                group["betas"] = (mom, _BETA2)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         super().step(last_batch_iteration)
         if self.cycle_momentum:
-            self._apply_momentum([beta1 for beta1, _ in self.get_mom() or []])
+            self.write_momentum(range(len(self.max_moms)))
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of each group at the current update; None if momentum is not cycled."""
@@ -254,9 +279,11 @@ class OneCycle(StepSchedule):
         """Return the number of decay steps from the end of the cycle to `updates`; 0 without decay."""
         return (updates - self._length) / self._decay_step if self._decay_step else 0.0
 
-    def _apply_momentum(self, moms: list[float]) -> None:
-        for group, mom in zip(self.optimizer.param_groups, moms, strict=True):
-            group["betas"] = (mom, _BETA2)
+    def write_momentum(self, numbers: Collection[int]) -> None:
+        """Write the betas of the current update to the groups of these numbers."""
+        betas = self.get_mom() or []
+        for number in numbers if betas else ():
+            self.optimizer.param_groups[number]["betas"] = betas[number]
 
 
 def _has_betas(optimizer: HasParamGroups) -> bool:

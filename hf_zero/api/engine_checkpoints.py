@@ -74,10 +74,10 @@ class EngineCheckpoints:
         if view is None:
             return None, None
         if with_run:
-            self._continue_from(view, with_schedule=with_schedule)
+            self._continue_from(view, with_schedule=with_schedule, with_optimizer=with_optimizer)
         return str(view.folder.path), view.client_state()
 
-    def _continue_from(self, view: CheckpointView, *, with_schedule: bool) -> None:
+    def _continue_from(self, view: CheckpointView, *, with_schedule: bool, with_optimizer: bool) -> None:
         engine = self._engine
         counters = checkpoint.Counters.of(view, engine.settings.samples_per_update())
         engine.global_steps, engine.skipped_steps = counters.global_steps, counters.skipped_steps
@@ -90,7 +90,21 @@ class EngineCheckpoints:
         state = checkpoint.scheduler_state(view)
         if with_schedule and engine.lr_scheduler is not None and state is not None:
             engine.lr_scheduler.load_state_dict(state)
+            self._restore_rates(view, with_optimizer=with_optimizer)
         engine.training_features.load_state_dict(checkpoint.feature_states(view), engine.training_progress)
+
+    def _restore_rates(self, view: CheckpointView, *, with_optimizer: bool) -> None:
+        """Give the schedule's rates to groups whose options the checkpoint does not restore."""
+        from hf_zero.schedules import restore_rates
+
+        engine = self._engine
+        assembly = engine.gradients.assembly
+        if assembly is None:
+            return
+        saved = {name for group in view.groups if with_optimizer for name in group.names}
+        specs = assembly.store.layout.specs
+        without = [n for n, group in enumerate(assembly.members) if not any(specs[i].name in saved for i in group)]
+        restore_rates(engine.lr_scheduler, assembly.optimizer, without)
 
     def _subject(self, caller: str) -> ModelSubject:
         engine = self._engine

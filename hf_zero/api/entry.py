@@ -216,7 +216,7 @@ def _as_groups(model_parameters: Iterable[Any] | None, model: nn.Module) -> list
     for group in groups:
         members = [group["params"]] if isinstance(group["params"], torch.Tensor) else group["params"]
         group["params"] = [parameter for parameter in members if parameter.requires_grad]
-    return [group for group in groups if group["params"]] or [{"params": []}]
+    return groups
 
 
 def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> Plan:

@@ -162,7 +162,7 @@ def _match_groups(subject: Subject, view: CheckpointView) -> list[Group | None]:
     groups: list[Group | None] = []
     for members, options in zip(subject.assembly.members, subject.assembly.optimizer.param_groups, strict=True):
         group = next((holder[names[index]] for index in members if names[index] in holder), None)
-        if group is None:
+        if group is None and members:
             logger.warning("%s: no state for the parameters of an optimizer group; it starts empty", view.folder.path)
         wanted = updater.state_names(options)
         _refuse_other_kinds(updater, view)

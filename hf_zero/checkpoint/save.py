@@ -257,8 +257,12 @@ class _Collected:
             steps.update({names[index]: seen for index, seen in group.steps.items() if seen != common})
         return OptimizerPart(
             options=[
-                {key: value for key, value in group.items() if key != ds.PARAMS}
-                for group in subject.assembly.optimizer.param_groups
+                {
+                    key: value
+                    for key, value in subject.assembly.optimizer.param_groups[number].items()
+                    if key != ds.PARAMS
+                }
+                for number in subject.filled_groups()
             ],
             overflow=subject.assembly.optimizer.overflow,
             clip_grad=subject.resolved.gradients.clip_norm,
@@ -387,20 +391,22 @@ def _scalars(subject: Subject, scalars: Mapping[str, Any]) -> dict[str, Any]:
     return {**scalars, ds.STEP: torch.tensor(float(scalars[ds.STEP]))}
 
 
-def _members(subject: Subject) -> list[tuple[Member, ...]]:
-    shapes = subject.file_shapes
-    return [tuple(Member(index, math.prod(shapes[index])) for index in group) for group in subject.assembly.members]
+def _members(subject: Subject) -> dict[int, tuple[Member, ...]]:
+    """The parameters of each optimizer group in the files, by its number."""
+    shapes, groups = subject.file_shapes, subject.filled_groups()
+    return {n: tuple(Member(index, math.prod(shapes[index])) for index in group) for n, group in groups.items()}
 
 
 def _stages_1_2(
     subject: Subject, run: RunState, collected: _Collected, weights: ModelWeights, *, writes_shared_file: bool
 ) -> dict[str, Any]:
     rank, world, names = subject.groups.shard.rank, subject.groups.shard.size, subject.names
-    orders = [round_robin(m, world) if subject.round_robin else m for m in _members(subject)]
+    groups_of = _members(subject)
+    orders = [round_robin(m, world) if subject.round_robin else m for m in groups_of.values()]
     layouts = [GroupPartition(members, world) for members in orders]
     targets = [
         _Target(group, layout.partition_numel - layout.padding(rank), layout.partition_numel)
-        for group, layout in enumerate(layouts)
+        for group, layout in zip(groups_of, layouts, strict=True)
     ]
     wanted = [e for r in range(world) for group, layout in enumerate(layouts) for e in layout.extents(r, group)]
     groups, arrivals = _group_states(subject, collected, targets, wanted)
@@ -421,7 +427,7 @@ def _stage_3(subject: Subject, run: RunState, collected: _Collected, weights: Mo
     subs: list[SubGroupPartition] = []
     targets: list[_Target] = []
     numbers: list[list[int]] = []
-    for group, members in enumerate(_members(subject)):
+    for group, members in _members(subject).items():
         mine = sub_groups(members, world, max(1, subject.resolved.zero.sub_group_numel))
         numbers.append(list(range(len(subs), len(subs) + len(mine))))
         subs += mine

@@ -109,10 +109,14 @@ class Subject(ModelSubject):
     def excludable(self) -> set[str]:
         return set(self.frozen())
 
+    def filled_groups(self) -> dict[int, tuple[int, ...]]:
+        """The optimizer groups with parameters, by number. Files only have these, as in DeepSpeed."""
+        return {number: group for number, group in enumerate(self.assembly.members) if group}
+
     def group_shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        """Names and shapes of every optimizer group, in the group's own order."""
+        """Names and shapes of every optimizer group in the files, in the group's own order."""
         names, shapes = self.names, self.shapes
-        return [{names[index]: shapes[index] for index in group} for group in self.assembly.members]
+        return [{names[index]: shapes[index] for index in group} for group in self.filled_groups().values()]
 
     def extents(self, rank: int) -> Iterator[Extent]:
         """The file elements that rank `rank` of the shard group updates."""

@@ -258,7 +258,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         StorageError: on all ranks, if one cannot use its drive.
     """
     sharding, world, shard = plan.sharding, plan.groups.world, plan.groups.shard
-    groups = trainable_groups(optimizer.param_groups)
+    groups = list(optimizer.param_groups)
+    keep_trainable(groups)
     trained = _trained(module, groups, plan)
     traits = traits_of(optimizer, plan.zero.optimizer_sees)
     stage = plan.zero.stage if sharding.shards_optimizer else 0
@@ -410,13 +411,15 @@ def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
     return store
 
 
-def trainable_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `groups` (the same dicts) without frozen and empty parameters, and without groups left empty.
+def keep_trainable(groups: Sequence[dict[str, Any]]) -> None:
+    """Remove frozen and empty parameters from `groups`.
+
+    Groups left empty stay: schedules have a rate, and programs an index, for each group of the optimizer.
 
     Raises:
         ValueError: if a parameter is listed twice, or none is left.
     """
-    kept, seen = [], set()
+    seen: set[int] = set()
     for group in groups:
         members = [parameter for parameter in group["params"] if parameter.requires_grad and parameter.numel()]
         for parameter in members:
@@ -427,11 +430,8 @@ def trainable_groups(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 )
             seen.add(id(parameter))
         group["params"] = members
-        if members:
-            kept.append(group)
-    if not kept:
+    if not seen:
         raise ValueError("the optimizer has no trainable parameter: every one is frozen (requires_grad=False) or empty")
-    return kept
 
 
 def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], plan: Plan) -> Trained:

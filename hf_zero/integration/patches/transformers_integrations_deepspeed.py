@@ -281,14 +281,13 @@ def wants_groups(config: Mapping[str, Any]) -> bool:
 
 
 def grouped(trainer: Any, parameters: Any) -> list[dict[str, Any]]:
-    """Two groups, like Trainer's own optimizer; one if all parameters are of one kind."""
+    """Two groups, like Trainer's own optimizer, also if one is empty."""
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
     chosen = {id(parameter) for name, parameter in trainer.model.named_parameters() if name in decayed}
-    groups: list[dict[str, Any]] = [
+    return [
         {"params": [parameter for parameter in parameters if id(parameter) in chosen]},
         {"params": [parameter for parameter in parameters if id(parameter) not in chosen], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
 
 
 @PATCHES.add(
