@@ -111,6 +111,9 @@ class Fragments:
     def _parts_of(self, parameter: nn.Parameter) -> list[tuple[SubGroup, Piece]]:
         return self._parts.get(self._index[id(parameter)], [])
 
+    def set_steps(self, parameter: nn.Parameter, steps: int) -> None:
+        self._assembly.optimizer.updater.set_steps(self._index[id(parameter)], steps)
+
     @property
     def gradient_factor(self) -> float:
         """Factor from a reduced gradient to the gradient of the loss, before clipping."""
@@ -215,8 +218,13 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     fragments.write(param, value / fragments.gradient_factor, gradients)
 
 
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor | float, optim_state_key: str) -> None:
+    """Overwrite one optimizer state; with the key "step" the parameter's count of updates, by a number."""
     fragments = _managed(param)
+    if optim_state_key == "step":
+        fragments.set_steps(param, int(value))
+        return
+    value = torch.as_tensor(value)
     fragments.write(param, value, fragments.states(optim_state_key))
 
 

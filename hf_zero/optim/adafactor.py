@@ -364,6 +364,9 @@ class AdafactorUpdater(Updater):
     def whole_state_names(self) -> tuple[str, ...]:
         return self._flavour.rows, self._flavour.columns, self._flavour.vector
 
+    def collect_state(self) -> None:
+        self._follow_resets()
+
     def parameter_steps(self) -> dict[int, int]:
         return {index: part.step for index, part in self._parts.items()}
 
@@ -397,6 +400,7 @@ class AdafactorUpdater(Updater):
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if not gradients.used:
             return
+        self._follow_resets()
         message = torch.zeros(self._table.numel, dtype=self._dtype, device=self.sub_groups[0].master.device)
         for batch in self.stager.batches(gradients.wanted):
             for sub_group in batch:
@@ -520,6 +524,20 @@ class AdafactorUpdater(Updater):
         return momentum.view(-1)
 
     # States of whole tensors
+
+    def _follow_resets(self) -> None:
+        """Follow a program that has removed states from the optimizer's state, or changed a step there."""
+        for index, part in list(self._parts.items()):
+            state: Mapping[str, Any] = self.optimizer.state.get(part.sub_group.tensors[0].parameter, {})
+            if index not in state.get(OF_WHOLE_TENSORS, {}):
+                del self._parts[index]
+            elif int(state["step"]) != max(own["step"] for own in state[OF_WHOLE_TENSORS].values()):
+                part.step = int(state["step"])
+
+    def set_steps(self, parameter: int, steps: int) -> None:
+        if parameter in self._parts:
+            self._parts[parameter].step = steps
+            self._show()
 
     def _show(self) -> None:
         """Store everything in the optimizer's state, so that `state_dict` includes it."""

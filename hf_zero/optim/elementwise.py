@@ -158,9 +158,20 @@ class Run(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """Counts updates per piece of a sub-group: bias correction is per parameter, and not all are used in each step."""
+    """Counts updates per piece of a sub-group: bias correction is per parameter, and not all are used in each step.
+
+    Attributes:
+        written: the `step` that the updater last wrote into the optimizer's state. Another value there is a program's
+            (a reset of the states), and replaces the counts.
+    """
 
     steps: list[int] = field(default_factory=list)
+    written: int | None = None
+
+    def follow(self, step: int) -> None:
+        """Start again from `step`, the one in the optimizer's state, if a program has written it."""
+        if self.written is not None and step != self.written:
+            self.steps, self.written = [], None
 
     def count(self, pieces: Sequence[Piece], used: Set[int], start: int, change: int = 1) -> None:
         """Count one step for the used pieces, or with -1 undo that.
@@ -214,10 +225,12 @@ class CountingUpdater(Updater):
     def roll_back(self) -> None:
         for sub_group, step, used in self._counted:
             self._counters[sub_group].count(sub_group.pieces, used, step, -1)
-            self.optimizer.state[sub_group.tensors[0].parameter]["step"].fill_(step)
+            self._write_step(sub_group, step)
         self._counted = []
 
     def parameter_steps(self) -> dict[int, int]:
+        for sub_group, counters in self._counters.items():
+            counters.follow(self._read_step(sub_group))
         return {
             piece.parameter: steps
             for sub_group, counters in self._counters.items()
@@ -226,8 +239,26 @@ class CountingUpdater(Updater):
 
     def restore_steps(self, steps: Mapping[int, int]) -> None:
         for sub_group, counters in self._counters.items():
-            known = self.optimizer.state.get(sub_group.tensors[0].parameter, {}).get("step", 0)
-            counters.steps = [steps.get(piece.parameter, int(known)) for piece in sub_group.pieces]
+            counters.written = known = self._read_step(sub_group)
+            counters.steps = [steps.get(piece.parameter, known) for piece in sub_group.pieces]
+
+    def set_steps(self, parameter: int, steps: int) -> None:
+        for sub_group, counters in self._counters.items():
+            if any(piece.parameter == parameter for piece in sub_group.pieces):
+                known = self._read_step(sub_group)
+                counters.follow(known)
+                counters.count(sub_group.pieces, frozenset(), known)
+                for place, piece in enumerate(sub_group.pieces):
+                    if piece.parameter == parameter:
+                        counters.steps[place] = steps
+                counters.written = known
+
+    def _read_step(self, sub_group: SubGroup) -> int:
+        return int(self.optimizer.state.get(sub_group.tensors[0].parameter, {}).get("step", 0))
+
+    def _write_step(self, sub_group: SubGroup, step: int) -> None:
+        self.optimizer.state[sub_group.tensors[0].parameter]["step"].fill_(step)
+        self._counters[sub_group].written = step
 
     def begin_step(self) -> None:
         # Schedulers warn unless their optimizer has stepped.
@@ -270,14 +301,15 @@ class ElementwiseUpdater(CountingUpdater):
         reduced = gradients.of(sub_group) if reduced is None else reduced
         group = self.optimizer.param_groups[sub_group.group]
         state = self._family.state_of(self.optimizer, sub_group.tensors[0].parameter, group)
-        before = int(state["step"])
-        runs = self._counters[sub_group].advance(sub_group.pieces, gradients.used, before)
+        before, counters = int(state["step"]), self._counters[sub_group]
+        counters.follow(before)
+        runs = counters.advance(sub_group.pieces, gradients.used, before)
         if not runs:
             return
         if gradients.skip is not None:
             self._counted.append((sub_group, before, gradients.used))
         runs = with_padding(runs, sub_group)
-        state["step"].fill_(max(run.step for run in runs))
+        self._write_step(sub_group, max(run.step for run in runs))
         rest = None if sub_group.stored is None else sub_group.stored.master.rest
         if rest is None or sub_group.lp_param is None:
             vectors = self._family.vectors(state, group, sub_group.master, reduced, sub_group.lp_param)

@@ -170,9 +170,10 @@ class LambUpdater(CountingUpdater):
         known, counters, used = int(state["step"]), self._counters[sub_group], gradients.used
         if gradients.skip is not None:
             self._counted.append((sub_group, known, used))
+        counters.follow(known)
         counters.count(sub_group.pieces, used, known)
         steps = {piece: n for piece, n in zip(sub_group.pieces, counters.steps, strict=True) if piece.parameter in used}
-        state["step"].fill_(max([known, *steps.values()]))
+        self._write_step(sub_group, max([known, *steps.values()]))
         return _Work(rule, tuple(steps), tuple(map(rule.rate, steps.values())))
 
     @staticmethod

@@ -156,6 +156,9 @@ class MuonUpdater(Updater):
     def restore_steps(self, steps: Mapping[int, int]) -> None:
         self._others.restore_steps(steps)
 
+    def set_steps(self, parameter: int, steps: int) -> None:
+        self._others.set_steps(parameter, steps)
+
     @torch.no_grad()
     def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         self.optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -261,8 +261,16 @@ class OffloadStager(StateStager):
 
     def _fetch(self, sub_group: SubGroup) -> None:
         self._gradient(sub_group).fetch()
+        self._drop_removed(sub_group)
         for vector in _stored(sub_group).kept:
             vector.fetch()
+
+    def _drop_removed(self, sub_group: SubGroup) -> None:
+        """Drop vectors whose states a program has removed, so that the optimizer creates them as at its first step."""
+        stored = _stored(sub_group)
+        for position, name in [place for place in stored.vectors if place not in stored.reserved]:
+            if name not in self._optimizer.state.get(sub_group.tensors[position].parameter, {}):
+                stored.vectors.pop((position, name)).free()
 
     def _leave(self, sub_group: SubGroup) -> None:
         self._settle(sub_group, changed=True)
@@ -270,7 +278,7 @@ class OffloadStager(StateStager):
 
     def _point(self, sub_group: SubGroup, values: Callable[[Vector], Tensor], *, begins: bool = True) -> None:
         """Point the optimizer's tensors to the result of `values`. With `begins`, also create states that do not exist
-        yet, and skip masters that the update does not need."""
+        (zeros), and skip masters that the update does not need."""
         stored = _stored(sub_group)
         if stored.master.tensor is None and not (begins and stored.master.rest):
             _show_master(sub_group, values(stored.master))
@@ -279,6 +287,8 @@ class OffloadStager(StateStager):
             is_known = name in self._optimizer.state.get(parameter, {})
             if (is_known and vector.tensor is None) or (begins and not is_known):
                 tensor = values(vector)
+                if not is_known:
+                    tensor.zero_()  # a program may have removed the state
                 is_form = tensor.numel() != parameter.numel()
                 self._optimizer.state[parameter][name] = tensor if is_form else tensor.view(parameter.shape)
 

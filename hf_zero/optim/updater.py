@@ -161,6 +161,17 @@ class Updater(ABC):
     def restore_steps(self, steps: Mapping[int, int]) -> None:  # noqa: B027
         """Restore the result of `parameter_steps` on any layout. Missing parameters keep the sub-group's count."""
 
+    def set_steps(self, parameter: int, steps: int) -> None:
+        """Set the update count of one parameter's pieces on this rank.
+
+        Raises:
+            NotImplementedError: if the optimizer has one count for several parameters.
+        """
+        raise NotImplementedError(
+            f"{type(self.optimizer).__name__} counts updates of several parameters together here, so one parameter's "
+            "'step' cannot be set. optimizer.state.clear() resets all states and counts."
+        )
+
     def whole_state_names(self) -> tuple[str, ...] | None:
         """Names of states of whole tensors; () means none, None means that only the optimizer knows."""
         return ()
@@ -214,6 +225,16 @@ class OwnStepUpdater(Updater):
     def whole_states(self) -> WholeStates:
         known = ((index, self.optimizer.state.get(parameter, {})) for index, parameter in self.whole().items())
         return {index: dict(state) for index, state in known if state}
+
+    def set_steps(self, parameter: int, steps: int) -> None:
+        if not self.keeps_everything_whole:
+            super().set_steps(parameter, steps)
+        whole = self.whole().get(parameter)
+        state = {} if whole is None else self.optimizer.state.get(whole, {})
+        if isinstance(state.get("step"), Tensor):
+            state["step"].fill_(steps)
+        elif "step" in state:
+            state["step"] = steps
 
     def restore_whole_states(self, states: WholeStates) -> None:
         self.optimizer.state.clear()

@@ -30,6 +30,7 @@ from hf_zero.optim.registry import (
     stored_bytes_per_element,
     suit_precision,
 )
+from hf_zero.optim.states import guard_states
 from hf_zero.optim.traits import Sees, Traits, adopt_masters, traits_of, updater_for
 from hf_zero.optim.updater import Peers, Ranks, Spread
 from hf_zero.params.flat import FlatParameters
@@ -288,6 +289,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         )
     sub_groups = [sub_group for bucket in store.buckets for sub_group in bucket.sub_groups]
     adopt_masters(optimizer, sub_groups, groups)
+    guard_states(optimizer, store.parameters, [spec.name for spec in store.layout.specs])
     _suit(optimizer, plan)
     buckets = [bucket.bucket for bucket in store.buckets]
     ranks = Ranks(shard, buckets, is_sharded=sharding.shards_optimizer)

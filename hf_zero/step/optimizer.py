@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -67,8 +67,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.optimizer.state
+
+    @state.setter
+    def state(self, states: Mapping[Any, Any]) -> None:
+        kept = dict(states)
+        self.optimizer.state.clear()
+        self.optimizer.state.update(kept)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]

@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,7 @@ class Given:
             for group, parameters in self.groups:
                 group["params"] = list(parameters)
             self.optimizer.param_groups[:] = [group for group, _ in self.groups]
-            self.optimizer.state.clear()
+            self.optimizer.state = defaultdict(dict)
 
     def overruled(self, config: Mapping[str, Any]) -> Iterator[str]:
         """Yield a line for each of the two that a section of the config replaces."""
