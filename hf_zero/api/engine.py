@@ -84,6 +84,7 @@ class ZeroEngine(nn.Module):
         self.settings = EngineSettings(resolved, groups.data.size, groups.ranks_per_sample)
         self.module_view = ModuleView(module, store, device, resolved.zero, groups)
         self.gradients = EngineGradients(assembly, self.settings, self._first_nan, self.phases, groups.world.rank)
+        self.module_view.before_saving = self.gradients.publish_changes
         self.module = module
         self.config = resolved.raw
         self.device = device
@@ -110,6 +111,7 @@ class ZeroEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model and return its output unchanged."""
+        self.gradients.publish_changes()
         self.gradients.note_forward()
         self.input_shape = getattr(kwargs.get("input_ids"), "shape", None)
         features = self.training_features

@@ -112,6 +112,7 @@ class EngineCheckpoints:
         if engine.is_destroyed:
             raise RuntimeError(f"engine.{caller}() after destroy(): its weights and states have been released")
         engine.gradients.settle()
+        engine.gradients.publish_changes()
         assembly, store = engine.gradients.assembly, engine.module_view.store
         if assembly is None:
             return ModelSubject(engine.module, store, engine.groups, engine.settings.resolved)

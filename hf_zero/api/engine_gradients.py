@@ -203,6 +203,11 @@ class EngineGradients:
         if self.offloaded is not None and self.offloaded.away:
             self.offloaded.bring_back()
 
+    def publish_changes(self) -> None:
+        """Publish what programs have written into the optimizer's masters, if anything. Collective then."""
+        if self.assembly is not None:
+            self.assembly.step.publish_changes()
+
     def settle(self) -> None:
         """Read the outcome of the last step, if the host has run ahead."""
         if self.assembly is not None:

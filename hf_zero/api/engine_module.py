@@ -30,6 +30,7 @@ class ModuleView:
 
     Attributes:
         store: stores the weights; None if the model is unchanged, or after `destroy`.
+        before_saving: called before whole weights are read. Collective.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ModuleView:
         groups: ParallelGroups,
     ) -> None:
         self.store = store
+        self.before_saving: Callable[[], None] = lambda: None
         self._world = groups.world
         self._is_cut = groups.holds_parts
         self._module = module
@@ -80,6 +82,7 @@ class ModuleView:
         from hf_zero.api.gathered_parameters import frozen_in_adapters  # no step needs it
         from hf_zero.params.consolidation import consolidated_state_dict  # no step needs it
 
+        self.before_saving()
         keeps = self._world.rank == 0
         include = frozen_in_adapters(self._module) if exclude_frozen_parameters else ()
         weights = consolidated_state_dict(
@@ -100,6 +103,7 @@ class ModuleView:
             return False
         from hf_zero.checkpoint.consolidate import save_whole_weights
 
+        self.before_saving()
         path = Path(save_dir) / save_filename
         save_whole_weights(self._module, path, self._world, exclude_frozen=exclude_frozen_parameters)
         return True

@@ -107,12 +107,12 @@ def sub_group(
             buckets); None: one flat tensor.
     """
     master, part = at_hand_or_absent(stored.master), stored.part
-    tensors: tuple[MasterTensor, ...] = (MasterTensor(nn.Parameter(master), Interval(0, part.numel)),)
+    tensors: tuple[MasterTensor, ...] = (MasterTensor(_apart(master), Interval(0, part.numel)),)
     if whole is not None:
         assert part.numel == bucket.numel, "whole tensors need whole buckets"
         tensors = tuple(
             MasterTensor(
-                nn.Parameter(master.narrow(0, slot.offset, slot.numel).view(parameter.shape)),
+                _apart(master.narrow(0, slot.offset, slot.numel).view(parameter.shape)),
                 slot.interval,
                 whole=slot.parameter,
             )
@@ -128,3 +128,8 @@ def sub_group(
         pieces=pieces_of_sub_group(bucket, owned, part),
         stored=stored,
     )
+
+
+def _apart(values: Tensor) -> nn.Parameter:
+    """A parameter in the same memory whose version counts the writes of the optimizer and of programs alone."""
+    return nn.Parameter(values.data)

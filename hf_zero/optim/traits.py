@@ -18,7 +18,7 @@ takes three collectives per sub-group and step, where an elementwise update need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -131,8 +131,22 @@ class WholeTensorUpdater(OwnStepUpdater):
                 kept.data = masters[parameter].clone()  # a view would keep the whole gathered buffer alive
                 kept.grad = whole[parameter].clone()
 
+    def call_outside(self, method: Callable[[], Any]) -> Any:
+        for sub_group in self.sub_groups:
+            for parameter, whole in self._peers.gather_whole(sub_group, sub_group.master).items():
+                if parameter in self._kept:
+                    self._kept[parameter].data = whole.clone()
+        result = method()
+        for sub_group in self.sub_groups:
+            self._return(sub_group, range(len(self._spread)))
+        return result
+
     def _send_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:
-        used, mine = gradients.used, dict[int, Tensor]()
+        self._return(sub_group, gradients.used)
+
+    def _return(self, sub_group: SubGroup, used: Container[int]) -> None:
+        """Distribute the kept ones of these parameters to the masters of all ranks."""
+        mine: dict[int, Tensor] = {}
         for parameter in self._members(sub_group):
             if parameter in self._kept and parameter in used:
                 mine[parameter] = self._kept[parameter].detach()

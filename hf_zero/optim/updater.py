@@ -204,6 +204,10 @@ class Updater(ABC):
         """Whether the optimizer may have states that only fit the present flat shards."""
         return False
 
+    def call_outside(self, method: Callable[[], Any]) -> Any:
+        """Call a method of the optimizer that may change weights, outside a step. Collective."""
+        return method()
+
     @abstractmethod
     def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         """Update the sub-groups, yielding each as soon as its new weights are in place."""
@@ -309,7 +313,8 @@ class WholeStepUpdater(OwnStepUpdater):
 
     @staticmethod
     def _is_used(sub_group: SubGroup, tensor: MasterTensor, used: Set[int]) -> bool:
-        return any(
+        # A shard that only has padding follows the other ranks, so that the optimizer does the same on all of them.
+        return not sub_group.pieces or any(
             piece.parameter in used
             and Interval(piece.in_shard, piece.in_shard + piece.numel).intersect(tensor.interval) is not None
             for piece in sub_group.pieces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -11,6 +12,7 @@ from hf_zero.layout.sharding import Sharding
 from hf_zero.optim import Updater
 from hf_zero.params.store import ParameterStore
 from hf_zero.step.outcome import LateNorm
+from hf_zero.step.outside import MODES
 from hf_zero.step.sharded_step import ShardedStep, StepRules
 from hf_zero.surface import NamesOf
 
@@ -128,6 +130,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if name.startswith("__") or "sharding" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in MODES and callable(getattr(self.optimizer, name, None)):
+            return partial(self._step.call_outside, name)
         if self.sharding.stage == 0 and hasattr(self.optimizer, name):
             return getattr(self.optimizer, name)
         asked = self.__dict__.get("_names")

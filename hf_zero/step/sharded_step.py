@@ -28,6 +28,7 @@ from hf_zero.params.store import ParameterStore
 from hf_zero.precision import loss_scaler_from
 from hf_zero.step.agreement import MAX_NAMES, Agreement, listed, refuse_unused
 from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, clip_coefficient, late_norm
+from hf_zero.step.outside import OutsideChanges, publish
 
 
 class ReducedGradients:
@@ -148,14 +149,9 @@ class OwnedValues:
     @torch.no_grad()
     def master_to_params(self, parameter: int) -> None:
         """Round one parameter's edited masters into the model's weights on every rank. Collective."""
-        for index, bucket in enumerate(self._store.buckets):
-            if any(slot.parameter == parameter for slot in bucket.bucket.slots):
-                self._store.prepare_change()
-                for sub_group in bucket.sub_groups:
-                    with self._updater.stager.opened(sub_group):
-                        self._updater.stager.copy_to_lp(sub_group)
-                self._store.all_gather_params(index).wait()
-                self._store.finish_update()
+        buckets = [each.bucket for each in self._store.buckets]
+        holding = [bucket.index for bucket in buckets if any(slot.parameter == parameter for slot in bucket.slots)]
+        publish(self._store, self._updater, holding)
 
 
 def _spread(sub_group: SubGroup, values: list[Tensor]) -> Tensor:
@@ -231,6 +227,7 @@ class ShardedStep:
     Attributes:
         factors: the factors on losses.
         values: access to this rank's masters, gradients and states between steps.
+        outside: changes of masters outside steps.
         outcome: of the last step, None before the first; the host may not have read it yet.
     """
 
@@ -264,12 +261,24 @@ class ShardedStep:
         self._local = LocalGradients(reducer, sharding.num_ranks)
         self.factors = LossFactors(rules, sharding.num_ranks)
         self.values = OwnedValues(store, updater, self._reduced, self._agreement)
+        self.outside = OutsideChanges(store, updater)
         self.outcome: StepOutcome | None = None
         self._unsettled: StepOutcome | None = None  # the last outcome, until `settle`
         self._foreseen: StepOutcome | None = None
         self._streamed = streamed
         if streamed is not None:
             streamed.read(self._reduced.of, self._late_factor)
+
+    def publish_changes(self) -> None:
+        """Publish what programs have written into masters since the last step, if anything. Collective then."""
+        if self.outside.are_there:
+            self.settle()
+            self.outside.publish()
+
+    def call_outside(self, method: str) -> Any:
+        """`train()` or `eval()` of the optimizer; see `OutsideChanges.call`. Collective."""
+        self.settle()
+        return self.outside.call(method)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -334,6 +343,7 @@ class ShardedStep:
         if self._streamed is not None:
             self.factors.refuse_mixed()
             self._streamed.settle_scale()  # by the outcome of the last step, which the next line replaces
+        self.publish_changes()
         used, outcome = self._agree()
         if not outcome.is_known_to_skip:
             first = self._store.updated_first()
@@ -357,6 +367,7 @@ class ShardedStep:
                 if self._placements.drives:
                     self._placements.check(self._collectives)
                     self._placements.release_buffers()
+            self.outside.note()
         self._store.finish_update()
         self._clear()
 
