@@ -17,6 +17,7 @@ from hf_zero.comm.process_group import backend_of
 from hf_zero.device.registry import runtime_of
 from hf_zero.log import log_dist
 from hf_zero.optim.registry import states_per_element, stored_bytes_per_element
+from hf_zero.optim.updater import OwnStepUpdater, Updater
 from hf_zero.precision import precision_from
 from hf_zero.spans import SPANS
 from hf_zero.surface import announcement
@@ -149,7 +150,7 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
     trained = sum(spec.numel for spec in assembly.store.layout.specs) if assembly is not None else 0
     yield f"model: {type(engine.module).__name__}, {sum(numels):,} parameters, {trained:,} trained"
     if assembly is not None:
-        yield f"optimizer: {type(assembly.optimizer.optimizer).__name__}"
+        yield f"optimizer: {type(assembly.optimizer.optimizer).__name__}{_sees(assembly.optimizer.updater)}"
     sizes = expected_sizes(engine)
     for what, from_stage in _SHARDED_FROM.items():
         there = [(where, num_bytes) for (kind, where), num_bytes in sizes.items() if kind == what]
@@ -173,6 +174,13 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
         values = count(filled, "value")
         yield f'"auto": {values} filled in (python -m hf_zero explain ds.json shows each and its source)'
     yield from (f"remark: {note}" for note in resolved.notes)
+
+
+def _sees(updater: Updater) -> str:
+    """What an optimizer whose own step runs is given."""
+    if not isinstance(updater, OwnStepUpdater):
+        return ""
+    return ", sees whole tensors" if updater.keeps_everything_whole else ", sees flat shards (hf_zero.optimizer_sees)"
 
 
 def count(number: int, thing: str) -> str:

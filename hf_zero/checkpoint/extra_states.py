@@ -43,6 +43,24 @@ def for_file(states: WholeStates, names: Sequence[str]) -> dict[str, dict[str, A
     }
 
 
+def others_for_file(updater: Updater) -> dict[str, Any]:
+    """States under other keys than parameters (LoRA-FA's names), in plain containers."""
+    states: Mapping[Any, Any] = updater.optimizer.state
+    others = {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+    named = {key: value for key, value in others.items() if isinstance(key, str)}
+    if others and not (len(named) == len(others) and updater.keeps_everything_whole):
+        kind = type(updater.optimizer).__name__
+        logger.warning("%s has states that belong to no parameter; the checkpoint does not contain them", kind)
+        return {}
+    return {key: _detached(value) for key, value in named.items()}
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _detached(inner) for key, inner in value.items()}
+    return value.detach() if isinstance(value, Tensor) else plain(value)
+
+
 def _entry(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim():
         value = StateSlice(tuple(value.shape), 0, value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.layout import chunk_interval
 from hf_zero.log import logger, tracked
 from hf_zero.optim import SubGroup, Updater
+from hf_zero.optim.updater import copied
 from hf_zero.params.consolidation import persistent_buffers, with_extra_states
 from hf_zero.params.store import ParameterStore, of
 
@@ -267,6 +268,9 @@ def _write_optimizer(subject: Subject, plan: LoadPlan) -> None:
     if steps:
         updater.restore_steps(steps)
     _write_whole_states(subject, plan)
+    states, device = cast("dict[Any, Any]", updater.optimizer.state), subject.assembly.store.device
+    for key, other in view.other_states.items() if updater.keeps_everything_whole else ():
+        states[key] = copied(other, device) if isinstance(other, Mapping) else other
 
 
 def _start_anew(updater: Updater, sub_group: SubGroup) -> None:

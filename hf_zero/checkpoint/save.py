@@ -34,6 +34,7 @@ from hf_zero.checkpoint.extra_states import (
     buffers_of,
     errors_for_file,
     for_file,
+    others_for_file,
     parts_by_parameter,
     read_sub_groups,
     summarise,
@@ -270,6 +271,7 @@ class _Collected:
             steps=steps,
             whole=for_file(self.whole, names) if subject.stage else {},
             bound=bound_for_file(subject.assembly.optimizer.updater, names) if self.is_bound else (),
+            others=others_for_file(subject.assembly.optimizer.updater),
             errors=errors_for_file(subject.assembly.reducer, names),
         )
 

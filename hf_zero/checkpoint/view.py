@@ -87,6 +87,7 @@ class CheckpointView:
         whole_states: optimizer states that are not in `elements`, by parameter name; at stage 0 all states, if any is
             not per element. A parameter without an entry has had no update.
         shard_states: states of flat shards that only fit these shards; see `hf_zero.checkpoint.extra_states`.
+        other_states: states under other keys than parameters.
         gradient_errors: by rank; see `hf_zero.checkpoint.extra_states`.
     """
 
@@ -104,6 +105,7 @@ class CheckpointView:
     steps: Mapping[str, int] = field(default_factory=dict)
     whole_states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     shard_states: Mapping[ShardKey, Mapping[str, Any]] = field(default_factory=dict)
+    other_states: Mapping[str, Any] = field(default_factory=dict)
     gradient_errors: Sequence[Sequence[Mapping[str, Any]]] = ()
 
     def states(self) -> tuple[str, ...]:

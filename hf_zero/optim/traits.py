@@ -41,11 +41,22 @@ from hf_zero.optim.updater import (
     WholeStepUpdater,
 )
 
+_NAMES = "param_names"  # torch's own, which no step reads
+
 
 def adopt_masters(
-    optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], groups: Sequence[dict[str, Any]]
+    optimizer: torch.optim.Optimizer,
+    sub_groups: Sequence[SubGroup],
+    groups: Sequence[dict[str, Any]],
+    given: Sequence[Sequence[Tensor]] | None = None,
+    trained: Sequence[Tensor] = (),
 ) -> None:
     """Make `optimizer` hold the tensors of `sub_groups`; its groups stay the same objects.
+
+    Args:
+        given: the groups' parameters as they came, if the tensors are whole: they keep their order, and frozen ones
+            stay, so that lists beside them (names, scaling factors) still fit.
+        trained: the parameters of the layout, in its order; with `given`.
 
     Raises:
         RuntimeError: if the optimizer has been used.
@@ -53,7 +64,22 @@ def adopt_masters(
     masters: list[list[nn.Parameter]] = [[] for _ in groups]
     for sub_group in sub_groups:
         masters[sub_group.group].extend(tensor.parameter for tensor in sub_group.tensors)
+    if given is not None:
+        tensors = (tensor for sub_group in sub_groups for tensor in sub_group.tensors)
+        master_of: dict[int, Any] = {id(trained[t.whole]): t.parameter for t in tensors if t.whole is not None}
+        masters = [[master_of.get(id(parameter), parameter) for parameter in group] for group in given]
     adopt(optimizer, masters, groups)
+
+
+def lists_beside(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Keys of the optimizer's groups with one entry for each parameter, which flat shards do not match."""
+    found: dict[str, None] = {}
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            is_list = isinstance(value, (list, tuple)) and key not in optimizer.defaults
+            if is_list and key not in ("params", _NAMES) and value and len(value) == len(group["params"]):
+                found[key] = None
+    return list(found)
 
 
 def adopt(

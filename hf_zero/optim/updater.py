@@ -253,13 +253,37 @@ class OwnStepUpdater(Updater):
             options.begin()
             for sub_group in batch:
                 self._hand_over(sub_group, gradients)
-            self.optimizer.step()
+            self._own_step()
             self.optimizer.zero_grad(set_to_none=True)
             options.end()
             for sub_group in batch:
                 self._send_back(sub_group, gradients)
                 self.stager.copy_to_lp(sub_group)
                 yield sub_group
+
+    def _own_step(self) -> None:
+        """The optimizer's step. Frozen parameters in its groups stay as they are, whatever gradient they have got."""
+        masters = {id(tensor.parameter) for sub_group in self.sub_groups for tensor in sub_group.tensors}
+        masters |= set(map(id, self.whole().values()))
+        tensors = (tensor for group in self.optimizer.param_groups for tensor in group["params"])
+        hidden = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None and id(tensor) not in masters]
+        for tensor, _ in hidden:
+            tensor.grad = None
+        try:
+            self.optimizer.step()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if self.keeps_everything_whole:
+                raise
+            name = type(self.optimizer).__name__
+            raise RuntimeError(
+                f"{name}.step() failed on flat shards, which are vectors with parts of several parameters: {error}. If "
+                'it needs tensors in their own shape, set "hf_zero": {"optimizer_sees": "whole_tensors"}'
+            ) from error
+        finally:
+            for tensor, gradient in hidden:
+                tensor.grad = gradient
 
     @abstractmethod
     def _hand_over(self, sub_group: SubGroup, gradients: StepGradients) -> None:

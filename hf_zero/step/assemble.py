@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from hf_zero.optim.registry import (
     suit_precision,
 )
 from hf_zero.optim.states import guard_states
-from hf_zero.optim.traits import Sees, Traits, adopt_masters, traits_of, updater_for
+from hf_zero.optim.traits import Sees, Traits, adopt_masters, lists_beside, traits_of, updater_for
 from hf_zero.optim.updater import Peers, Ranks, Spread
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
@@ -259,7 +259,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
         StorageError: on all ranks, if one cannot use its drive.
     """
     sharding, world, shard = plan.sharding, plan.groups.world, plan.groups.shard
-    groups = list(optimizer.param_groups)
+    groups, beside = list(optimizer.param_groups), lists_beside(optimizer)
+    given = [list(group["params"]) for group in groups]
     keep_trainable(groups)
     trained = _trained(module, groups, plan)
     traits = traits_of(optimizer, plan.zero.optimizer_sees)
@@ -273,6 +274,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     wants_flat = plan.zero.optimizer_sees == "flat_shards" and plan.zero.stage > 0 and traits.sees is Sees.FLAT_SHARDS
     asks_peers = sharding.shards_optimizer or (plan.groups.holds_parts and traits.joins_parts)
     whole_tensors = not asks_peers and traits.keeps_shapes and not wants_flat
+    if beside and traits.make is None and not whole_tensors:
+        _refuse_lists(optimizer, beside)
     cuts = traits.cuts and not whole_tensors
     owned = trained_numel(trained.specs, sharding)
     placements = placements_for(plan.zero, plan.device, world, owned, cuts=cuts, hosts=plan.groups.mesh.hosts)
@@ -288,7 +291,7 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
             layout, trained.parameters, sharding, plan.groups, placements, plan.precision, whole_tensors=whole_tensors
         )
     sub_groups = [sub_group for bucket in store.buckets for sub_group in bucket.sub_groups]
-    adopt_masters(optimizer, sub_groups, groups)
+    adopt_masters(optimizer, sub_groups, groups, given if whole_tensors else None, store.parameters)
     guard_states(optimizer, store.parameters, [spec.name for spec in store.layout.specs])
     _suit(optimizer, plan)
     buckets = [bucket.bucket for bucket in store.buckets]
@@ -347,6 +350,16 @@ def _refuse_apart(optimizer: torch.optim.Optimizer, traits: Traits, groups: Para
     raise ValueError(
         f"{name} works on {traits.sees.value}, and with {section} {why}: use an optimizer that updates one element at "
         f'a time (AdamW), or "Muon" in ds.json\'s optimizer section, or remove {section}'
+    )
+
+
+def _refuse_lists(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> NoReturn:
+    name = type(optimizer).__name__
+    raise ValueError(
+        f"{name}: its param groups list {', '.join(map(repr, keys))} for each parameter beside `params`, and above "
+        "stage 0 a rank's optimizer holds other tensors than the model: shards, without frozen parameters. It would "
+        "assign the entries to the wrong tensors. Use zero_optimization.stage 0 (with whole_tensors as "
+        "hf_zero.optimizer_sees, or unset), one rank, or another optimizer"
     )
 
 

@@ -70,6 +70,7 @@ def read_sharded(folder: Folder) -> CheckpointView:
         steps=dict(files[0].ours.get(ds.STEPS) or {}),
         whole_states=merged(_of_all(files, ds.WHOLE_STATES)),
         shard_states=bound_together(_of_all(files, ds.SHARD_STATES)),
+        other_states=dict(files[0].ours.get(ds.OTHER_STATES) or {}),
         gradient_errors=[file.ours.get(ds.GRADIENT_ERRORS, ()) for file in files],
     )
 
@@ -290,6 +291,7 @@ def read_stage_0(folder: Folder, groups: Sequence[Shapes] | None) -> CheckpointV
         | ({"dynamic": bool(optimizer[ds.DYNAMIC_LOSS_SCALE])} if ds.DYNAMIC_LOSS_SCALE in optimizer else {}),
         steps=_steps_0(states, stated, groups, is_flat) | dict(ours.get(ds.STEPS) or {}),
         whole_states=whole,
+        other_states=dict(ours.get(ds.OTHER_STATES) or {}),
     )
 
 

@@ -91,6 +91,7 @@ class OptimizerPart:
         steps: updates by parameter name, if these differ.
         whole: this rank's states of whole tensors by parameter name; see `whole_states`.
         bound: this rank's states that only fit its own shards.
+        others: states under other keys than parameters.
         errors: error feedback of this rank's quantized gradients; see `gradient_errors`.
     """
 
@@ -101,6 +102,7 @@ class OptimizerPart:
     steps: Mapping[str, int] = field(default_factory=dict)
     whole: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     bound: Sequence[Mapping[str, Any]] = ()
+    others: Mapping[str, Any] = field(default_factory=dict)
     errors: Sequence[Mapping[str, Any]] = ()
 
 
@@ -266,6 +268,7 @@ def _file(run: RunState, part: OptimizerPart, inner: dict[str, Any]) -> dict[str
 def ours(part: OptimizerPart) -> dict[str, Any]:
     """Keys that only hf_zero reads: that the file has a manifest, and values without a key in DeepSpeed."""
     extras = {ds.STEPS: dict(part.steps), ds.WHOLE_STATES: dict(part.whole), ds.SHARD_STATES: list(part.bound)}
+    extras[ds.OTHER_STATES] = dict(part.others)
     extras[ds.GRADIENT_ERRORS] = list(part.errors)
     return {ds.MANIFEST_KEY: True, **{key: value for key, value in extras.items() if value}}
 
