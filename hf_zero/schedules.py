@@ -187,6 +187,7 @@ def _kept(value: Any) -> Any:
 
 
 _BETA2 = 0.99  # replaces the optimizer's beta2; the schedule's momentum range is meant for it
+_HIGHEST_BETA1 = 0.99  # of a growing momentum, unless the cycle's own is higher; at 1 updates would end
 
 
 class OneCycle(StepSchedule):
@@ -197,9 +198,9 @@ class OneCycle(StepSchedule):
         height 0    /    \\______ decay
                     first second
 
-    Both parts are in stairs where their number is not 0. Momentum is written into `betas`, at once when the schedule is
-    made, and beta2 becomes 0.99, as in DeepSpeed. An optimizer whose groups have no `betas` keeps its momentum, with a
-    warning.
+    Both parts are in stairs where their number is not 0. Decay makes beta1 grow, up to 0.99. Momentum is written into
+    `betas`, at once when the schedule is made, and beta2 becomes 0.99, as in DeepSpeed. An optimizer whose groups have
+    no `betas` keeps its momentum, with a warning.
     """
 
     def __init__(
@@ -234,6 +235,9 @@ class OneCycle(StepSchedule):
         self.max_lrs = per_group(cycle_max_lr, len(groups), "cycle_max_lr")
         self.min_moms = per_group(cycle_min_mom, len(groups), "cycle_min_mom")
         self.max_moms = per_group(cycle_max_mom, len(groups), "cycle_max_mom")
+        for name, moms in (("cycle_min_mom", self.min_moms), ("cycle_max_mom", self.max_moms)):
+            if any(not 0 <= mom < 1 for mom in moms):
+                raise ValueError(f"{name} must be at least 0 and below 1, got {moms}")
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
         self.cycle_momentum = cycle_momentum and _has_betas(optimizer)
         super().__init__(optimizer, last_batch_iteration)
@@ -256,7 +260,7 @@ class OneCycle(StepSchedule):
             moms = [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms)]
         else:
             factor = 1 + self.decay_mom_rate * self._decay_intervals(updates)
-            moms = [high * factor for high in self.max_moms]
+            moms = [min(high * factor, max(high, _HIGHEST_BETA1)) for high in self.max_moms]
         return [(mom, _BETA2) for mom in moms]
 
     def _rates(self, iteration: int) -> list[float]:

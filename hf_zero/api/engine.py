@@ -252,6 +252,7 @@ class ZeroEngine(nn.Module):
     @micro_steps.setter
     def micro_steps(self, number: int) -> None:
         self.gradients.micro_batches.stepped = number
+        self.gradients.micro_batches.towards_update = number % self.settings.accumulation_steps
 
     # Module surface
 

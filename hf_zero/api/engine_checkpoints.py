@@ -73,6 +73,8 @@ class EngineCheckpoints:
         view = checkpoint.load_checkpoint(self._subject("load_checkpoint"), request)
         if view is None:
             return None, None
+        if self._engine.gradients.assembly is not None:
+            self._engine.gradients.assembly.step.factors.clear()  # loading has dropped the gradients
         if with_run:
             self._continue_from(view, with_schedule=with_schedule, with_optimizer=with_optimizer)
         return str(view.folder.path), view.client_state()

@@ -79,10 +79,12 @@ class MicroBatches:
         stepped: micro-batches followed by a `step`. If the caller sets boundaries, `step` may only follow the last
             micro-batch of an update (Accelerate); then every backward pass before it counts.
         since_step: backward passes since the last `step`.
+        towards_update: calls of `step` since the last update. The number of accumulation steps may change in between.
     """
 
     stepped: int = 0
     since_step: int = 0
+    towards_update: int = 0
     _before_step: int = 0  # in the current update, up to the last `step`
 
     @property
@@ -97,6 +99,7 @@ class MicroBatches:
     def step(self, *, is_update: bool, counts_backwards: bool) -> None:
         num_backwards = max(1, self.since_step)  # a plain `loss.backward()` is not counted
         self.stepped += num_backwards if counts_backwards else 1
+        self.towards_update = 0 if is_update else self.towards_update + 1
         self._before_step = 0 if is_update else self._before_step + num_backwards
         self.since_step = 0
 
@@ -121,6 +124,7 @@ class EngineGradients:
         self.offloaded: OffloadStates | None = None
         self.number = next(_numbers)
         self._settings = settings
+        settings.before_change = self._refuse_change
         self._first_nan = first_nan
         self._phases = phases
         self._explicit_boundary: bool | None = None
@@ -234,6 +238,15 @@ class EngineGradients:
         parts.placements.release_buffers()
         parts.reducer.begin(boundary=self._is_at_boundary, may_apply=is_own)
 
+    def _refuse_change(self) -> None:
+        """Raise WrongMoment if gradients are pending: their losses were divided by the present number of steps."""
+        if self.assembly is not None and self.assembly.step.factors.has_any:
+            raise WrongMoment(
+                "set_train_batch_size() between backward() and the update: the pending gradients were divided by "
+                f"{self._settings.accumulation_steps} accumulation steps, and those to come would be by another "
+                "number; call it after the step() that updates, or after zero_grad()"
+            )
+
     @property
     def _is_at_boundary(self) -> bool:
         return self.syncs and self.is_gradient_accumulation_boundary()
@@ -302,4 +315,4 @@ class EngineGradients:
         """Whether an update follows the current or next backward."""
         if self._explicit_boundary is not None:
             return self._explicit_boundary
-        return (self.micro_batches.stepped + 1) % self._settings.accumulation_steps == 0
+        return self.micro_batches.towards_update + 1 >= self._settings.accumulation_steps

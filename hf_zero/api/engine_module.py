@@ -133,6 +133,7 @@ class EngineSettings:
         self._ranks_per_sample = ranks_per_sample
         self.accumulation_steps = resolved.batch.accumulation_steps
         self._micro_batch_size = resolved.batch.micro_batch_size
+        self.before_change: Callable[[], None] = lambda: None  # may refuse another number of accumulation steps
 
     def train_batch_size(self) -> int:
         """The config's batch size: a sample that several ranks see whole counts once for each."""
@@ -153,7 +154,11 @@ class EngineSettings:
         return self.train_batch_size(), self._micro_batch_size, self.accumulation_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of accumulation steps so that an update has `train_batch_size` samples."""
+        """Change the number of accumulation steps so that the next update has `train_batch_size` samples.
+
+        Raises:
+            WrongMoment: if gradients of the next update are pending.
+        """
         ranks = self._num_ranks * self._ranks_per_sample
         per_micro_step = self._micro_batch_size * ranks
         if train_batch_size <= 0 or train_batch_size % per_micro_step:
@@ -161,7 +166,10 @@ class EngineSettings:
                 f"train_batch_size={train_batch_size} is not a positive multiple of "
                 f"micro batch {self._micro_batch_size} x world size {ranks} = {per_micro_step}"
             )
-        self.accumulation_steps = train_batch_size // per_micro_step
+        accumulation_steps = train_batch_size // per_micro_step
+        if accumulation_steps != self.accumulation_steps:
+            self.before_change()
+        self.accumulation_steps = accumulation_steps
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per forward, and the train batch size with it."""

@@ -19,7 +19,9 @@ from hf_zero.api.entry import initialize
 from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from hf_zero.comm import init_distributed
 from hf_zero.config import ConfigError
+from hf_zero.errors import WrongMoment
 from hf_zero.step.outcome import clip_coefficient
+from tests.support import beside_plain
 from tests.support.models import AwkwardMLP, mlp_batches
 from tests.support.ranks import run_ranks
 
@@ -406,6 +408,34 @@ def test_batch_sizes_can_change_while_running() -> None:
     assert engine.train_batch_size() == 8
     with pytest.raises(ValueError, match=r"train_batch_size=7 is not a positive multiple of micro batch 2 x world"):
         engine.set_train_batch_size(7)
+
+
+def test_every_update_after_a_change_of_the_batch_size_is_whole() -> None:
+    """A user raised the batch size after each epoch (set_train_batch_size). The engine, like DeepSpeed, took the number
+    of all micro-batches modulo the new number of accumulation steps, so the next update had too few."""
+    numbers = [3, 2, 4, 1, 2]
+    engine = beside_plain.engine_of(plain_sgd, 2, 1, gradient_accumulation_steps=numbers[0])
+    model = beside_plain.Layers()
+    optimizer, micro_batch = plain_sgd(model), 0
+    for number in numbers:
+        engine.set_train_batch_size(number * beside_plain.ROWS)
+        optimizer.zero_grad()
+        for position in range(number):
+            x = beside_plain.batch(micro_batch)
+            assert engine.is_gradient_accumulation_boundary() == (position == number - 1)
+            engine.backward(engine(x))
+            with pytest.raises(WrongMoment, match="after the step"):
+                engine.set_train_batch_size((number + 1) * beside_plain.ROWS)
+            engine.step()
+            (model(x) / number).backward()
+            micro_batch += 1
+        optimizer.step()
+        beside_plain.assert_same(beside_plain.weights_of(engine), beside_plain.plain_weights(model), what=str(number))
+    assert engine.global_steps == len(numbers) and engine.micro_steps == sum(numbers)
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2)
 
 
 def test_destroy_frees_the_engine_and_leaves_a_model_that_can_be_initialised_again() -> None:

@@ -56,6 +56,27 @@ def test_weights_without_optimizer_states(saved: tuple[Path, ZeroEngine]) -> Non
     assert all(torch.equal(a, b) for a, b in zip(moments, kept, strict=True))
 
 
+WARM_UP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}}
+CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 4}}
+EXPONENTIAL = {"type": "ExponentialLR", "params": {"gamma": 0.5}}
+
+
+@pytest.mark.parametrize("schedule", [WARM_UP, CYCLE, EXPONENTIAL], ids=lambda each: str(each["type"]))
+def test_the_rate_without_optimizer_states(schedule: dict[str, Any], tmp_path: Path) -> None:
+    """A user continued with the weights and the schedule of a checkpoint, but a new optimizer. Its groups had the rate
+    before the first update, which is 0 in a warm-up, and the first update changed nothing; as in DeepSpeed."""
+    first = new_engine(2, 1, scheduler=schedule)
+    train(first, 0, 1, range(3))
+    first.save_checkpoint(str(tmp_path))
+    again = new_engine(2, 1, scheduler=schedule)
+    again.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert again.get_lr() == first.get_lr() != new_engine(2, 1, scheduler=schedule).get_lr()
+    assert again.get_mom() == first.get_mom()
+    for engine in (first, again):
+        train(engine, 0, 1, range(3, 4))
+    assert again.get_lr() == first.get_lr() and again.get_mom() == first.get_mom()
+
+
 def test_the_module_alone(saved: tuple[Path, ZeroEngine]) -> None:
     engine = other_engine()
     rate = engine.get_lr()
