@@ -81,7 +81,8 @@ class FlatParameters(ParameterStore):
                     raise RuntimeError(
                         f"the storage of parameter {name!r} was replaced after initialize(), so the engine's updates "
                         "no longer reach it. Change dtype or device, and load weights with assign=True, before "
-                        "initialize(); afterwards write in place (parameter.data.copy_(...), load_state_dict)."
+                        "initialize(); afterwards write in place (parameter.copy_(...) under torch.no_grad(), or "
+                        "load_state_dict)."
                     )
                 if parameter._version != self._versions[slot.parameter]:
                     self._versions[slot.parameter] = parameter._version
