@@ -155,7 +155,7 @@ def in_parts(
     mine = [batch for number, batch in enumerate(data) if number % data_ranks == place]
     own = [batch for number, batch in enumerate(mine) if number % size == rank % size]
     group = ds_groups._get_sequence_parallel_group()
-    adapter = UlyssesSPDataLoaderAdapter(Rows(own), rank % size, group, size, torch.device("cpu"))
+    adapter = UlyssesSPDataLoaderAdapter(Rows(own), rank % size, group, size, engine.device)
     losses = []
     for part in adapter:
         loss = whole_loss(engine(**part, labels=part["shift_labels"]).loss, part, group)
