@@ -74,12 +74,12 @@ test-late: venv ## test the engine, offload and checkpoints on a simulated GPU w
 	@echo "Running tests on the simulated late device, where a missing wait makes a test fail."
 	@HF_ZERO_LATE_DEVICE=1 $(PYTEST) tests/api tests/checkpoint tests/offload tests/params tests/step -m "not slow and not oracle" $(ARGS)
 
-test-gpu: venv ## test GPU-specific code: kernels, streams, whole steps (needs a GPU)
+test-gpu: venv ## test GPU-specific code: kernels, streams, whole steps, NCCL (needs a GPU)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make test-gpu: torch finds no GPU here")'
-	@echo "Testing kernels and devices, then whole steps against plain PyTorch, then synchronizations of the host (two minutes on an H100)."
+	@echo "Testing kernels and devices, then whole steps against plain PyTorch, then NCCL with ranks that share the GPU (minutes)."
 	@HF_ZERO_TEST_GPU=1 $(TEST_ENV) $(BIN)/python -m pytest -q tests/kernels tests/device -m "not slow and not oracle" $(ARGS)
 	@$(BIN)/python -m bench.gpu_parity
-	@$(BIN)/python -m bench.gpu_engine
+	@$(BIN)/python -m bench.gpu_programme --block 1
 
 test-multinode: venv ## test several nodes, simulated with network namespaces (as root on Debian or Ubuntu; installs ssh, MPI, Slurm)
 	@test "$$(id -u)" = 0 || { echo "make test-multinode creates network namespaces and must be run as root."; exit 1; }

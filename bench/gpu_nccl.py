@@ -1,14 +1,14 @@
 """Block 1 of the GPU programme: whether NCCL does what the engine assumes, on one GPU.
 
-- *alone*: one rank whose collectives go through groups of one rank. Engines reduce and gather at every stage, and each
-  collective begins and ends late, so a missing wait changes a loss.
-- *two ranks*, *four ranks*: processes that share the GPU. NCCL refuses two ranks on one GPU unless they count as several
-  hosts (NCCL_HOSTID), or NCCL 2.30 is loaded before torch's (`--nccl`, NCCL_MULTI_RANK_GPU_ENABLE).
+- *alone*: one rank whose collectives go through groups of one rank. Engines reduce and gather at every stage, and
+  each collective begins and ends late, so a missing wait changes a loss.
+- *two ranks*, *four ranks*: processes that share the GPU. NCCL refuses two ranks on one GPU unless they count as
+  several hosts (NCCL_HOSTID), or NCCL 2.30 is loaded before torch's (`--nccl`, NCCL_MULTI_RANK_GPU_ENABLE).
 - *ranks that differ*: programs in which a rank uses modules that others do not use.
 - *one rank fails*: how the other ranks end.
 
-Over gloo (`--device cpu`) ranks use the collectives of NCCL's path, not those of shared memory. gloo makes the host wait,
-so delays cannot find a missing wait there.
+Over gloo (`--device cpu`) ranks use the collectives of NCCL's path, not those of shared memory. gloo makes the host
+wait, so delays cannot find a missing wait there.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ import hf_zero
 from bench.gpu_device import Device, device_of
 from bench.gpu_parity import CLIP, CPU, UPDATES, Task, ds_config, examine, same, shared_cases
 from bench.gpu_programme import AS_HOSTS, Case, Found, NotHere, Part, Place, Running
+from bench.gpu_train import TINY_VOCABULARY
 from hf_zero.api.entry import initialize
 from hf_zero.comm import Channel, Collectives, Pending, get_rank, get_world_size, groups, init_distributed
 from hf_zero.comm.known_groups import KnownGroups
@@ -267,20 +268,21 @@ WAITING = {
 
 
 def task_of(device: Device) -> Task:
-    return Task(device.device, 512, 4, 256) if device.is_gpu else Task(device.device, 64, 2, 32)
+    return Task(device.device, 512, 4, 256) if device.is_gpu else Task(device.device, 64, 2, 32, TINY_VOCABULARY)
 
 
 def alone(case: str, place: Place) -> Found:
     device = joined(place.kind)
     if case in WAITING:
         return host_waits(device, *WAITING[case])
-    precision, zero = ALONE[case]
-    task, config, runtime = task_of(device), ds_config(precision, zero, {}), runtime_of(device.device)
-    # An update on the host differs from one on the GPU in its last bits.
-    plain = config if "offload_optimizer" in zero else ds_config(precision, {"stage": 0}, {})
-    expected, weights = examine(task, plain)
+    precision, zero, clip = ALONE[case]
+    task, runtime, clipping = task_of(device), runtime_of(device.device), {"gradient_clipping": clip}
+    config = ds_config(precision, zero, clipping)
+    # An update on the host differs from one on the GPU in its last bits, as does a norm that is added up in parts.
+    is_itself = bool(clip) or "offload_optimizer" in zero
     waits = [runtime.num_host_waits]
-    examine(task, config)
+    with groups_of_one(None) if is_itself else nullcontext():
+        expected, weights = examine(task, config if is_itself else ds_config(precision, {"stage": 0}, clipping))
     waits.append(runtime.num_host_waits)
     Delayed.calls.clear()
     with groups_of_one(device):

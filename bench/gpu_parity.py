@@ -2,7 +2,6 @@
 
     python -m bench.gpu_parity --json parity.json
     python -m bench.gpu_parity --dry-run                # tiny, on the CPU
-    torchrun --nproc-per-node 2 -m bench.gpu_parity --shared    # several ranks on one GPU, over gloo
 
 A Llama-like model, clipped to a norm that every step exceeds, two micro-batches per update. The reference keeps its
 own fp32 masters and updates them with torch.optim. Reported for each engine: the largest relative difference of a loss,
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 import tempfile
 import traceback
@@ -27,11 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_offload import VOCABULARY, Llama
+from bench.gpu_train import TINY_VOCABULARY, VOCABULARY, Llama
 from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import destroy_process_group, get_rank, get_world_size, init_distributed
-from hf_zero.device import kinds
 
 UPDATES, MICRO_BATCHES, CLIP = 6, 2, 0.1
 # Relative difference of a loss: sums are computed in another order; bf16 rounding is in both.
@@ -100,15 +97,17 @@ def ds_config(precision: str, zero: Config, other: Config) -> Config:
 class Task:
     """One model and its tokens, the same for all engines."""
 
-    def __init__(self, device: torch.device, hidden: int, layers: int, length: int) -> None:
-        self.device, self.hidden, self.layers = device, hidden, layers
+    def __init__(
+        self, device: torch.device, hidden: int, layers: int, length: int, vocabulary: int = VOCABULARY
+    ) -> None:
+        self.device, self.hidden, self.layers, self.vocabulary = device, hidden, layers, vocabulary
         generator = torch.Generator().manual_seed(1)
         shape = (UPDATES + 2, MICRO_BATCHES, 2, length)
-        self.tokens = torch.randint(VOCABULARY, shape, generator=generator).to(device)
+        self.tokens = torch.randint(vocabulary, shape, generator=generator).to(device)
 
     def model(self) -> Llama:
         torch.manual_seed(0)
-        return Llama(self.hidden, max(1, self.hidden // 64), self.layers)
+        return Llama(self.hidden, max(1, self.hidden // 64), self.layers, self.vocabulary)
 
     def train(self, engine: Any, updates: range) -> list[float]:
         """Mean loss of each update."""
@@ -240,7 +239,7 @@ def run(task: Task) -> list[dict[str, Any]]:
 
 
 def shared_cases() -> Iterator[tuple[str, Config]]:
-    """(name, zero_optimization)."""
+    """(name, zero_optimization) for several ranks on one GPU (bench/gpu_nccl.py)."""
     for stage in range(4):
         yield f"stage {stage}", {"stage": stage}
     far = {"stage": 3, "stage3_prefetch_bucket_size": 10**7, "stage3_param_persistence_threshold": 0}
@@ -249,34 +248,18 @@ def shared_cases() -> Iterator[tuple[str, Config]]:
     yield "stage 3, all on the host", {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
 
 
-def run_shared(task: Task) -> list[dict[str, Any]]:
-    """One fp32 row per engine, whose ranks all use the same samples: losses must equal those of one rank."""
-    rows, expected = [], task.reference("fp32", CLIP)
-    for name, zero in shared_cases():
-        losses, _ = examine(task, ds_config("fp32", zero, {}))
-        difference = max(abs(one - two) / two for one, two in zip(losses, expected, strict=True))
-        rows.append({"case": name, "difference": difference, "within": difference <= TOLERANCES["fp32"]})
-        if get_rank() == 0:
-            sys.stdout.write(f"{name:40} {losses[-1]:.6f} {difference:.1e}\n")
-            sys.stdout.flush()
-    return rows
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on any device")
-    parser.add_argument("--shared", action="store_true", help="with torchrun: several ranks on one GPU, over gloo")
     parser.add_argument("--json", type=Path, help="output file")
     options = parser.parse_args(arguments)
-    if options.shared:  # NCCL refuses two ranks on one GPU
-        os.environ["LOCAL_RANK"], kinds.BACKENDS["cuda"] = "0", "gloo"
     if not options.dry_run and not torch.cuda.is_available():
         sys.exit("bench.gpu_parity needs a GPU; without one --dry-run tries it on the CPU")
     logging.getLogger("hf_zero").setLevel(logging.WARNING)
     init_distributed()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    task = Task(device, 64, 2, 32) if options.dry_run else Task(device, 512, 4, 256)
-    rows = run_shared(task) if options.shared else run(task)
+    task = Task(device, 64, 2, 32, TINY_VOCABULARY) if options.dry_run else Task(device, 512, 4, 256)
+    rows = run(task)
     if options.json and get_rank() == 0:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         answer = {"device": name, "torch": torch.__version__, "ranks": get_world_size(), "rows": rows}

@@ -124,8 +124,8 @@ def config_of(name: str, tiny: bool = False) -> Any:
     return config
 
 
-def measure(run: Run, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Train for a few steps."""
+def measure(run: Run, device: torch.device, tiny: bool, experts: str | None = None) -> dict[str, Any]:
+    """Train for a few steps. `experts`: transformers' implementation of experts; default: its own choice."""
     from transformers import AutoModelForCausalLM
 
     from hf_zero.api.entry import initialize
@@ -134,6 +134,8 @@ def measure(run: Run, device: torch.device, tiny: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     with device:
         model: Any = AutoModelForCausalLM.from_config(config_of(run.model, tiny), dtype=torch.bfloat16)
+    if experts is not None:
+        model.set_experts_implementation(experts)
     if run.lora_rank:
         from peft import LoraConfig, get_peft_model
 

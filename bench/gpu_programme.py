@@ -3,12 +3,13 @@
     python -m bench.gpu_programme --block 1 --minutes 7 --json block1.json    # 1 NCCL, 2 offload, 3 largest, 4 hosts
     python -m bench.gpu_programme --block 1 --device cpu                      # the same, tiny and over gloo
     python -m bench.gpu_programme --block 2 --list                            # parts, cases and what is expected
-    python -m bench.gpu_programme --show block1.json [--keep gpu-h100-nccl]   # the table; --keep stores it as a result
+    python -m bench.gpu_programme --show block1.json [--keep h100-block1]   # the table; --keep stores it as a result
 
-A block has parts in order of their value, and a part has cases. Each part runs in processes of its own. What is expected
-of a case is printed and written before it is measured. A case that does not end in time is cut off, its processes write
-down their stacks and the collectives that have not ended, and the part goes on with its next case in new processes. The
-JSON is written after every case, so a run that is cut off has kept what it had; logs and traces are beside it.
+A block has parts in order of their value, and a part has cases. Each part runs in processes of its own. What is
+expected of a case is printed and written before it is measured. A case that does not end in time is cut off: its
+processes write down their stacks and the collectives that have not ended, and the part goes on with its next case in
+new processes. The JSON is written after every case, so a run that is cut off has kept what it had; logs and traces are
+beside it.
 """
 
 from __future__ import annotations
@@ -413,19 +414,21 @@ def parts_of(block: int, kind: str, options: argparse.Namespace) -> list[Part]:
     return parts
 
 
-def table(run: Mapping[str, Any]) -> str:
+def lines_of(run: Mapping[str, Any]) -> list[str]:
     """All rows, then one line for each that is not as expected."""
-    facts = ", ".join(f"{name} {value}" for name, value in run.items() if name not in ("rows", "expected", "files"))
-    lines = [f"# GPU programme, block {run['block']}", "", facts, ""]
-    lines += ["| part | case | expected | measured | verdict |", "|" + " --- |" * 5]
+    lines = ["| part | case | expected | measured | verdict |", "|" + " --- |" * 5]
     lines += [
         f"| {row['part']} | {row['case']} | {row['expected']} | {row['measured']} | {row['verdict']} |"
         for row in run["rows"]
     ]
     missed = [row for row in run["rows"] if row["verdict"] == MISS]
     lines += ["", f"{len(missed)} of {len(run['rows'])} are not as expected."]
-    lines += [f"- {row['part']}, {row['case']}: look at {row['look']}" for row in missed]
-    return "\n".join(lines) + "\n"
+    return lines + [f"- {row['part']}, {row['case']}: look at {row['look']}" for row in missed]
+
+
+def table(run: Mapping[str, Any]) -> str:
+    facts = ", ".join(f"{name} {value}" for name, value in run.items() if name not in ("rows", "expected"))
+    return "\n".join([f"# GPU programme, block {run['block']}", "", facts, "", *lines_of(run), ""])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -452,7 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.show:
         run = json.loads(options.show.read_text(encoding="utf-8"))
         if options.keep:
-            keep(run, table(run), options.keep)
+            keep(run, table(run), f"programme-{options.keep}")
         sys.stdout.write(table(run))
         return
     if options.block is None:

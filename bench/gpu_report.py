@@ -1,11 +1,10 @@
-"""Stores GPU measurements as a result and writes them as a section of docs/performance.md.
+"""Writes stored GPU measurements as a section of docs/performance.md.
 
-    python -m bench.gpu_report --name gpu-h100 FOLDER ...   # stores the --json files of the benches
-    python -m bench.gpu_report --write                      # writes docs/performance.md from the newest stored result
+    python -m bench.gpu_report              # print the section
+    python -m bench.gpu_report --write      # write it into the page
 
-A folder is one session on a GPU with some of these files: suite.json (`bench.gpu_suite`), train.json
-(`bench.gpu_train`), parity.json (`bench.gpu_parity`), shared.json (the same with `--shared`), waits.json
-(`bench.gpu_engine`), predictions.json (`bench.gpu_predictions`), predicted.json (earlier predictions of `plan`).
+Two kinds of results: sessions of benches on a GPU (`*-gpu-*.json`, the newest), and blocks of the GPU programme
+(`*-programme-*.json`, the newest of each block).
 """
 
 from __future__ import annotations
@@ -17,22 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.surroundings import RESULTS, ROOT, keep, page_with
+from bench.gpu_programme import lines_of
+from bench.surroundings import RESULTS, ROOT, page_with
 
 PAGE = ROOT / "docs" / "performance.md"
 COMMAND = "python -m bench.gpu_report --write"
-PARTS = ("suite", "train", "parity", "shared", "waits", "predictions", "predicted")
 OURS = "hf_zero 3"
-
-
-def read(folders: list[Path], notes: list[str]) -> dict[str, Any]:
-    """All files, by session."""
-    sessions = []
-    for folder, note in zip(folders, notes, strict=True):
-        found = {part: json.loads(path.read_text()) for part in PARTS if (path := folder / f"{part}.json").exists()}
-        sessions.append({"note": note, **found})
-    device = next(session["suite"]["device"] for session in sessions if "suite" in session)
-    return {"device": device, "sessions": sessions}
 
 
 def kept(folder: Path = RESULTS) -> dict[str, Any]:
@@ -118,6 +107,16 @@ def predictions(run: dict[str, Any]) -> Iterator[str]:
             yield f"| {row['run']} | {sizes} | {times} |"
 
 
+def programme(folder: Path = RESULTS) -> Iterator[str]:
+    """The newest result of each block of the GPU programme."""
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*-programme-*.json"))]
+    for _, run in sorted({run["block"]: run for run in runs}.items()):
+        yield f"### GPU programme, block {run['block']}"
+        yield from ("", f"{run['device']}, torch {run['torch']}, {run['date']}.", "")
+        yield from lines_of(run)
+        yield ""
+
+
 def section(run: dict[str, Any]) -> str:
     checks = next(session["suite"] for session in run["sessions"] if "suite" in session)
     notes = [f"{number}: {session['note']}" for number, session in enumerate(run["sessions"], 1)]
@@ -128,6 +127,7 @@ def section(run: dict[str, Any]) -> str:
             model, *training(run), "", _READING, *parity(run), "",
             _KERNELS.format(failed=len(checks["failed"])), *kernels(run), "",
             _PREDICTIONS, *predictions(run), "",
+            *programme(),
         ]
     )  # fmt: skip
 
@@ -136,7 +136,7 @@ _MODEL = """\
 ## Measured on one GPU
 
 {device}, 16 cores and 128 GiB of its host ([everything that was measured]({result})). A Llama of 1.54 billion
-parameters (`bench/gpu_offload.py`), bf16, AdamW, clipping, recomputation, 8 x 2,048 tokens; "compute alone" is forward
+parameters (`bench/gpu_train.py`), bf16, AdamW, clipping, recomputation, 8 x 2,048 tokens; "compute alone" is forward
 and backward of bf16 weights that nothing updates. One GPU shares nothing, so this is what each way costs by itself, not
 how it scales. Sessions: {notes}.
 """
@@ -165,15 +165,8 @@ CUDA's own.
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folders", nargs="*", type=Path)
-    parser.add_argument("--name", help="name of the stored result")
-    parser.add_argument("--note", action="append", default=[], help="remark about a session; one per folder")
     parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
     options = parser.parse_args()
-    if options.folders:
-        run = {"name": options.name, **read(options.folders, options.note)}
-        text = "\n".join(["# Training on one GPU, as measured", "", *training(run), "", *kernels(run), ""])
-        keep(run, text, options.name)
     run = kept()
     if options.write:
         PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), section(run), COMMAND), encoding="utf-8")

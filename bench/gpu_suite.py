@@ -2,15 +2,12 @@
 
     python -m bench.gpu_suite                       # everything, under ten minutes on one large GPU
     python -m bench.gpu_suite --quick               # smaller vectors; --json FILE stores the results
-    python -m bench.gpu_suite --train               # also whole steps of FSDP2, torchao, DeepSpeed (gpu_train.py)
     python -m bench.gpu_suite --dry-run             # a tiny trial run on the CPU; --card H100 shows the table
-    python -m bench.gpu_suite --offload             # also the largest model with offload to the host (gpu_offload.py)
 
 At the end each measured prediction of docs/performance.md is printed next to its measurement. The predictions of
 kernels are lower bounds: a ratio below 1 is an error in the prediction, one far above 1 a kernel slower than assumed.
 
-Needs only torch and Triton, so that it runs from a checkout on a fresh machine, without installing hf_zero; `--offload`
-also needs hf_zero's requirements.
+Needs only torch and Triton, so that it runs from a checkout on a fresh machine, without installing hf_zero.
 """
 
 from __future__ import annotations
@@ -233,18 +230,12 @@ def run_timings(numel: int, repeats: int, device: str) -> list[dict[str, Any]]:
     return rows
 
 
-def compared(
-    card: kernel_times.Card | None, numel: int, rows: list[dict[str, Any]], trained: Any
-) -> list[dict[str, Any]]:
-    """Predictions and measurements: milliseconds of kernels on a known card, and of steps where they were trained."""
-    found = []
-    if card is not None:
-        run = kernel_times.kept()
-        found = [(row["name"], 1e3 * numel * kernel_times.timed(run, card, row["name"]), row["ms"]) for row in rows]
-    for row in trained or []:
-        if row.get("predicted_s_per_step"):
-            name = f"a step of {row['case']}, {row['size']}"
-            found.append((name, 1e3 * row["predicted_s_per_step"], 1e3 * row["s_per_step"]))
+def compared(card: kernel_times.Card | None, numel: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Predicted and measured milliseconds of kernels on a known card."""
+    if card is None:
+        return []
+    run = kernel_times.kept()
+    found = [(row["name"], 1e3 * numel * kernel_times.timed(run, card, row["name"]), row["ms"]) for row in rows]
     return [{"name": name, "predicted_ms": p, "measured_ms": m, "ratio": m / p} for name, p, m in found]
 
 
@@ -285,8 +276,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=1, help="parallel check processes (default 1)")
     parser.add_argument("--quick", action="store_true", help="time 2**24 elements")
-    parser.add_argument("--offload", action="store_true", help="also train the largest model that fits in host memory")
-    parser.add_argument("--train", action="store_true", help="also train 0.5B to 7B with FSDP2, torchao and DeepSpeed")
     parser.add_argument("--json", type=Path, help="output file")
     parser.add_argument("--card", help="GPU to compare with predictions; default: by the device's name")
     parser.add_argument("--dry-run", action="store_true", help="run everything once on the CPU, with tiny sizes")
@@ -303,29 +292,12 @@ def main(arguments: list[str] | None = None) -> None:
     rows = run_timings(numel, 1 if options.dry_run else options.repeats, device)
     waits = waits_for_the_device(device)
     sys.stdout.write(f"\nhost waits in a fused step: {', '.join(waits) or 'none'}\n")
-    sys.stdout.write("host waits in an engine's step: python -m bench.gpu_engine\n")
-    offload = None
-    if options.offload:
-        from bench import gpu_offload
-
-        offload = gpu_offload.measure(gpu_offload.parse([]))
-        sys.stdout.write(f"\nlargest model with offload: {json.dumps(offload, indent=1)}\n")
-    trained = None
-    if options.train:
-        from bench import gpu_train
-
-        torch.cuda.empty_cache()
-        sizes, engines = (["tiny"], ["hf_zero 2"]) if options.dry_run else (
-            ["0.5b", "1.5b", "7b"], [*gpu_train.OURS, *gpu_train.OTHERS]
-        )  # fmt: skip
-        trained = gpu_train.run(sizes, engines, steps=8, budget_s=400)
-    table = compared(kernel_times.card_of(options.card or name), numel, rows, trained)
+    sys.stdout.write("host waits in an engine's step: python -m bench.gpu_programme --block 1\n")
+    table = compared(kernel_times.card_of(options.card or name), numel, rows)
     show(table)
     if options.json:
         answer = {"device": name, "torch": torch.__version__, "failed": failed, "rows": rows, "compared": table}
-        options.json.write_text(
-            json.dumps({**answer, "waits": waits, "offload": offload, "trained": trained}, indent=1)
-        )
+        options.json.write_text(json.dumps({**answer, "waits": waits}, indent=1))
     sys.exit(f"{len(failed)} checks failed" if failed else 0)
 
 

@@ -1,98 +1,215 @@
 """Llama-like models on one GPU: hf_zero at stages 0, 2, 3 and with offload, against FSDP2, torchao and DeepSpeed.
 
-    python -m bench.gpu_train --json figures.json            # every case in a separate process, within --budget-s
-    python -m bench.gpu_train --dry-run                      # tiny shapes, a few steps, on any device
-    python -m bench.gpu_train --case "hf_zero 3 offload" --size 7b
+    python -m bench.gpu_train "hf_zero 3 offload" --size 7b --micro-batches 4
+    python -m bench.gpu_train "hf_zero 3 streaming 8-bit" --size 14b --in-shards
+    python -m bench.gpu_train fsdp2 --size tiny --device cpu
 
-bf16, AdamW, clipping to 1, recomputation. Reports tokens per second, peak device memory and the predicted size of the
-model states (`hf_zero.planning.event_model`), and on a known GPU the predicted time of hf_zero. Cases that are not
-installed or do not fit are listed as such.
+One case in one process; bench/gpu_programme.py runs many. bf16, AdamW, clipping to 1 (not with streaming),
+recomputation. Reports seconds per update, tokens per second, seconds of forward, backward and update, and peaks.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from bench.gpu_offload import VOCABULARY, Llama, covered
-from bench.roofline import MACHINES, device_bytes
-from bench.surroundings import ROOT
+from bench.gpu_device import Device, device_of
 from hf_zero.planning.arguments import known_gpu
 from hf_zero.planning.event_model import Machine, Setup, Shape, simulate
 
+VOCABULARY, TINY_VOCABULARY = 32_000, 512
 # name -> hidden, heads, layers, sequences, length
 SIZES = {
     "tiny": (64, 2, 2, 2, 32),
     "0.5b": (1280, 20, 20, 8, 2048),
     "1.5b": (2048, 16, 28, 8, 2048),
+    "3.2b": (3072, 24, 26, 8, 2048),
     "7b": (4096, 32, 32, 4, 2048),
+    "7b wide": (4096, 32, 32, 32, 2048),
+    "14b": (5120, 40, 44, 16, 2048),
 }
+
+
+@dataclass(frozen=True)
+class Way:
+    """How hf_zero or DeepSpeed trains.
+
+    Attributes:
+        states: of streaming: "fp32", "bf16" or "8-bit".
+    """
+
+    setup: Setup
+    states: str = "fp32"
+    is_compiled: bool = False
+    fp8: bool = False
+
+
+_OFFLOAD, _STREAMING = {"offload_optimizer": True, "offload_parameters": True}, {"streams": True, "clips": False}
 OURS = {
-    "hf_zero 0": Setup(0),
-    "hf_zero 2": Setup(2),
-    "hf_zero 3": Setup(3),
-    "hf_zero 2 offload": Setup(2, offload_optimizer=True),
-    "hf_zero 3 offload": Setup(3, offload_optimizer=True, offload_parameters=True),
-    "hf_zero 3 streaming": Setup(3, offload_optimizer=True, offload_parameters=True, streams=True, clips=False),
+    "hf_zero 0": Way(Setup(0)),
+    "hf_zero 2": Way(Setup(2)),
+    "hf_zero 3": Way(Setup(3)),
+    "hf_zero 2 offload": Way(Setup(2, offload_optimizer=True)),
+    "hf_zero 3 offload": Way(Setup(3, **_OFFLOAD)),
+    "hf_zero 3 streaming": Way(Setup(3, **_OFFLOAD, **_STREAMING)),
+    "hf_zero 3 streaming bf16": Way(Setup(3, **_OFFLOAD, **_STREAMING), states="bf16"),
+    "hf_zero 3 streaming 8-bit": Way(Setup(3, **_OFFLOAD, **_STREAMING), states="8-bit"),
+    "hf_zero 0 compiled": Way(Setup(0), is_compiled=True),
+    "hf_zero 3 compiled": Way(Setup(3), is_compiled=True),
+    "hf_zero 3 fp8": Way(Setup(3), fp8=True),
 }
 OTHERS = (
     "compute alone", "torch fused", "fsdp2", "deepspeed 0", "deepspeed 2", "deepspeed 3",
     "fsdp2 offload", "torchao offload", "deepspeed 2 offload", "deepspeed 3 offload",
 )  # fmt: skip
-NEEDS = {"torchao offload": "torchao"}
-Step = Callable[[Tensor], Tensor]
+NEEDS = {"torchao offload": "torchao", "hf_zero 3 fp8": "torchao"}
 
 
-def ds_config(setup: Setup, batch: int) -> dict[str, Any]:
+class Block(nn.Module):
+    """Attention and a gated MLP with norms and rotary positions: the shape of a Llama layer."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        wide = 8 * hidden // 3 // 64 * 64 or hidden
+        self.gate_up, self.down = nn.Linear(hidden, 2 * wide, bias=False), nn.Linear(wide, hidden, bias=False)
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        batch, length, hidden = x.shape
+        parts = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, -1).transpose(1, 3)
+        q, k, v = (parts[:, :, index] for index in range(3))
+        mixed = F.scaled_dot_product_attention(_rotate(q, turn), _rotate(k, turn), v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def _rotate(x: Tensor, turn: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = turn.cos(), turn.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class Llama(nn.Module):
+    """Token ids [batch, length] -> loss of predicting the next ones.
+
+    Attributes:
+        recomputes: whether backward recomputes each layer's forward; False if the layers do so themselves.
+    """
+
+    recomputes = True
+
+    def __init__(self, hidden: int, heads: int, layers: int, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        self.width = hidden // heads
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.layers = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(hidden)
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
+        rates = 1e4 ** -(torch.arange(0, self.width, 2, device=tokens.device) / self.width)
+        turn, x = positions[:, None] * rates, self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, turn, use_reentrant=False) if self.recomputes else layer(x, turn)
+        logits = self.head(self.norm(x)[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Trainer:
+    """One way to train.
+
+    Attributes:
+        update: called after every micro-batch, with whether it is the last of an update.
+        autocasts: the device type whose autocast forward runs in.
+        averages: whether it averages gradients over micro-batches itself.
+    """
+
+    model: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor], object]
+    update: Callable[[bool], object]
+    autocasts: str | None = None
+    averages: bool = True
+    engine: Any = None
+
+    def step(self, batches: list[Tensor], now: Callable[[], float] | None = None) -> tuple[Tensor, dict[str, float]]:
+        """One update: the mean loss, and with a clock, which waits for the device, the seconds of its parts."""
+        total = torch.zeros((), device=batches[0].device)
+        seconds = dict.fromkeys(("forward", "backward", "update"), 0.0)
+
+        def timed(part: str, call: Callable[..., Any], *values: Any) -> Any:
+            start = now() if now else 0.0
+            result = call(*values)
+            seconds[part] += now() - start if now else 0.0
+            return result
+
+        for number, tokens in enumerate(batches, 1):
+            casts = torch.autocast(self.autocasts, torch.bfloat16) if self.autocasts else nullcontext()
+            with casts:
+                loss = timed("forward", self.model, tokens)
+            total += loss.detach() / len(batches)
+            timed("backward", self.backward, loss if self.averages else loss / len(batches))
+            timed("update", self.update, number == len(batches))
+        return total, seconds
+
+
+def ds_config(way: Way, batch: int, micro_batches: int = 1) -> dict[str, Any]:
     """The same for hf_zero and DeepSpeed."""
+    setup = way.setup
     zero: dict[str, Any] = {"stage": setup.stage}
     zero |= {"offload_optimizer": {"device": "cpu", "pin_memory": True}} if setup.offload_optimizer else {}
     zero |= {"offload_param": {"device": "cpu", "pin_memory": True}} if setup.offload_parameters else {}
     config = {
         "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": micro_batches,
         "gradient_clipping": 1.0 if setup.clips else 0.0,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "optimizer": {"type": "AdamW8bit" if way.states == "8-bit" else "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": zero,
         "steps_per_print": 1 << 30,
     }
     if setup.streams:
+        states = {"states": "bf16"} if way.states == "bf16" else {}
         config["bf16"] |= {"check_grad_overflow": False}
-        config["hf_zero"] = {"streaming": {"enabled": True}}
+        config["hf_zero"] = {"streaming": {"enabled": True, **states}}
         del zero["offload_optimizer"]
     return config
 
 
-def with_engine(module: str, model: Llama, setup: Setup, batch: int) -> Step:
+def with_engine(module: str, model: Llama, config: dict[str, Any], way: Way, device: Device) -> Trainer:
     """`initialize` of hf_zero or DeepSpeed."""
+    if way.fp8:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model, module_filter_fn=lambda layer, name: name != "head")
     library = importlib.import_module(module)
-    engine = library.initialize(model=model, model_parameters=model.parameters(), config=ds_config(setup, batch))[0]
-
-    def step(tokens: Tensor) -> Tensor:
-        loss: Tensor = engine(tokens)
-        engine.backward(loss)
-        engine.step()
-        return loss
-
-    return step
+    engine = library.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    if way.is_compiled:
+        engine.compile(backend=None if device.is_gpu else "eager")  # a CPU would compile for minutes
+    return Trainer(engine, engine.backward, lambda is_last: engine.step(), engine=engine)
 
 
-def with_torch(model: Llama, device: torch.device, case: str) -> Step:
-    """fp32 masters and autocast, FSDP2 with or without CPU offload, or torchao's optimizer on the host."""
+def with_torch(model: Llama, device: torch.device, case: str) -> Trainer:
+    """fp32 masters and autocast, FSDP2 with or without CPU offload, torchao's optimizer on the host, or no update."""
     model = model.cpu() if case == "fsdp2 offload" else model.to(device)
     if case.startswith("fsdp2"):
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -107,18 +224,15 @@ def with_torch(model: Llama, device: torch.device, case: str) -> Step:
         for block in model.layers:
             fully_shard(block, **options)
         fully_shard(model, **options)
-    optimizer: Any
     if case == "compute alone":  # the lower bound: bf16 weights without an update
         model = model.bfloat16()
 
-        def compute(tokens: Tensor) -> Tensor:
-            loss: Tensor = model(tokens)
-            loss.backward()
+        def forget(is_last: bool) -> None:
             for parameter in model.parameters():
                 parameter.grad = None
-            return loss
 
-        return compute
+        return Trainer(model, torch.Tensor.backward, forget, averages=False)
+    optimizer: Any
     if case == "torchao offload":
         from torchao.optim import CPUOffloadOptimizer
 
@@ -127,80 +241,82 @@ def with_torch(model: Llama, device: torch.device, case: str) -> Step:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def step(tokens: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=case == "torch fused"):
-            loss: Tensor = model(tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
+    def update(is_last: bool) -> None:
+        if is_last:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
-    return step
+    casts = device.type if case == "torch fused" else None
+    return Trainer(model, torch.Tensor.backward, update, autocasts=casts, averages=False)
 
 
-def profiled(call: Callable[[], object], top: int = 12) -> dict[str, Any]:
-    """One step under the profiler: shares of time in which the GPU computes and copies, and the slowest kernels."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profile:
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    spans: dict[str, list[tuple[float, float]]] = {"kernels": [], "copies": []}
-    sums: dict[str, float] = {}
-    for event in profile.events():
-        # Named ranges of hf_zero span several kernels and the gaps between them.
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
-            kind = "copies" if event.name.startswith(("Memcpy", "Memset")) else "kernels"
-            spans[kind].append((event.time_range.start, event.time_range.end))
-            name = event.name[:90]
-            sums[name] = sums.get(name, 0.0) + (event.time_range.end - event.time_range.start) / 1e3
-    longest = sorted(sums.items(), key=lambda item: -item[1])[:top]
-    shares = {kind: covered(each) / 1e6 / seconds for kind, each in spans.items()}
-    return {"s": seconds, "busy": shares, "num_kernels": len(spans["kernels"]), "longest_ms": dict(longest)}
+def trainer_of(case: str, size: str, micro_batches: int, device: Device, in_shards: bool) -> tuple[Trainer, int]:
+    """Also the number of parameters. With `in_shards` the model never exists as a whole, except in host memory."""
+    hidden, heads, layers, batch, _ = SIZES[size]
+    way = OURS.get(case.replace("deepspeed", "hf_zero"))
+    config = {} if way is None else ds_config(way, batch, micro_batches)
+    torch.manual_seed(0)
+    if in_shards:
+        from hf_zero.api.zero_init import Init
+
+        shards: Any = Init(config_dict_or_path=config, remote_device="cpu")
+    else:
+        shards = nullcontext()
+    with shards, device.device:  # where random numbers are generated fastest
+        model = Llama(hidden, heads, layers, TINY_VOCABULARY if size == "tiny" else VOCABULARY)
+    numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+    if way is None:
+        return with_torch(model, device.device, case), numel
+    return with_engine("hf_zero" if case in OURS else "deepspeed", model, config, way, device), numel
 
 
-def measure(case: str, size: str, steps: int, profile: bool = False) -> dict[str, Any]:
-    """Runs one case in this process."""
+def measure(
+    case: str,
+    size: str,
+    device: Device,
+    *,
+    steps: int = 5,
+    warm_up: int = 2,
+    micro_batches: int = 1,
+    in_shards: bool = False,
+    trace: Path | None = None,
+) -> dict[str, Any]:
+    """Runs one case in this process; with `trace` also an update under the profiler, whose trace is kept there."""
     from hf_zero.comm import init_distributed
 
-    hidden, heads, layers, batch, length = SIZES[size]
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     init_distributed()
-    torch.manual_seed(0)
-    with device:  # where random numbers are generated fastest
-        model = Llama(hidden, heads, layers)
-    numel = sum(parameter.numel() for parameter in model.parameters())
-    setup = OURS.get(case.replace("deepspeed", "hf_zero"))
-    if setup is None:
-        step = with_torch(model, device, case)
-    else:
-        step = with_engine("hf_zero" if case in OURS else "deepspeed", model, setup, batch)
-    tokens = torch.randint(VOCABULARY, (batch, length), device=device)
-    losses = [float(step(tokens)) for _ in range(2)]
-    if device.type != "cpu":
-        torch.cuda.reset_peak_memory_stats()
+    started = device.now()
+    trainer, numel = trainer_of(case, size, micro_batches, device, in_shards)
+    made_s = device.now() - started
+    _, _, _, batch, length = SIZES[size]
+    vocabulary = TINY_VOCABULARY if size == "tiny" else VOCABULARY
+    tokens = [torch.randint(vocabulary, (batch, length), device=device.device) for _ in range(micro_batches)]
+    losses = [float(trainer.step(tokens)[0]) for _ in range(warm_up)]
+    compiled = _compilations()
+    device.forget_peak()
     times = []
     for _ in range(steps):
         start = time.perf_counter()
-        losses.append(float(step(tokens)))  # synchronizes, as a training loop that logs does
+        losses.append(float(trainer.step(tokens)[0]))  # synchronizes, as a training loop that logs does
         times.append(time.perf_counter() - start)
-    seconds = statistics.median(times)
-    found: dict[str, Any] = {"case": case, "size": size, "parameters": numel, "s_per_step": seconds, "losses": losses}
-    found |= {"s_of_steps": times, "tokens_per_s": batch * length / seconds}
-    if device.type != "cpu":
-        found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        found["reserved_gb"] = torch.cuda.max_memory_reserved() / 1e9
-        if profile:
-            found["profile"] = profiled(lambda: step(tokens))
-    if setup is not None:
-        found["predicted_states_gb"] = device_bytes(MACHINES[0], Shape(size, numel, layers), setup) / 1e9
-    if case in OURS and device.type != "cpu":
-        setup = replace(OURS[case], tokens=batch * length)
-        found["predicted_s_per_step"] = predicted(torch.cuda.get_device_name(), Shape(size, numel, layers), setup)
+    seconds, num_tokens = statistics.median(times), batch * length * micro_batches
+    found: dict[str, Any] = {"case": case, "size": size, "parameters": numel, "micro_batches": micro_batches}
+    found |= {"s_per_step": seconds, "s_of_steps": times, "losses": losses, "made_s": made_s, "peaks": device.peaks()}
+    found |= {"tokens_per_s": num_tokens / seconds, "tflops": 6e-12 * numel * num_tokens / seconds}
+    found["recompilations"] = _compilations() - compiled
+    found["parts_s"] = trainer.step(tokens, device.now)[1]
+    if trace is not None:
+        found["profile"] = device.profiled(lambda: trainer.step(tokens), trace)
+    if trainer.engine is not None and hasattr(trainer.engine, "destroy"):
+        trainer.engine.destroy()
     return found
+
+
+def _compilations() -> int:
+    """Graphs that torch.compile has made so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 
 
 def predicted(device: str, shape: Shape, setup: Setup) -> float | None:
@@ -225,64 +341,28 @@ def missing(case: str) -> str | None:
     return None
 
 
-def apart(case: str, size: str, steps: int, timeout_s: float, profile: bool = False) -> dict[str, Any]:
-    """Runs one case in a new process."""
-    reason = missing(case)
-    if reason:
-        return {"case": case, "size": size, "skipped": reason}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    switch = {"HF_ZERO": "0"} if case.startswith("deepspeed") else {}
-    words = [sys.executable, "-m", "bench.gpu_train", "--case", case, "--size", size, "--steps", str(steps)]
-    words += ["--profile"] * profile
-    try:
-        result = subprocess.run(
-            words, env={**os.environ, **place, **switch}, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
-        )
-    except subprocess.TimeoutExpired:
-        return {"case": case, "size": size, "failed": f"no end within {timeout_s:.0f} s"}
-    if result.returncode:
-        return {"case": case, "size": size, "failed": (result.stderr.strip().splitlines() or ["?"])[-1]}
-    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return found
-
-
-def run(sizes: list[str], cases: list[str], steps: int, budget_s: float, profile: bool = False) -> list[dict[str, Any]]:
-    """Every case of every size, small sizes first; cases beyond the budget are skipped and listed."""
-    end, rows = time.monotonic() + budget_s, []
-    for size in sizes:
-        for case in cases:
-            left = end - time.monotonic()
-            late = {"case": case, "size": size, "skipped": f"beyond the budget of {budget_s:.0f} s"}
-            rows.append(apart(case, size, steps, left, profile) if left > 0 else late)
-            sys.stdout.write(f"{json.dumps(rows[-1])}\n")
-            sys.stdout.flush()
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", help=f"run only one of {', '.join([*OURS, *OTHERS])}, in this process")
+    parser.add_argument("case", choices=[*OURS, *OTHERS])
     parser.add_argument("--size", default="0.5b", choices=SIZES)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--sizes", nargs="+", default=["0.5b", "1.5b", "7b"], choices=SIZES)
-    parser.add_argument("--cases", nargs="+", default=[*OURS, *OTHERS], choices=[*OURS, *OTHERS])
-    parser.add_argument("--budget-s", type=float, default=400, help="start no case after this many seconds")
-    parser.add_argument("--profile", action="store_true", help="also run one step of each case under the profiler")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, one step")
-    parser.add_argument("--json", type=Path, help="output file")
+    parser.add_argument("--micro-batches", type=int, default=1, help="per update")
+    parser.add_argument("--in-shards", action="store_true", help="build the model in shards, in host memory")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--trace", type=Path, help="file for the profiler's trace of one update")
     options = parser.parse_args()
-    if options.case:
-        sys.stdout.write("\n" + json.dumps(measure(options.case, options.size, options.steps, options.profile)) + "\n")
-        return
-    sizes = ["tiny"] if options.dry_run else options.sizes
-    rows = run(sizes, options.cases, 1 if options.dry_run else options.steps, options.budget_s, options.profile)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
-    failed = [row for row in rows if "failed" in row]
-    sys.exit(f"{len(failed)} cases failed" if options.dry_run and failed else 0)
+    if (reason := missing(options.case)) is not None:
+        sys.exit(reason)
+    found = measure(
+        options.case,
+        options.size,
+        device_of(options.device),
+        steps=options.steps,
+        micro_batches=options.micro_batches,
+        in_shards=options.in_shards,
+        trace=options.trace,
+    )
+    sys.stdout.write(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,32 +9,33 @@ import pytest
 import torch
 
 from bench import gpu_parity, gpu_predictions, gpu_report, gpu_suite, kernel_times
-from bench.gpu_train import OTHERS, OURS, apart, ds_config, missing, predicted, run
+from bench.gpu_device import Device
+from bench.gpu_train import OTHERS, OURS, ds_config, measure, missing, predicted
 from bench.roofline import MACHINES
 from hf_zero.planning.event_model import Setup, Shape, simulate
 
 pytestmark = pytest.mark.lengthy
 
 
-@pytest.mark.processes  # each case starts a process
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["hf_zero 3 offload", "torch fused"])
+@pytest.mark.parametrize("case", ["hf_zero 3 offload", "torch fused", "hf_zero 3 compiled", "hf_zero 3 streaming bf16"])
 def test_a_case_trains(case: str) -> None:
-    found = apart(case, "tiny", 1, 250)
-    assert "failed" not in found, found
+    found = measure(case, "tiny", Device(), steps=1, micro_batches=1 + (case == "torch fused"))
     assert found["losses"][2] < found["losses"][0] and found["tokens_per_s"] > 0
+    assert all(seconds >= 0 for seconds in found["parts_s"].values()) and found["recompilations"] == 0
 
 
-def test_what_is_not_there_or_too_late_is_said() -> None:
-    lacking = [case for case in OTHERS if missing(case)]
-    rows = run(["tiny"], lacking, 1, 100) + run(["tiny"], ["hf_zero 0"], 1, 0)
-    assert all("not installed" in row["skipped"] or "budget" in row["skipped"] for row in rows)
-    assert "beyond the budget of 0 s" in rows[-1]["skipped"]
+def test_what_is_not_there_is_said() -> None:
+    lacking = [case for case in (*OURS, *OTHERS) if missing(case)]
+    assert all("not installed" in str(missing(case)) for case in lacking) and "hf_zero 3" not in lacking
 
 
 def test_offload_is_in_the_config() -> None:
     zero = ds_config(OURS["hf_zero 3 offload"], 2)["zero_optimization"]
     assert zero["stage"] == 3 and {"offload_optimizer", "offload_param"} <= zero.keys()
+    streamed = ds_config(OURS["hf_zero 3 streaming 8-bit"], 2, 4)
+    assert streamed["optimizer"]["type"] == "AdamW8bit" and streamed["gradient_accumulation_steps"] == 4
+    assert "offload_optimizer" not in streamed["zero_optimization"]
 
 
 def test_the_suite_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,20 +51,15 @@ def test_the_suite_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_predictions_stand_beside_measurements(capsys: pytest.CaptureFixture[str]) -> None:
-    """A GPU is identified by its driver's name; an unknown one has no bounds; steps are compared on any device."""
+    """A GPU is identified by its driver's name; an unknown one has no bounds."""
     card = kernel_times.card_of("NVIDIA H100 80GB HBM3")
     assert card is not None and card.name == "H100" and kernel_times.card_of("NVIDIA A10G") is None
     rows = [{"name": "adam, one pass", "ms": 20.0}]
-    steps = [
-        {"case": "hf_zero 0", "size": "1.5b", "s_per_step": 0.3, "predicted_s_per_step": 0.25},
-        {"case": "fsdp2", "size": "1.5b", "s_per_step": 0.3},
-    ]
-    kernel, step = gpu_suite.compared(card, 1 << 30, rows, steps)
+    (kernel,) = gpu_suite.compared(card, 1 << 30, rows)
     # 28 bytes per element at 3.35 TB/s.
     assert kernel["predicted_ms"] == pytest.approx(28 * 2**30 / 3.35e9)
     assert kernel["ratio"] == pytest.approx(2.2285, 1e-4)
-    assert (step["name"], step["ratio"]) == ("a step of hf_zero 0, 1.5b", pytest.approx(1.2))
-    assert gpu_suite.compared(None, 1 << 30, rows, []) == []
+    assert gpu_suite.compared(None, 1 << 30, rows) == []
     gpu_suite.show([kernel])
     assert capsys.readouterr().out.split()[-3:] == ["8.975", "20.000", "2.23"]
 

@@ -1,0 +1,334 @@
+"""Blocks 2 to 4 of the GPU programme: what offload costs, the largest models of the machine, what the host costs.
+
+Predictions come from the newest stored result (`bench.gpu_report`), scaled by tokens and parameters, or from the event
+model (`hf_zero.planning`). Each case says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from bench import cpu_adam, gpu_report, gpu_train
+from bench.gpu_device import Device, device_of
+from bench.gpu_programme import Case, Found, NotHere, Part, Place
+from hf_zero.planning.event_model import Shape
+
+PER_UPDATE = {"16k": 1, "64k": 4}  # micro-batches of 8 x 2,048 tokens
+THREADS = (1, 2, 4, 8, 16)
+LOCKED_GB, FORK_GB = 8, 4
+WIDTHS = (1024, 2048, 4096)
+HOST_CASES = ("hf_zero 3", "fsdp2", "compute alone")
+
+
+def parts(block: int, kind: str, options: argparse.Namespace) -> list[Part]:
+    """All parts, the most valuable first."""
+    return {2: _offload, 3: _largest, 4: _hosts}[block]()
+
+
+# --- predictions -------------------------------------------------------------------------------------------------
+
+
+@cache
+def stored() -> dict[str, float]:
+    """Seconds per step at 1.5B with 8 x 2,048 tokens, by case; of the latest session that has it."""
+    run = gpu_report.kept()
+    rows = [row for session in run["sessions"] for row in session.get("train", []) if "s_per_step" in row]
+    return {row["case"]: float(row["s_per_step"]) for row in rows if row["size"] == "1.5b"}
+
+
+def numel_of(size: str) -> int:
+    hidden, heads, layers, _, _ = gpu_train.SIZES[size]
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in gpu_train.Llama(hidden, heads, layers).parameters())
+
+
+def tokens_of(size: str, micro_batches: int = 1) -> int:
+    _, _, _, batch, length = gpu_train.SIZES[size]
+    return batch * length * micro_batches
+
+
+def computing(size: str, micro_batches: int = 1) -> float:
+    """Seconds of forward and backward, from the stored `compute alone` at 1.5B."""
+    work = numel_of(size) * tokens_of(size, micro_batches) / (numel_of("1.5b") * tokens_of("1.5b"))
+    return stored()["compute alone"] * work
+
+
+def trained(case: str, size: str = "1.5b", micro_batches: int = 1, limit_s: float = 60.0, words: str = "") -> Case:
+    """A case of `bench.gpu_train`, with its prediction: computing, and the rest of the stored step per parameter."""
+    name = f"{case}, {size}, {micro_batches} micro-batches"
+    look = f"{name}: parts_s, profile and the trace; the row's figures"
+    way = gpu_train.OURS.get(case)
+    plain = case.replace(" compiled", "").replace(" fp8", "")
+    if way is not None and way.setup.streams:
+        shape = Shape(size, numel_of(size), gpu_train.SIZES[size][2])
+        setup = replace(way.setup, tokens=tokens_of(size, micro_batches), micro_batches=micro_batches)
+        updating = gpu_train.predicted("H100", shape, setup)
+        assert updating is not None
+        floor = computing(size, micro_batches)
+        seconds, source = max(updating, floor), "event model of an H100, not below the stored compute alone"
+    elif plain in stored():
+        rest = stored()[plain] - stored()["compute alone"]
+        seconds = computing(size, micro_batches) + rest * numel_of(size) / numel_of("1.5b")
+        source = "stored result: computing by tokens, the rest by parameters"
+    else:
+        return Case(name, f"no stored figure. {words}", look, limit_s=limit_s)
+    expected = f"{seconds:.3g} s per update ({source}). {words}"
+    return Case(name, expected.strip(), look, seconds, "s", limit_s)
+
+
+# --- block 2 -----------------------------------------------------------------------------------------------------
+
+
+def _offload() -> list[Part]:
+    ways = ("compute alone", "hf_zero 3", "hf_zero 3 offload", "hf_zero 2 offload", "hf_zero 3 streaming")
+    both = [trained(case, micro_batches=number) for number in PER_UPDATE.values() for case in ways]
+    beside = [trained("deepspeed 3 offload", micro_batches=4)]
+    larger = [trained(case, "3.2b", limit_s=80) for case in ("hf_zero 3 offload", "hf_zero 3 streaming")]
+    adam = "28 bytes per parameter; no stored figure of this host: more threads until the memory bandwidth is reached"
+    threads = tuple(Case(f"{number} threads", adam, "hf_zero/kernels/adam.py", limit_s=40) for number in THREADS)
+    memory = (
+        Case(f"page-lock {LOCKED_GB} GiB, small pages", "at least 1 GB/s", "hf_zero/device/host_memory.py"),
+        Case(f"page-lock {LOCKED_GB} GiB, huge pages", "faster than small pages", "khugepaged: THP enabled? madvise"),
+        Case(f"fork beside {FORK_GB} GiB, not locked", "less than 1 s", "page tables"),
+        Case(f"fork beside {FORK_GB} GiB, locked", "as not locked: torch's loaders fork", "MADV_DONTFORK"),
+    )
+    return [
+        Part("1.5B", "bench.gpu_costs:train", tuple(both), apart=True),
+        Part("CPU Adam", "bench.gpu_costs:adam", threads),
+        Part("host memory", "bench.gpu_costs:host_memory", memory, apart=True),
+        Part("DeepSpeed", "bench.gpu_costs:train", tuple(beside), apart=True, environment={"HF_ZERO": "0"}),
+        Part("3.2B", "bench.gpu_costs:train", tuple(larger), apart=True),
+    ]
+
+
+def train(case: str, place: Place) -> Found:
+    """A case named as `trained` names it."""
+    way, size, words = case.split(", ")
+    micro_batches = int(words.split()[0])
+    if (reason := gpu_train.missing(way)) is not None:
+        raise NotHere(reason)
+    device, in_shards = device_of(place.kind), size in ("7b wide", "14b")
+    torch.manual_seed(0)
+    steps = {"steps": 2, "warm_up": 1} if in_shards else {"steps": 4 if micro_batches == 1 else 3}
+    if place.is_tiny:
+        size, steps = "tiny", {"steps": 1, "warm_up": 1}
+    # Traces are kept only where something is to be seen in them.
+    traced = way in ("hf_zero 3 offload", "hf_zero 3 streaming") and size in ("1.5b", "tiny") and micro_batches == 1
+    trace = place.folder / f"{way.replace(' ', '-')}.trace.json.gz" if traced else None
+    found = gpu_train.measure(way, size, device, micro_batches=micro_batches, in_shards=in_shards, trace=trace, **steps)
+    seconds, losses, peaks = found["s_per_step"], found["losses"], found["peaks"]
+    spent = ", ".join(f"{name} {value:.2f}" for name, value in found["parts_s"].items())
+    words = f"{seconds:.3g} s, {found['tokens_per_s']:,.0f} tokens/s, {found['tflops']:.0f} TFLOPS; {spent} s; peaks "
+    words += ", ".join(f"{name} {value / 1e9:.1f} GB" for name, value in peaks.items())
+    words += f"; made in {found['made_s']:.0f} s; losses {losses[0]:.3f} to {losses[-1]:.3f}"
+    if "compiled" in way:
+        words += f"; {found['recompilations']} compilations after the warm-up"
+    falls = losses[-1] < losses[0] or way == "compute alone"
+    holds = falls and not ("compiled" in way and found["recompilations"])
+    return Found(words, holds, seconds, found)
+
+
+def adam(case: str, place: Place) -> Found:
+    """The CPU Adam beside the same traffic without arithmetic."""
+    number = int(case.split()[0])
+    available = len(os.sched_getaffinity(0))
+    if number > available:
+        raise NotHere(f"{available} cores here")
+    chosen = (cpu_adam.COPY, cpu_adam.FLOOR, cpu_adam.OURS, cpu_adam.OURS_SPLIT, cpu_adam.OURS_8)
+    numel, rounds = (1 << 16, 2) if place.is_tiny else (1 << 28, 3)
+    torch.set_num_threads(number)
+    every = cpu_adam.contenders(numel)
+    rates: dict[str, float] = {}
+    for name in chosen:
+        every[name]()
+        seconds = statistics.median(cpu_adam.timed(every[name])[0] for _ in range(rounds))
+        rates[name] = cpu_adam.BYTES[name] * numel / seconds / 1e9
+    words = "; ".join(f"{name} {rate:.0f} GB/s" for name, rate in rates.items())
+    return Found(words, None, figures={"gb_per_s": rates, "threads": number})
+
+
+def host_memory(case: str, place: Place) -> Found:
+    device = device_of(place.kind)
+    unit = 1 << 20 if place.is_tiny else 1 << 30
+    if case.startswith("fork"):
+        return _forked(device, FORK_GB * unit, locked=case.endswith(", locked"))
+    size = LOCKED_GB * unit
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if "huge" in case:
+        try:
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            raise NotHere(f"the kernel refuses huge pages: {error}") from error
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)
+    start = time.perf_counter()
+    is_locked = device.lock(tensor)
+    locking = time.perf_counter() - start
+    tensor.zero_()
+    start = time.perf_counter()
+    device.unlock(tensor)
+    unlocking = time.perf_counter() - start
+    rate = size / max(locking, 1e-9) / 1e9
+    state = "locked" if is_locked else "not locked (no GPU)"
+    words = f"{state} in {locking:.2f} s, {rate:.1f} GB/s; unlocked in {unlocking:.2f} s"
+    return Found(words, None if not device.is_gpu else is_locked and rate >= 1, figures={"gb_per_s": rate})
+
+
+def _forked(device: Device, size: int, *, locked: bool) -> Found:
+    """Seconds of a fork whose child ends at once."""
+    tensor = torch.empty(size, dtype=torch.uint8).zero_()
+    if locked and not device.lock(tensor) and device.is_gpu:
+        return Found("page-locking failed", False)
+    start = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    forked = time.perf_counter() - start
+    os.waitpid(child, 0)
+    start = time.perf_counter()
+    tensor.fill_(1)
+    touched = time.perf_counter() - start
+    if locked:
+        device.unlock(tensor)
+    words = f"fork {1e3 * forked:.0f} ms; writing all of it afterwards {1e3 * touched:.0f} ms"
+    return Found(words, forked < 1, figures={"fork_s": forked, "touch_s": touched})
+
+
+# --- block 3 -----------------------------------------------------------------------------------------------------
+
+
+def _largest() -> list[Part]:
+    bytes_of = {"": 12, " bf16": 8, " 8-bit": 4 + 2 * (1 + 4 / 256)}
+
+    def case(states: str, size: str) -> Case:
+        host = bytes_of[states] * numel_of(size) / 1e9
+        return trained(f"hf_zero 3 streaming{states}", size, 1, 240, f"{host:.0f} GB of states on the host; loss falls")
+
+    # 7B with fp32 states last: 14B is what nobody has published.
+    cases = [case(" bf16", "7b wide"), case(" 8-bit", "14b"), case(" bf16", "14b"), case("", "7b wide")]
+    return [Part("largest", "bench.gpu_costs:train", tuple(cases), apart=True)]
+
+
+# --- block 4 -----------------------------------------------------------------------------------------------------
+
+
+def _hosts() -> list[Part]:
+    look = "bench.gpu_costs:host_time; cProfile of a step; docs/step.md"
+    hosts = [
+        Case(f"{way}, hidden {width}", "hf_zero 3 at most as FSDP2; the width does not matter", look)
+        for width in WIDTHS
+        for way in HOST_CASES
+    ]
+    compiled = [
+        trained(f"hf_zero {stage} compiled", limit_s=150, words="No compilation after step 2") for stage in (0, 3)
+    ]
+    table = [
+        trained(case)
+        for case in ("hf_zero 3", "fsdp2", "hf_zero 0", "torch fused", "hf_zero 3 offload", "fsdp2 offload")
+    ]
+    mixture = Case("Qwen3 MoE 1.3B, grouped_mm", "faster than the stored eager run", "docs/experts.md", limit_s=90)
+    return [
+        Part("host time", "bench.gpu_costs:host_time", tuple(hosts)),
+        Part("compiled", "bench.gpu_costs:train", tuple(compiled), apart=True),
+        Part("experts", "bench.gpu_costs:mixture", (mixture,)),
+        Part("1.5B", "bench.gpu_costs:train", tuple(table), apart=True),
+        Part("fp8", "bench.gpu_costs:train", (trained("hf_zero 3 fp8", words="Faster than bf16"),), apart=True),
+    ]
+
+
+class Linear(nn.Module):
+    """Equal units with little arithmetic."""
+
+    recomputes = False
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.float().square().mean()
+
+
+def host_time(case: str, place: Place) -> Found:
+    """Microseconds per unit until the host has queued forward and backward, while the device waits for it."""
+    from bench.gpu_nccl import RELEASED, groups_of_one, joined
+    from hf_zero.api.entry import initialize
+
+    way, _, width = case.rpartition(", hidden ")
+    device, depth, hidden = joined(place.kind), 24, 64 if place.is_tiny else int(width)
+    torch.manual_seed(0)
+    model = Linear(hidden, depth).to(device.device)
+    x = torch.randn(8, hidden, device=device.device, dtype=torch.bfloat16)
+    with groups_of_one(None) if way == "hf_zero 3" else nullcontext():
+        if way == "hf_zero 3":
+            config = {
+                "train_micro_batch_size_per_gpu": 8,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": 3, **RELEASED},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+                "steps_per_print": 1 << 30,
+            }
+            engine = initialize(model=model, config=config)[0]
+            trainer = gpu_train.Trainer(engine, engine.backward, lambda is_last: engine.step(), engine=engine)
+        elif way == "fsdp2":
+            from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+            for block in model.layers:
+                fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+            def update(is_last: bool) -> None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+            trainer = gpu_train.Trainer(model, torch.Tensor.backward, update)
+        else:
+            trainer = gpu_train.Trainer(model.bfloat16(), torch.Tensor.backward, lambda is_last: model.zero_grad())
+        times: dict[str, list[float]] = {"forward and backward": [], "update": []}
+        for number in range(6 if place.is_tiny else 14):
+            start = device.now()
+            loss = trainer.model(x)
+            trainer.backward(loss)
+            queued = time.perf_counter()
+            trainer.update(True)
+            done = time.perf_counter()
+            if number >= 4:
+                times["forward and backward"].append(1e6 * (queued - start) / depth)
+                times["update"].append(1e6 * (done - queued) / depth)
+        device.synchronize()
+        if trainer.engine is not None:
+            trainer.engine.destroy()
+    figures = {name: statistics.median(values) for name, values in times.items()}
+    words = ", ".join(f"{name} {value:.0f} us per unit" for name, value in figures.items())
+    return Found(words, None, figures=figures)
+
+
+def mixture(case: str, place: Place) -> Found:
+    """The mixture of experts of `bench.gpu_predictions`, with grouped_mm."""
+    from bench import gpu_predictions
+    from hf_zero.comm import init_distributed
+
+    init_distributed()
+    name = case.partition(",")[0]
+    run = next(run for run in gpu_predictions.RUNS if run.model == name)
+    rows = [row for session in gpu_report.kept()["sessions"] for row in session.get("predictions", {}).get("rows", [])]
+    before = next((row["s_per_step"] for row in rows if row["run"] == run.name), None)
+    device = device_of(place.kind)
+    found = gpu_predictions.measure(run, device.device, place.is_tiny, experts="grouped_mm")
+    seconds = found["s_per_step"]
+    words = f"{seconds:.3g} s per step, {run.batch * run.length / seconds:,.0f} tokens/s; eager, stored: {before} s"
+    holds = None if before is None or place.is_tiny else seconds < before
+    return Found(words, holds, figures=found)
