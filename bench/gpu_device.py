@@ -43,8 +43,7 @@ class Device:
         Args:
             read: its tensors.
         """
-        self.nap()
-        return start()
+        return Deferred(start)
 
     def free_bytes(self) -> int:
         """Free memory of the device, by its driver."""
@@ -110,6 +109,18 @@ class Device:
 
     def _activities(self) -> list[Any]:
         return [torch.profiler.ProfilerActivity.CPU]
+
+
+class Deferred(Pending):
+    """A collective of one rank that takes place when somebody waits for it, and not before."""
+
+    def __init__(self, start: Callable[[], Pending]) -> None:
+        self._start: Callable[[], Pending] | None = start
+
+    def wait(self) -> None:
+        if self._start is not None:
+            start, self._start = self._start, None
+            start().wait()
 
 
 class Gpu(Device):

@@ -7,8 +7,8 @@
 - *ranks that differ*: programs in which a rank uses modules that others do not use.
 - *one rank fails*: how the other ranks end.
 
-Over gloo (`--device cpu`) ranks use the collectives of NCCL's path, not those of shared memory. gloo makes the host
-wait, so delays cannot find a missing wait there.
+Over gloo (`--device cpu`) ranks use the collectives of NCCL's path, not those of shared memory. A delayed collective of
+one rank takes place there when the engine waits for it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def parts(block: int, kind: str, options: argparse.Namespace) -> list[Part]:
     here = {**few, "LD_PRELOAD": str(library)}
     without = "" if library else "over gloo there is nothing to load" if kind == "cpu" else f"no file {options.nccl}"
     order = "streams and events in hf_zero/comm/torch_backend.py and hf_zero/device/registry.py"
-    two = [_first(2)] + [Case(name, f"within {SEEN} of one rank", order) for name, _ in shared_cases()]
-    two += [Case("memory", *_MEMORY)]
+    two = [_first(2), Case("memory", *_MEMORY)]
+    two += [Case(name, f"within {SEEN} of one rank", order) for name, _ in shared_cases()]
     four = [_first(4)] + [
         Case(name, f"losses within {QUANTIZED if lossy else SEEN} of one rank", order)
         for name, (_, lossy) in DATA_PARALLEL.items()
@@ -80,15 +80,15 @@ def parts(block: int, kind: str, options: argparse.Namespace) -> list[Part]:
         Part("alone", "bench.gpu_nccl:alone", tuple(alone)),
         Part("two ranks", "bench.gpu_nccl:several", tuple(two), 2, hosts, shares=True),
         Part("ranks that differ", "bench.gpu_nccl:differing", tuple(differ), 2, hosts, shares=True),
-        Part("two ranks, NCCL 2.30", "bench.gpu_nccl:several", tuple(two), 2, here, shares=True, absent=without),
-        Part("four ranks", "bench.gpu_nccl:several", tuple(four), 4, hosts, shares=True),
         # Without MPS: a killed client may end the others'.
         Part("one rank fails", "bench.gpu_nccl:failing", tuple(fails), 0),
+        Part("four ranks", "bench.gpu_nccl:several", tuple(four), 4, hosts, shares=True),
+        Part("two ranks, NCCL 2.30", "bench.gpu_nccl:several", tuple(two), 2, here, shares=True, absent=without),
     ]
 
 
 _MEMORY = (
-    "at most 1.5 GB for all channels, which is what plan counts with the driver's context",
+    "at most 1.5 GB per rank, which is what plan counts for communicators and the driver's context together",
     "CONTEXT_BYTES in hf_zero/planning/machine.py",
 )
 
@@ -137,24 +137,25 @@ def first(case: str, place: Place) -> Found:
     if case == "memory":
         return memory(device)
     one = torch.ones(1, device=device.device)
+    before = _quiet(device)
     dist.all_reduce(one)
-    value = float(one)
-    return Found(str(value), value == get_world_size(), figures={"facts": device.facts()})
+    value, took = float(one), before - _quiet(device)
+    figures = {"facts": device.facts(), "bytes": took}
+    return Found(f"{value}; the communicator took {took / 1e6:.0f} MB", value == get_world_size(), figures=figures)
 
 
 def memory(device: Device) -> Found:
-    """Bytes that the first collective of each channel takes from the device, of all ranks together."""
+    """Bytes that the first collective of each further channel takes from the device, of all ranks together."""
     took = {}
     with groups_of_one(None) if get_world_size() == 1 else nullcontext():
-        for channel in Channel:
+        for channel in (Channel.GATHER, Channel.ACCESS, Channel.LAYERS):
             values = torch.ones(get_world_size() * 64, device=device.device)
             before = _quiet(device)
-            collectives = groups.collectives_for(device.device, channel)
-            collectives.all_reduce(values).wait()
+            groups.collectives_for(device.device, channel).all_reduce(values).wait()
             took[channel.name] = before - _quiet(device)
-    total = sum(took.values())
     words = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in took.items())
-    return Found(words, total <= 1.5e9, figures={"bytes": took, "ranks": get_world_size()})
+    figures = {"bytes": took, "ranks": get_world_size()}
+    return Found(words, sum(took.values()) <= 1.5e9 * get_world_size(), figures=figures)
 
 
 def _quiet(device: Device) -> int:

@@ -475,6 +475,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = public(list(sys.argv[1:] if arguments is None else arguments))
     facts = {"block": options.block, "command": " ".join(["python -m bench.gpu_programme", *words])}
     programme = Programme(options.device, options.minutes, options.json, {**facts, "expected": expected})
+    # A run that is cut off by `timeout` ends the processes that it has started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("cut off; the JSON has what was measured"))
     mps = Mps()
     shared = mps.start() if options.device == "cuda" and not options.no_mps and any(p.shares for p in parts) else {}
     try:

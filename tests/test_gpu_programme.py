@@ -116,6 +116,18 @@ def test_a_result_becomes_a_table_of_the_page(
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_missing_wait_is_found(tmp_path: Path) -> None:
+    """Collectives that go through groups of one rank and end late: without waits the losses are others."""
+    cases = [Case("stage 2", "equal"), Case("stage 3, far ahead", "equal")]
+    faulty = Part("faulty", "tests.support.planted_parts:without_waits", tuple(cases))
+    sound = Part("sound", "bench.gpu_nccl:alone", tuple(cases))
+    programme = Programme("cpu", 4.0, tmp_path / "found.json", {"block": 1})
+    programme.run([sound, faulty])
+    assert [row.verdict for row in programme.rows] == [OK, OK, MISS, MISS], programme.rows
+
+
+@pytest.mark.slow
+@pytest.mark.processes
 @pytest.mark.timeout(900)
 def test_block_1_over_gloo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of block 1 as on a GPU, tiny, with the collectives that NCCL's ranks use."""

@@ -1,4 +1,4 @@
-"""Cases of a planted part of the GPU programme (tests/test_gpu_programme.py), in a module that imports no torch."""
+"""Planted parts of the GPU programme (tests/test_gpu_programme.py). This module imports no torch by itself."""
 
 from __future__ import annotations
 
@@ -23,3 +23,13 @@ def planted(case: str, place: Place) -> Found:
     if case == "is not here":
         raise NotHere("nothing to see")
     return Found("42.0", case != "differs", 42.0, {"facts": {"device": "a planted one"}})
+
+
+def without_waits(case: str, place: Place) -> Found:
+    """Block 1's check of delayed collectives, in an engine that waits for none of them."""
+    from unittest import mock
+
+    from bench import gpu_device, gpu_nccl
+
+    with mock.patch.object(gpu_device.Deferred, "wait", lambda self: None):
+        return gpu_nccl.alone(case, place)
