@@ -182,10 +182,11 @@ def host_memory(case: str, place: Place) -> Found:
     start = time.perf_counter()
     device.unlock(tensor)
     unlocking = time.perf_counter() - start
-    rate = size / max(locking, 1e-9) / 1e9
-    state = "locked" if is_locked else "not locked (no GPU)"
-    words = f"{state} in {locking:.2f} s, {rate:.1f} GB/s; unlocked in {unlocking:.2f} s"
-    return Found(words, None if not device.is_gpu else is_locked and rate >= 1, figures={"gb_per_s": rate})
+    if not device.is_gpu:
+        raise NotHere("page-locking needs a GPU's driver")
+    rate = size / locking / 1e9
+    words = f"{'locked' if is_locked else 'refused'} in {locking:.2f} s, {rate:.1f} GB/s; unlocked in {unlocking:.2f} s"
+    return Found(words, is_locked and rate >= 1, figures={"gb_per_s": rate})
 
 
 def _forked(device: Device, size: int, *, locked: bool) -> Found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import pickle
 import resource
@@ -135,13 +136,14 @@ class Gpu(Device):
         self._side: Any = None
 
     def facts(self) -> dict[str, Any]:
-        loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "nccl" in line}
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        libraries = sorted({line.split()[-1] for line in lines if "libnccl.so" in line})
         return {
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "nccl of torch": ".".join(map(str, torch.cuda.nccl.version())),
-            "nccl loaded": sorted(Path(each).name for each in loaded),
+            # torch.cuda.nccl.version() is that of the library which torch was built with.
+            "nccl": {"/".join(Path(each).parts[-4:]): _nccl_version(each) for each in libraries},
         }
 
     def limit_memory(self, share: float) -> None:
@@ -200,6 +202,13 @@ class Gpu(Device):
 
     def _activities(self) -> list[Any]:
         return [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+
+
+def _nccl_version(library: str) -> int:
+    """As NCCL's ncclGetVersion says it: 23007 is 2.30.7."""
+    version = ctypes.c_int()
+    ctypes.CDLL(library).ncclGetVersion(ctypes.byref(version))
+    return version.value
 
 
 class _Late(Pending):

@@ -140,8 +140,9 @@ def first(case: str, place: Place) -> Found:
     before = _quiet(device)
     dist.all_reduce(one)
     value, took = float(one), before - _quiet(device)
-    figures = {"facts": device.facts(), "bytes": took}
-    return Found(f"{value}; the communicator took {took / 1e6:.0f} MB", value == get_world_size(), figures=figures)
+    facts = device.facts()
+    words = f"{value}; the communicator took {took / 1e6:.0f} MB; NCCL {facts.get('nccl', 'is not here')}"
+    return Found(words, value == get_world_size(), figures={"facts": facts, "bytes": took})
 
 
 def memory(device: Device) -> Found:

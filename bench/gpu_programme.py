@@ -138,7 +138,9 @@ class Row:
 def judged(part: Part, case: Case, found: Found, kind: str, seconds: float) -> Row:
     """The row of a case that has ended."""
     words, verdict = found.words, RAN
-    if case.predicted is not None and found.value is not None and kind != "cpu":
+    if kind == "cpu" and case.predicted is not None:
+        verdict = MISS if found.holds is False else RAN  # the figure is that of a GPU
+    elif case.predicted is not None and found.value is not None:
         ratio = found.value / case.predicted
         words += f" ({ratio:.2f} of the prediction)"
         verdict = OK if abs(ratio - 1) <= WITHIN and found.holds is not False else MISS
@@ -269,7 +271,7 @@ class Programme:
 
     def note(self, row: Row) -> None:
         self.rows.append(row)
-        self._facts |= row.figures.get("facts", {})
+        self._facts = {**row.figures.get("facts", {}), **self._facts}  # those of the first part
         sys.stdout.write(f"[{self.left_s:4.0f} s left] {row.part}, {row.case}: {row.measured}; {row.verdict}\n")
         sys.stdout.flush()
         self.save()
@@ -385,7 +387,7 @@ class Mps:
             return {}
         probe = "import torch; torch.zeros(1, device='cuda').add(1).item()"
         try:
-            subprocess.run([sys.executable, "-c", probe], env=self._all, check=True, timeout=60, capture_output=True)
+            subprocess.run([sys.executable, "-c", probe], env=self._all, check=True, timeout=30, capture_output=True)
         except (OSError, subprocess.SubprocessError):
             self.end()
             return {}
@@ -471,6 +473,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.write(f"expected: {name}, {case}: {words}\n")
     if options.list:
         return
+    if options.device == "cuda" and not importlib.import_module("torch").cuda.is_available():
+        sys.exit("bench.gpu_programme needs a GPU; without one --device cpu rehearses it")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     words = public(list(sys.argv[1:] if arguments is None else arguments))
     facts = {"block": options.block, "command": " ".join(["python -m bench.gpu_programme", *words])}

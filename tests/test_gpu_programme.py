@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from argparse import Namespace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import gpu_programme, gpu_report
 from bench.gpu_programme import BLOCKS, MISS, NO_TIME, NOT_HERE, OK, Case, Part, Programme, main, parser, parts_of
+
+BENCH = Path(gpu_programme.__file__).parent
 
 
 def options(*words: str) -> Namespace:
@@ -34,6 +39,16 @@ def test_every_part_says_what_it_expects(block: int, kind: str) -> None:
         assert all(case.expected and case.look and case.limit_s < 400 for case in part.cases), part.name
         # A prediction names where it comes from.
         assert all("stored" in case.expected or "model" in case.expected for case in part.cases if case.predicted)
+
+
+def test_what_only_cuda_has_is_at_one_place_and_exists() -> None:
+    """These lines run for the first time on the day on which there is a GPU."""
+    modules = ("gpu_programme", "gpu_nccl", "gpu_costs", "gpu_train")
+    assert not [name for name in modules if "torch.cuda" in Path(f"{BENCH}/{name}.py").read_text(encoding="utf-8")]
+    used = set(re.findall(r"torch\.(cuda[.\w]*)", Path(f"{BENCH}/gpu_device.py").read_text(encoding="utf-8")))
+    assert len(used) > 10
+    for name in used:
+        assert attrgetter(name)(torch), name
 
 
 def test_a_list_is_printed_and_an_unknown_part_refused(capsys: pytest.CaptureFixture[str]) -> None:
