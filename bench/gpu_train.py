@@ -286,7 +286,7 @@ def measure(
     from hf_zero.comm import init_distributed
 
     init_distributed()
-    started = device.now()
+    started, compiled_before = device.now(), _compilations()
     trainer, numel = trainer_of(case, size, micro_batches, device, in_shards)
     made_s = device.now() - started
     _, _, _, batch, length = SIZES[size]
@@ -304,7 +304,7 @@ def measure(
     found: dict[str, Any] = {"case": case, "size": size, "parameters": numel, "micro_batches": micro_batches}
     found |= {"s_per_step": seconds, "s_of_steps": times, "losses": losses, "made_s": made_s, "peaks": device.peaks()}
     found |= {"tokens_per_s": num_tokens / seconds, "tflops": 6e-12 * numel * num_tokens / seconds}
-    found["recompilations"] = _compilations() - compiled
+    found |= {"graphs": compiled - compiled_before, "recompilations": _compilations() - compiled}
     found["parts_s"] = trainer.step(tokens, device.now)[1]
     if trace is not None:
         found["profile"] = device.profiled(lambda: trainer.step(tokens), trace)
@@ -336,8 +336,8 @@ def missing(case: str) -> str | None:
     if case.startswith("deepspeed"):
         from importlib.metadata import distributions
 
-        names = {(found.metadata["Name"] or "").lower() for found in distributions() if found.files}
-        return None if "deepspeed" in names else "deepspeed is not installed"
+        is_there = any(found.name.lower() == "deepspeed" and found.files for found in distributions() if found.name)
+        return None if is_there else "deepspeed is not installed"
     return None
 
 

@@ -10,7 +10,7 @@ import torch
 
 from bench import gpu_parity, gpu_predictions, gpu_report, gpu_suite, kernel_times
 from bench.gpu_device import Device
-from bench.gpu_train import OTHERS, OURS, ds_config, measure, missing, predicted
+from bench.gpu_train import OTHERS, OURS, TINY_VOCABULARY, ds_config, measure, missing, predicted
 from bench.roofline import MACHINES
 from hf_zero.planning.event_model import Setup, Shape, simulate
 
@@ -23,6 +23,7 @@ def test_a_case_trains(case: str) -> None:
     found = measure(case, "tiny", Device(), steps=1, micro_batches=1 + (case == "torch fused"))
     assert found["losses"][2] < found["losses"][0] and found["tokens_per_s"] > 0
     assert all(seconds >= 0 for seconds in found["parts_s"].values()) and found["recompilations"] == 0
+    assert (found["graphs"] > 0) == ("compiled" in case)
 
 
 def test_what_is_not_there_is_said() -> None:
@@ -78,7 +79,7 @@ def test_parity_is_told_and_so_is_what_is_not_the_same(monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu_parity, "cases", lambda folder: [*chosen, ("stage 4", "fp32", {"stage": 4}, {})])
     monkeypatch.setattr(gpu_parity, "TOLERANCES", {"fp32": 2e-5})
     monkeypatch.setattr(gpu_parity, "UPDATES", 2)
-    *rows, failed, resumed, beside = gpu_parity.run(gpu_parity.Task(torch.device("cpu"), 64, 2, 32))
+    *rows, failed, resumed, beside = gpu_parity.run(gpu_parity.Task(torch.device("cpu"), 64, 2, 32, TINY_VOCABULARY))
     assert len(rows) == len(some) and "ConfigError" in failed["failed"]
     assert all(row["within"] for row in rows if "difference" in row) and "difference" not in rows[-1]
     assert all(row["same_losses"] and row["same_weights"] for row in rows)
