@@ -20,6 +20,7 @@ from torch import nn
 
 from bench import cpu_adam, gpu_report, gpu_train
 from bench.gpu_device import Device, device_of
+from bench.gpu_predictions import RUNS, measure, predict
 from bench.gpu_programme import Case, Found, NotHere, Part, Place
 from hf_zero.planning.event_model import Shape
 
@@ -241,18 +242,19 @@ def _hosts() -> list[Part]:
         trained(case)
         for case in ("hf_zero 3", "fsdp2", "hf_zero 0", "torch fused", "hf_zero 3 offload", "fsdp2 offload")
     ]
-    mixture = Case(
-        "Qwen3 MoE 1.3B, grouped_mm",
-        "faster than the stored run with transformers' default",
-        "docs/experts.md",
-        limit_s=90,
-    )
+    faster = "faster than the stored run with transformers' default"
+    mixture = [
+        Case(f"{run.name}, grouped_mm", faster, "docs/experts.md", limit_s=90) for run in RUNS if "MoE" in run.model
+    ]
+    right = "plan's seconds within 20%, its bytes of tensors within 5%"
+    planned = [Case(run.name, right, "hf_zero/planning/memory.py, event_model.py", limit_s=90) for run in RUNS]
     return [
         Part("host time", "bench.gpu_costs:host_time", tuple(hosts)),
         Part("compiled", "bench.gpu_costs:train", tuple(compiled), apart=True),
-        Part("experts", "bench.gpu_costs:mixture", (mixture,)),
+        Part("experts", "bench.gpu_costs:transformers_model", tuple(mixture)),
         Part("1.5B", "bench.gpu_costs:train", tuple(table), apart=True),
         Part("fp8", "bench.gpu_costs:train", (trained("hf_zero 3 fp8", words="Faster than bf16"),), apart=True),
+        Part("plan", "bench.gpu_costs:transformers_model", tuple(planned), apart=True),
     ]
 
 
@@ -327,19 +329,25 @@ def host_time(case: str, place: Place) -> Found:
     return Found(words, None, figures=figures)
 
 
-def mixture(case: str, place: Place) -> Found:
-    """The mixture of experts of `bench.gpu_predictions`, with grouped_mm."""
-    from bench import gpu_predictions
+def transformers_model(case: str, place: Place) -> Found:
+    """A run of `bench.gpu_predictions`, beside `plan`, or with grouped_mm beside its stored time."""
     from hf_zero.comm import init_distributed
 
     init_distributed()
-    name = case.partition(",")[0]
-    run = next(run for run in gpu_predictions.RUNS if run.model == name)
-    rows = [row for session in gpu_report.kept()["sessions"] for row in session.get("predictions", {}).get("rows", [])]
-    before = next(row["s_per_step"] for row in rows if row["run"] == run.name)
+    is_grouped = case.endswith(", grouped_mm")
+    run = next(run for run in RUNS if run.name == case.removesuffix(", grouped_mm"))
     device = device_of(place.kind)
-    found = gpu_predictions.measure(run, device.device, place.is_tiny, experts="grouped_mm")
+    found = measure(run, device.device, place.is_tiny, experts="grouped_mm" if is_grouped else None)
     seconds = found["s_per_step"]
-    words = f"{seconds:.3g} s per step; transformers' default, stored: {before:.3g} s"
-    holds = None if place.is_tiny else seconds < before
-    return Found(words, holds, figures=found)
+    if is_grouped:
+        sessions = gpu_report.kept()["sessions"]
+        rows = [row for session in sessions for row in session.get("predictions", {}).get("rows", [])]
+        before = next(row["s_per_step"] for row in rows if row["run"] == run.name)
+        words = f"{seconds:.3g} s per step; transformers' default, stored: {before:.3g} s"
+        return Found(words, None if place.is_tiny else seconds < before, figures=found)
+    if place.is_tiny:
+        return Found(f"{seconds:.3g} s per step; plan is about the whole model", figures=found)
+    planned = predict(run, "h100", 128)
+    of_time, of_size = seconds / planned["seconds"], found["allocated"] / planned["total"]
+    words = f"{seconds:.3g} s, {of_time:.2f} of plan's; {found['allocated'] / 1e9:.1f} GB, {of_size:.2f} of plan's"
+    return Found(words, abs(of_time - 1) <= 0.2 and abs(of_size - 1) <= 0.05, figures={**found, "plan": planned})

@@ -1,8 +1,6 @@
-"""Predictions of `plan` against measurements on one GPU: peak memory and seconds per step of transformers' models.
+"""Predictions of `plan` for transformers' models on one GPU, and their measurements: peak memory and seconds per step.
 
-    python -m bench.gpu_predictions --json measured.json     # on a GPU; about ten seconds per run, all in one process
-    python -m bench.gpu_predictions --beside measured.json   # anywhere: the table, with new predictions
-    python -m bench.gpu_predictions --dry-run                # two layers of each, tiny, on the CPU
+    python -m bench.gpu_programme --block 4 --parts plan
 
 Random weights in bf16, AdamW, attention by SDPA. Allocated is the peak of tensors' memory; reserved is what PyTorch's
 caching allocator has reserved for them, to which `plan` adds the driver's context.
@@ -10,18 +8,11 @@ caching allocator has reserved for them, to which `plan` adds the driver's conte
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import logging
 import statistics
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -190,61 +181,3 @@ def predict(run: Run, gpu: str, host_gb: int) -> dict[str, Any]:
     training = training_of(run.ds_config, asked, machine.ranks)
     (found,) = given_estimates(model, machine, training, run.ds_config)
     return {"device": dict(found.memory.device), "total": found.memory.device_total, "seconds": found.seconds}
-
-
-def table(measured: list[dict[str, Any]], gpu: str, host_gb: int) -> Iterator[str]:
-    yield "| run | peak by the driver, GB | predicted | | s per step | predicted | ratio |"
-    yield "|" + " --- |" * 7
-    by_name = {run.name: run for run in RUNS}
-    for row in measured:
-        if "failed" in row:
-            yield f"| {row['run']} | {row['failed']} | | | | | |"
-            continue
-        ours = predict(by_name[row["run"]], gpu, host_gb)
-        peak, seconds = row["driver"], row["s_per_step"]
-        off = ours["total"] / peak - 1
-        yield (
-            f"| {row['run']} | {peak / 1e9:.1f} | {ours['total'] / 1e9:.1f} | {off:+.1%} | {seconds:.3f} | "
-            f"{ours['seconds']:.3f} | {seconds / ours['seconds']:.2f} |"
-        )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on any device")
-    parser.add_argument("--json", type=Path, help="output file")
-    parser.add_argument("--budget-s", type=float, default=600, help="start no run after this many seconds")
-    parser.add_argument("--beside", type=Path, help="output file of an earlier --json, to compare with new predictions")
-    parser.add_argument("--gpu", default="h100", help="plan's name of the GPU in that file")
-    parser.add_argument("--host-gb", type=int, default=128)
-    options = parser.parse_args()
-    if options.beside:
-        rows = json.loads(options.beside.read_text())["rows"]
-        sys.stdout.write("\n".join(table(rows, options.gpu, options.host_gb)) + "\n")
-        return
-    if not options.dry_run and not torch.cuda.is_available():
-        sys.exit("bench.gpu_predictions needs a GPU; --dry-run tries it on the CPU")
-    from hf_zero.comm import destroy_process_group, init_distributed
-
-    logging.getLogger("hf_zero").setLevel(logging.WARNING)
-    init_distributed()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rows, end = [], time.monotonic() + options.budget_s
-    for run in RUNS:
-        if time.monotonic() > end:
-            break
-        try:
-            rows.append(measure(run, device, options.dry_run))
-        except Exception as error:
-            rows.append({"run": run.name, "failed": f"{type(error).__name__}: {error}".splitlines()[0]})
-            sys.stdout.write(traceback.format_exc(limit=-6))
-        sys.stdout.write(f"{json.dumps(rows[-1])}\n")
-        sys.stdout.flush()
-        if options.json:
-            name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-            options.json.write_text(json.dumps({"device": name, "torch": torch.__version__, "rows": rows}, indent=1))
-    destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

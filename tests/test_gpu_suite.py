@@ -86,16 +86,12 @@ def test_parity_is_told_and_so_is_what_is_not_the_same(monkeypatch: pytest.Monke
     assert resumed["equal"] and resumed["consolidated"] and beside["equal"] and beside["consolidated"]
 
 
-def test_runs_of_transformers_models_are_measured_and_predicted(capsys: pytest.CaptureFixture[str]) -> None:
-    """On the CPU there is no device to measure; the prediction is that of the whole model on a GPU."""
+def test_runs_of_transformers_models_are_measured() -> None:
+    """On the CPU there is no device to measure."""
     runs = {run.name: run for run in gpu_predictions.RUNS}
     lora = next(run for run in gpu_predictions.RUNS if run.lora_rank)
     found = gpu_predictions.measure(lora, torch.device("cpu"), tiny=True)
     assert found["losses"][-1] != found["losses"][0] and runs[found["run"]] is lora
-    small = runs["Llama 3.2 1B, 1 x 2048, stage 0"]
-    row = {"run": small.name, "driver": 27.2e9, "allocated": 24.1e9, "s_per_step": 0.06}
-    head, _, first, last = gpu_predictions.table([row, {"run": "x", "failed": "OutOfMemoryError"}], "h100", 128)
-    assert len(head.split("|")) == len(first.split("|")) == len(last.split("|")) and "24.0" in first
 
 
 @pytest.mark.parametrize("name", ["Llama 3.2 1B, 1 x 2048, stage 0", "Llama 3.2 3B, 2 x 2048, stage 3, checkpointing"])
