@@ -30,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ START_S = 90.0  # of a part's processes, until their first case
 STACKS_S = 3.0  # for writing down what a process does, before it is ended
 WITHIN = 0.2  # a figure is as predicted if it differs by this share at most
 OK, MISS, RAN, NO_TIME, NOT_HERE = "as expected", "MISS", "ran", "no time", "not here"
+MARK = "--- "  # before the name of a case in a log
 # Two ranks of NCCL on one GPU count as two hosts, and talk by sockets.
 AS_HOSTS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_IB_DISABLE": "1", "NCCL_MAX_CTAS": "4"}
 GUARDS = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -172,6 +174,7 @@ def child(words: Sequence[str]) -> None:
     place = Place(kind, Path(folder))
     for case in cases:
         say(begins=case)
+        sys.stderr.write(f"{MARK}{case}\n")
         try:
             found = call(case, place)
         except NotHere as reason:
@@ -221,7 +224,7 @@ class Running:
             own = {**place, "LOCAL_RANK": "0", **GUARDS, **given} if ranks > 1 else {**os.environ, **GUARDS, **given}
             own["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [own.get("PYTHONPATH")])])
             log = logs.with_name(f"{logs.name}-rank{rank}.log")
-            with log.open("ab") as target:
+            with log.open("wb") as target:
                 command = [sys.executable, "-m", *words]
                 process = subprocess.Popen(command, env=own, cwd=ROOT, stdout=target, stderr=target)
             running.processes.append(process)
@@ -233,7 +236,7 @@ class Running:
 
     def show_stacks(self) -> None:
         """Let every process write down where it is."""
-        for number in (signal.SIGUSR2, signal.SIGUSR1):
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
             for process in self.processes:
                 if process.poll() is None:
                     process.send_signal(number)
@@ -247,10 +250,12 @@ class Running:
             process.wait()
 
     def last_words(self, rank: int) -> str:
-        """The last line of a rank's log that says something."""
-        lines = [line.strip() for line in self.logs[rank].read_text(errors="replace").splitlines() if line.strip()]
+        """What a rank's log says of its last case: collectives that have not ended, where it hangs, or an error."""
+        said = self.logs[rank].read_text(errors="replace").rpartition(MARK)[2]
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        stacks = [f"in {frame}" for line, frame in pairwise(lines) if line.startswith("Current thread")]
         told = [line for line in lines if line.startswith(("not ended", "this rank exits")) or "Error" in line]
-        return (told or lines or ["nothing in its log"])[-1][:300]
+        return ([*stacks, *told] or lines or ["nothing in its log"])[-1][:300]
 
 
 class Programme:
@@ -263,7 +268,8 @@ class Programme:
         self.folder = file.with_suffix(".files")
         self._ends_at = time.monotonic() + 60 * minutes
         self._facts = dict(facts)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
 
     @property
     def left_s(self) -> float:

@@ -75,7 +75,7 @@ def _part(*cases: Case, **more: Any) -> Part:
 def test_what_hangs_or_fails_is_cut_off_and_the_rest_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_programme, "STACKS_S", 0.3)
+    monkeypatch.setattr(gpu_programme, "STACKS_S", 1.0)
     names = ("runs", "differs", "hangs", "raises", "is not here", "dies", "goes on")
     predicted = Case("is predicted", "42 s", "the clock", 40.0, "s")
     late = Case("is late", "20 s", "the clock", 20.0, "s")
@@ -88,7 +88,8 @@ def test_what_hangs_or_fails_is_cut_off_and_the_rest_is_reported(
     assert verdicts == {"runs": OK, "is not here": NOT_HERE, "goes on": OK, "is predicted": OK, **wrong}
     assert rows["absent", "runs"]["verdict"] == NOT_HERE and run["device"] == "a planted one"
     assert rows["planted", "hangs"]["measured"].startswith("no end within 1 s")
-    assert "the source of hangs; logs " in rows["planted", "hangs"]["look"]
+    look = rows["planted", "hangs"]["look"]
+    assert "the source of hangs; logs " in look and "planted_parts.py" in look and "in planted" in look
     assert "a planted error" in rows["planted", "raises"]["measured"] and "-9" in rows["planted", "dies"]["measured"]
     assert "1.05 of the prediction" in rows["planted", "is predicted"]["measured"]
     stacks = [log.read_text() for log in tmp_path.glob("found.files/*.log")]
