@@ -253,9 +253,10 @@ class Running:
         """What a rank's log says of its last case: collectives that have not ended, where it hangs, or an error."""
         said = self.logs[rank].read_text(errors="replace").rpartition(MARK)[2]
         lines = [line.strip() for line in said.splitlines() if line.strip()]
-        stacks = [f"in {frame}" for line, frame in pairwise(lines) if line.startswith("Current thread")]
+        # The main thread is the last, and need not be the one that got the signal.
+        stacks = [f"in {frame}" for line, frame in pairwise(lines) if line.startswith(("Current thread", "Thread 0x"))]
         told = [line for line in lines if line.startswith(("not ended", "this rank exits")) or "Error" in line]
-        return ([*stacks, *told] or lines or ["nothing in its log"])[-1][:300]
+        return ([*stacks[-1:], *told] or lines or ["nothing in its log"])[-1][:300]
 
 
 class Programme:
