@@ -168,6 +168,7 @@ def host_memory(case: str, place: Place) -> Found:
     unit = 1 << 20 if place.is_tiny else 1 << 30
     if case.startswith("fork"):
         return _forked(device, FORK_GB * unit, locked=case.endswith(", locked"))
+    device.synchronize()  # creates its context
     size = LOCKED_GB * unit
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if "huge" in case:

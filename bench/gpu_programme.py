@@ -37,7 +37,7 @@ from typing import Any
 from bench.surroundings import ROOT, keep, public, rank_environments
 
 BLOCKS = {1: "bench.gpu_nccl", 2: "bench.gpu_costs", 3: "bench.gpu_costs", 4: "bench.gpu_costs"}
-START_S = 90.0  # of a part's processes, until their first case
+START_S = {"cuda": 90.0, "cpu": 240.0}  # of a part's processes, until their first case; a rehearsal shares its cores
 STACKS_S = 3.0  # for writing down what a process does, before it is ended
 WITHIN = 0.2  # a figure is as predicted if it differs by this share at most
 OK, MISS, RAN, NO_TIME, NOT_HERE = "as expected", "MISS", "ran", "no time", "not here"
@@ -320,7 +320,7 @@ class Programme:
 
     def _follow(self, part: Part, cases: Sequence[Case], running: Running, rows: Path) -> int:
         done, num_lines, began = 0, 0, time.monotonic()
-        limit = START_S
+        limit = START_S[self.kind]
         while done < len(cases):
             lines = rows.read_text(encoding="utf-8").splitlines(keepends=True)
             complete = [json.loads(line) for line in lines[num_lines:] if line.endswith("\n")]
