@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import hf_zero
 from bench.gpu_device import Device, device_of
 from bench.gpu_parity import CLIP, CPU, UPDATES, Task, ds_config, examine, same, shared_cases
-from bench.gpu_programme import AS_HOSTS, Case, Found, NotHere, Part, Place, Running
+from bench.gpu_programme import AS_HOSTS, START_S, Case, Found, NotHere, Part, Place, Running
 from bench.gpu_train import TINY_VOCABULARY
 from hf_zero.api.entry import initialize
 from hf_zero.comm import Channel, Collectives, Pending, get_rank, get_world_size, groups, init_distributed
@@ -71,7 +71,8 @@ def parts(block: int, kind: str, options: argparse.Namespace) -> list[Part]:
     lockstep = "hf_zero/comm/lockstep.py: a rank that issues gathers in another order than the others"
     differ = [_first(2)] + [Case(name, "as one process, within 1e-5; in seconds", lockstep) for name in PROGRAMS]
     ends = f"the other ends within {ENDS_WITHIN_S[kind]:.0f} s, and names rank 1"
-    fails = [Case(name, ends, "describe_dead in hf_zero/comm/known_groups.py; NCCL's watchdog") for name in FAULTS]
+    dead = "describe_dead in hf_zero/comm/known_groups.py; NCCL's watchdog"
+    fails = [Case(name, ends, dead, limit_s=START_S[kind] + 5 * ENDS_WITHIN_S[kind]) for name in FAULTS]
     delayed = "to the bit stage 0 (offload, clipping: itself without delays); at most one host wait more per update"
     alone = [Case(name, delayed, order) for name in ALONE]
     alone += [Case(name, "nothing raises in torch's alarm of host waits", order) for name in WAITING]
@@ -551,8 +552,10 @@ def failing(case: str, place: Place) -> Found:
     running = Running.start(words, 2, environment, stem)
     ended: dict[int, float] = {}
     try:
-        deadline = time.time() + 50
+        deadline, has_failed = time.time() + START_S[place.kind], False
         while len(ended) < 2 and time.time() < deadline:
+            if not has_failed and fault.exists():
+                deadline, has_failed = time.time() + 4 * ENDS_WITHIN_S[place.kind], True
             for rank, code in enumerate(running.codes()):
                 if code is not None:
                     ended.setdefault(rank, time.time())
