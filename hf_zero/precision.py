@@ -1,19 +1,23 @@
-"""Dtypes of parameters, master weights, reduced gradients and accumulated gradients; and static and dynamic loss scales
-for fp16."""
+"""Dtypes of parameters, buffers, master weights, reduced gradients and accumulated gradients; and static and dynamic
+loss scales for fp16."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hf_zero.config import LossScalePolicy, PrecisionPolicy
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
+_UNLIKE = re.compile(r"expected scalar type|to have the same dtype|must have the same dtype|should be the same$")
 WRAPPED_AT_STAGE_3 = (
     "torchao's quantized weights are several tensors each, which stage 3 does not shard. Use "
     "BitsAndBytesConfig(load_in_4bit=True), whose weights it shards as they are, or stage 2, where every rank has "
@@ -29,6 +33,8 @@ class Precision:
         low_precision_masters: whether 16-bit weights are their own masters; otherwise masters are in fp32.
         low_precision_states: whether optimizer states have the masters' dtype; otherwise at least fp32.
         rounds_stochastically: whether updates of bf16 masters use stochastic rounding; otherwise to nearest.
+        buffers: the dtype of floating-point buffers.
+        kept_buffers: patterns of names that `buffers` does not apply to; None: the lists of transformers' models.
     """
 
     model: torch.dtype | None
@@ -37,6 +43,8 @@ class Precision:
     low_precision_masters: bool = False
     low_precision_states: bool = False
     rounds_stochastically: bool = False
+    buffers: torch.dtype | None = None
+    kept_buffers: tuple[str, ...] | None = None
 
     @property
     def model_name(self) -> str:
@@ -67,7 +75,52 @@ def precision_from(policy: PrecisionPolicy) -> Precision:
         low_precision_masters=policy.low_precision_masters,
         low_precision_states=policy.low_precision_states,
         rounds_stochastically=policy.rounds_stochastically,
+        buffers=None if policy.buffers is None else DTYPES[policy.buffers],
+        kept_buffers=policy.kept_buffers,
     )
+
+
+def cast_buffers(module: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Cast floating-point buffers to `precision.buffers`. Without it they keep their dtype, except for BatchNorm on
+    CPUs: torch's kernel there requires statistics in the dtype of the weights, as `module.to(dtype)` makes them."""
+    kept, done = _kept_buffers(module, precision), dict[int, torch.Tensor]()
+    for prefix, inner in module.named_modules():
+        dtype, weight = precision.buffers, getattr(inner, "weight", None)
+        if dtype is None and device.type == "cpu" and isinstance(inner, _BatchNorm) and weight is not None:
+            dtype = precision.parameter_dtype(weight.dtype)
+        for name, buffer in inner._buffers.items() if dtype is not None else ():
+            is_kept = kept is not None and kept.search(f"{prefix}.{name}".strip("."))
+            if buffer is not None and buffer.is_floating_point() and not is_kept:
+                inner._buffers[name] = done.setdefault(id(buffer), buffer.to(dtype))  # two modules may share it
+
+
+def _kept_buffers(module: nn.Module, precision: Precision) -> re.Pattern[str] | None:
+    """Return a pattern of the names that `precision.buffers` excepts. As in transformers, `*` is any text, and a name
+    may match anywhere; a model's own lists apply below it, `_keep_in_fp32_modules` only in fp16."""
+    if precision.buffers is None or precision.kept_buffers == ():
+        return None
+    patterns = [name.replace("*", ".*") for name in precision.kept_buffers or ()]
+    if precision.kept_buffers is None:
+        for prefix, inner in module.named_modules():
+            names = list(getattr(inner, "_keep_in_fp32_modules_strict", None) or ())
+            if precision.buffers == torch.float16:
+                names += getattr(inner, "_keep_in_fp32_modules", None) or ()
+            below = rf"^{re.escape(prefix)}\..*" if prefix else ""
+            patterns += [below + name.replace("*", ".*") for name in names]
+    return re.compile("|".join(patterns)) if patterns else None
+
+
+def explain_dtypes(module: nn.Module, model: str, error: Exception) -> None:
+    """Add to an error about unlike dtypes which tensors an engine does not cast to `model` ("bf16" or "fp16")."""
+    if model == "fp32" or not _UNLIKE.search(str(error)) or getattr(error, "is_explained", False):
+        return
+    names = [name for name, buffer in module.named_buffers() if buffer.dtype == torch.float32]
+    listed = f" ({', '.join(names[:3])}{', ...' if names[3:] else ''})" if names else ""
+    text = f"Weights are {model}; inputs and buffers keep their dtype. Cast the floating-point inputs of the model"
+    if names:
+        text += f'; if a buffer in fp32{listed} is the cause, set data_types.buffer_dtype to "{model}"'
+    error.args = (f"{error}\n\n{text}.",)
+    error.is_explained = True  # type: ignore[attr-defined]
 
 
 def is_packed(parameter: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ from hf_zero.features import ASKED, DIMENSIONS, DIMENSIONS_OF_FEATURES, EngineTo
 from hf_zero.log import log_dist, logger
 from hf_zero.optim import build_optimizer
 from hf_zero.params.store import of, suspended
-from hf_zero.precision import can_be_cut, precision_from
+from hf_zero.precision import can_be_cut, cast_buffers, precision_from
 from hf_zero.step.assemble import (
     Assembly,
     Plan,
@@ -246,6 +246,7 @@ def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: P
 
             unpartition(model)
         place_model(model, plan.precision, device, managed)
+    cast_buffers(model, plan.precision, device)
     synchronise_unmanaged(model, plan.groups, managed)
 
 

@@ -17,8 +17,7 @@ from hf_zero.comm.process_group import backend_of
 from hf_zero.device.registry import runtime_of
 from hf_zero.log import log_dist
 from hf_zero.optim.registry import states_per_element, stored_bytes_per_element
-from hf_zero.optim.updater import OwnStepUpdater, Updater
-from hf_zero.precision import precision_from
+from hf_zero.precision import explain_dtypes, precision_from
 from hf_zero.spans import SPANS
 from hf_zero.surface import announcement
 
@@ -74,6 +73,8 @@ _RUNS: weakref.WeakKeyDictionary[ZeroEngine, Run] = weakref.WeakKeyDictionary()
 
 
 def _explain(engine: Any, phase: str, error: Exception) -> None:
+    if isinstance(error, RuntimeError):
+        explain_dtypes(engine.module, engine.settings.resolved.precision.model, error)
     if isinstance(error, (RuntimeError, MemoryError)):
         from hf_zero.profiling.out_of_memory import explain  # only needed on failure
 

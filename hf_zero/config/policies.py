@@ -62,6 +62,8 @@ class PrecisionPolicy:
     low_precision_masters: bool = False  # 16-bit weights are their own masters
     low_precision_states: bool = False  # optimizer states in the masters' dtype; else at least fp32
     rounds_stochastically: bool = False  # stochastic rounding of bf16 masters after an update; else to nearest
+    buffers: DtypeName | None = None  # dtype of floating-point buffers; None: their own
+    kept_buffers: tuple[str, ...] | None = None  # patterns of names that `buffers` excepts; None: the model's lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,6 +259,7 @@ def _precision(config: Root, sequence_size: int = 1) -> policies.PrecisionPolicy
     fp16, bf16, types = config.fp16 or Fp16(), config.bf16 or Bf16(), config.data_types or DataTypes()
     autocast = autocast_of(config)
     loss_scale = _loss_scale(config, autocast)
+    kept = types.keep_in_fp32_modules
     communication = config.communication_data_type
     if sequence_size > 1:
         communication = config.seq_parallel_communication_data_type or communication
@@ -273,6 +274,8 @@ def _precision(config: Root, sequence_size: int = 1) -> policies.PrecisionPolicy
         low_precision_masters=bf16.bf16_master_weights_and_grads or fp16.fp16_master_weights_and_grads,
         low_precision_states=bf16.bf16_optimizer_states,
         rounds_stochastically=config.hf_zero is not None and config.hf_zero.stochastic_rounding,
+        buffers=types.buffer_dtype,
+        kept_buffers=None if kept == "auto" else tuple(kept),
     )
 
 

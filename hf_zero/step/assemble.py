@@ -200,7 +200,6 @@ def place_model(module: nn.Module, precision: Precision, device: torch.device, m
     """Move `module` to `device` and cast its floating-point parameters, except the `managed` ones (by id).
 
     Managed parameters are cast when they move into flat buffers, so that masters start from the unrounded values.
-    Buffers keep their dtype.
     """
     module.to(device)
     for parameter in module.parameters():

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
-from tests.support.ranks import run_ranks
+from hf_zero.precision import Precision, cast_buffers
+from tests.support.ranks import run_each, run_ranks
 
 LR, STEPS, ACCUMULATION = 0.1, 4, 2
 
@@ -106,3 +107,98 @@ def _own(rank: int, own: dict[str, bool], calls: int) -> list[float]:
 def test_it_costs_a_message_per_dtype_and_nothing_by_default(own: dict[str, bool], calls: int) -> None:
     first, second = run_ranks(_own, 2, own, calls)
     assert (first == second) == bool(own)
+
+
+class Scaled(nn.Module):
+    """A model with a buffer in its arithmetic, a BatchNorm that is used twice, and one in fp32 by its own list."""
+
+    _keep_in_fp32_modules_strict = ("correction",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        self.again = nn.Sequential(self.norm)
+        self.register_buffer("scale", torch.full((6,), 2.0))
+        self.register_buffer("correction", torch.full((1,), 1.001))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.last(self.again(self.first(x * self.scale))).square().mean() * self.correction
+        return loss.mean()
+
+
+def _run_in_16_bits(rank: int, stage: int, dtype: str, data_types: dict[str, Any]) -> dict[str, torch.dtype]:
+    """Train two updates; the statistics are those of plain PyTorch. Returns the dtypes of the buffers."""
+    model, peer = Scaled(), Scaled()
+    weights = getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[dtype])
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+        dtype: {"enabled": True},
+        "data_types": data_types,
+    }
+    engine = initialize(model=model, config=config)[0]
+    peer.to(weights)
+    is_cast = bool(data_types)
+    x = batches(rank)[0].to(weights)
+    given = x if is_cast else x / 2  # times the scale, in fp32: an error that says what to do
+    if not is_cast:
+        with pytest.raises(RuntimeError, match=f"buffer in fp32 .*scale.*data_types.buffer_dtype to .{dtype}"):
+            engine(given)
+        model.scale = model.scale.to(weights)
+        engine.module.scale = model.scale
+    for _ in range(2):
+        engine.backward(engine(given))
+        engine.step()
+        peer(given)
+    torch.testing.assert_close(model.norm.running_var.float(), peer.norm.running_var.float())
+    assert not torch.equal(model.norm.running_var.float(), torch.ones(6)), "the statistics are followed"
+    assert engine.module.norm.running_mean is engine.module.again[0].running_mean
+    engine.eval()
+    engine(given)
+    dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    engine.destroy()
+    return dtypes
+
+
+def test_batch_norm_in_16_bits_on_cpus() -> None:
+    """A user trained a convolutional model in bf16 on CPUs and got "expected scalar type BFloat16 but found Float".
+
+    Buffers keep their dtype, but torch's BatchNorm on CPUs requires the statistics in the dtype of its weights. They
+    follow the weights there now. The way out for other buffers in DeepSpeed, `data_types.buffer_dtype`, was refused.
+    """
+    cases = [
+        (2, "bf16", {}),
+        (3, "bf16", {"buffer_dtype": "bf16"}),
+        (0, "fp16", {"buffer_dtype": "fp16", "keep_in_fp32_modules": ["correction"]}),
+    ]
+    for (_, dtype, data_types), (dtypes, _) in zip(cases, run_each(_run_in_16_bits, 2, cases), strict=True):
+        weights = torch.bfloat16 if dtype == "bf16" else torch.float16
+        assert dtypes["norm.running_mean"] == dtypes["norm.running_var"] == dtypes["scale"] == weights
+        assert dtypes["correction"] == torch.float32, data_types
+        assert dtypes["norm.num_batches_tracked"] == dtypes["calls"] == torch.int64
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "expected"),
+    [
+        (Precision(BF16, None, None), "cpu", (BF16, FP32, FP32)),
+        (Precision(BF16, None, None), "cuda", (FP32, FP32, FP32)),
+        (Precision(None, None, None), "cpu", (FP32, FP32, FP32)),
+        (Precision(BF16, None, None, buffers=FP32), "cpu", (FP32, FP32, FP32)),
+        (Precision(BF16, None, None, buffers=BF16), "cuda", (BF16, BF16, FP32)),
+        (Precision(BF16, None, None, buffers=BF16, kept_buffers=()), "cpu", (BF16, BF16, BF16)),
+        (Precision(BF16, None, None, buffers=BF16, kept_buffers=("sca*e", "norm")), "cpu", (FP32, FP32, BF16)),
+        (Precision(FP16, None, None, buffers=FP16), "cpu", (FP16, FP16, FP32)),
+    ],
+)
+def test_which_buffers_are_cast(precision: Precision, device: str, expected: tuple[torch.dtype, ...]) -> None:
+    model = nn.Sequential(Scaled())  # a list of names belongs to the module that has it
+    cast_buffers(model, precision, torch.device(device))
+    inner: Any = model[0]
+    assert (inner.norm.running_var.dtype, inner.scale.dtype, inner.correction.dtype) == expected

@@ -26,7 +26,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("hf_zero.quantized_gradient_bits", 2, "must be 4 or 8"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every update is complete"),
     ("zero_optimization.legacy_stage1", True, "there is one stage 1"),
-    ("data_types.buffer_dtype", "bf16", "buffers always keep the dtype they came with"),
+    ("data_types.buffer_dtype", "int8", 'must be "fp32", "fp16" or "bf16"'),
     ("torch_autocast", {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}, "not available"),
     ("torch_autocast.dtype", "int8", 'must be "fp32", "fp16" or "bf16"'),
     ("amp", {"enabled": True, "num_losses": 2}, "there is one loss scale"),

@@ -207,9 +207,10 @@ class DataTypes(Section):
 
     grad_accum_dtype: Dtype | None = supported(None, "Dtype gradients are summed in. Unset: the model's.")
     param_dtype: Dtype | None = check(None, "Must agree with fp16.enabled and bf16.enabled.")
-    buffer_dtype: Dtype | None = unsupported(
-        None, "Cast buffers too.", why="buffers always keep the dtype they came with"
+    buffer_dtype: Dtype | None = supported(
+        None,
+        "Dtype of floating-point buffers. Unset: their own; BatchNorm's on CPUs follow its weights.",
     )
-    keep_in_fp32_modules: Literal["auto"] | Annotated[list[str], BeforeValidator(as_names)] = ignored(
-        "auto", "Buffers kept in fp32.", why="buffers always keep the dtype they came with"
+    keep_in_fp32_modules: Literal["auto"] | Annotated[list[str], BeforeValidator(as_names)] = supported(
+        "auto", "Names of buffers that buffer_dtype leaves as they are; auto: the lists of transformers' models."
     )
