@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.config.features import long_sequences
@@ -150,18 +151,21 @@ def sequence_tiled_compute(
     if grad_requiring_tensor_key not in {**kwargs_to_shard, **kwargs_to_pass}:
         raise ValueError(f"grad_requiring_tensor_key: there is no argument {grad_requiring_tensor_key!r}")
     cut = [name for name, value in kwargs_to_shard.items() if isinstance(value, Tensor)]
-    whole = [name for name, value in kwargs_to_pass.items() if isinstance(value, Tensor)]
-    given = {**kwargs_to_shard, **kwargs_to_pass}
-    others = {name: value for name, value in given.items() if name not in cut and name not in whole}
+    others = {name: value for name, value in kwargs_to_shard.items() if name not in cut}
+    # Also tensors within tuples, lists and dicts, whose graph no tile may walk through by itself.
+    leaves, structure = tree_flatten({**others, **kwargs_to_pass})
+    whole = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def call(tiles: Sequence[Tensor], passed: Sequence[Tensor]) -> Tensor:
-        return fn(**dict(zip(cut, tiles, strict=True)), **dict(zip(whole, passed, strict=True)), **others)
+        places = dict(zip(whole, passed, strict=True))
+        arguments = tree_unflatten([places.get(position, leaf) for position, leaf in enumerate(leaves)], structure)
+        return fn(**dict(zip(cut, tiles, strict=True)), **arguments)
 
     tiling = Tiling(call=call, dim=1, rows=chunk_rows(seqlen, shards), join=output_unshard_dimension)
     output = tiled(
         tiling,
         [kwargs_to_shard[name] for name in cut],
-        [kwargs_to_pass[name] for name in whole],
+        [leaves[position] for position in whole],
         compute_params or (),
         may_read_others=True,
     )

@@ -103,6 +103,54 @@ def test_named_states_draw_the_same_again() -> None:
     tracker.reset()
 
 
+class Held:
+    """An object with a tensor, like the outputs of a model."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+def gradients_of(run: Any, configured: dict[str, Any]) -> list[Tensor]:
+    """Gradients of weights and of an input, all through containers that a checkpointed function takes or returns."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def from_dict(given: dict[str, Tensor]) -> dict[str, Any]:
+        return {"hidden": torch.tanh(layer(given["hidden"])), "all": [given["hidden"] * 2]}
+
+    def from_object(given: Held, *, scale: Tensor) -> Held:
+        return Held(layer(given.values) * scale)
+
+    if configured:
+        checkpointing.configure(None, **configured)
+    first = run(from_dict, {"hidden": x})
+    second = run(from_object, Held(first["hidden"]), scale=x.sum())
+    data = torch.ones(ROWS, WIDTH)  # no argument needs a gradient: only the weights do
+    third = run(lambda plain: (layer(plain), "kept as it is"), data)
+    (second.values.square().mean() + first["all"][0].mean() + third[0].mean()).backward()
+    assert x.grad is not None and layer.weight.grad is not None and third[1] == "kept as it is"
+    return [x.grad, layer.weight.grad]
+
+
+def test_tensors_in_dicts_and_objects_have_gradients() -> None:
+    """A layer took and returned a dict under `deepspeed.checkpointing.checkpoint`: its weights never changed.
+
+    DeepSpeed's and torch's reentrant checkpoints see only tensors that are arguments or results themselves. There was
+    no error; the same held if no argument needed a gradient, as in a first layer whose input is data.
+    """
+    expected = gradients_of(lambda function, *args, **kwargs: function(*args, **kwargs), {})
+    assert all(gradient.abs().sum() > 0 for gradient in expected)
+    for configured in ({}, {"checkpoint_in_cpu": True}, {"contiguous_checkpointing": True, "num_checkpoints": 3}):
+        with use(Late()):
+            found = gradients_of(checkpointing.checkpoint, configured)
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    all_outputs: list[Any] = []
+    leaf = torch.ones(2, requires_grad=True)
+    doubled = checkpointing.CheckpointFunction.apply(lambda given: {"y": given["x"] * 2}, all_outputs, {"x": leaf})
+    all_outputs[0]["y"].sum().backward()
+    assert doubled is all_outputs[0] and leaf.grad is not None and leaf.grad.tolist() == [2.0, 2.0]
+
+
 def test_detached_variables() -> None:
     x = torch.ones(2, requires_grad=True) * 2
     detached, other, number = checkpointing.detach_variable((x, torch.ones(1), 3))

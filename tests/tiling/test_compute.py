@@ -238,6 +238,26 @@ def test_any_function_over_a_sequence(reduction: str | None, dim: int, by_class:
     assert_same([tensor.grad for tensor in copied], list(expected), rtol=1e-4, atol=1e-5)
 
 
+def test_tensors_in_a_dict_have_gradients() -> None:
+    """A user passed a dict with a scale that other layers had computed: the second tile's backward failed.
+
+    "Trying to backward through the graph a second time": every tile walked through the graph behind the scale.
+    """
+
+    def results(run: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, weight, scale = (torch.randn(*shape, requires_grad=True) for shape in ((2, 8, 3), (3, 3), (3,)))
+        run(
+            lambda x, more: (x @ weight) * more["all"][0], x, {"all": [(scale * 2).tanh(), 1]}
+        ).square().sum().backward()
+        return [tensor.grad for tensor in (x, weight, scale) if tensor.grad is not None]
+
+    expected = results(lambda function, x, more: function(x, more))
+    found = results(lambda fn, x, more: sequence_tiled_compute(fn, 8, 4, {"x": x}, {"more": more}, "x", None, 1, None))
+    assert len(found) == 3
+    torch.testing.assert_close(found, expected)
+
+
 def test_what_cannot_be_is_said() -> None:
     x = inputs(1, 4, HIDDEN)
     with pytest.raises(ValueError, match="there is no argument 'z'"):

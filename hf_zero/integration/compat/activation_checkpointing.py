@@ -189,12 +189,16 @@ def reset() -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `function` without saving its activations; backward recomputes it with the same random numbers."""
-    return _run(function, *args, use_reentrant=not kwargs, **kwargs)
+    """Run `function` without saving its activations; backward recomputes it with the same random numbers.
+
+    Arguments and results may be tensors, and anything that contains some: torch's reentrant checkpoint, which DeepSpeed
+    resembles, gives no gradients to tensors in a dict, list or object.
+    """
+    return _calls().run(torch_checkpoint, with_named_states(function), *args, use_reentrant=False, **kwargs)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    return _run(function, *args, use_reentrant=False)
+    return checkpoint(function, *args)
 
 
 class CheckpointFunction:
@@ -202,7 +206,7 @@ class CheckpointFunction:
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        outputs = _run(run_function, *args, use_reentrant=True)
+        outputs = checkpoint(run_function, *args)
         all_outputs += outputs if isinstance(outputs, tuple) else [outputs]
         return outputs
 
@@ -236,10 +240,6 @@ def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, .
 def _detached(tensor: Tensor, device: Any) -> Tensor:
     moved = tensor if device is None else tensor.to(device=device)
     return moved.detach().requires_grad_(tensor.requires_grad)
-
-
-def _run(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return _calls().run(torch_checkpoint, with_named_states(function), *args, **options)
 
 
 def _calls() -> CheckpointedCalls:
