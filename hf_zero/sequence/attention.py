@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from hf_zero.sequence.shared import (
 
 _HANDLES = "_hf_zero_sequence_hooks"
 _EAGER = "eager_attention_forward"
+_LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "_block_types")
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> None:
@@ -76,16 +78,54 @@ def check_model(model: Any, size: int) -> None:
             f"{type(model).__name__} does not use transformers' attention interface, so that heads cannot be exchanged "
             "around attention: use a model that does, or deepspeed.sequence.layer.DistributedAttention"
         )
-    check_config(text_config(getattr(model, "config", None)), size)
+    config = text_config(getattr(model, "config", None))
+    check_config(config, size)
+    for name, module in _beside_attention(model, config):
+        raise _mixed_beside_attention(f"{type(model).__name__}, in {name} ({type(module).__name__})")
 
 
 def check_config(config: Any, size: int) -> None:
     """Like `check_model`, for a model config."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError("encoder-decoder models cannot share sequences: their two sequences have different lengths")
+    for key in _LAYER_TYPES:
+        others = dict.fromkeys(kind for kind in getattr(config, key, None) or () if kind not in _ATTENTION)
+        if others:
+            raise _mixed_beside_attention(f"{type(config).__name__}, by its {key}: {', '.join(map(str, others))}")
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):
         check_heads(heads, size)
+
+
+def _mixed_beside_attention(what: str) -> ValueError:
+    return ValueError(
+        f"{what}: this model also combines positions outside of the attention that ranks exchange heads for (linear "
+        "attention, recurrent layers, convolutions, indexers), where a rank would see only its own part of the "
+        "sequence: use a model whose layers all have attention, or another way to save memory "
+        "(docs/long_sequences.md)"
+    )
+
+
+def _beside_attention(model: nn.Module, config: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of the text model that combine positions by themselves, with their names.
+
+    Those of other inputs (convolutions over sound, projectors of images) are in a module with another config.
+    """
+
+    def walk(module: nn.Module, name: str, *, is_text: bool) -> Iterator[tuple[str, nn.Module]]:
+        own = getattr(module, "config", None)
+        is_text = is_text if own is None else type(own) is type(config)
+        if is_text and (
+            isinstance(module, nn.RNNBase)
+            or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
+            or "A_log" in module._parameters  # the decay of state-space layers
+            or "Indexer" in type(module).__name__
+        ):
+            yield name, module
+        for child, inner in module.named_children():
+            yield from walk(inner, f"{name}.{child}" if name else child, is_text=is_text)
+
+    return walk(model, "", is_text=False)
 
 
 def _of_text(model: nn.Module, config: Any) -> Iterable[nn.Module]:
@@ -132,6 +172,8 @@ def _around(core: Callable[..., Any]) -> Callable[..., Any]:
         if copies > 1:
             key, value = key.repeat_interleave(copies, dim=HEADS), value.repeat_interleave(copies, dim=HEADS)
         query, key, value = exchange(group, [query, key, value], split=HEADS, join=POSITIONS)
+        if RUNNING.sight is not None:
+            RUNNING.sight.num_exchanges += 1
         _check_mask(attention_mask, key)
         more = _for_whole(group, more, heads)
         with with_groups_of_heads(module, query.shape[HEADS] // key.shape[HEADS]):

@@ -51,9 +51,18 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, 
 
 
 def after_forward(model: nn.Module, args: Any, output: Any) -> None:
-    """Forward hook, which must always be called."""
-    if RUNNING.sights:
-        RUNNING.sights.pop()
+    """Forward hook, which must always be called; `output` is None after an error.
+
+    Raises:
+        NotImplementedError: if no attention ran through transformers' interface: parts have not seen each other.
+    """
+    sight = RUNNING.sights.pop() if RUNNING.sights else None
+    if sight is not None and output is not None and not sight.num_exchanges:
+        raise NotImplementedError(
+            f"{type(unwrapped(model)).__name__} has called no attention of transformers' attention interface, around "
+            "which ranks exchange heads: each rank has computed its part of the sequences alone. It cannot share "
+            "sequences"
+        )
 
 
 def _check_whole(shared: Shared, seen: Tensor) -> None:

@@ -42,6 +42,7 @@ class Sight:
             or if it is only at the end under causal attention, where no token attends to it.
         positions: position ids of whole sequences, [batch or 1, whole_length]; None if they are not 2-D.
         asks_for_documents: whether transformers has looked for packed documents since it last created a mask.
+        num_exchanges: number of attention calls so far for which ranks exchanged heads.
     """
 
     config: Any
@@ -50,6 +51,7 @@ class Sight:
     padding: Tensor | None
     positions: Tensor | None
     asks_for_documents: bool = False
+    num_exchanges: int = 0
 
 
 MODULES: WeakKeyDictionary[nn.Module, Shared] = WeakKeyDictionary()  # every module of an attached model

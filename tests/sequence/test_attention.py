@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config
 from transformers.masking_utils import AttentionMaskInterface
 
 import hf_zero.sequence.forwards as forwards
 import hf_zero.sequence.forwards as masks
 import hf_zero.sequence.shared as shared
 from hf_zero.comm import Channel, Collectives, LoneCollectives, collectives_for, ledger
-from hf_zero.sequence.attention import attach, detach, install, is_attached
+from hf_zero.sequence.attention import attach, check_config, check_model, detach, install, is_attached
 from hf_zero.sequence.batches import UlyssesSPDataLoaderAdapter, part_of
 from hf_zero.sequence.groups import SequenceGroups
 from hf_zero.sequence.layer import HEADS, POSITIONS, DistributedAttention, exchange
@@ -70,6 +70,93 @@ def test_models_that_cannot_share_say_why() -> None:
     with pytest.raises(ValueError, match="encoder-decoder models cannot share"):
         register(crossed)
     SequenceGroups.prepare(nn.Linear(2, 2), None, None)  # type: ignore[arg-type]  # nothing to undo
+
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "pad_token_id": 0,
+}
+_HYBRIDS = (
+    "qwen3_next qwen3_5_text nemotron_h falcon_h1 jamba bamba zamba2 granitemoehybrid minimax kimi_linear deepseek_v32"
+)
+
+
+@pytest.mark.parametrize("kind", _HYBRIDS.split())
+def test_models_that_combine_positions_beside_attention_are_refused(kind: str) -> None:
+    """Ranks shared the sequences of Qwen3-Next, and the loss was wrong, without a word.
+
+    Three of four layers have linear attention: a causal convolution and a recurrence over positions, which began anew
+    on each rank. The page said that accelerate refuses such models, but it does not.
+    """
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
+    try:
+        check_config(CONFIG_MAPPING[kind](), 2)
+    except ValueError as error:
+        assert "combines positions outside of the attention" in str(error)
+        return
+    # In older versions the config of some of them does not say what their layers are; their modules do.
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](num_hidden_layers=1))
+    with pytest.raises(ValueError, match="combines positions outside of the attention"):
+        check_model(model, 2)
+
+
+def test_the_kinds_of_layers_are_named() -> None:
+    config = CONFIG_MAPPING["lfm2"](num_hidden_layers=2, layer_types=["conv", "full_attention"], **_SMALL)
+    with pytest.raises(ValueError, match="Lfm2Config, by its layer_types: conv: this model"):
+        UlyssesSPAttentionHF.register_with_transformers(AutoModelForCausalLM.from_config(config), None, 2, 1)
+
+
+class _Mixer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(2))
+
+
+@pytest.mark.parametrize("mixer", [_Mixer, lambda: nn.Conv1d(4, 4, 3), lambda: nn.GRU(4, 4)])
+def test_modules_that_combine_positions_are_found(mixer: Any) -> None:
+    """In a model whose config does not say what its layers are. Convolutions for other inputs are allowed."""
+    model: Any = model_of("llama")
+    model.model.layers[1].extra = mixer()
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM, in model\.layers\.1\.extra .*combines positions"):
+        check_model(model, 2)
+    model.model.layers[1].extra.config = GPT2Config()  # such as a tower for sound
+    check_model(model, 2)
+    model.model.layers[1].extra = nn.Conv1d(4, 4, 1)  # of single positions
+    check_model(model, 2)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "mixtral", "gemma2", "gpt_oss", "llama4_text"])
+def test_models_with_attention_alone_are_accepted(kind: str) -> None:
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers has no {kind}")
+    config = CONFIG_MAPPING[kind](**({**_SMALL, "num_hidden_layers": 2} if kind != "gpt2" else {}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    check_model(model, 2)
+
+
+class _Alone(nn.Module):
+    """Attention of its own, which does not use transformers' interface."""
+
+    def forward(self, hidden_states: Tensor, **more: Any) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
+def test_a_model_whose_attention_exchanged_nothing_is_an_error() -> None:
+    """transformers says that a model takes attention implementations if its file looks like it, which may be wrong."""
+    model: Any = model_of("llama")
+    for layer in model.model.layers:
+        layer.self_attn = _Alone()
+    attach(model, LoneCollectives(), skips_evaluation=False)
+    with pytest.raises(NotImplementedError, match="LlamaForCausalLM has called no attention"):
+        model(**batches(1)[0])
+    detach(model)
 
 
 def test_a_batch_is_dealt_out() -> None:
