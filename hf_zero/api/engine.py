@@ -111,8 +111,7 @@ class ZeroEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model and return its output unchanged."""
-        self.gradients.publish_changes()
-        self.gradients.note_forward()
+        self.gradients.note_forward(trains=self.module.training)
         self.input_shape = getattr(kwargs.get("input_ids"), "shape", None)
         features = self.training_features
         if features:

@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_zero.api.engine_module import EngineSettings, Phases
 from hf_zero.api.nonfinite import NonfiniteWatch
 from hf_zero.comm import ledger
+from hf_zero.comm.progress import Progress
 from hf_zero.errors import WrongMoment
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
@@ -113,7 +114,8 @@ class EngineGradients:
         offloaded: states temporarily moved to host memory; created on first use.
         syncs: whether gradients may be reduced; False inside `no_sync`.
         number: number of the engine in this process; the same on all ranks, and increasing from engine to engine.
-        watch: names the rank with a non-finite loss or gradients.
+        watch: with several ranks, names the rank with non-finite gradients.
+        progress: tells the other ranks which micro-batch this one is in.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class EngineGradients:
         self.micro_batches = MicroBatches()
         self.offloaded: OffloadStates | None = None
         self.number = next(_numbers)
+        self.progress = Progress(self.number)
         self._settings = settings
         settings.before_change = self._refuse_change
         self._first_nan = first_nan
@@ -160,6 +163,8 @@ class EngineGradients:
         others = AT_WORK.others(self)
         with self._phases.phase("backward"), ledger.phase("backward"):
             self._begin()
+            if self._has_peers:
+                self.progress.begin(self.micro_batches.all + 1)
             arrived = self._run(self.scale(loss), others, retain_graph=retain_graph)
             parts.reducer.finish()
             parts.store.end_backward()
@@ -253,10 +258,13 @@ class EngineGradients:
 
     # Several engines
 
-    def note_forward(self) -> None:
-        """Record a forward. If it recorded gradients, a loss may depend on it until the next step."""
+    def note_forward(self, *, trains: bool) -> None:
+        """Record a forward, in train mode or not. If it recorded gradients, a loss may depend on it until the next
+        step."""
         if self.assembly is not None and torch.is_grad_enabled():
             AT_WORK.begin(self, has_peers=self._has_peers)
+            if trains and self._has_peers:
+                self.progress.begin(self.micro_batches.all + 1)
 
     def _run(self, loss: Tensor, others: Sequence[EngineGradients], *, retain_graph: bool) -> list[bool]:
         """Run backward and return for each of the other engines whether gradients have arrived."""

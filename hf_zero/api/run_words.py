@@ -74,6 +74,7 @@ _RUNS: weakref.WeakKeyDictionary[ZeroEngine, Run] = weakref.WeakKeyDictionary()
 
 def _explain(engine: Any, phase: str, error: Exception) -> None:
     if isinstance(error, RuntimeError):
+        engine.gradients.progress.explain(error)
         explain_dtypes(engine.module, engine.settings.resolved.precision.model, error)
     if isinstance(error, (RuntimeError, MemoryError)):
         from hf_zero.profiling.out_of_memory import explain  # only needed on failure

@@ -27,6 +27,7 @@ from hf_zero.comm.mesh import Hosts, Partition, group_of
 from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.process_group import (
     ENDED,
+    FAILED,
     backend_name,
     backend_of,
     common_timeout,
@@ -38,6 +39,7 @@ from hf_zero.comm.process_group import (
     prepare_process_group,
     releases_groups_at_exit,
 )
+from hf_zero.comm.progress import explain
 from hf_zero.comm.torch_backend import GatherStreamCollectives, NativeCollectives
 from hf_zero.log import logger
 
@@ -54,7 +56,6 @@ _OF_CONNECTIONS = re.compile(
     r"connection|broken pipe|timed? ?out|timeout|remote process|socket|gloo|nccl", re.IGNORECASE
 )
 _LEFT = "hf_zero/left/{}"  # store key: this rank exits because of another one
-_FAILED = "hf_zero/failed"  # store key: the latest rank with an error of its own, and the error's first line
 _ENDED, _STOPPED = "ZX", "Tt"  # states of proc(5); a launcher may not have reaped an exited process
 _PATIENCE_S = 5.0  # between the end of a connection and that of its process
 
@@ -99,12 +100,13 @@ def remember_ranks(gather_objects: Callable[[object], list[object]]) -> None:
 
 def _stand_before(hook: Callable[..., None]) -> None:
     def name_the_dead(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        explain(error)
         hook(kind, error, traceback)
         is_of_another = isinstance(error, RuntimeError) and _OF_CONNECTIONS.search(str(error)) is not None
         line = next(iter(str(error).splitlines()), "")
         with suppress(RuntimeError):  # the store may have been the dead rank's
             if _known.store is not None:
-                key = _LEFT.format(_known.rank) if is_of_another else _FAILED
+                key = _LEFT.format(_known.rank) if is_of_another else FAILED
                 _known.store.set(key, "" if is_of_another else f"{_known.rank} {kind.__name__}: {line}")
         if is_of_another:
             logger.error("%s", describe_dead(_known.others, _known.store))
@@ -145,7 +147,7 @@ def _recorded(others: Sequence[_Process], store: dist.Store | None) -> tuple[str
     if store is None:
         return "", None
     try:
-        for key, verb in ((_FAILED, "has failed"), (ENDED, "has ended")):
+        for key, verb in ((FAILED, "has failed"), (ENDED, "has ended")):
             if store.check([key]):
                 rank, _, error = store.get(key).decode(errors="replace").partition(" ")
                 named = [process for process in others if str(process.rank) == rank]

@@ -132,6 +132,7 @@ _HOW = "hf_zero/leave"  # store key: how all ranks leave, `_TOGETHER` or `_ALONE
 _TOGETHER, _ALONE = b"together", b"alone"
 _NUM_LEAVING, _NUM_INFORMED = "hf_zero/num_leaving", "hf_zero/num_informed"
 ENDED = "hf_zero/ended"  # store key: the latest rank that has begun to leave
+FAILED = "hf_zero/failed"  # store key: the latest rank with an error of its own, and the error's first line
 _OTHERS_S = 3.0  # how long a rank waits for others to leave, too
 _ABORT_S = 10.0  # limit for aborting groups
 _TICK_S = 0.02
