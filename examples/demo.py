@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.syntax import Syntax
 from rich.table import Table
+
+from hf_zero.launch.children import run
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_clm.py"
@@ -121,10 +122,10 @@ def quiet_environment(machine: Machine) -> dict[str, str]:
 
 
 def train(machine: Machine, steps: int, output: Path) -> None:
-    """Runs the training in separate processes; exits with its status if it fails."""
-    finished = subprocess.run(training_command(machine, steps, output), cwd=ROOT, env=quiet_environment(machine))
-    if finished.returncode:
-        sys.exit(finished.returncode)
+    """Runs the training in separate processes, which end with this one; exits with its status if it fails."""
+    status = run(training_command(machine, steps, output), cwd=ROOT, env=quiet_environment(machine))
+    if status:
+        sys.exit(status)
 
 
 def show_results(console: Console, machine: Machine, output: Path) -> bool:

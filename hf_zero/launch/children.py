@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ from hf_zero.launch.job import RankCommand
 CHUNK_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 15
 _TAIL_LINES = 60
+_TICK_S = 0.1
+_GRACE_S = 10.0  # between a signal and SIGKILL
 
 
 class Stream:
@@ -199,6 +202,55 @@ def signal_tree(pid: int, number: int) -> None:
     for member in family:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             member.send_signal(number)
+
+
+def run(words: Sequence[str], *, timeout_s: float | None = None, **options: Any) -> int | None:
+    """Run a command and return its exit status; None if it was ended after `timeout_s`.
+
+    Its processes end with this one: on SIGINT, SIGTERM and SIGHUP they get the signal, and SIGKILL if they have not
+    ended some seconds later. Python alone would end at SIGTERM and SIGHUP without them.
+
+    Args:
+        options: of `subprocess.Popen`.
+
+    Raises:
+        KeyboardInterrupt: after SIGINT.
+        SystemExit: after SIGTERM and SIGHUP, with the status that a shell reports.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    with SignalInbox() as inbox:
+        # In a session of its own, so that Ctrl-C reaches each process once, from here.
+        process = subprocess.Popen(words, start_new_session=True, **options)
+        received: list[int] = []
+        try:
+            while process.poll() is None and not received:
+                if deadline is not None and time.monotonic() >= deadline:
+                    return None
+                if select.select([inbox.descriptor], [], [], _TICK_S)[0]:
+                    received = inbox.take()
+        finally:
+            if process.poll() is None:
+                _end_tree(process, received[0] if received else signal.SIGTERM)
+    if received:
+        if received[0] == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + received[0])
+    return process.returncode
+
+
+def _end_tree(process: subprocess.Popen[Any], number: int) -> None:
+    """End a process and all its descendants, also those that outlive their parents."""
+    try:
+        parent = psutil.Process(process.pid)
+        family = [*parent.children(recursive=True), parent]
+    except psutil.NoSuchProcess:
+        return
+    for way, patience_s in ((number, _GRACE_S), (signal.SIGKILL, _GRACE_S)):
+        for member in family:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                member.send_signal(way)
+        _, family = psutil.wait_procs(family, timeout=patience_s)
+    process.wait()
 
 
 def start(command: RankCommand) -> subprocess.Popen[bytes]:

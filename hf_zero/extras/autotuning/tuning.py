@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +26,7 @@ from rich.table import Table
 from hf_zero.config import ConfigError, Problem, examine, load_config
 from hf_zero.config.sources import Views
 from hf_zero.extras.autotuning import Autotuning
+from hf_zero.launch.children import run
 
 Outcome = Literal["ok", "out of memory", "failed", "ran too long"]
 
@@ -122,15 +121,7 @@ def _exit_status(command: Sequence[str], home: Path) -> int | None:
     """Run the launcher and return its exit status; None if it was ended after TIMEOUT_S."""
     with (home / "stdout.log").open("w") as out, (home / "stderr.log").open("w") as err:
         words = [sys.executable, "-m", "hf_zero", "launch", *command]
-        process = subprocess.Popen(words, stdout=out, stderr=err, env=os.environ.copy())
-        try:
-            return process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            if process.poll() is None:
-                process.terminate()  # the launcher ends its ranks
-                process.wait()
+        return run(words, timeout_s=TIMEOUT_S, stdout=out, stderr=err)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -193,7 +184,7 @@ def tune(words: Sequence[str], num_script_words: int, *, then_run: bool) -> int:
     if not then_run:
         return 0
     command = with_config(best.experiment.command, search.place, str(search.folder / "ds_config_optimal.json"))
-    return subprocess.run([sys.executable, "-m", "hf_zero", "launch", *command]).returncode
+    return run([sys.executable, "-m", "hf_zero", "launch", *command]) or 0
 
 
 def read_search(words: Sequence[str], num_script_words: int) -> Search:

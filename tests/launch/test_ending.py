@@ -1,0 +1,52 @@
+"""Commands that start processes end them with themselves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hf_zero.launch.children import run
+
+ROOT = Path(__file__).resolve().parents[2]
+# A launcher and its rank; the second one takes no notice of SIGTERM, like a rank in a long native call.
+_RANK = "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
+_CHILD = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_RANK!r}])"
+_COMMAND = (
+    "import sys; from hf_zero.launch import children; children._GRACE_S = 0.5; "
+    f"sys.exit(children.run([sys.executable, '-c', {_CHILD!r}]))"
+)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -signal.SIGINT)]
+)
+def test_a_signal_ends_all_processes(number: signal.Signals, status: int) -> None:
+    """`timeout 600 python examples/demo.py`: the demo ended after ten minutes, and its ranks trained on for hours.
+
+    Python ends at SIGTERM without its children. Only Ctrl-C reached them, through the terminal.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = subprocess.Popen([sys.executable, "-c", _COMMAND], env=environment, stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    rank = psutil.Process(int(command.stdout.readline()))
+    family = [*psutil.Process(command.pid).children(recursive=True)]
+    assert rank in family and len(family) == 2
+    command.send_signal(number)
+    assert command.wait(timeout=30) == status
+    gone, alive = psutil.wait_procs(family, timeout=5)
+    assert not alive and len(gone) == 2
+
+
+def test_the_status_and_the_limit() -> None:
+    assert run([sys.executable, "-c", "raise SystemExit(7)"]) == 7
+    before = signal.getsignal(signal.SIGTERM)
+    started = time.monotonic()
+    assert run([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.3) is None
+    assert time.monotonic() - started < 30 and signal.getsignal(signal.SIGTERM) == before
