@@ -231,6 +231,7 @@ class OneCycle(StepSchedule):
         self._length = self._first + self._second
         self._first_stairs, self._second_stairs = cycle_first_stair_count, second_stairs
         self._decay_step = decay_step_size
+        self.step_ratio = self._first / self._length  # the part of a cycle in which rates grow
         self.min_lrs = per_group(cycle_min_lr, len(groups), "cycle_min_lr")
         self.max_lrs = per_group(cycle_max_lr, len(groups), "cycle_max_lr")
         self.min_moms = per_group(cycle_min_mom, len(groups), "cycle_min_mom")

@@ -73,7 +73,8 @@ def initialize(
     """Wrap `model` in an engine that trains it by the config. Collective: call it on every rank.
 
     Args:
-        args: a namespace with `deepspeed_config`, if no config is given otherwise.
+        args: a namespace with `deepspeed_config`, or its old spelling `deepscale_config`, if no config is given
+            otherwise.
         model: the model, on any device.
         optimizer: a torch optimizer, or a callable that creates one from parameters; overrides the config's section.
         model_parameters: parameters or param groups to train; default: all of the model's that require gradients.
@@ -176,7 +177,11 @@ def _forward_only(resolved: Resolved, groups: ParallelGroups, model: nn.Module) 
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    from_args = getattr(args, "deepspeed_config", None)
+    from_args, old = getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None)
+    if from_args is not None and old is not None:
+        rule = "the old spelling of args.deepspeed_config, which is given too"
+        raise ConfigError(Problem("args.deepscale_config", old, rule, "give it in one place"))
+    from_args = old if from_args is None else from_args
     given = config if config is not None else config_params
     if given is not None and from_args is not None:
         rule = "the config is given twice: here and as config="

@@ -5,10 +5,13 @@ Changing them has no effect, because engines are built from policies.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
+
+from pydantic import model_validator
 
 from hf_zero.config.errors import ConfigError
 from hf_zero.config.extras import section_names
@@ -19,16 +22,34 @@ from hf_zero.config.policies import Findings, Resolved
 from hf_zero.config.resolve import examine
 from hf_zero.config.schema import Section
 from hf_zero.config.schema.training import Aio, Bf16, Checkpoint, DataTypes, Fp16, TorchAutocast
-from hf_zero.config.schema.zero import Zero
+from hf_zero.config.schema.zero import LeafModule, Zero
 from hf_zero.config.sources import Views
-from hf_zero.config.validate import validated
+from hf_zero.config.validate import translate, validated
 
 _STAGE3 = "stage3_"
 S = TypeVar("S", bound=Section)
 
 
 class DeepSpeedZeroConfig(Zero):
-    """The section zero_optimization. Stage-3 keys are also available without the prefix `stage3_`."""
+    """The section zero_optimization, in any spelling of ds.json. Stage-3 keys are also available without the prefix
+    `stage3_`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_any_spelling(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        translated = translate({"zero_optimization": dict(given)})
+        if translated.problems:
+            raise ConfigError(translated.problems)
+        for remark in translated.remarks:
+            if remark.text.startswith("old "):
+                warnings.warn(str(remark), FutureWarning, stacklevel=3)
+        return translated.tree["zero_optimization"]
+
+    def model_post_init(self, context: Any) -> None:
+        if self.leaf_module is None:  # DeepSpeed's has no leaf modules, but is always there
+            object.__setattr__(self, "leaf_module", LeafModule())
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith(("_", _STAGE3)) and _STAGE3 + name in type(self).model_fields:

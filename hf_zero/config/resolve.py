@@ -430,7 +430,9 @@ def _refusal(around: Path, value: object, default: object, verdict: Verdict) -> 
     if isinstance(value, Section):
         value = value.model_dump(exclude_unset=True) or {}
     if isinstance(value, dict):
-        if not _is_off(value, verdict.switch):
+        if verdict.switch is None:
+            yield Problem(path, value, rule, f"remove the section, also if it is empty; see {FEATURES_PAGE}")
+        elif not _is_off(value, verdict.switch):
             off = f'set "{verdict.switch}": false in it' if verdict.switch else "leave it empty"
             yield Problem(path, value, rule, f"remove the section or {off}; see {FEATURES_PAGE}")
     elif value != default:

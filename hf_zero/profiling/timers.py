@@ -154,7 +154,7 @@ class ThroughputTimer:
         self.steps_per_output = steps_per_output
         self.monitor_memory = monitor_memory
         self.logging = logging_fn or logger.info
-        self.started = False
+        self.started = self.initialized = False
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0
         self._start = 0.0
@@ -165,7 +165,7 @@ class ThroughputTimer:
 
     def start(self) -> None:
         if getattr(self.config, "enabled", True):
-            self.started = True
+            self.started = self.initialized = True
             self._start = _now() if self.global_step_count >= self.start_step else 0.0
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:

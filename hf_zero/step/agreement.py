@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_zero.comm import ParallelGroups, ledger
 from hf_zero.comm.parts import held_part
 from hf_zero.device.registry import host_runs_ahead
+from hf_zero.errors import WrongMoment
 from hf_zero.grads.bucket import BucketGradients
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.kernels.norm import sum_of_squares
@@ -236,10 +237,10 @@ def _from_bits(bits: int) -> float:
 
 
 def refuse_unused(store: ParameterStore, used: frozenset[int]) -> None:
-    """Raise RuntimeError if a trained parameter got no gradient on any rank."""
+    """Raise WrongMoment, also an AssertionError as in DeepSpeed, if a trained parameter got no gradient on any rank."""
     unused = [spec.name for index, spec in enumerate(store.layout.specs) if index not in used]
     if unused:
-        raise RuntimeError(
+        raise WrongMoment(
             f"{len(unused)} trainable parameters got no gradient on any rank: {listed(unused)}. "
             "zero_optimization.ignore_unused_parameters is false; set it to true, or "
             "freeze these parameters with requires_grad_(False) before initialize()."

@@ -25,6 +25,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("zero_optimization.zeropp_loco_param", {"reset_T": 0}, "at least 1"),
     ("hf_zero.quantized_gradient_bits", 2, "must be 4 or 8"),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, "every update is complete"),
+    ("zero_optimization.zenflow", {}, "every update is complete"),
     ("zero_optimization.legacy_stage1", True, "there is one stage 1"),
     ("data_types.buffer_dtype", "int8", 'must be "fp32", "fp16" or "bf16"'),
     ("torch_autocast", {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}, "not available"),

@@ -179,6 +179,17 @@ def test_no_loader_at_all_says_what_to_give() -> None:
     assert "train_micro_batch_size_per_gpu" in str(caught.value)
 
 
+def test_a_refused_call_leaves_nothing_behind() -> None:
+    """In a notebook `prepare` was refused; the next call without loaders took its batch size from the refused ones."""
+    acc, model = accelerator(one_step(optimizer=ADAMW)), torch.nn.Linear(8, 8)
+    acc.prepare(loader(2))
+    with pytest.raises(ConfigError):
+        acc.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader(4))
+    assert len(acc._dataloaders) == 1 and not acc._models and not acc._optimizers
+    engine, _ = acc.prepare(model, DummyOptim(model.parameters()))
+    assert engine.train_micro_batch_size_per_gpu() == 2
+
+
 def test_a_loader_without_batch_size_says_what_to_give() -> None:
     acc = accelerator(one_step())
     model = torch.nn.Linear(8, 8)

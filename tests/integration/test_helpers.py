@@ -9,6 +9,8 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
+from hf_zero.api.entry import initialize
+from hf_zero.config import ConfigError
 from hf_zero.integration.compat.accelerator import Accelerator, get_accelerator
 from hf_zero.integration.compat.arguments import add_config_arguments
 from hf_zero.integration.compat.comms import log_summary
@@ -97,6 +99,16 @@ def test_config_arguments_are_added_with_their_old_spellings() -> None:
     assert (args.deepspeed, args.deepspeed_config, args.deepscale, args.deepscale_config) == (
         True, "ds.json", False, None,
     )  # fmt: skip
+
+
+def test_the_old_spelling_of_the_config_argument_is_read() -> None:
+    """A script's `--deepscale_config ds.json` was accepted by the parser, and `initialize(args=args)` had no config."""
+    parser = add_config_arguments(argparse.ArgumentParser())
+    args, model = parser.parse_args(["--deepscale_config", '{"train_batch_size": 3}']), torch.nn.Linear(2, 2)
+    assert initialize(args=args, model=model)[0].train_batch_size() == 3
+    args.deepspeed_config = args.deepscale_config
+    with pytest.raises(ConfigError, match=r"args\.deepscale_config (?s:.)*old spelling of args.deepspeed_config"):
+        initialize(args=args, model=model)
 
 
 @pytest.mark.parametrize(

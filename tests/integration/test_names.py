@@ -128,6 +128,27 @@ def test_sections_can_be_read_alone() -> None:
         load("runtime.precision_config", "get_float16_config")({"fp16": {"loss_scale": "much"}})
 
 
+def test_the_zero_section_takes_the_spellings_of_a_file() -> None:
+    """A library made `DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True)`, as ds.json has it: an error.
+
+    It also read `leaf_module.classes` of a config without leaf modules, which was None.
+    """
+    kind = load("runtime.zero.config", "DeepSpeedZeroConfig")
+    with pytest.warns(FutureWarning, match="old name, read as zero_optimization") as warned:
+        found = kind(stage=3, stage3_gather_fp16_weights_on_model_save=True, cpu_offload=True, max_live_parameters=7)
+    assert found.stage3_gather_16bit_weights_on_model_save and found.offload_optimizer.device == "cpu"
+    assert found.stage3_max_live_parameters == 7 and found.leaf_module.classes == []
+    assert len(warned) == 2  # not for max_live_parameters, which is the field's name in DeepSpeed
+    assert load("", "DeepSpeedConfig")({"train_batch_size": 8}).zero_config.leaf_module.names == []
+    with pytest.raises(ValueError, match="keep only offload_optimizer"):
+        kind(cpu_offload=True, offload_optimizer={"device": "cpu"})
+
+
+def test_constants_that_deepspeed_computes_are_there() -> None:
+    """`MIN_AIO_BYTES = 1024**2`: only literals were read, so that the package's own name for it was missing."""
+    assert load("runtime.swap_tensor", "MIN_SWAPPABLE_BYTES") == load("runtime.swap_tensor.utils", "MIN_AIO_BYTES")
+
+
 def test_optimizers_are_of_the_kinds_that_callers_ask_for() -> None:
     """Lightning checks whether engine.optimizer is a ZeROOptimizer, and of which stage."""
     kinds = {

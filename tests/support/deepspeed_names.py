@@ -99,11 +99,26 @@ def _note_value(module: Module, name: str, node: ast.expr) -> None:
         module.values[name] = module.values[node.id]
         return
     try:
-        value = ast.literal_eval(node)
+        value = _evaluated(node)
     except (ValueError, TypeError):
         return
     if name.isupper() and (value is None or _is_plain(value)):  # other names are state, not constants
         module.values[name] = list(value) if isinstance(value, tuple) else value
+
+
+def _evaluated(node: ast.expr) -> Any:
+    """The value of a literal, or of a sum, product or power of numbers, such as 1024**2."""
+    if not isinstance(node, ast.BinOp):
+        return ast.literal_eval(node)
+    left, right = _evaluated(node.left), _evaluated(node.right)
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        if isinstance(node.op, ast.Add):
+            return left + right
+        if isinstance(node.op, ast.Mult):
+            return left * right
+        if isinstance(node.op, ast.Pow):
+            return left**right
+    raise ValueError("not a number")
 
 
 def _is_plain(value: object) -> bool:

@@ -63,7 +63,7 @@ class Verdict(BaseModel):
     why: str = ""  # ignored: why it has no effect; unsupported: what is missing
     stages: tuple[int, ...] = ALL_STAGES  # the field has no effect at other stages
     unit: str = ""
-    switch: str = "enabled"  # unsupported section: the key that turns it on; "": any content does
+    switch: str | None = "enabled"  # unsupported section: key that turns it on; "": any content; None: presence
     met: bool = False  # although the field has no effect, what it requests is always the case
 
 
@@ -81,7 +81,7 @@ def ignored(
     return _field(default, doc, Verdict(kind="ignored", why=why, unit=unit, stages=stages, met=met))
 
 
-def unsupported(default: Any, doc: str, *, why: str, switch: str = "enabled") -> Any:
+def unsupported(default: Any, doc: str, *, why: str, switch: str | None = "enabled") -> Any:
     """A field that is refused unless it has its default value (for a section: unless it is switched off)."""
     return _field(default, doc, Verdict(kind="unsupported", why=why, switch=switch))
 

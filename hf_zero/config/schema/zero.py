@@ -258,5 +258,5 @@ class Zero(Section):
         stages=_THREE,
     )
     zenflow: Free | None = unsupported(
-        None, "Delayed updates.", why="every update is complete; use offload_optimizer alone", switch=""
+        None, "Delayed updates.", why="every update is complete; use offload_optimizer alone", switch=None
     )

@@ -63,9 +63,24 @@ def around_prepare(original: Function, self: Any, *args: Any, device_placement: 
         return result if len(things) > 1 else (result,)
 
     several = sum(isinstance(thing, nn.Module) for thing in new) > 1
-    prepared = iter((prepare_each(self, new, prepare_some) if several else prepare_some(new)) if new else ())
+    with _forgotten_if_refused(self):
+        prepared = iter((prepare_each(self, new, prepare_some) if several else prepare_some(new)) if new else ())
     result = tuple(thing if is_kept else next(prepared) for thing, is_kept in zip(args, stays, strict=True))
     return result if len(result) > 1 else result[0]
+
+
+@contextmanager
+def _forgotten_if_refused(accelerator: Any) -> Iterator[None]:
+    """Context after whose error accelerate does not know the objects of the call: a later one would take its batch size
+    from their loaders, and `save_state` would save them."""
+    lists = (accelerator._dataloaders, accelerator._models, accelerator._optimizers, accelerator._schedulers)
+    before = [list(known) for known in lists]
+    try:
+        yield
+    except BaseException:
+        for known, earlier in zip(lists, before, strict=True):
+            known[:] = earlier
+        raise
 
 
 def _is_prepared(thing: Any, wanted: Collection[int]) -> bool:
