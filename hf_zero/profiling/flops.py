@@ -2,25 +2,30 @@
 
 Matrix products, convolutions and attention are counted, as in `torch.utils.flop_counter`, with two operations per
 multiply-accumulate (MAC). Elementwise operations, norms and biases, a few per mille of a transformer's FLOPs, are not.
-Names and arguments are those of DeepSpeed's profiler.
+torch's counter finds the operations; this module has formulas for those that it lacks, and attributes them to the
+modules that run, whichever of them was called. Backward, and what it recomputes, is not counted. Names and arguments
+are those of DeepSpeed's profiler.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
 
 from hf_zero.device.registry import clock_of
 from hf_zero.device.runtime import HOST, Event
+from hf_zero.log import logger
 
 # Formatting of numbers, and means without outliers.
 
@@ -83,12 +88,97 @@ def _attention_on_cpu(
     return 2 * batch * heads * length * key[-2] * (dim + value[-1])
 
 
-CUSTOM_MAPPING: dict[Any, Any] = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_on_cpu}
+def _matrix_vector(matrix: Sequence[int], *_args: Any, **_options: Any) -> int:
+    return 2 * prod(matrix)
 
 
-def flop_counter() -> FlopCounterMode:
-    """torch's FLOP counter, extended by attention on CPUs."""
-    return FlopCounterMode(display=False, custom_mapping=CUSTOM_MAPPING)
+def _added_matrix_vector(_added: Sequence[int], matrix: Sequence[int], *_args: Any, **_options: Any) -> int:
+    return 2 * prod(matrix)
+
+
+def _dot(first: Sequence[int], *_args: Any, **_options: Any) -> int:
+    return 2 * prod(first)
+
+
+def _int_product(first: Sequence[int], second: Sequence[int], *_args: Any, **_options: Any) -> int:
+    return 2 * prod(first) * second[-1]
+
+
+def _grouped_product(first: Sequence[int], second: Sequence[int], *_args: Any, **_options: Any) -> int:
+    """Products of groups of rows (2-D, 3-D), of batches (3-D, 3-D), or sums over groups of columns (2-D, 2-D)."""
+    return 2 * prod(first) * second[-1]
+
+
+def _trilinear(first: Sequence[int], weight: Sequence[int], *_args: Any, **_options: Any) -> int:
+    """FLOPs of `nn.Bilinear`: [..., in_1], [out, in_1, in_2]; products with the weight and the other input."""
+    out, in_1, in_2 = weight
+    return 2 * prod(first[:-1]) * out * (in_1 * in_2 + in_2)
+
+
+def _recurrent_layer(
+    inputs: Sequence[int], in_weight: Sequence[int], state_weight: Sequence[int], *_args: Any, **_options: Any
+) -> int:
+    """FLOPs of one layer of an LSTM in one direction: two matrices for every position."""
+    return 2 * prod(inputs[:-1]) * (prod(in_weight) + prod(state_weight))
+
+
+def _recurrent_layers(inputs: Sequence[int], weights: Sequence[Sequence[int]], *_args: Any, **_options: Any) -> int:
+    """FLOPs of a whole recurrent network, whose biases are among the weights."""
+    return 2 * prod(inputs[:-1]) * sum(prod(weight) for weight in weights if len(weight) == 2)
+
+
+def _multi_head_attention(
+    query: Sequence[int], key: Sequence[int], _value: Sequence[int], width: int, *_args: Any, **_options: Any
+) -> int:
+    """FLOPs of `nn.MultiheadAttention` in one kernel: four projections, scores and weighted values."""
+    batch, length, others = query[0], query[1], key[1]
+    return 2 * batch * (2 * (length + others) * width**2 + 2 * length * others * width)
+
+
+def _encoder_layer(source: Sequence[int], width: int, *args: Any, **options: Any) -> int:
+    """FLOPs of `nn.TransformerEncoderLayer` in one kernel: attention and two linear layers."""
+    inner = args[12] if len(args) > 12 else options["ffn_weight_1"]
+    return _multi_head_attention(source, source, source, width) + 4 * prod(source) * inner[0]
+
+
+_LACKING: dict[str, Callable[..., int]] = {  # by the name in torch.ops.aten
+    "_scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu,
+    "mv": _matrix_vector,
+    "addmv": _added_matrix_vector,
+    "dot": _dot,
+    "_int_mm": _int_product,
+    "_grouped_mm": _grouped_product,
+    "_trilinear": _trilinear,
+    "mkldnn_rnn_layer": _recurrent_layer,
+    "_cudnn_rnn": _recurrent_layers,
+    "miopen_rnn": _recurrent_layers,
+    "_native_multi_head_attention": _multi_head_attention,
+    "_transformer_encoder_layer_fwd": _encoder_layer,
+}
+CUSTOM_MAPPING: dict[Any, Any] = {
+    getattr(torch.ops.aten, name): formula for name, formula in _LACKING.items() if hasattr(torch.ops.aten, name)
+}
+
+
+def flop_counter(note: Callable[[int], object]) -> FlopCounterMode:
+    """torch's FLOP counter with more formulas, which passes the FLOPs of every operation in forward to `note`."""
+
+    def noting(formula: Callable[..., int]) -> Callable[..., int]:
+        def count(*args: Any, **options: Any) -> int:
+            flops = formula(*args, **options)
+            if not _in_backward():
+                note(flops)
+            return flops
+
+        count._get_raw = True  # type: ignore[attr-defined]  # the formula itself takes tensors
+        return count
+
+    formulas = {**flop_registry, **{operation: shape_wrapper(formula) for operation, formula in CUSTOM_MAPPING.items()}}
+    return FlopCounterMode(display=False, custom_mapping={key: noting(formula) for key, formula in formulas.items()})
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @dataclass(slots=True)
@@ -119,7 +209,8 @@ class FlopsProfiler:
         parameter = next(model.parameters(), None)
         self._clock = clock_of(HOST if parameter is None else parameter.device)
         self.flops = self.macs = self.params = 0
-        self._counts: Mapping[str, Mapping[Any, int]] = {}
+        self._counts: Counter[nn.Module] = Counter()  # FLOPs of a module and of all in it
+        self._called: list[nn.Module] = []  # the modules that run, the outermost first
         self._names = {module: name for name, module in model.named_modules()}
         self._latencies: dict[nn.Module, _Latency] = {}
         self._ignored: tuple[type, ...] = ()
@@ -135,20 +226,26 @@ class FlopsProfiler:
         self._running.close()
         self.started = True
         self._ignored = tuple(ignore_list or ())
-        self._latencies = {module: _Latency() for module in self._names}
+        self.reset_profile()
         for module in self._names:
             self._running.callback(module.register_forward_pre_hook(self._before).remove)
-            self._running.callback(module.register_forward_hook(self._after).remove)
-        self._counter = self._running.enter_context(flop_counter())
+            self._running.callback(module.register_forward_hook(self._after, always_call=True).remove)
+        self._counter = self._running.enter_context(flop_counter(self._note))
 
     def stop_profile(self) -> None:
         """Stop counting and keep the counts; removes all hooks."""
         if self._counter is not None:
             self._running.close()
-            self._counts, self._counter = self._counter.get_flop_counts(), None
+            self._counter = None
+            if num_parameters(self.model) and not self._counts[self.model]:
+                logger.warning(
+                    "the flops profiler has counted no operation of %s: none of its modules was called between "
+                    "start_profile and stop_profile, or their operations are none that torch's counter knows",
+                    type(self.model).__name__,
+                )
 
     def reset_profile(self) -> None:
-        self._counts = {}
+        self._counts, self._called = Counter(), []
         self._latencies = {module: _Latency() for module in self._names}
 
     def end_profile(self) -> None:
@@ -157,10 +254,26 @@ class FlopsProfiler:
         self.started = False
 
     def _before(self, module: nn.Module, _inputs: Any) -> None:
-        self._latencies[module].begins.append(self._clock.mark())
+        if not _in_backward():  # not what a checkpoint recomputes
+            self._called.append(module)
+            self._latencies[module].begins.append(self._clock.mark())
 
     def _after(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self._latencies[module].ends.append(self._clock.mark())
+        if self._called and not _in_backward():
+            self._latencies[module].ends.append(self._clock.mark())
+            self._called.pop()
+
+    def _note(self, flops: int) -> None:
+        """Count FLOPs for the modules that run, and for those that contain the outermost of them."""
+        if self._called:
+            for module in {*self._called, *self._around(self._called[0])}:
+                self._counts[module] += flops
+
+    def _around(self, module: nn.Module) -> Iterator[nn.Module]:
+        name = self._names[module]
+        while name:
+            name = name.rpartition(".")[0]
+            yield self.model.get_submodule(name)
 
     # Results
 
@@ -176,7 +289,7 @@ class FlopsProfiler:
 
     def _profile_of(self, module: nn.Module, name: str, left_out: Sequence[str]) -> ModuleProfile:
         inside = [out for out in left_out if not name or out.startswith(f"{name}.")]
-        flops = self._flops(module, name) - sum(self._flops(self.model.get_submodule(out), out) for out in inside)
+        flops = self._counts[module] - sum(self._counts[self.model.get_submodule(out)] for out in inside)
         return ModuleProfile(
             name=name,
             class_name=type(module).__name__,
@@ -187,12 +300,6 @@ class FlopsProfiler:
             latency_s=self._took_ns(module) / 1e9,
             describes=module.extra_repr() if not list(module.children()) else "",
         )
-
-    def _flops(self, module: nn.Module, name: str) -> int:
-        if not self._latencies.get(module):  # such as a ModuleList, whose owner calls the modules in it
-            return sum(self._flops(child, f"{name}.{key}" if name else key) for key, child in module.named_children())
-        root = type(self.model).__name__
-        return sum(self._counts.get(f"{root}.{name}" if name else root, {}).values())
 
     def _took_ns(self, module: nn.Module) -> int:
         if not self._latencies.get(module):

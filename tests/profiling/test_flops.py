@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_zero.profiling.flops import (
@@ -165,3 +166,89 @@ def test_rates_count_all_micro_batches() -> None:
     assert lines["bwd FLOPS per GPU = 2 * fwd flops / bwd latency"] == "2 KFLOPS"
     assert lines["samples/second, all ranks"] == "4.00" and lines["fwd latency"] == "500 ms"
     assert "depth 1" not in "\n".join(aggregated([model], 3, 1))
+
+
+def counted(model: nn.Module, run: Any) -> dict[str, int]:
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    run()
+    profiler.stop_profile()
+    return {module.name: module.flops for module in profiler.modules()}
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(x)
+        return result
+
+
+def test_modules_count_whoever_calls_them() -> None:
+    """Only a part of a model was called, or the model through a wrapper: the profiler said 0 FLOPs, without a word.
+
+    torch names modules from the outermost one that is called. And FLOPs of backward between start and stop were added
+    to those of forward.
+    """
+    x, model = torch.randn(3, 8), nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 4))
+    first, last = 2 * 3 * 8 * 16, 2 * 3 * 16 * 4
+    expected = {"": first + last, "0": first, "0.0": first, "0.1": 0, "1": last}
+    assert counted(model, lambda: model(x)) == expected
+    assert counted(model, lambda: Wrapper(model)(x)) == expected
+    assert counted(model, lambda: model(x).sum().backward()) == expected
+    assert counted(model, lambda: checkpoint(model, x, use_reentrant=False).sum().backward()) == expected
+    assert counted(model, lambda: model[0](x)) == {"": first, "0": first, "0.0": first, "0.1": 0, "1": 0}
+    assert counted(model, lambda: (model(x), model[1](x.repeat(1, 2)))) == {
+        **expected,
+        "": first + 2 * last,
+        "1": 2 * last,
+    }
+    assert counted(model, lambda: x @ x.T) == dict.fromkeys(expected, 0), "operations outside of the model"
+    wrapper = Wrapper(model)
+    assert counted(wrapper, lambda: wrapper(x))["inner.0.0"] == first
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        counted(model, lambda: model(torch.randn(3, 7)))
+
+
+def test_a_total_of_zero_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="hf_zero"):
+        counted(nn.Linear(2, 2), lambda: None)
+        counted(nn.ReLU(), lambda: None)
+    (record,) = caplog.records
+    assert "has counted no operation of Linear" in record.getMessage()
+
+
+FUSED: dict[str, tuple[Any, tuple[tuple[int, ...], ...], int]] = {
+    "lstm": (lambda: nn.LSTM(8, 16, 2, bidirectional=True), ((5, 2, 8),), 2 * 10 * 2 * 64 * (8 + 16 + 32 + 16)),
+    "gru": (lambda: nn.GRU(8, 16), ((5, 2, 8),), 2 * 10 * 48 * (8 + 16)),
+    "bilinear": (lambda: nn.Bilinear(4, 5, 6), ((3, 4), (3, 5)), 2 * 3 * 6 * (4 * 5 + 5)),
+    "vector": (lambda: nn.Linear(4, 3), ((4,),), 2 * 12),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_kernels_that_torchs_counter_does_not_know(name: str) -> None:
+    """For an LSTM or a Bilinear layer the profiler said 0."""
+    make, shapes, expected = FUSED[name]
+    model = make()
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            assert counted(model, lambda: model(*(torch.randn(*shape) for shape in shapes)))[""] == expected, grad
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_fused_encoder_layer_counts_like_its_parts(norm_first: bool) -> None:
+    """In evaluation torch computes nn.TransformerEncoderLayer in one kernel, of which half the FLOPs were counted."""
+    layer, x = (
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=norm_first).eval(),
+        torch.randn(2, 5, 16),
+    )
+    parts = counted(layer, lambda: layer(x))[""]
+    with torch.no_grad():
+        assert counted(layer, lambda: layer(x))[""] == parts == 2 * 10 * (4 * 16 * 16 + 2 * 16 * 32) + 4 * 2 * 25 * 16
+    attention, y = nn.MultiheadAttention(16, 4, batch_first=True).eval(), torch.randn(2, 5, 16)
+    parts = counted(attention, lambda: attention(y, y, y, need_weights=False))[""]
+    with torch.no_grad():
+        assert counted(attention, lambda: attention(y, y, y, need_weights=False))[""] == parts > 0
