@@ -137,7 +137,7 @@ def _multi_head_attention(
 
 def _encoder_layer(source: Sequence[int], width: int, *args: Any, **options: Any) -> int:
     """FLOPs of `nn.TransformerEncoderLayer` in one kernel: attention and two linear layers."""
-    inner = args[12] if len(args) > 12 else options["ffn_weight_1"]
+    inner: Sequence[int] = args[12] if len(args) > 12 else options["ffn_weight_1"]
     return _multi_head_attention(source, source, source, width) + 4 * prod(source) * inner[0]
 
 

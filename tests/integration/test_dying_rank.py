@@ -156,7 +156,7 @@ def test_a_rank_that_has_recorded_its_end_is_named_while_its_process_exists() ->
     assert known_groups.describe_dead([alive, away], store).endswith(
         f"has ended: rank 2 (process {os.getpid()}) on this-one"
     )
-    store.set(known_groups._FAILED, "3 ValueError: too short")
+    store.set(known_groups.FAILED, "3 ValueError: too short")
     expected = "another one has failed: rank 3 (process 1) on another-one: ValueError: too short"
     assert known_groups.describe_dead([alive, away], store).endswith(expected)
 

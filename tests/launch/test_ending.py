@@ -44,6 +44,7 @@ def test_a_signal_ends_all_processes(number: signal.Signals, status: int) -> Non
     assert not alive and len(gone) == 2
 
 
+@pytest.mark.processes
 def test_the_status_and_the_limit() -> None:
     assert run([sys.executable, "-c", "raise SystemExit(7)"]) == 7
     before = signal.getsignal(signal.SIGTERM)
