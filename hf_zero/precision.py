@@ -85,9 +85,9 @@ def cast_buffers(module: nn.Module, precision: Precision, device: torch.device) 
     CPUs: torch's kernel there requires statistics in the dtype of the weights, as `module.to(dtype)` makes them."""
     kept, done = _kept_buffers(module, precision), dict[int, torch.Tensor]()
     for prefix, inner in module.named_modules():
-        dtype, weight = precision.buffers, getattr(inner, "weight", None)
-        if dtype is None and device.type == "cpu" and isinstance(inner, _BatchNorm) and weight is not None:
-            dtype = precision.parameter_dtype(weight.dtype)
+        dtype = precision.buffers
+        if dtype is None and device.type == "cpu" and isinstance(inner, _BatchNorm) and inner.weight is not None:
+            dtype = precision.parameter_dtype(inner.weight.dtype)
         for name, buffer in inner._buffers.items() if dtype is not None else ():
             is_kept = kept is not None and kept.search(f"{prefix}.{name}".strip("."))
             if buffer is not None and buffer.is_floating_point() and not is_kept:

@@ -111,6 +111,7 @@ class ZeroEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped model and return its output unchanged."""
+        self.gradients.publish_changes()
         self.gradients.note_forward(trains=self.module.training)
         self.input_shape = getattr(kwargs.get("input_ids"), "shape", None)
         features = self.training_features
@@ -272,7 +273,17 @@ class ZeroEngine(nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the wrapped model in place with torch.compile. The last two arguments have no effect (a warning)."""
+        """Compile the wrapped model in place with torch.compile. The last two arguments have no effect (a warning).
+
+        Raises:
+            ValueError: at stage 3, for a mode that records graphs of kernels.
+        """
+        mode = (compile_kwargs or {}).get("mode")
+        if mode in ("reduce-overhead", "max-autotune") and self.settings.resolved.zero.stage == 3:
+            raise ValueError(
+                f"compile(mode={mode!r}): recorded graphs replay kernels on the memory of their recording, and "
+                'stage 3 gathers weights into other memory for each use. Use mode "default", or stage 2'
+            )
         for name, value in (("schedule", schedule), ("compiled_autograd_enabled", compiled_autograd_enabled)):
             if value:
                 logger.warning("engine.compile(%s=...) has no effect: only forward is compiled, by torch.compile", name)

@@ -114,7 +114,7 @@ class EngineGradients:
         offloaded: states temporarily moved to host memory; created on first use.
         syncs: whether gradients may be reduced; False inside `no_sync`.
         number: number of the engine in this process; the same on all ranks, and increasing from engine to engine.
-        watch: with several ranks, names the rank with non-finite gradients.
+        watch: names the rank with a non-finite loss or gradients.
         progress: tells the other ranks which micro-batch this one is in.
     """
 

@@ -17,6 +17,7 @@ from hf_zero.comm.process_group import backend_of
 from hf_zero.device.registry import runtime_of
 from hf_zero.log import log_dist
 from hf_zero.optim.registry import states_per_element, stored_bytes_per_element
+from hf_zero.optim.updater import OwnStepUpdater, Updater
 from hf_zero.precision import explain_dtypes, precision_from
 from hf_zero.spans import SPANS
 from hf_zero.surface import announcement

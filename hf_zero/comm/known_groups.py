@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,6 @@ from hf_zero.comm.cpu.host import GroupLink, HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
-from hf_zero.comm.demand import StoreDemand
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.mesh import Hosts, Partition, group_of
 from hf_zero.comm.negotiation import Negotiation
@@ -31,6 +30,7 @@ from hf_zero.comm.process_group import (
     backend_name,
     backend_of,
     common_timeout,
+    first_on_device,
     get_rank,
     get_world_size,
     gloo_connects_on_demand,
@@ -41,6 +41,7 @@ from hf_zero.comm.process_group import (
 )
 from hf_zero.comm.progress import explain
 from hf_zero.comm.torch_backend import GatherStreamCollectives, NativeCollectives
+from hf_zero.device.kinds import kind_of_backend
 from hf_zero.log import logger
 
 # Names the rank that died, if a backend only knows that a connection was closed.
@@ -274,7 +275,7 @@ class KnownGroups:
                 dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
 
     def negotiation(
-        self, collectives: Collectives, ranks: tuple[int, ...], number: int, *, host_waits: bool, can_attend: bool
+        self, collectives: Collectives, ranks: tuple[int, ...], number: int, *, can_attend: bool
     ) -> Negotiation:
         """The negotiation that all engines on these ranks share. Collective at first use.
 
@@ -287,11 +288,7 @@ class KnownGroups:
                 self.negotiations[number, can_attend] = HostNegotiation(link)
             else:
                 among_hosts = NativeCollectives(self.gloo_group(number, _NEGOTIATION))
-                store = dist.distributed_c10d._get_default_store()
-                demand = StoreDemand(store, f"hf_zero/{number}/{can_attend:d}/{min(ranks)}")
-                self.negotiations[number, can_attend] = LockstepNegotiation(
-                    collectives, among_hosts, host_waits=host_waits, demand=demand
-                )
+                self.negotiations[number, can_attend] = LockstepNegotiation(collectives, among_hosts)
         return self.negotiations[number, can_attend]
 
     def native_group(
@@ -325,12 +322,13 @@ class KnownGroups:
             # (ncclCommSplit, collective), and members of a gloo group would not.
             is_bound = getattr(self.world, "bound_device_id", None) is not None
             members_only = is_bound and backend == "gloo" and len(self.partitions[number]) > 1
-            with gloo_connects_on_demand():
+            with gloo_connects_on_demand() if kind_of_backend(backend_name()) is not None else nullcontext():
                 for ranks in self.partitions[number]:
                     group = dist.new_group(
                         list(ranks),
                         timeout=common_timeout(),
                         backend=backend,
+                        pg_options=first_on_device(backend or backend_name(), common_timeout()),
                         use_local_synchronization=members_only,
                     )
                     if get_rank() in ranks:

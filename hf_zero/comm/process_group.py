@@ -6,12 +6,13 @@ import atexit
 import faulthandler
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FunctionType
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -76,8 +77,27 @@ def init_distributed(
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
         name_gloo_interface()
         with gloo_connects_on_demand() if kind_of_backend(backend) is not None else nullcontext():
-            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+            dist.init_process_group(
+                backend,
+                init_method=init_method,
+                rank=rank,
+                world_size=world_size,
+                timeout=timeout,
+                pg_options=first_on_device(backend, timeout),
+            )
     _leave_at_exit()
+
+
+def first_on_device(backend: str, timeout: timedelta) -> Any:
+    """Options of a group whose collectives precede other kernels that wait for the device, as later work waits for
+    them; None without NCCL."""
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None or "nccl" not in backend:
+        return None
+    options = nccl.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout
+    return options
 
 
 def prepare_process_group() -> None:
@@ -366,6 +386,9 @@ def gloo_connects_on_demand() -> Iterator[None]:
     Otherwise every group connects all pairs at once, and some 180 ranks with five groups reach the usual limit of 1,024
     open files. A small sum or a gather of objects runs around a ring and needs two connections. Versions of torch
     without this variable connect all pairs; a value that the user set applies.
+
+    Groups of CPU ranks exchange gradients from rank to rank and cannot do this: the first send of a pair waits for the
+    other rank to send, too, which may be waiting for this one in another group.
     """
     before = os.environ.get(_GLOO_LAZY)
     os.environ.setdefault(_GLOO_LAZY, "1")

@@ -20,7 +20,7 @@ from hf_zero.comm.process_group import ENDED, FAILED, get_rank, get_world_size, 
 _COUNT, _UNEVEN = "hf_zero/micro_batches/{}/{}", "hf_zero/uneven"  # keys of the store
 _IN_VAIN = re.compile(r"has not responded|timed? ?out|timeout|in different calls|in another call", re.IGNORECASE)
 _CLOSED = re.compile(r"connection|broken pipe|remote process|socket|gloo|nccl|has exited", re.IGNORECASE)
-_PATIENCE_S = 1.0  # between the end of a connection and the record of its reason
+_PATIENCE_S = 0.2  # a rank records its reason before its connections close
 _MAX_NAMED = 8
 
 
@@ -46,6 +46,7 @@ class Progress:
         in_vain, store = _IN_VAIN.search(str(error)) is not None, _store()
         if store is None or not (in_vain or _CLOSED.search(str(error))) or getattr(error, "is_explained", False):
             return
+        error.is_explained = True  # type: ignore[attr-defined]  # a second look would only take time
         with suppress(RuntimeError):  # the host of the store is gone
             if not in_vain and not _is_uneven(store):
                 return
@@ -53,7 +54,6 @@ class Progress:
             if len(set(counts.values())) > 1:
                 store.set(_UNEVEN, "")
                 error.args = (f"{error}. {describe(counts, get_rank())}",)
-                error.is_explained = True  # type: ignore[attr-defined]
 
     def _counts(self, store: Any) -> dict[int, int]:
         keys = {rank: _COUNT.format(self._number, rank) for rank in range(get_world_size())}

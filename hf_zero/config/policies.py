@@ -75,6 +75,7 @@ class ZeroPolicy:
     gather_size: int | Literal["host"] | None = None  # size of hpZ's groups, which gather among themselves
     hops: Literal["auto", 1, 2] = "auto"  # hops of reductions and gathers over several hosts, below stage 3
     bucket_numel: int  # elements per bucket, the same for reducing gradients and gathering parameters
+    bucket_is_given: bool = False  # whether the config has that size, and not just its default
     overlap_reduction: bool  # start reductions while backward still runs
     sparse_gradients: bool = False  # reduce only the nonzero rows of embedding gradients
     require_all_gradients: bool  # a trainable parameter without gradient is an error

@@ -234,6 +234,7 @@ def _zero(zero: Zero, aio: Aio, own: HfZero, findings: Findings) -> policies.Zer
         gather_size=gather_size_in(zero, own),
         hops=own.hops,
         bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
+        bucket_is_given=not zero.model_fields_set.isdisjoint(("reduce_bucket_size", "allgather_bucket_size")),
         overlap_reduction=zero.overlap_comm is not False,
         sparse_gradients=findings.config.sparse_gradients,
         require_all_gradients=not zero.ignore_unused_parameters,

@@ -118,7 +118,7 @@ class ReducedGradient:
     def reserve(self) -> None:
         """Reserve space on a drive at the start, to detect a drive that is too small."""
         if self._trained.placement.gradients.can_fail:
-            assert self._place is not None, "created by this access"
+            self._vector = self._place  # created by the access
 
     @property
     def at_hand(self) -> Tensor | None:

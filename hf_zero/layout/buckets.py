@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 ALIGN_NUMEL = 32
 MAX_BUCKET_NUMEL = 1 << 25  # 64 MiB of 16-bit gradients: networks reach full speed with much less
+MANY_RANKS = 256  # a part of the largest bucket is 256 KiB there
 MIN_BUCKET_NUMEL = 1 << 20  # smaller collectives cost more in latency than they gain in overlap
 BUCKETS_PER_MODEL = 8  # enough to overlap reduction with backward, and a pool of two is a quarter of the gradients
 # Vectorised kernels treat the last few elements of a vector differently. Cuts at multiples of this avoid new ends.
@@ -199,12 +200,15 @@ def chunk_interval(numel: int, rank: int, world: int) -> Interval:
     return Interval(min(rank * chunk, numel), min((rank + 1) * chunk, numel))
 
 
-def effective_bucket_numel(total_numel: int, limit: int) -> int:
+def effective_bucket_numel(total_numel: int, limit: int, world: int = 1, *, is_given: bool = False) -> int:
     """The number of elements per bucket, if the config allows `limit` of `total_numel`.
 
     The limit is a maximum: DeepSpeed's default of 5e8 would put most models into a single bucket, which can only be
-    reduced after backward has ended.
+    reduced after backward has ended. A limit that the user has given (`is_given`) is respected from `MANY_RANKS` on,
+    where each rank's part of a bucket gets too small for the network.
     """
+    if is_given and world >= MANY_RANKS:
+        return max(1, limit)
     preferred = max(MIN_BUCKET_NUMEL, -(-total_numel // BUCKETS_PER_MODEL))
     return max(1, min(limit, preferred, MAX_BUCKET_NUMEL))
 

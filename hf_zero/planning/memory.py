@@ -364,7 +364,7 @@ def _layouts(model: PlannedModel, setting: Setting) -> tuple[FlatLayout, Planned
     zero = setting.resolved.zero
     if setting.sharding.shards_parameters:
         return _unit_layout(model, setting.shard_ranks, zero.keys, setting.looks_far)
-    return _flat_layout(model, setting.shard_ranks, zero.bucket_numel), None
+    return _flat_layout(model, setting.shard_ranks, zero.bucket_numel, zero.bucket_is_given), None
 
 
 @lru_cache(maxsize=4)  # many candidates have the same layout
@@ -375,9 +375,9 @@ def _unit_layout(model: PlannedModel, ranks: int, policy: Zero, looks_far: bool)
 
 
 @lru_cache(maxsize=4)
-def _flat_layout(model: PlannedModel, ranks: int, bucket_numel: int) -> FlatLayout:
+def _flat_layout(model: PlannedModel, ranks: int, bucket_numel: int, is_given: bool) -> FlatLayout:
     specs = _specs(model, ranks)
-    numel = effective_bucket_numel(sum(spec.numel for spec in specs), bucket_numel)
+    numel = effective_bucket_numel(sum(spec.numel for spec in specs), bucket_numel, ranks, is_given=is_given)
     return plan_layout(specs, world=ranks, bucket_numel=numel)
 
 

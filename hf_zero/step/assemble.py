@@ -494,8 +494,10 @@ def _longest_bucket(module: nn.Module, trained: Trained, plan: Plan) -> int:
 
 
 def _flat_layout(specs: Sequence[ParameterSpec], plan: Plan) -> FlatLayout:
-    numel = effective_bucket_numel(sum(spec.numel for spec in specs), plan.zero.bucket_numel)
-    return plan_layout(specs, world=plan.sharding.world, bucket_numel=numel)
+    zero, world = plan.zero, plan.sharding.world
+    total = sum(spec.numel for spec in specs)
+    numel = effective_bucket_numel(total, zero.bucket_numel, world, is_given=zero.bucket_is_given)
+    return plan_layout(specs, world=world, bucket_numel=numel)
 
 
 def _check_same_everywhere(specs: Sequence[ParameterSpec], collectives: Collectives) -> None:

@@ -155,6 +155,14 @@ def test_compile_takes_the_arguments_of_deepspeed(caplog: pytest.LogCaptureFixtu
     one_step(engine)
 
 
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_are_refused_where_weights_move(mode: str) -> None:
+    """At stage 3 `torch_compile_mode="reduce-overhead"` would replay kernels on memory that weights have left."""
+    with pytest.raises(ValueError, match="stage 3 gathers weights into other memory"):
+        new_engine(3).compile(compile_kwargs={"mode": mode})
+    new_engine(2).compile(compile_kwargs={"mode": mode})
+
+
 def run_weights(rank: int, stage: int) -> list[float]:
     engine = new_engine(stage)
     one_step(engine)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -55,7 +56,10 @@ def as_on_an_accelerator() -> Iterator[None]:
         assert device == CUDA
         connect(known, torch.device("cpu"), used)
 
-    with mock.patch.object(KnownGroups, "connect", on_cpu):
+    with (
+        mock.patch.object(KnownGroups, "connect", on_cpu),
+        mock.patch.object(known_groups, "kind_of_backend", lambda backend: "cuda"),
+    ):
         yield
 
 
@@ -79,7 +83,8 @@ def run_counts(rank: int, world: int) -> list[Any]:
         assert made_groups.world.gather_objects(rank) == list(range(world))
         found.append((dict(made), added, num_sockets() - before - added))
     before = num_sockets()
-    assert background_collectives().gather_objects(rank) == list(range(world))
+    with as_on_an_accelerator():
+        assert background_collectives().gather_objects(rank) == list(range(world))
     found.append(num_sockets() - before)
     return found
 
@@ -146,7 +151,6 @@ def made_in_a_world_of(
         (known_groups, "remember_ranks", lambda *_: None),
         (known_groups, "common_timeout", lambda: None),
         (known_groups, "LockstepNegotiation", mock.Mock()),
-        (known_groups, "StoreDemand", mock.Mock()),
         (dist.distributed_c10d, "_get_default_store", mock.Mock()),
         (KnownGroups, "connect", lambda *_: None),
         (groups, "_worlds", {}),
@@ -154,6 +158,7 @@ def made_in_a_world_of(
     ]
     patches = [mock.patch.object(target, name, stand_in) for target, name, stand_in in stand_ins]
     patches += [mock.patch("hf_zero.comm.process_group.backend_name", lambda: backend)]
+    patches += [mock.patch.object(known_groups, "backend_name", lambda: backend)]
     patches += [mock.patch.object(Hosts, "named", lambda names: (list(names), hosts)[1])]
     for patch in patches:
         patch.start()
@@ -188,6 +193,17 @@ def test_hybrid_sharding_makes_a_rank_a_member_of_the_same_number(world: int) ->
     assert sorted(map(str, shards)) == ["None", "gloo", "nccl", "nccl"]  # both halves, negotiation, gathers, accesses
     assert copies == [None] and len(made) == 6, "and accesses of all ranks"
     assert not any(call["use_local_synchronization"] for call in calls)
+
+
+def test_collectives_of_a_device_precede_other_kernels() -> None:
+    """Reductions ran at the priority of compute, which waits for them."""
+    with mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), create=True):
+        _, calls = made_in_a_world_of(64, BACKENDS[0], (8,), **STAGE_3)
+    assert {call["backend"]: getattr(call["pg_options"], "is_high_priority_stream", None) for call in calls} == {
+        "nccl": True,
+        None: True,
+        "gloo": None,
+    }
 
 
 def test_a_world_that_is_bound_to_a_device() -> None:

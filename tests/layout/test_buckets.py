@@ -94,6 +94,13 @@ def test_effective_bucket_size(total: int, limit: int, expected: int) -> None:
     assert effective_bucket_numel(total, limit) == expected
 
 
+def test_a_large_bucket_that_the_user_gives_is_respected_on_many_ranks() -> None:
+    """On 512 ranks `reduce_bucket_size: 2e8` made buckets of 2^25 elements, of which each rank reduced 128 KiB."""
+    assert effective_bucket_numel(7_000_000_000, 200_000_000, 512, is_given=True) == 200_000_000
+    assert effective_bucket_numel(7_000_000_000, 200_000_000, 512) == MAX_BUCKET_NUMEL
+    assert effective_bucket_numel(7_000_000_000, 200_000_000, 255, is_given=True) == MAX_BUCKET_NUMEL
+
+
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="world >= 1"):
         plan_layout(specs(("a", 4)), world=0, bucket_numel=10)
