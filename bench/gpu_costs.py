@@ -22,6 +22,7 @@ from bench import cpu_adam, gpu_report, gpu_train
 from bench.gpu_device import Device, device_of
 from bench.gpu_predictions import RUNS, measure, predict
 from bench.gpu_programme import Case, Found, NotHere, Part, Place
+from hf_zero.device.host_memory import host_empty
 from hf_zero.planning.event_model import Shape
 
 PER_UPDATE = {"16k": 1, "64k": 4}  # micro-batches of 8 x 2,048 tokens
@@ -102,11 +103,16 @@ def _offload() -> list[Part]:
     larger = [trained(case, "3.2b", limit_s=80) for case in ("hf_zero 3 offload", "hf_zero 3 streaming")]
     adam = "28 bytes per parameter; no stored figure of this host: more threads until the memory bandwidth is reached"
     threads = tuple(Case(f"{number} threads", adam, "hf_zero/kernels/adam.py") for number in THREADS)
+    where = "hf_zero/device/host_memory.py"
     memory = (
-        Case(f"page-lock {LOCKED_GB} GiB, small pages", "at least 1 GB/s", "hf_zero/device/host_memory.py"),
-        Case(f"page-lock {LOCKED_GB} GiB, huge pages", "faster than small pages", "khugepaged: THP enabled? madvise"),
-        Case(f"fork beside {FORK_GB} GiB, not locked", "less than 1 s", "page tables"),
-        Case(f"fork beside {FORK_GB} GiB, locked", "as not locked: torch's loaders fork", "MADV_DONTFORK"),
+        Case(f"page-lock {LOCKED_GB} GiB, small pages", "at least 1 GB/s", where),
+        Case(
+            f"page-lock {LOCKED_GB} GiB, huge pages", "faster than small pages", "/sys/kernel/mm/transparent_hugepage"
+        ),
+        Case(f"page-lock {LOCKED_GB} GiB, by the engine", "as huge pages", where),
+        Case(f"fork beside {FORK_GB} GiB, not locked", "less than 1 s", where),
+        Case(f"fork beside {FORK_GB} GiB, locked", "copies all of it: longer than not locked", where),
+        Case(f"fork beside {FORK_GB} GiB, locked by the engine", "less than 1 s: its pages are not forked", where),
     )
     return [
         Part("1.5B", "bench.gpu_costs:train", tuple(both), apart=True),
@@ -166,35 +172,40 @@ def adam(case: str, place: Place) -> Found:
 def host_memory(case: str, place: Place) -> Found:
     device = device_of(place.kind)
     unit = 1 << 20 if place.is_tiny else 1 << 30
-    if case.startswith("fork"):
-        return _forked(device, FORK_GB * unit, locked=case.endswith(", locked"))
     device.synchronize()  # creates its context
+    if case.startswith("fork"):
+        return _forked(device, FORK_GB * unit, case.partition(", ")[2])
     size = LOCKED_GB * unit
-    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if "huge" in case:
-        try:
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError as error:
-            raise NotHere(f"the kernel refuses huge pages: {error}") from error
-    tensor = torch.frombuffer(pages, dtype=torch.uint8)
     start = time.perf_counter()
-    is_locked = device.lock(tensor)
-    locking = time.perf_counter() - start
+    if case.endswith("by the engine"):
+        tensor = host_empty(size, torch.uint8, pinned=True)
+        locked = bool(tensor.is_pinned()) if device.is_gpu else False
+    else:
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if "huge" in case:
+            try:
+                pages.madvise(mmap.MADV_HUGEPAGE)
+            except OSError as error:
+                raise NotHere(f"the kernel refuses huge pages: {error}") from error
+        tensor = torch.frombuffer(pages, dtype=torch.uint8)
+        locked = device.lock(tensor)
+    seconds = time.perf_counter() - start
     tensor.zero_()
-    start = time.perf_counter()
-    device.unlock(tensor)
-    unlocking = time.perf_counter() - start
     if not device.is_gpu:
         raise NotHere("page-locking needs a GPU's driver")
-    rate = size / locking / 1e9
-    words = f"{'locked' if is_locked else 'refused'} in {locking:.2f} s, {rate:.1f} GB/s; unlocked in {unlocking:.2f} s"
-    return Found(words, is_locked and rate >= 1, figures={"gb_per_s": rate})
+    rate = size / seconds / 1e9
+    words = f"{'locked' if locked else 'refused'} in {seconds:.2f} s, {rate:.1f} GB/s"
+    return Found(words, locked and rate >= 1, figures={"gb_per_s": rate})
 
 
-def _forked(device: Device, size: int, *, locked: bool) -> Found:
+def _forked(device: Device, size: int, how: str) -> Found:
     """Seconds of a fork whose child ends at once."""
-    tensor = torch.empty(size, dtype=torch.uint8).zero_()
-    if locked and not device.lock(tensor) and device.is_gpu:
+    if how == "locked by the engine":
+        tensor = host_empty(size, torch.uint8, pinned=True)
+    else:
+        tensor = torch.empty(size, dtype=torch.uint8)
+    tensor.zero_()
+    if how == "locked" and not device.lock(tensor) and device.is_gpu:
         return Found("page-locking failed", False)
     start = time.perf_counter()
     child = os.fork()
@@ -205,10 +216,8 @@ def _forked(device: Device, size: int, *, locked: bool) -> Found:
     start = time.perf_counter()
     tensor.fill_(1)
     touched = time.perf_counter() - start
-    if locked:
-        device.unlock(tensor)
     words = f"fork {1e3 * forked:.0f} ms; writing all of it afterwards {1e3 * touched:.0f} ms"
-    return Found(words, forked < 1, figures={"fork_s": forked, "touch_s": touched})
+    return Found(words, None if how == "locked" else forked < 1, figures={"fork_s": forked, "touch_s": touched})
 
 
 # --- block 3 -----------------------------------------------------------------------------------------------------

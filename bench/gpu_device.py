@@ -70,11 +70,8 @@ class Device:
         return nullcontext()
 
     def lock(self, tensor: Tensor) -> bool:
-        """Page-lock the memory of `tensor`; False if the device cannot."""
+        """Page-lock the memory of `tensor` until the process ends; False if the device cannot."""
         return False
-
-    def unlock(self, tensor: Tensor) -> None:
-        """Undo `lock`."""
 
     def unfinished(self) -> list[str]:
         """Collectives that have not ended, by NCCL's flight recorder."""
@@ -184,9 +181,6 @@ class Gpu(Device):
     def lock(self, tensor: Tensor) -> bool:
         size = tensor.numel() * tensor.element_size()
         return int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)) == 0
-
-    def unlock(self, tensor: Tensor) -> None:
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
     def unfinished(self) -> list[str]:
         dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)

@@ -130,7 +130,8 @@ def _native(
 ) -> Collectives:
     """What NCCL's ranks use, over gloo."""
     kind = GatherStreamCollectives if channel is Channel.GATHER else NativeCollectives
-    return kind(self.native_group(number, channel))
+    group = self.native_group(number, channel, device)
+    return kind(group, None if channel is Channel.GATHER else self._hosts_of(number, channel))
 
 
 def first(case: str, place: Place) -> Found:
@@ -240,8 +241,7 @@ def groups_of_one(delays: Device | None) -> Iterator[None]:
             collectives.device = delays  # type: ignore[attr-defined]
         collectives.size = NotOne(1)
         if channel is Channel.GATHER:
-            waits = device.type == "cpu"
-            collectives.negotiation = known.negotiation(collectives, ranks, number, host_waits=waits, can_attend=False)
+            collectives.negotiation = known.negotiation(collectives, ranks, number, can_attend=False)
         return collectives
 
     with (

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 
 from hf_zero.comm.ledger import Call, ledger
-from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Source
+from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation
 from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import DONE, Event
@@ -311,14 +311,18 @@ def gather_lane(group: Collectives, device: torch.device, after: Event | None = 
     return runtime_of(device).gather_lane(after) if group.has_gather_lane else nullcontext()
 
 
-def start_gather(collectives: Collectives, source: Source, rows: Sequence[Tensor]) -> list[Rows]:
-    """Start gathering the rows that `source` has opened, overlapped with compute."""
+def start_gather(collectives: Collectives, take: Callable[[int, Tensor], Tensor], rows: Sequence[Tensor]) -> list[Rows]:
+    """Start gathering `rows`, which a source has opened, overlapped with compute.
 
-    def take(row: Tensor, numel: int) -> Tensor:
-        return source.take_buffer(numel, row)
-
+    Args:
+        take: gives a buffer of at least so many elements for rows like the given one.
+    """
     with gather_lane(collectives, rows[0].device, DONE):
-        return [collectives._gather_rows(row, partial(take, row)) for row in rows]
+        return [collectives._gather_rows(row, partial(_take_like, take, row)) for row in rows]
+
+
+def _take_like(take: Callable[[int, Tensor], Tensor], row: Tensor, numel: int) -> Tensor:
+    return take(numel, row)
 
 
 class AlikeNegotiation(Negotiation):
@@ -332,7 +336,7 @@ class AlikeNegotiation(Negotiation):
         gathering.decision = self._agreed([gathering.request] * self.size)
         if gathering.request.kind is Kind.GATHER:
             source, _ = self.sources.find(gathering.request.unit)
-            gathering.rows = start_gather(self._collectives, source, rows)
+            gathering.rows = start_gather(self._collectives, source.take_buffer, rows)
             gathering.call.started(gathering.rows, rows)
 
     def settle(self, gathering: Gathering) -> Decision:

@@ -53,9 +53,7 @@ def collectives_for(
     collectives.num_beside = sum(known.hosts.of_rank[each] == known.hosts.of_rank[rank] for each in ranks)
     if channel is Channel.GATHER:
         crosses = any(known.hosts.crossed_by(group) for group in reduced_over or partition)
-        collectives.negotiation = known.negotiation(
-            collectives, ranks, number, host_waits=device.type == "cpu", can_attend=not crosses
-        )
+        collectives.negotiation = known.negotiation(collectives, ranks, number, can_attend=not crosses)
     return collectives
 
 

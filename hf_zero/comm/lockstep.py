@@ -6,12 +6,12 @@
 *Usually all ranks do the same.* If all ranks have used the same units in the same order, this sequence becomes a plan
 that all of them have. The next such pass follows it: every rank issues the plan's gathers in order, without messages to
 the others. At END each rank sends a digest of the units it has used, so that all ranks renew or drop a plan together.
-The start of an unforeseen pass is agreed on with its first unit.
+A forward can be foreseen from its place in the update; any other pass is agreed on with its first unit.
 
-*Divergence is the exception.* A rank that requests something other than the plan still issues the plan's gathers to the
-end, because the others need them, and then negotiates. Requests are decided one after the other, each decision by one
-small all-gather of all heads (`hf_zero.comm.negotiation`), until all ranks are at END. The exchange starts with a
-request, one unit ahead of its use. Rows use the backend's own all-gather, in which every rank takes part.
+*Divergence is the exception.* A rank that requests something other than the plan still issues the rest of the plan,
+because the others need it, and then negotiates. Requests are decided one after the other, each decision by one small
+all-gather of all heads (`hf_zero.comm.negotiation`), until all ranks are at END. The exchange starts with a request,
+one unit ahead of its use. Rows use the backend's own all-gather, in which every rank takes part.
 
 Why ranks never match different gathers: the plan of a pass is decided at a synchronisation, from facts that all ranks
 received there. Before its first head in that pass (GATHER, END, STEP or WAIT) every rank issues all gathers of that
@@ -19,30 +19,47 @@ plan in order, whether it needs them or not; afterwards, gathers are those decid
 Whether a rank needs the result, and how far ahead it requests it, does not affect the others. Rows belong to the same
 update on all ranks: every update synchronises, and each rank issues the following gathers after its own update.
 
-Why nothing hangs: until the plan's end a rank waits for rows of the plan, or for a reduction. Consider the rank that
-has issued the fewest gathers of the plan. It does not wait for rows of others, which have issued at least as many. If
-it waits for a reduction that has not started everywhere, some other rank is blocked before that reduction, waiting for
-rows that this rank has not issued, or for its head. If the host waits, that rank says so (`hf_zero.comm.demand`), and
-this rank issues what is needed while it waits, if necessary to the plan's end, and then negotiates with WAIT. (On an
-accelerator the host waits for neither and reaches the end of its pass.) After the plan's end, the argument in
-`hf_zero.comm.negotiation` holds.
+Why nothing hangs, neither a host nor a stream of a device. Gathers depend on reductions, because a gather reuses memory
+that compute has read after it has waited for a reduction; reductions depend on gathers, because gradients are computed
+from gathered weights. Both kinds of collectives run in the same order on all ranks, but ranks may interleave them
+differently. A cycle is only possible if one rank issues gather G after it has begun to wait for reduction R (on an
+accelerator: has made compute wait), while another rank needs G, or a gather after it, before it starts R. So:
+
+    before a rank waits for R, all ranks have started R, or will start it without a gather that this rank issues later
+
+- After END and STEP all ranks have started all reductions of the pass.
+- When ranks negotiate, heads carry the number of reductions started, and a rank that is about to wait for R negotiates
+  with WAIT until all ranks have started it.
+- A plan has an order of its own: a number of reductions `due` for every gather. A rank issues gather k only after it
+  has started `due[k]` reductions, and all gathers with `due[k] <= R` before it waits for R. Suppose that ranks are
+  blocked in a plan. Let R be the first reduction waited for that some rank C has not started; C waits for gather k,
+  with `due[k] <= R`, which some rank D has not issued. D waits for R or a later reduction (it cannot wait for an
+  earlier gather), so it has issued gather k. Ranks that run the plan start reductions in this order by themselves. A
+  rank that leaves a plan starts the reductions that are due with the gradients it has; later gradients are *late*
+  (`hf_zero.grads.reducer`) and reduced before the step. So a backward only follows a plan if all ranks have run the
+  same forwards: then none is likely to leave it.
+
+After the plan's end, the argument in `hf_zero.comm.negotiation` holds. `tests/support/happens_before.py` searches the
+graph of all operations of hosts and devices for cycles.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_zero.comm.collectives import Collectives, start_gather
-from hf_zero.comm.demand import Demand
+from hf_zero.comm.collectives import Collectives, gather_lane, start_gather
 from hf_zero.comm.ledger import ledger
-from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request
-from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
+from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request, Upcoming
+from hf_zero.comm.rows import num_bytes, own_shard
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import DONE
 
 # The common history of past passes, which determines the plan of the next pass.
 #
@@ -64,11 +81,36 @@ class Start(NamedTuple):
     trains: bool
 
 
-def digest(start: Start | None, units: Iterable[int]) -> int:
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What a rank did in a pass.
+
+    Attributes:
+        units: the units it used, in order.
+        num_before: number of reductions that it started after the last pass and before its first request.
+        launched: number of reductions that it had started before each use, from its first request on.
+        num_launched: number of reductions that it started from its first request on.
+    """
+
+    units: tuple[int, ...] = ()
+    launched: tuple[int, ...] = ()
+    num_launched: int = 0
+    num_before: int = 0
+
+    def due(self, place: int, num_in_flight: int) -> int:
+        """Number of reductions that are started before the gather at `place` is issued, and not waited for before it.
+
+        A rank has at most `num_in_flight` reductions in flight. So if it uses units on this route, it has issued each
+        gather in time, however late it requests it.
+        """
+        return max(0, self.launched[place] - num_in_flight)
+
+
+def digest(start: Start | None, route: Route) -> int:
     """A digest below 2^61; different passes have equal digests with a probability of about 1e-16."""
     value = 1 if start is None else 2 + 2 * start.in_backward + 4 * start.trains
-    for unit in units:
-        value = (value * _BASE + unit + 1) % _MODULUS
+    for number in (*route.units, *route.launched, route.num_launched, route.num_before):
+        value = (value * _BASE + number + 1) % _MODULUS
     return value
 
 
@@ -102,45 +144,50 @@ class _Successor:
 class PassHistory:
     """Plans by the start of a pass, and the order of passes.
 
-    A pass is predicted from its place: the engine of the last update, and the number of training passes since. Passes
-    without gradients are not predicted, nor is a pass that follows one.
+    A pass is predicted from its place: the engine of the last update, and the number of training passes since.
+    Evaluations are not predicted, nor is a pass that follows one; nor is a pass with reductions, because a rank that
+    evaluates between forward and backward could not start them, nor one after a backward without gathers.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[Start, tuple[int, ...]] = {}
+        self._plans: dict[Start, Route] = {}
         self._trust: dict[Start, _Trust] = {}
         self._successors: dict[tuple[int, int], _Successor] = {}
         self._place: tuple[int, int] | None = (-1, 0)  # None: the next pass cannot be predicted
+        self._are_alike = True  # whether all ranks have run the same passes since the last update
 
     def foreseen(self) -> Start | None:
         """The predicted start of the next pass; None: unknown."""
         successor = None if self._place is None else self._successors.get(self._place)
         if successor is None or successor.start is None or not successor.trust.is_enough:
             return None
-        return successor.start if self.plan(successor.start) is not None else None
+        route = self.plan(successor.start)
+        return successor.start if route is not None and not route.num_launched and not route.num_before else None
 
-    def plan(self, start: Start) -> tuple[int, ...] | None:
-        """The units of a pass with this start, in order; None: ranks must agree on each."""
+    def plan(self, start: Start) -> Route | None:
+        """What all ranks will do in a pass with this start; None: they must agree on each unit."""
+        if start.in_backward and not self._are_alike:
+            return None
         return self._plans[start] if start in self._plans and self._trust[start].is_enough else None
 
-    def end(self, start: Start | None, units: tuple[int, ...], *, are_alike: bool, followed: Start | None) -> None:
+    def end(self, start: Start | None, route: Route, *, are_alike: bool, followed: Start | None) -> None:
         """Record that all ranks have ended a pass.
 
         Args:
-            start, units: this rank's pass; only used if all ranks have run the same.
+            start, route: this rank's pass; only used if all ranks have run the same.
             followed: the start of the plan that the pass has followed, to its end or not.
         """
         if followed is not None and not (are_alike and start != followed):
-            is_right = are_alike and units == self._plans.get(followed)
+            is_right = are_alike and route == self._plans.get(followed)
             if not is_right:
                 self._trust[followed].note(False)
                 self._plans.pop(followed, None)
         if not are_alike:
-            self._place = None
+            self.lose_count()
             return
         if start is None:
             return  # nothing was gathered: ignore the pass
-        self._learn(start, units)
+        self._learn(start, route)
         if self._place is None:
             return
         if start.trains or start.in_backward:
@@ -157,15 +204,17 @@ class PassHistory:
         if self._place is not None:
             self._follow(self._place, None)
         self._place = first_unit, 0
+        self._are_alike = True
 
     def lose_count(self) -> None:
-        """Record that ranks have synchronised at different places."""
+        """Record that ranks have synchronised at different places, or after different passes."""
         self._place = None
+        self._are_alike = False
 
-    def _learn(self, start: Start, units: tuple[int, ...]) -> None:
+    def _learn(self, start: Start, route: Route) -> None:
         trust = self._trust.setdefault(start, _Trust())
-        if self._plans.setdefault(start, units) != units:
-            self._plans[start], trust.num_right = units, 0
+        if self._plans.setdefault(start, route) != route:
+            self._plans[start], trust.num_right = route, 0
         trust.note(True)
 
     def _follow(self, place: tuple[int, int], start: Start | None) -> None:
@@ -178,23 +227,23 @@ class PassHistory:
 
 @dataclass(slots=True)
 class Plan:
-    """The gathers that all ranks issue in the current pass.
+    """The collectives that all ranks issue in the current pass.
 
     Attributes:
         issued: number of units that this rank has started to gather.
     """
 
     start: Start
-    units: tuple[int, ...]
+    route: Route
     issued: int = 0
+
+    @property
+    def left(self) -> Sequence[int]:
+        """The units that this rank has not started to gather."""
+        return self.route.units[self.issued :]
 
     def is_of(self, *, in_backward: bool, trains: bool) -> bool:
         return (self.start.in_backward, self.start.trains) == (in_backward, trains)
-
-    def goes_on_with(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
-        """Whether this unit comes next."""
-        is_next = self.issued < len(self.units) and self.units[self.issued] == unit
-        return is_next and self.is_of(in_backward=in_backward, trains=trains)
 
 
 @dataclass(slots=True)
@@ -202,38 +251,43 @@ class Pass:
     """This rank's work between two synchronisations.
 
     Attributes:
-        number: of the pass, the same on all ranks.
+        first: number of reductions that this rank had started before the pass.
+        base: the same before its first request in the pass; None: it has made none.
         plan: the plan, until its end has been issued or it was left.
         followed: the start of the plan that the pass has, or had.
-        start, used: the start of the pass, and the units it has used.
+        num_sure: number of reductions, including those of earlier passes, that all ranks start whatever they run.
+        start: the start of the pass.
+        units, launched: see `Route`.
         num_decisions: number of decisions so far.
         has_served_gone: whether rows of an engine that no longer exists here were served.
     """
 
-    number: int
+    first: int = 0
+    base: int | None = None
     plan: Plan | None = None
     followed: Start | None = None
+    num_sure: int = 0
     start: Start | None = None
-    used: list[int] = field(default_factory=list)
+    units: list[int] = field(default_factory=list)
+    launched: list[int] = field(default_factory=list)
     num_decisions: int = 0
     has_served_gone: bool = False
 
-    @classmethod
-    def begin(cls, number: int, history: PassHistory, *, follows: bool) -> Pass:
-        start = history.foreseen() if follows else None
-        units = None if start is None else history.plan(start)
-        plan = None if start is None or units is None else Plan(start, units)
-        return cls(number, plan, None if plan is None else plan.start)
+    def follow(self, start: Start, route: Route, *, issued: int = 0) -> None:
+        self.plan, self.followed = Plan(start, route, issued), start
+        self.num_sure = (self.base or 0) + route.num_launched
 
-    @property
-    def topics(self) -> tuple[int, int]:
-        """Topics of `Demand` for this pass: gathers that must be issued, and (plus one) the reductions started by a
-        rank that is at its end."""
-        return 2 * self.number, 2 * self.number + 1
+    def num_since(self, launched: int) -> int:
+        """Number of the present pass's reductions, if this rank has started `launched` including earlier passes."""
+        return launched - (launched if self.base is None else self.base)
+
+    def route(self, launched: int) -> Route:
+        """`launched`: by this rank, including earlier passes."""
+        num_before = (launched if self.base is None else self.base) - self.first
+        return Route(tuple(self.units), tuple(self.launched), self.num_since(launched), num_before)
 
 
 _NUM_FACTS = 7
-_ALL = 1 << 30  # more units than any plan: this rank waits for the others' heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,23 +338,14 @@ class LockstepNegotiation(Negotiation):
 
     num_facts = _NUM_FACTS
 
-    def __init__(
-        self, collectives: Collectives, hosts: Collectives, *, host_waits: bool, demand: Demand | None = None
-    ) -> None:
-        """
-        Args:
-            hosts: the same ranks, for small tensors in host memory; only used here.
-            host_waits: whether waiting for a reduction blocks this process instead of a device stream.
-            demand: with `host_waits`: tells a waiting rank that others wait for it.
-        """
+    def __init__(self, collectives: Collectives, hosts: Collectives) -> None:
+        """`hosts`: the same ranks, for small tensors in host memory; only used here."""
         super().__init__(collectives.rank, collectives.ranks)
         self.num_beside = collectives.num_beside
         self._collectives = collectives
         self._hosts = hosts
-        self._host_waits = host_waits
-        self._demand = demand if host_waits else None
         self._history = PassHistory()
-        self._pass = Pass(number=0)
+        self._pass = Pass()
         self._shapes: dict[int, list[tuple[int, torch.dtype, torch.device]]] = {}  # rows of units in plans
         # Negotiated
         self._rows: dict[Gathering, Sequence[Tensor]] = {}
@@ -309,71 +354,86 @@ class LockstepNegotiation(Negotiation):
 
     # Following a plan
 
-    def upcoming(self, *, in_backward: bool, trains: bool) -> Sequence[int] | None:
+    def upcoming(self, *, in_backward: bool, trains: bool) -> Upcoming | None:
+        while self._exchange is not None and self._exchange.pending.is_ready():
+            self._decide_next()  # the sooner, the more of the gathers is hidden
         plan = self._pass.plan
         if plan is None or not plan.is_of(in_backward=in_backward, trains=trains):
             return None
-        return plan.units[plan.issued :]
+        num_started = self._pass.num_since(self.launched)
+        places = range(plan.issued, len(plan.route.units))
+        num_due = sum(1 for _ in takewhile(lambda place: self._due(plan, place) <= num_started, places))
+        return Upcoming(plan.left, num_due)
+
+    def _due(self, plan: Plan, place: int) -> int:
+        return plan.route.due(place, self._max_in_flight)
 
     def note_use(self, request: Request) -> None:
-        if not self._pass.used:
+        if not self._pass.units:
             self._pass.start = Start(request.unit, request.in_backward, request.trains)
-        self._pass.used.append(request.unit)
+        self._pass.units.append(request.unit)
+        self._pass.launched.append(self._pass.num_since(self.launched))
 
-    def wait_for_rows(self, rows: Rows, place: int | None) -> None:
-        if place is not None and self._demand is not None and rows.can_arrive:
-            demand, (topic, _) = self._demand, self._pass.topics
-            demand.wait(rows, lambda: demand.say(topic, place + 1))
-        rows.wait()
-
-    def wait_for(self, pending: Pending, reduction: int) -> None:
-        if not self._host_waits or all(head.request.launched > reduction for head in self._heads):
+    def wait_for(self, reduction: int) -> None:
+        if self._all_have_started(reduction) or not self._is_open:  # nothing is gathered before the update
             return
         if self._mine and not self._pass.num_decisions:
             self.settle(self._mine[0])  # this may start a plan
-        if self._pass.plan is not None and self._demand is not None and pending.can_arrive:
-            with pending.waiting():
-                self._demand.wait(pending, lambda: self._issue_needed(reduction))
+        if reduction < self._pass.num_sure:
+            self._issue_due(self._pass.num_since(reduction))
         else:
             self._clear_to_wait(reduction)
 
+    def _all_have_started(self, reduction: int) -> bool:
+        return all(head.request.launched > reduction for head in self._heads)
+
     def _about_to_ask(self, request: Request) -> None:
         plan, is_gather = self._pass.plan, request.kind is Kind.GATHER
-        kind = {"in_backward": request.in_backward, "trains": request.trains}
-        if plan is not None and not (is_gather and plan.goes_on_with(request.unit, **kind)):
+        if is_gather and self._pass.base is None:
+            self._pass.base = self.launched
+        if plan is not None and is_gather and plan.is_of(in_backward=request.in_backward, trains=request.trains):
+            if request.unit in plan.left:
+                while plan.route.units[plan.issued] != request.unit:
+                    self._serve_next(plan)  # this rank has skipped it
+                return
+        if plan is not None:
             self._finish(plan)
 
     def _finish(self, plan: Plan) -> None:
         """Issue the rest of the plan, which the other ranks need."""
+        while plan.left:
+            self._serve_next(plan)
         self._pass.plan = None
-        for place in range(plan.issued, len(plan.units)):
-            self._serve(plan.units[place], place)
+        self._start_due(plan.route.num_launched)
 
-    def _issue_needed(self, reduction: int) -> None:
-        """Issue gathers that other ranks wait for, while this rank waits for a reduction."""
+    def _serve_next(self, plan: Plan) -> None:
+        self._start_due(self._due(plan, plan.issued))
+        plan.issued += 1
+        self._serve(plan.route.units[plan.issued - 1])
+
+    def _start_due(self, num_launched: int) -> None:
+        """Start reductions of the present pass, until there are `num_launched`; fewer if the present backward has no
+        more: then no other rank has more either."""
+        while self._pass.num_since(self.launched) < num_launched and self.launch_early():
+            pass
+
+    def _issue_due(self, reduction: int) -> None:
+        """Issue all gathers of the plan that come before waiting for a reduction (its number in the present pass)."""
         plan = self._pass.plan
-        if plan is None or self._demand is None:
-            return
-        needed, ended = (self._demand.look(topic) for topic in self._pass.topics)
-        if 0 < ended <= reduction + 1:
-            needed = _ALL  # that rank only starts the reduction after synchronising with this one
-        while plan.issued < min(needed, len(plan.units)):
-            if self.sources.is_gone(plan.units[plan.issued]):
-                needed = _ALL
-                break
-            source, local = self.sources.find(plan.units[plan.issued])
-            if not source.ask_ahead(local, in_backward=plan.start.in_backward, trains=plan.start.trains):
-                needed = _ALL
-                break
-        if needed > len(plan.units):
-            self._finish(plan)
-            self._clear_to_wait(reduction)
+        while plan is not None and plan.left and self._due(plan, plan.issued) <= reduction:
+            unit = plan.left[0]
+            is_needed = False
+            if not self.sources.is_gone(unit):
+                source, local = self.sources.find(unit)
+                is_needed = source.ask_ahead(local, in_backward=plan.start.in_backward, trains=plan.start.trains)
+            if not is_needed:
+                self._serve_next(plan)
 
     # Negotiating
 
     def _clear_to_wait(self, reduction: int) -> None:
         lets_go = False
-        while any(head.request.launched <= reduction for head in self._heads):
+        while not self._all_have_started(reduction):
             granted = self._run(self._request(Kind.WAIT, lets_go=lets_go)).granted
             lets_go = any(
                 head.request.kind in (Kind.END, Kind.STEP)
@@ -392,7 +452,7 @@ class LockstepNegotiation(Negotiation):
         if request.kind is Kind.GATHER:
             self._shapes[request.unit] = [(row.numel(), row.dtype, row.device) for row in rows]
         if plan is not None:
-            gathering.place = plan.issued
+            self._start_due(self._due(plan, plan.issued))
             plan.issued += 1
             gathering.decision = Decision(request.unit, frozenset(range(self.size)))
             self._launch(gathering, rows)
@@ -401,20 +461,21 @@ class LockstepNegotiation(Negotiation):
         self._rows[gathering] = rows
         if self._exchange is None:
             self._show_head()
+        if request.in_backward and request.kind is Kind.GATHER and not self._pass.num_decisions:
+            start = Start(request.unit, request.in_backward, request.trains)
+            if self.follows and self._history.plan(start) is not None:
+                self.settle(gathering)  # ranks have just met: gathers of the plan come before the first reductions
 
     def _show_head(self) -> None:
         asked = self._mine[0]
-        used = digest(self._pass.start, self._pass.used) if asked.request.kind is Kind.END else 0
+        is_end = asked.request.kind is Kind.END
+        used = digest(self._pass.start, self._pass.route(asked.request.launched)) if is_end else 0
         self._exchange = _Exchange(self._hosts, _Head(asked.request, used, asked.facts))
 
     def _take_heads(self) -> list[_Head]:
-        """Wait for the heads of all ranks; after leaving a plan, first tell the others that they are awaited."""
+        """Wait for the heads of all ranks."""
         exchange, self._exchange = self._exchange, None
         assert exchange is not None, "nothing has been requested"
-        if self._pass.followed is not None and self._demand is not None and exchange.pending.can_arrive:
-            has_ended = self._mine[0].request.kind in (Kind.END, Kind.STEP)
-            demand, topic = self._demand, self._pass.topics[has_ended]
-            demand.wait(exchange.pending, lambda: demand.say(topic, self.launched + 1 if has_ended else _ALL))
         return exchange.heads()
 
     def _decide_next(self) -> None:
@@ -441,14 +502,16 @@ class LockstepNegotiation(Negotiation):
     def _try_plan(self) -> None:
         """Follow a plan if there is one for the start of the pass, which all ranks know now."""
         begins = {
-            Start(asked.unit, asked.in_backward, asked.trains) if asked.kind is Kind.GATHER else None
+            (Start(asked.unit, asked.in_backward, asked.trains), asked.launched) if asked.kind is Kind.GATHER else None
             for asked in (head.request for head in self._heads)
         }
-        start = begins.pop()
-        units = None if begins or start is None or self._pass.followed is not None else self._history.plan(start)
-        if not self.follows or start is None or units is None:
+        begin = begins.pop()
+        if begins or begin is None or begin[1] != self._pass.base or self._pass.followed is not None:
             return
-        self._pass.plan, self._pass.followed = Plan(start, units, issued=1), start
+        route = self._history.plan(begin[0])
+        if not self.follows or route is None:
+            return
+        self._pass.follow(begin[0], route, issued=1)
         waiting, self._mine = list(self._mine), deque()
         for gathering in waiting:
             self._about_to_ask(gathering.request)
@@ -460,47 +523,52 @@ class LockstepNegotiation(Negotiation):
         if kinds == {Kind.END}:
             used = {head.used for head in self._heads}
             self._refuse_gone(used)
-            self._history.end(ended.start, tuple(ended.used), are_alike=len(used) == 1, followed=ended.followed)
+            route = ended.route(self.launched)
+            self._history.end(ended.start, route, are_alike=len(used) == 1, followed=ended.followed)
         elif kinds == {Kind.STEP}:
             self._history.step(self._heads[0].request.unit)
         else:
             self._history.lose_count()
-        if self._demand is not None:
-            for topic in ended.topics:
-                self._demand.forget(topic)
-        self._pass = Pass.begin(ended.number + 1, self._history, follows=self.follows)
+        self._pass = Pass(self.launched)
+        start = self._history.foreseen() if self.follows and len(kinds) == 1 else None
+        route_ahead = None if start is None else self._history.plan(start)
+        if start is not None and route_ahead is not None:
+            self._pass.follow(start, route_ahead)
 
     def _launch(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
         """Start a gather that has been granted to this rank."""
         source, _ = self.sources.find(gathering.request.unit)
-        gathering.rows = start_gather(self._collectives, source, rows)
+        gathering.rows = start_gather(self._collectives, source.take_buffer, rows)
         gathering.call.started(gathering.rows, rows)
 
-    def _serve(self, unit: int, place: int | None = None) -> None:
+    def _serve(self, unit: int) -> None:
         """Take part in a gather whose result is not needed here."""
-        if place is not None and self.sources.is_gone(unit):
-            self._serve_gone(unit, place)
+        if self._pass.followed is not None and self.sources.is_gone(unit):
+            self._serve_gone(unit)
             return
         source, local = self.sources.find(unit)
         for row in source.open_rows(local):
             with self._count_gather(num_bytes(row) * self.size):
-                (rows,) = start_gather(self._collectives, source, [row])
-                self.wait_for_rows(rows, place)
-                source.give_buffer(rows)
+                (rows,) = start_gather(self._collectives, source.take_unread, [row])
+                source.give_unread(rows)
         source.close_rows(local)
 
-    def _serve_gone(self, unit: int, place: int) -> None:
+    def _serve_gone(self, unit: int) -> None:
         """Serve the plan of an engine that was dropped here; if all ranks dropped it, no rank uses it."""
         self._pass.has_served_gone = True
         for numel, dtype, device in self._shapes[unit]:
-            row = torch.full((numel,), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-            with self._count_gather(num_bytes(row) * self.size):
-                self.wait_for_rows(self._collectives._gather_rows(row, row.new_empty), place)
+            with self._count_gather(numel * dtype.itemsize * self.size), gather_lane(self._collectives, device, DONE):
+                row = torch.full((numel,), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+                rows = self._collectives._gather_rows(row, row.new_empty)
+                rows.wait()
+                for memory in (row, rows.buffer):
+                    if memory is not None:
+                        runtime_of(device).keep_until(runtime_of(device).record(), memory)
 
     def _refuse_gone(self, used: set[int]) -> None:
         """Raise an error if a rank has used an engine that this rank no longer had."""
         start = self._pass.followed
         if self._pass.has_served_gone and start is not None:
-            units = self._history.plan(start) or ()
-            if digest(start, units) in used:
-                self.sources.find(next(unit for unit in units if self.sources.is_gone(unit)))
+            route = self._history.plan(start) or Route()
+            if digest(start, route) in used:
+                self.sources.find(next(unit for unit in route.units if self.sources.is_gone(unit)))

@@ -37,12 +37,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from hf_zero.comm.ledger import UNWATCHED, Call, ledger
-from hf_zero.comm.rows import Pending, Rows, num_bytes
+from hf_zero.comm.rows import Rows, num_bytes
 from hf_zero.spans import SPANS
 
 NUM_FIELDS = 5  # integers of an encoded request
@@ -160,8 +160,12 @@ class Source(Protocol):
     def take_buffer(self, numel: int, row: Tensor) -> Tensor:
         """A buffer of at least `numel` elements like `row`, for rows that arrive in one buffer."""
 
-    def give_buffer(self, rows: Rows) -> None:
-        """Return rows that were not needed here, and their buffer."""
+    def take_unread(self, numel: int, row: Tensor) -> Tensor:
+        """A buffer for rows that this rank does not read. On an accelerator it belongs to the gather lane, so that
+        others do not wait for the compute of this rank."""
+
+    def give_unread(self, rows: Rows) -> None:
+        """Return rows in such a buffer; on a CPU, wait for them first."""
 
     def ask_ahead(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
         """Prefetch a unit for such a pass; False if it cannot be gathered, or another pass is running."""
@@ -221,7 +225,6 @@ class Gathering:
     """A gather that this rank has requested.
 
     Attributes:
-        place: index in the plan that all ranks follow; None: it was negotiated.
         facts: of a STEP.
     """
 
@@ -233,7 +236,6 @@ class Gathering:
         self.call = call
         self.decision: Decision | None = None
         self.rows: Sequence[Rows] | None = None
-        self.place: int | None = None
         self._negotiation = negotiation
 
     def wait(self, *, is_used: bool = True) -> Sequence[Rows]:
@@ -246,10 +248,22 @@ class Gathering:
             self._negotiation.settle(self)
             assert self.rows is not None, "granted without rows"
             for rows in self.rows:
-                self._negotiation.wait_for_rows(rows, self.place)
+                rows.wait()
         if is_used:
             self._negotiation.note_use(self.request)
         return self.rows
+
+
+class Upcoming(NamedTuple):
+    """The next gathers of a plan.
+
+    Attributes:
+        units: in the order in which all ranks issue them.
+        num_due: how many of them may be issued now.
+    """
+
+    units: Sequence[int]
+    num_due: int
 
 
 class Negotiation(ABC):
@@ -274,14 +288,16 @@ class Negotiation(ABC):
         self._ranks = tuple(ranks)
         self.version = 0
         self.launched = 0
+        self._launch_next: weakref.WeakMethod[Callable[[], bool]] | None = None
+        self._max_in_flight = 1
         self._mine: deque[Gathering] = deque()
         self.sources = Sources()
         self._is_open = True  # whether rows are up to date and may be served
 
     # The interface for engines
 
-    def upcoming(self, *, in_backward: bool, trains: bool) -> Sequence[int] | None:
-        """The units that such a pass will gather next, in order, if all ranks know them; None: unknown."""
+    def upcoming(self, *, in_backward: bool, trains: bool) -> Upcoming | None:
+        """What such a pass will gather next, if all ranks know it; None: unknown."""
         return None
 
     def gather(self, unit: int, *, order: int, in_backward: bool, trains: bool = True) -> Gathering:
@@ -328,20 +344,32 @@ class Negotiation(ABC):
         """Serve rows again, which are up to date."""
         self._is_open = True
 
-    def wait_for(self, pending: Pending, reduction: int) -> None:
-        """Return when this rank may block in `pending`, reduction number `reduction`, because others need nothing from
-        it meanwhile. A no-op if ranks can serve others while they wait."""
+    def wait_for(self, reduction: int) -> None:
+        """Return when this rank, or its device, may wait for reduction number `reduction`, because others need nothing
+        from it meanwhile. A no-op if ranks can serve others while they wait."""
         return None
 
     def meanwhile(self, act: Callable[[], object]) -> None:
         """Call `act` (a bound method, referenced weakly) while this rank waits for others, if possible."""
         return None
 
+    def reduces_by(self, launch_next: Callable[[], bool], max_in_flight: int) -> None:
+        """Set how this rank reduces in the present backward.
+
+        Args:
+            launch_next: starts the next reduction (a bound method, referenced weakly); returns False if there is none.
+            max_in_flight: maximum number of reductions that have been started and not waited for; the same on all
+                ranks.
+        """
+        self._launch_next = weakref.WeakMethod(launch_next)
+        self._max_in_flight = max_in_flight
+
     # Internal
 
-    def wait_for_rows(self, rows: Rows, place: int | None) -> None:
-        """Wait for rows of a gather; `place`: see `Gathering`."""
-        rows.wait()
+    def launch_early(self) -> bool:
+        """Start the next reduction with the gradients that have arrived. Returns False if there is none."""
+        launch_next = None if self._launch_next is None else self._launch_next()
+        return launch_next is not None and launch_next()
 
     def note_use(self, request: Request) -> None:
         """Record that the requested unit is used now."""

@@ -160,13 +160,6 @@ class _QuantizedSum(Pending):
         self.has_more_rounds = self._left > 1
         self._sent, self._rows = wire.send(0, flat.view(reduction.size, -1))
 
-    @property
-    def can_arrive(self) -> bool:  # type: ignore[override]
-        return self._rows.can_arrive
-
-    def arrive(self) -> None:
-        self._rows.arrive()
-
     def is_ready(self) -> bool:
         return self._left == 1 and self._rows.is_ready()
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Pending:
@@ -17,11 +14,9 @@ class Pending:
 
     Attributes:
         has_more_rounds: whether `advance` starts another round, in which all ranks must take part.
-        can_arrive: whether a thread may wait in `arrive` while the process does something else.
     """
 
     has_more_rounds = False
-    can_arrive = False
 
     def advance(self) -> None:
         """Start the next round of a multi-round collective that needs this process; may wait for others."""
@@ -29,14 +24,6 @@ class Pending:
     def is_ready(self) -> bool:
         """Whether `wait` would return at once; False if unknown."""
         return False
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """Context in which to wait for `arrive`, so that the wait is counted."""
-        return _NOTHING
-
-    def arrive(self) -> None:
-        """Wait for everything this process receives in the current round. Called once, in any thread, before `advance`
-        or `wait`, which then hardly wait."""
 
     def wait(self) -> None:
         """Wait for the result."""
@@ -112,13 +99,9 @@ class FlatRows(Rows):
         self.flat: Tensor = flat
         self._world = world
         self._pending = pending
-        self.can_arrive = pending.can_arrive
 
     def is_ready(self) -> bool:
         return self._pending.is_ready()
-
-    def arrive(self) -> None:
-        self._pending.arrive()
 
     def wait(self) -> None:
         self._pending.wait()

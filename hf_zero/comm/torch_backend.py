@@ -51,8 +51,8 @@ class NativeCollectives(Collectives):
         return _Work(_all_gather_flat(flat, own_shard(flat, self.rank, self.size), group=self._group, async_op=True))
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        inward = torch.cat([tensor.new_empty(tensor.numel()) for tensor in received])
         sizes = [tensor.numel() for tensor in received]
+        inward = received[0].new_empty(sum(sizes))
         dist.all_to_all_single(inward, torch.cat(list(sent)), sizes, [t.numel() for t in sent], group=self._group)
         for tensor, part in zip(received, inward.split(sizes), strict=True):
             tensor.copy_(part)
@@ -117,17 +117,12 @@ class _Recorded(Pending):
 class _Work(Pending):
     """A collective that the backend completes by itself."""
 
-    can_arrive = True
-
     def __init__(self, handle: dist.Work | None) -> None:
         assert handle is not None, "an asynchronous collective returns a handle"
         self._handle = handle
 
     def is_ready(self) -> bool:
         return bool(self._handle.is_completed())
-
-    def arrive(self) -> None:
-        self._handle.wait()
 
     def wait(self) -> None:
         self._handle.wait()

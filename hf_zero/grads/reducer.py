@@ -56,9 +56,10 @@ class _Flight:
 
 
 class Reductions:
-    """Reductions in flight, at most two at a time; the oldest completes first.
+    """Reductions in flight; the oldest completes first.
 
     Attributes:
+        max_in_flight: maximum number of reductions in flight.
         when_summed: called with each bucket whose reduction has been added to `reduced`.
     """
 
@@ -83,7 +84,7 @@ class Reductions:
         self._negotiation = negotiation
         self._replicas = replicas
         self._scatters = scatter
-        self._max_before_launch = MAX_SEND_BUFFERS - 1 if overlap else 0
+        self.max_in_flight = MAX_SEND_BUFFERS if overlap else 1
         self._longest = _longest(buckets)
         self._flights: deque[_Flight] = deque()
         self._subject = collectives.new_subject()
@@ -100,7 +101,7 @@ class Reductions:
             if bucket.send():
                 self._flights.append(_Flight(self._count_launch(), bucket, Pending(), None, None))
                 return
-        self._complete_until(self._max_before_launch)
+        self._complete_until(self.max_in_flight - 1)
         number = self._count_launch()
         wire = bucket.wire or bucket.collectives
         if is_alone:
@@ -183,7 +184,7 @@ class Reductions:
 
     def _prepare_to_wait(self, flight: _Flight) -> None:
         if self._negotiation is not None:
-            self._negotiation.wait_for(flight.pending, flight.number)
+            self._negotiation.wait_for(flight.number)
 
     def _complete_first(self) -> None:
         self._is_completing = True  # a wait may serve others, but must not complete the same reduction again
@@ -289,6 +290,7 @@ class GradientReducer:
         self._bucket_of = store.layout.bucket_of()
         self._shards_gradients = sharding.shards_gradients
         self._asks_for_local = wants_local
+        self._negotiation = store.negotiation
         self._replicas: ReplicaSums | None = None
         if groups.replicate.size > 1:
             from hf_zero.grads.replicas import ReplicaSums  # only for replicated states
@@ -343,7 +345,8 @@ class GradientReducer:
         self._mode = Mode.REDUCE if reduces else Mode.KEEP_LOCAL
         self._is_at_boundary = boundary
         self._num_launched = 0
-        self._num_backward += 1
+        if self._negotiation is not None:
+            self._negotiation.reduces_by(self._launch_early, self._reductions.max_in_flight)
         for bucket in self.buckets:
             bucket.arrivals.open()
 
@@ -473,7 +476,16 @@ class GradientReducer:
             ready += 1
         self._launch_up_to(ready)
 
+    def _launch_early(self) -> bool:
+        """Start the next reduction with the gradients that have arrived; see `Negotiation.reduces_by`."""
+        if self._mode is not Mode.REDUCE or self._num_launched == len(self.buckets):
+            return False
+        self._launch_up_to(self._num_launched + 1)
+        return True
+
     def _launch_up_to(self, stop: int) -> None:
+        if not self._num_launched and stop:
+            self._num_backward += 1
         while self._num_launched < stop:
             bucket = self.buckets[self.order[self._num_launched]]
             self._num_launched += 1

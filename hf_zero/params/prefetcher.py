@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 
 from torch import Tensor
 
-from hf_zero.comm import Collectives, gather_lane, ledger
+from hf_zero.comm import Collectives, Rows, gather_lane, ledger
 from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import Event
+from hf_zero.device.runtime import DONE, Event
 from hf_zero.offload.placement import Placements
 from hf_zero.offload.vector import stop_if_any
 from hf_zero.params.gather_plan import MOST_BESIDE_UPDATE
@@ -39,9 +40,10 @@ class Prefetcher:
         self._channel = channel
         self._number = channel.negotiation.sources.register(self, len(self._units))
         self._runtime = runtime_of(placements.device)
-        self._rows_written: Event | None = None  # None: rows may have been written since the last gather
+        self._rows_written: Event | None = None  # None: not yet recorded
+        self._served: Event = DONE  # when other ranks have this rank's rows; compute has not waited for it
         self.buffers = GatherBuffers(placements.device)
-        self.take_buffer, self.give_buffer = self.buffers.take, self.buffers.give
+        self.take_buffer = self.buffers.take
         self._ahead: list[Unit] = []  # prefetched, in the order of their requests
         for unit in units:
             for part in unit.parts:
@@ -60,7 +62,25 @@ class Prefetcher:
             return self._units[unit].open_rows()
 
     def close_rows(self, unit: int) -> None:
-        self._units[unit].put_back()
+        with self._on_lane():
+            self._units[unit].put_back()
+            self._served = self._runtime.record()
+
+    def _put_back(self, unit: Unit) -> None:
+        with self._on_lane():
+            unit.put_back()
+
+    def take_unread(self, numel: int, row: Tensor) -> Tensor:
+        return (self.buffers.take_unread if self._channel.has_gather_lane else self.buffers.take)(numel, row)
+
+    def give_unread(self, rows: Rows) -> None:
+        if not self._channel.has_gather_lane:
+            rows.wait()
+            self.buffers.give(rows)
+
+    def _on_lane(self) -> AbstractContextManager[None]:
+        """Context for work of the gather lane that does not wait for compute."""
+        return gather_lane(self._channel, self._runtime.device, DONE)
 
     # What this rank needs
 
@@ -72,6 +92,7 @@ class Prefetcher:
             if unit.state is UnitState.RELEASED:
                 self._ask_for(unit)
             unit.finish(self.buffers)
+            self._put_back(unit)
         if unit in self._ahead:
             self._ahead.remove(unit)
 
@@ -92,8 +113,9 @@ class Prefetcher:
                     unit.fetch()
                 else:
                     self._request(unit)
-        for unit in self._planned(upcoming or ()):
-            if not self._has_room_for(unit):
+            upcoming = self._channel.negotiation.upcoming(in_backward=self.in_backward, trains=self.trains)
+        for place, unit in enumerate(self._planned(() if upcoming is None else upcoming.units)):
+            if upcoming is None or place >= upcoming.num_due or not self._has_room_for(unit):
                 unit.fetch()
                 return
             self._request(unit)
@@ -114,7 +136,8 @@ class Prefetcher:
         """The first units of the next forward, as many as may be in flight at once, unless their rows must be fetched,
         which would delay the update's own transfers. The same on all ranks."""
         units: list[Unit] = []
-        for unit in self._planned(self._channel.negotiation.upcoming(in_backward=False, trains=True) or ()):
+        upcoming = self._channel.negotiation.upcoming(in_backward=False, trains=True)
+        for unit in self._planned(() if upcoming is None else upcoming.units):
             is_one_more = unit not in units and len(self._ahead) + len(units) < MOST_BESIDE_UPDATE
             is_at_hand = all(part.is_at_hand for part in unit.parts)
             if not (is_one_more and is_at_hand and self._has_room_for(unit, after=units)):
@@ -125,7 +148,7 @@ class Prefetcher:
     def gather_beside_update(self, unit: Unit) -> None:
         """Request `unit`, the next one of the next forward, with its updated rows."""
         self.in_backward, self.trains = False, True  # a rank may have evaluated before this update
-        self.note_written()
+        self.rows_are_written()
         with ledger.phase("forward"):
             self._request(unit)
 
@@ -160,15 +183,19 @@ class Prefetcher:
     def discard_prefetched(self) -> None:
         """Release the prefetched units, which are not needed."""
         unwanted, self._ahead = self._ahead, []
-        for unit in unwanted:
-            unit.discard(self.buffers)
+        with self._on_lane():
+            for unit in unwanted:
+                unit.discard(self.buffers)
+                unit.put_back()
+            if unwanted:
+                self._served = self._runtime.record()
 
     def release_all(self, except_for: Collection[Unit] = ()) -> None:
         """Release all units, except persistent ones."""
         for unit in self._units:
             if unit not in except_for:
                 unit.release()
-                unit.put_back()
+                self._put_back(unit)
 
     # Synchronisation of all ranks
 
@@ -186,7 +213,9 @@ class Prefetcher:
 
     def begin_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
         """Wait until no rank reads rows, which are about to change. Returns every rank's `facts`. Collective."""
-        return self._channel.negotiation.step(self._number, facts)
+        all_facts = self._channel.negotiation.step(self._number, facts)
+        self.about_to_write()
+        return all_facts
 
     def end_update(self) -> None:
         """Allow reads of rows again, and complete gathers requested during the update: nothing is in flight between
@@ -194,12 +223,21 @@ class Prefetcher:
         with ledger.phase("forward"):
             for unit in self._ahead:
                 unit.arrive()
-        self.note_written()
+                self._put_back(unit)
+        self.rows_are_written()
         self._channel.negotiation.reopen()
 
-    def note_written(self) -> None:
-        """Record that rows may have been written, so that gathers wait for the compute stream."""
+    def about_to_write(self) -> None:
+        """Make compute wait until gathers for other ranks have read this rank's rows. The next gather waits for what is
+        written then."""
+        self._runtime.wait(self._served)
+        self._served = DONE
         self._rows_written = None
+
+    def rows_are_written(self) -> None:
+        """Make gathers wait for everything queued on the compute stream so far, and for nothing later: others may need
+        a row before they take part in a collective for which this rank's compute waits."""
+        self._rows_written = self._runtime.record()
 
     def close(self) -> None:
         """Stop, because the units are gone."""

@@ -331,7 +331,7 @@ class ShardedParameters(ParameterStore):
     def before_write(self, handle: ShardedParameter) -> None:
         """Complete gathers of the old values before shards are written outside of an update, so that gathered tensors
         can be updated too."""
-        self.coordinator.prefetcher.note_written()
+        self.coordinator.prefetcher.about_to_write()
         unit = self._unit_of.get(id(handle.parameter))
         if unit is not None and unit.state is UnitState.IN_FLIGHT:
             self.coordinator.prefetcher.gather(unit)

@@ -47,6 +47,7 @@ class GatherBuffers:
         self._free: dict[torch.dtype, list[tuple[Tensor, Event]]] = {}
         self._longest: dict[torch.dtype, int] = {}
         self._num_taken: Counter[torch.dtype] = Counter()  # elements in use
+        self._unread: dict[torch.dtype, Tensor] = {}
 
     def expect(self, numel: int, dtype: torch.dtype) -> None:
         self._longest[dtype] = max(numel, self._longest.get(dtype, 0))
@@ -66,8 +67,17 @@ class GatherBuffers:
         self._num_taken[like.dtype] += buffer.numel()
         return buffer
 
+    def take_unread(self, numel: int, like: Tensor) -> Tensor:
+        """Return a buffer of the calling lane for rows that nobody reads: each gather overwrites the previous one."""
+        buffer = self._unread.get(like.dtype)
+        if buffer is None or buffer.numel() < numel:
+            if buffer is not None:
+                self._runtime.keep_until(self._runtime.record(), buffer)
+            buffer = self._unread[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return buffer
+
     def give(self, rows: Rows) -> None:
-        """Return the buffer of `rows`, which have been read."""
+        """Return the buffer of `rows`, which the calling lane has read."""
         rows.give_back()
         if rows.buffer is not None:
             is_read = self._runtime.record(rows.buffer)
@@ -240,7 +250,11 @@ class UnitPart:
         return self._sent
 
     def put_back(self) -> None:
-        """Undo `fetch`, because the rows are no longer needed."""
+        """Undo `fetch`, because the rows are no longer needed. Called on the lane that gathers: a row may be read again
+        for another rank after its own gather, which is all that compute has waited for."""
+        if self._sent is not None and not self.form.is_exact:
+            runtime = runtime_of(self.device)
+            runtime.keep_until(runtime.record(), self._sent)  # a message, which gathers may still read
         self._sent = None
         if self._is_fetched:
             self._is_fetched = False
@@ -256,7 +270,6 @@ class UnitPart:
         buffers.give(rows)
         if opened is not rows:
             buffers.give(opened)
-        self.put_back()
         for member, view in zip(self.members, self._views, strict=True):
             member.unsharded = view
             if not member.unshard_count:
@@ -268,6 +281,7 @@ class UnitPart:
         def unpack() -> None:
             with torch.inference_mode(False), torch.no_grad():
                 self.unpack(rows, buffers)
+                self.put_back()
 
         with torch.inference_mode(False), torch.no_grad():
             row = self.open_row()
@@ -364,6 +378,7 @@ class Unit:
         self.is_held = False
         self.state = UnitState.RELEASED
         self._gathering: Gathering | None = None
+        self._has_arrived = False
 
     @property
     def is_gathered(self) -> bool:
@@ -380,8 +395,8 @@ class Unit:
                 part.fetch()
 
     def put_back(self) -> None:
-        """Undo `fetch`."""
-        if self.state is not UnitState.IN_FLIGHT:
+        """Undo `fetch`, unless a gather still needs the rows. Called on the lane that gathers."""
+        if self.state is not UnitState.IN_FLIGHT or self._has_arrived:
             for part in self.parts:
                 part.put_back()
 
@@ -393,13 +408,12 @@ class Unit:
 
     def start(self, gathering: Gathering) -> None:
         """Start `gathering`, which delivers all rows; `finish` or `discard` must follow."""
-        self.state, self._gathering = UnitState.IN_FLIGHT, gathering
+        self.state, self._gathering, self._has_arrived = UnitState.IN_FLIGHT, gathering, False
 
     def arrive(self) -> None:
         """Wait for the gather, without unpacking its rows; `finish` or `discard` must follow."""
         self._complete(is_used=False)
-        for part in self.parts:
-            part.put_back()
+        self._has_arrived = True
 
     def finish(self, buffers: GatherBuffers) -> None:
         """Wait for the gather and give parameters their values."""
@@ -410,11 +424,10 @@ class Unit:
         self.state, self._gathering = UnitState.GATHERED, None
 
     def discard(self, buffers: GatherBuffers) -> None:
-        """Wait for a gather and drop its result."""
+        """Wait for a gather and drop its result. Called on the lane that gathers."""
         for arrived in self._complete(is_used=False):
             buffers.give(arrived)
         self.state, self._gathering = UnitState.RELEASED, None
-        self.put_back()
 
     def addresses(self) -> set[int]:
         """Addresses of the whole parameters while they are gathered."""

@@ -276,6 +276,8 @@ class _Passes:
         """Run one pass; yields each unit and the end of its use."""
         order = list(units)
         upcoming = deque(unit for unit in order if unit not in self._whole and unit not in self._ahead)
+        if upcoming and what == "backward" and self._agreement == "plan":
+            self.meet("start of backward")
         for unit in order:
             if unit not in self._whole and unit not in self._ahead:
                 self._ask_for(upcoming.popleft())

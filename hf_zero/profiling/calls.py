@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -130,17 +130,10 @@ class _Watched(Pending):
     def __init__(self, pending: Pending, call: TimedCall) -> None:
         self._pending = pending
         self._call = call
-        self.can_arrive = pending.can_arrive
 
     @property
     def has_more_rounds(self) -> bool:  # type: ignore[override]
         return self._pending.has_more_rounds
-
-    def waiting(self) -> AbstractContextManager[None]:
-        return self._call.waiting()
-
-    def arrive(self) -> None:
-        self._pending.arrive()
 
     def advance(self) -> None:
         with self._call:

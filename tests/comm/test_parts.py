@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from hf_zero import integration
 from hf_zero.comm import Rows, mirror
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.comm.lockstep import LockstepNegotiation, Plan, Start
+from hf_zero.comm.lockstep import LockstepNegotiation, Route, Start
 from hf_zero.params.consolidation import broadcast_buffers
 
 
@@ -37,7 +35,9 @@ class OneRow:
     def take_buffer(self, numel: int, row: Tensor) -> Tensor:
         return row.new_empty(numel)
 
-    def give_buffer(self, rows: Rows) -> None: ...
+    take_unread = take_buffer
+
+    def give_unread(self, rows: Rows) -> None: ...
 
 
 @pytest.mark.parametrize("kind", ["alike", "lockstep"])
@@ -45,7 +45,7 @@ def test_a_rank_alone_gets_what_it_asks_for(kind: str) -> None:
     collectives, source = LoneCollectives(), OneRow()
     negotiation = collectives.negotiation
     if kind == "lockstep":
-        negotiation = LockstepNegotiation(collectives, LoneCollectives(), host_waits=False)
+        negotiation = LockstepNegotiation(collectives, LoneCollectives())
     first = negotiation.sources.register(source, 2)
     ahead = [negotiation.gather(first + unit, order=unit, in_backward=False) for unit in (0, 1)]
     assert [[rows.row(0).tolist() for rows in gathering.wait()] for gathering in ahead] == [[[0.0] * 3], [[1.0] * 3]]
@@ -96,19 +96,13 @@ def test_every_name_of_the_mirror_is_there(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_rank_that_waits_serves_the_plan_of_an_engine_that_is_gone() -> None:
     """A rank waited for a reduction while another one needed the rows of a plan. If the plan's engine had been dropped,
-    the waiting rank died looking up the rows' owner. Now it serves the plan to its end, as if it had asked for rows."""
-
-    class Asked:
-        def look(self, topic: int) -> int:
-            return 1 - topic % 2  # of gathers: another rank needs the first one
-
+    the waiting rank died looking up the rows' owner. Now it serves them, as if it had asked for rows."""
     collectives = LoneCollectives()
-    demand: Any = Asked()
-    negotiation = LockstepNegotiation(collectives, LoneCollectives(), host_waits=True, demand=demand)
+    negotiation = LockstepNegotiation(collectives, LoneCollectives())
     number = negotiation.sources.register(OneRow(), 1)
-    negotiation._pass.plan = Plan(Start(number, False, True), (number,))
-    negotiation._shapes[number] = []
+    negotiation._pass.base = 0
+    negotiation._pass.follow(Start(number, in_backward=True, trains=True), Route((number,), (0,), 1))
+    negotiation._shapes[number] = [(3, torch.float32, torch.device("cpu"))]
     negotiation.sources.forget(number, 1)
-    with mock.patch.object(negotiation, "_clear_to_wait") as cleared:
-        negotiation._issue_needed(0)
-    assert negotiation._pass.plan is None and cleared.call_count == 1
+    negotiation.wait_for(0)
+    assert negotiation._pass.plan is not None and not negotiation._pass.plan.left and negotiation._pass.has_served_gone

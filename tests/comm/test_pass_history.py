@@ -5,10 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.comm.lockstep import PassHistory, Start, digest
+from hf_zero.comm.lockstep import PassHistory, Route, Start, digest
 
 FORWARD, BACKWARD, EVALUATION = Start(0, False, True), Start(2, True, True), Start(0, False, False)
-UNITS = {FORWARD: (0, 1, 2), BACKWARD: (2, 1, 0), EVALUATION: (0, 1, 2)}
+ROUTES = {
+    FORWARD: Route((0, 1, 2), (0, 0, 0)),
+    BACKWARD: Route((2, 1, 0), (0, 1, 2), 3),
+    EVALUATION: Route((0, 1, 2), (0, 0, 0)),
+}
+SHORTER = Route((0, 2), (0, 0))
 
 
 def run(history: PassHistory, *passes: Start | None) -> list[bool]:
@@ -20,14 +25,24 @@ def run(history: PassHistory, *passes: Start | None) -> list[bool]:
         if start is None:
             history.step(0)
         else:
-            history.end(start, UNITS[start], are_alike=True, followed=expected)
+            history.end(start, ROUTES[start], are_alike=True, followed=expected)
     return foreseen
 
 
-def test_what_has_come_once_is_foreseen() -> None:
+def test_a_forward_that_has_come_once_is_foreseen() -> None:
     history = PassHistory()
     run(history, None, FORWARD, BACKWARD, None)
-    assert run(history, FORWARD, BACKWARD, None, FORWARD, BACKWARD) == [True, True, False, True, True]
+    assert run(history, FORWARD, BACKWARD, None, FORWARD, BACKWARD) == [True, False, False, True, False]
+
+
+def test_a_backward_has_a_plan_if_all_ranks_have_run_the_same_forwards() -> None:
+    history = PassHistory()
+    run(history, None, FORWARD, BACKWARD, None, FORWARD)
+    assert history.plan(BACKWARD) == ROUTES[BACKWARD]
+    history.end(FORWARD, SHORTER, are_alike=False, followed=None)
+    assert history.plan(BACKWARD) is None
+    history.step(0)
+    assert history.plan(BACKWARD) == ROUTES[BACKWARD]
 
 
 def test_micro_batches_are_told_apart_by_their_number() -> None:
@@ -35,8 +50,15 @@ def test_micro_batches_are_told_apart_by_their_number() -> None:
     history = PassHistory()
     update = (FORWARD, BACKWARD, FORWARD, BACKWARD, FORWARD, BACKWARD)
     run(history, None, *update, None)
-    assert all(run(history, *update))
+    assert run(history, *update) == [True, False] * 3
     assert history.foreseen() is None  # an update
+
+
+def test_a_gather_is_due_when_no_rank_on_the_route_has_waited_for_a_later_reduction() -> None:
+    """With one reduction in flight, a rank that has started two has waited for one at most."""
+    route = Route((3, 2, 1, 0), (0, 1, 1, 2), 4)
+    assert [route.due(place, 1) for place in range(4)] == [0, 0, 0, 1]
+    assert [route.due(place, 2) for place in range(4)] == [0, 0, 0, 0]
 
 
 def test_an_evaluation_is_not_foreseen_and_makes_what_comes_after_it_uncertain() -> None:
@@ -44,7 +66,7 @@ def test_an_evaluation_is_not_foreseen_and_makes_what_comes_after_it_uncertain()
     run(history, None, *(FORWARD, BACKWARD, None) * 4)
     assert history.foreseen() == FORWARD
     assert run(history, EVALUATION, EVALUATION, FORWARD, BACKWARD) == [False, False, False, False]
-    assert history.plan(EVALUATION) == UNITS[EVALUATION]
+    assert history.plan(EVALUATION) == ROUTES[EVALUATION]
     run(history, None)
     assert history.foreseen() is None  # it was wrong here: from now on one correct prediction is not enough
     run(history, FORWARD, BACKWARD, None, FORWARD, BACKWARD, None)
@@ -54,31 +76,31 @@ def test_an_evaluation_is_not_foreseen_and_makes_what_comes_after_it_uncertain()
 def test_a_plan_that_some_rank_has_left_is_forgotten_and_has_to_prove_itself() -> None:
     history = PassHistory()
     run(history, None, FORWARD, BACKWARD, None)
-    history.end(FORWARD, (0, 2), are_alike=False, followed=FORWARD)
+    history.end(FORWARD, SHORTER, are_alike=False, followed=FORWARD)
     assert history.plan(FORWARD) is None and history.foreseen() is None
     history.step(0)
     run(history, FORWARD, None)
     assert history.plan(FORWARD) is None
     run(history, FORWARD, None)
-    assert history.plan(FORWARD) == UNITS[FORWARD]
+    assert history.plan(FORWARD) == ROUTES[FORWARD]
 
 
 def test_a_plan_that_changes_on_all_ranks_is_the_new_one() -> None:
     history = PassHistory()
     run(history, None, FORWARD, None)
-    history.end(FORWARD, (0, 2), are_alike=True, followed=FORWARD)
+    history.end(FORWARD, SHORTER, are_alike=True, followed=FORWARD)
     history.step(0)
-    history.end(FORWARD, (0, 2), are_alike=True, followed=None)
-    assert history.plan(FORWARD) == (0, 2)
+    history.end(FORWARD, SHORTER, are_alike=True, followed=None)
+    assert history.plan(FORWARD) == SHORTER
 
 
 def test_two_engines_that_take_turns_are_told_apart_by_their_updates() -> None:
     history = PassHistory()
     other = Start(7, False, True)
     for _ in range(3):
-        history.end(FORWARD, (0,), are_alike=True, followed=history.foreseen())
+        history.end(FORWARD, Route((0,), (0,)), are_alike=True, followed=history.foreseen())
         history.step(0)
-        history.end(other, (7,), are_alike=True, followed=history.foreseen())
+        history.end(other, Route((7,), (0,)), are_alike=True, followed=history.foreseen())
         history.step(7)
     assert history.foreseen() == FORWARD
     history.step(0)
@@ -86,12 +108,15 @@ def test_two_engines_that_take_turns_are_told_apart_by_their_updates() -> None:
 
 
 starts = st.one_of(st.none(), st.builds(Start, st.integers(0, 3), st.booleans(), st.booleans()))
-passes = st.tuples(starts, st.lists(st.integers(0, 5), max_size=6))
+numbers = st.integers(0, 5)
+uses = st.lists(st.tuples(numbers, numbers), max_size=6)
+routes = st.builds(lambda pairs, *most: Route(*(tuple(zip(*pairs)) or ((), ())), *most), uses, numbers, numbers)
+passes = st.tuples(starts, routes)
 
 
 @given(passes, passes)
-def test_other_passes_have_other_digests(one: tuple[Start, list[int]], other: tuple[Start, list[int]]) -> None:
-    def shape(found: tuple[Start | None, list[int]]) -> tuple[object, ...]:
+def test_other_passes_have_other_digests(one: tuple[Start, Route], other: tuple[Start, Route]) -> None:
+    def shape(found: tuple[Start | None, Route]) -> tuple[object, ...]:
         return (found[0] and tuple(found[0][1:]), found[1])
 
     assert (digest(*one) == digest(*other)) == (shape(one) == shape(other))

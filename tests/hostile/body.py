@@ -21,6 +21,7 @@ EPS = 1e-3
 # (model, optimizer, config) -> engine
 MakeEngine = Callable[[nn.Module, torch.optim.Optimizer, dict[str, Any]], Any]
 TwoLosses = tuple[Tensor, Tensor]
+Read = Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,17 @@ def make_zero_engine(model: nn.Module, optimizer: torch.optim.Optimizer, config:
     return hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def run_rank(program: Program, rank: int, make_engine: MakeEngine, folder: str = "/tmp") -> RankResult:
-    """Runs one rank's part of `program`. `folder` is for offload to a drive."""
+def run_rank(
+    program: Program, rank: int, make_engine: MakeEngine, folder: str = "/tmp", read: Read = Tensor.item
+) -> RankResult:
+    """Runs one rank's part of `program`. `folder` is for offload to a drive; `read` reads the loss of a forward."""
     model = build_model(program)
     engine = make_engine(model, make_optimizer(program, model), ds_config(program, folder))
     losses: list[float] = []
     norms: list[float] = []
     for step in program.steps:
         for micro in step:
-            losses += play(micro.ranks[rank], micro.backward, _Driver(engine, program))
+            losses += play(micro.ranks[rank], micro.backward, _Driver(engine, program, read))
             engine.step()
         norms.append(float(engine.get_global_grad_norm()))
     with hf_zero.gathered(engine.module):
@@ -58,7 +61,8 @@ def run_rank(program: Program, rank: int, make_engine: MakeEngine, folder: str =
 class _Driver:
     """Forward, evaluation and backward with an engine."""
 
-    def __init__(self, engine: Any, program: Program) -> None:
+    def __init__(self, engine: Any, program: Program, read: Read) -> None:
+        self.read = read
         self._engine = engine
         self._program = program
 
@@ -94,7 +98,7 @@ def play(micro: RankMicro, backward: str, driver: Any) -> list[float]:
     seen: list[float] = []
 
     def noted(losses: TwoLosses) -> TwoLosses:
-        seen.extend(loss.item() for loss in losses)
+        seen.extend(driver.read(loss) for loss in losses)
         return losses
 
     def evaluate(place: str) -> None:
@@ -150,6 +154,8 @@ def ds_config(program: Program, folder: str) -> dict[str, Any]:
     if program.reduce_bucket is not None:
         zero["reduce_bucket_size"] = program.reduce_bucket
     if program.stage == 3:
+        if program.groups != "none":
+            zero["zero_hpz_partition_size" if program.groups == "hpz" else "mics_shard_size"] = 2
         limits = {
             "stage3_prefetch_bucket_size": program.limits.prefetch,
             "stage3_max_live_parameters": program.limits.max_live,

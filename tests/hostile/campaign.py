@@ -19,15 +19,15 @@ from pathlib import Path
 
 import torch
 
-from tests.hostile.apart import make_engine_apart
+from tests.hostile.apart import make_engine_apart, make_engine_late
 from tests.hostile.body import make_zero_engine
 from tests.hostile.programs import SIZES, features, random_program
 from tests.hostile.run import DEADLINE_S, ProcessRunner, Runner
 from tests.hostile.spec import Program
-from tests.hostile.threads import ThreadRunner
+from tests.hostile.threads import GraphRunner, ThreadRunner
 from tests.support.campaigns import KINDS, Outcome, choose, run_all, write_failure
 
-RANKS = ("processes", "apart", "threads", "threads-apart")
+RANKS = ("processes", "apart", "late", "threads", "threads-apart", "graph")
 
 
 def chosen(seed: int, number: int, size: str, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[Program]:
@@ -36,10 +36,14 @@ def chosen(seed: int, number: int, size: str, only: Sequence[str] = (), without:
 
 
 def make_runner(ranks: str, deadline_s: float) -> Runner:
-    """Ranks as "processes" with shared memory, as processes "apart" without, or as threads that take turns."""
+    """Ranks as "processes" with shared memory, as processes "apart" without it or on "late" devices, as threads that
+    take turns, or as threads whose devices only record a "graph"."""
+    if ranks == "graph":
+        return GraphRunner()
     if ranks.startswith("threads"):
         return ThreadRunner(apart=ranks == "threads-apart")
-    return ProcessRunner(make_engine_apart if ranks == "apart" else make_zero_engine, deadline_s)
+    make = {"processes": make_zero_engine, "apart": make_engine_apart, "late": make_engine_late}[ranks]
+    return ProcessRunner(make, deadline_s)
 
 
 def table(outcomes: Sequence[Outcome[Program]]) -> str:
@@ -68,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes: list[Outcome[Program]] = []
     started = time.monotonic()
     make = partial(make_runner, options.ranks, options.deadline)
-    for outcome in run_all(programs, make, 1 if options.ranks.startswith("threads") else options.jobs):
+    for outcome in run_all(programs, make, 1 if options.ranks.startswith(("threads", "graph")) else options.jobs):
         outcomes.append(outcome)
         if not outcome.verdict.is_ok:
             path = write_failure(

@@ -46,6 +46,8 @@ def expected(program: Program, dtype: torch.dtype = torch.float32) -> tuple[Rank
 class _Plain:
     """Forward, evaluation and backward without an engine."""
 
+    read = staticmethod(Tensor.item)
+
     def __init__(self, model: Root, program: Program) -> None:
         self._model = model
         self._program = program

@@ -9,6 +9,7 @@ from random import Random
 from tests.hostile.spec import (
     BACKWARDS,
     EVALUATIONS,
+    GROUPS,
     LEAVES,
     Call,
     Forward,
@@ -90,6 +91,7 @@ class _Generator:
             clip=draw.choice((0.0, 0.0, 0.5)),
             reduce_bucket=draw.choice((None, 7, 60)) if stage < 3 else None,
             overlap=draw.random() < 0.8,
+            groups=draw.choice(GROUPS) if stage == 3 and world == 4 else "none",
         )
 
     # Settings
@@ -235,7 +237,10 @@ def _shuffled(random: Random, calls: tuple[Call, ...]) -> tuple[Call, ...]:
 
 def features(program: Program) -> frozenset[str]:
     """The features of a program, as words like "stage=3" or "kind=reader", to count and select by."""
-    found = {f"{key}={getattr(program, key)}" for key in ("stage", "world", "order", "offload", "optimizer", "width")}
+    found = {
+        f"{key}={getattr(program, key)}"
+        for key in ("stage", "world", "order", "offload", "optimizer", "width", "groups")
+    }
     found |= {f"kind={spec.kind}" for _, spec in every_module(program.modules)}
     found |= {f"output={spec.output}" for _, spec in every_module(program.modules) if spec.kind in LEAVES}
     found |= {f"accumulation={program.accumulation}", f"steps={len(program.steps)}", f"overlap={program.overlap}"}

@@ -25,6 +25,7 @@ MODES = ("live", "detached", "dead", "no_grad")
 SOURCES = ("chain", "input")
 BACKWARDS = ("sum", "each", "late", "late_reversed", "split", "retain")
 EVALUATIONS = ("first", "between", "last")
+GROUPS = ("none", "hpz", "mics")  # second shards, or shard groups, of two ranks
 OFFLOADS = ("none", "optimizer_cpu", "param_cpu", "both_cpu", "optimizer_nvme", "param_nvme")
 
 
@@ -156,6 +157,7 @@ class Program(AsJson):
     clip: float = 0.0
     reduce_bucket: int | None = None
     overlap: bool = True
+    groups: str = "none"
 
     @property
     def accumulation(self) -> int:

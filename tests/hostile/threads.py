@@ -1,4 +1,5 @@
-"""Runs hostile programs on ranks that are threads of this process, scheduled by a seed."""
+"""Runs hostile programs on ranks that are threads of this process, scheduled by a seed: for their values, or for the
+graph of what their devices would do."""
 
 from __future__ import annotations
 
@@ -6,15 +7,17 @@ import tempfile
 import traceback
 from typing import Any
 
-from torch import nn, optim
+from torch import Tensor, nn, optim
 
 from hf_zero.comm import Hosts
 from tests.hostile.body import run_rank
 from tests.hostile.spec import Program
 from tests.hostile.verdicts import judge
 from tests.support.campaigns import Verdict
+from tests.support.happens_before import Fault, GraphWorld
 from tests.support.in_process import Deadlock, InProcessWorld, RandomSchedule, Schedule, engines_in
 from tests.support.lasting_ranks import RankReport
+from tests.support.late import use
 
 
 class ThreadRunner:
@@ -36,7 +39,8 @@ class ThreadRunner:
 
 def run_in_order(program: Program, schedule: Schedule, *, apart: bool = False) -> Verdict:
     """Runs a program whose ranks take turns by `schedule`."""
-    hosts = Hosts.named([f"host {rank}" for rank in range(program.world)]) if apart else None
+    beside = 2 if program.groups == "hpz" else 1
+    hosts = Hosts.named([f"host {rank // beside}" for rank in range(program.world)]) if apart else None
     world = InProcessWorld(program.world, schedule, hosts, apart=apart)
     with tempfile.TemporaryDirectory() as folder, engines_in(world) as initialize:
 
@@ -56,3 +60,37 @@ def run_in_order(program: Program, schedule: Schedule, *, apart: bool = False) -
             return judge(program, world.run(play))
         except Deadlock as deadlock:
             return Verdict("hung", str(deadlock))
+
+
+class GraphRunner:
+    """Looks for hangs of accelerators, and for memory that they would use too early (`tests.support.happens_before`).
+    Values are not compared."""
+
+    def __init__(self, seed: int = 0, share: float = 0.3) -> None:
+        self._seed = seed
+        self._share = share
+
+    def run(self, program: Program) -> Verdict:
+        beside = 2 if program.groups == "hpz" else 1
+        hosts = Hosts.named([f"host {rank // beside}" for rank in range(program.world)])
+        world = GraphWorld(program.world, RandomSchedule(self._seed + program.seed, self._share), hosts)
+        with tempfile.TemporaryDirectory() as folder, use(world.device), engines_in(world) as initialize:
+
+            def make_engine(model: nn.Module, optimizer: optim.Optimizer, config: dict[str, Any]) -> Any:
+                return initialize(model=model, optimizer=optimizer, config=config)[0]
+
+            def read(loss: Tensor) -> float:
+                world.device.read()
+                return float(loss)
+
+            def play(rank: int) -> None:
+                run_rank(program, rank, make_engine, folder, read)
+
+            try:
+                world.run(play)
+                world.graph.refuse_faults()
+            except (Deadlock, Fault) as fault:
+                return Verdict("hung", str(fault))
+            except Exception:  # noqa: BLE001 (a verdict, like any other)
+                return Verdict("died", traceback.format_exc())
+        return Verdict("ok")

@@ -164,10 +164,10 @@ def test_blocks_are_gathered_ahead_in_forward_and_in_backward(found: list[dict[s
             assert backward.index(("irecv", rows[number])) < backward.index(("backward", number + 1))
 
 
-def test_three_small_messages_per_update_whatever_the_number_of_layers(found: list[dict[str, Any]]) -> None:
-    """They are the ends of forward and backward, and the update."""
+def test_four_small_messages_per_update_whatever_the_number_of_layers(found: list[dict[str, Any]]) -> None:
+    """They are the ends of forward and backward, the start of backward, and the update."""
     for of_rank in found:
-        assert [small for name in ("four", "forty") for _, small, _ in of_rank[name][-2:]] == [3, 3, 3, 3]
+        assert [small for name in ("four", "forty") for _, small, _ in of_rank[name][-2:]] == [4, 4, 4, 4]
 
 
 def test_many_small_units_are_under_way_at_once(found: list[dict[str, Any]]) -> None:
@@ -206,9 +206,9 @@ def test_an_evaluation_between_two_updates_changes_nothing(found: list[dict[str,
     for of_rank in found:
         plain, between = of_rank["four"], of_rank["evaluations"]
         assert [loss for _, _, loss in plain] == [loss for _, _, loss in between]
-        # One more for each pass whose start is not predicted: forward and backward after an evaluation, and the forward
-        # of the update after that, because the predicted forward did not come.
-        assert [small for _, small, _ in between] == [11, 5, 3, 5, 5, 4, 5, 4]
+        # One more for each forward whose start is not predicted: after an evaluation, and in the update after that,
+        # because the predicted forward did not come.
+        assert [small for _, small, _ in between] == [11, 5, 4, 5, 5, 5, 5, 5]
 
 
 def write_gathered(engine: Any, _folder: str) -> None:
@@ -308,7 +308,8 @@ def run_until_one_dies(rank: int, folder: str, place: tuple[str, int], apart: bo
         num_begun += begins == place
         if rank == VICTIM and num_begun == 4:
             negotiation = engine.module_view.store.coordinator.prefetcher._channel.negotiation
-            said.write_text(f"{negotiation.upcoming(in_backward=place[0] == 'backward', trains=True)}")
+            upcoming = negotiation.upcoming(in_backward=place[0] == "backward", trains=True)
+            said.write_text(f"{upcoming.units}")
             os.kill(os.getpid(), signal.SIGKILL)
 
     machine = mock.patch.object(known_groups, "_place", lambda: f"machine {rank}")

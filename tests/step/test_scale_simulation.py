@@ -149,7 +149,9 @@ def test_a_step_moves_what_the_zero_paper_says(seen: Seen) -> None:
     kept = 2 * EMBEDDING_NUMEL  # the head, used last and then first
     unread = 2 * EMBEDDING_NUMEL  # a plain embedding's backward reads no weights
     gathers = NUM_UNITS, NUM_UNITS - 2
-    messages = sum(gathers) + 3  # each unit, the ends of forward and backward, and the update
+    # Each unit, the ends of forward and backward, the update, and one before the first wait for a reduction at the end
+    # of backward, for which ranks have gathered nothing since it started.
+    messages = sum(gathers) + 4
     assert seen.traffic == {
         "forward all_gather": (gathers[0], everything),
         "backward all_gather": (gathers[1], everything - kept - unread),
@@ -279,7 +281,7 @@ def test_messages_among_hosts_are_those_of_the_page() -> None:
         "from the third on": {"updates": 3},
         "from the third on, of 4 micro-batches": {"updates": 3, "micro_batches": 4},
     }
-    rows = ["| update | forward | backward | weights change | in all | KiB that a rank gets |", "|" + " --- |" * 6]
+    rows = ["| update | forward | backward | weights change | total | KiB received per rank |", "|" + " --- |" * 6]
     for name, options in cases.items():
         found = messages_of(world=WORLD, layers=LAYERS, **options)  # type: ignore[arg-type]
         calls = [found[where][0] for where in ("forward", "backward", "update")]

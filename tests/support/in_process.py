@@ -32,7 +32,6 @@ from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.cpu.host import GroupLink, HostCollectives
 from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.shared_memory import Gone, SharedMemoryLink, Wires
-from hf_zero.comm.demand import Demand
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.mesh import Partition, group_of
 from hf_zero.comm.process_group import Process
@@ -139,8 +138,6 @@ class InProcessWorld:
         """`apart`: ranks share no memory, and only communicate through collectives."""
         self.world = world
         self.apart = apart
-        self.said: dict[int, int] = {}  # what `ApartDemand` has been told, by topic
-        self.num_said = 0
         self.hosts = hosts or Hosts.one(world)
         self._schedule = schedule or InOrder()
         self._inboxes: dict[tuple[int, int], deque[tuple[bytes, int | None]]] = {
@@ -251,9 +248,7 @@ class InProcessWorld:
             return HostNegotiation(self.link(partition))
         ranks = group_of(self.rank, partition)
         gathers = ApartCollectives(self, ranks, Channel.GATHER)
-        return LockstepNegotiation(
-            gathers, ApartCollectives(self, ranks, HEADS), host_waits=True, demand=ApartDemand(self)
-        )
+        return LockstepNegotiation(gathers, ApartCollectives(self, ranks, HEADS))
 
     def leave(self) -> None:
         """The calling rank stops like one that has died."""
@@ -482,8 +477,6 @@ class ApartCollectives(Collectives):
 
 
 class _Posted(Pending):
-    can_arrive = True
-
     def __init__(
         self,
         world: InProcessWorld,
@@ -502,31 +495,6 @@ class _Posted(Pending):
         finish, self._finish = self._finish, None
         if finish is not None:
             finish([self._gathered[rank] for rank in self._ranks])
-
-
-class ApartDemand(Demand):
-    """Acts as soon as a rank is blocked, and whenever anybody has posted something since."""
-
-    def __init__(self, world: InProcessWorld) -> None:
-        self._world = world
-
-    def say(self, topic: int, value: int) -> None:
-        if self._world.said.get(topic) != value:
-            self._world.said[topic] = value
-            self._world.num_said += 1
-
-    def look(self, topic: int) -> int:
-        return self._world.said.get(topic, 0)
-
-    def forget(self, topic: int) -> None:
-        return None
-
-    def wait(self, pending: Pending, act: Callable[[], None]) -> None:
-        world = self._world
-        while not pending.is_ready():
-            seen = world.num_said
-            act()
-            world.block(world.rank, lambda seen=seen: pending.is_ready() or world.num_said != seen)  # type: ignore[misc]
 
 
 class _PerRank:

@@ -321,7 +321,8 @@ class Late(Runtime):
         """Carry out copies that are known to be done on the target's side; forget those that no longer matter."""
         here = self._clocks[self._here]
         for copy in self._copies:
-            if copy.lane is not self._here and copy.is_known(self._host if copy.lane is Lane.OUT else here):
+            arrives_here = copy.lane is not Lane.OUT and copy.lane is not self._here
+            if copy.is_known(self._host) or (arrives_here and copy.is_known(here)):
                 self._carry_out(copy)
         self._copies = [c for c in self._copies if not (c.is_done and c.is_known(self._source_side(c)))]
         self._leases = [lease for lease in self._leases if self._host[lease.lane] < lease.number]

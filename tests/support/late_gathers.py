@@ -1,7 +1,7 @@
 """Ranks on the late device whose gathers are also late: tests an accelerator's gather lane.
 
-Gathers run over gloo when they are requested, and arrive when somebody has waited for them (`tests.support.late`). So
-ranks have to run the same program. Everything else is as between hosts without accelerators.
+Gathers run over gloo when they are requested, and arrive when somebody has waited for them (`tests.support.late`).
+Everything else is as between hosts without accelerators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from hf_zero.comm import Channel, known_groups
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.cpu import shared_memory
-from hf_zero.comm.negotiation import Negotiation
 from hf_zero.comm.process_group import get_rank
 from hf_zero.comm.torch_backend import GatherStreamCollectives
 from hf_zero.device.registry import runtime_of
@@ -37,22 +36,18 @@ class LateGathers(GatherStreamCollectives):
 
 
 @contextmanager
-def late_gathers(runtime: Late) -> Iterator[None]:
-    """Engines created inside run on `runtime`, with each rank on a separate host."""
-    usual, negotiation = known_groups.KnownGroups.collectives, known_groups.KnownGroups.negotiation
+def late_gathers(runtime: Late, num_beside: int = 1) -> Iterator[None]:
+    """Engines created inside run on `runtime`, with `num_beside` ranks on a host."""
+    usual = known_groups.KnownGroups.collectives
 
     def collectives(known: Any, device: torch.device, channel: Channel, ranks: Any, number: int) -> Collectives:
         if channel is Channel.GATHER:
             return LateGathers(known.native_group(number, channel))
         return usual(known, device, channel, ranks, number)
 
-    def never_waiting(known: Any, *args: Any, host_waits: bool, can_attend: bool) -> Negotiation:
-        return negotiation(known, *args, host_waits=False, can_attend=can_attend)
-
     with (
         use(runtime),
-        mock.patch.object(shared_memory, "host_name", lambda: f"host {get_rank()}"),
+        mock.patch.object(shared_memory, "host_name", lambda: f"host {get_rank() // num_beside}"),
         mock.patch.object(known_groups.KnownGroups, "collectives", collectives),
-        mock.patch.object(known_groups.KnownGroups, "negotiation", never_waiting),
     ):
         yield

@@ -99,7 +99,7 @@ def simulated_world(rank: int, world: int, *, negotiates: bool = False) -> Itera
         channels = {channel: SimulatedCollectives(rank, world) for channel in Channel}
         if negotiates:
             gathers, hosts = channels[Channel.GATHER], AlikeHosts(rank, world)
-            gathers.negotiation = LockstepNegotiation(gathers, hosts, host_waits=False)
+            gathers.negotiation = LockstepNegotiation(gathers, hosts)
         return plain(channels)
 
     with ExitStack() as stack:

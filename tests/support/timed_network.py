@@ -158,6 +158,9 @@ class _Message(Pending):
     def __init__(self, device: TimedDevice) -> None:
         self._device, self._arrives = device, device.host + device.link.latency_s
 
+    def is_ready(self) -> bool:
+        return self._device.host >= self._arrives
+
     def wait(self) -> None:
         self._device.host = max(self._device.host, self._arrives)
 
@@ -249,7 +252,7 @@ class TimedWorld:
     def parallel_groups(self, *_sizes: object, **_options: bool) -> ParallelGroups:
         groups = {channel: TimedCollectives(self.device, self.world) for channel in Channel}
         gathers = groups[Channel.GATHER] = TimedGathers(self.device, self.world)
-        gathers.negotiation = LockstepNegotiation(gathers, TimedHosts(self.device, self.world), host_waits=False)
+        gathers.negotiation = LockstepNegotiation(gathers, TimedHosts(self.device, self.world))
         return plain(groups)
 
 

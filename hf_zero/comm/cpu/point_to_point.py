@@ -25,19 +25,14 @@ from hf_zero.kernels.accumulate import sum_parts
 class _Exchange(Pending):
     """Sends and receives in flight, and a function for the pieces that have arrived."""
 
-    can_arrive = True
-
     def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
         self._works = works
         self._finish = finish
 
-    def arrive(self) -> None:
+    def wait(self) -> None:
         works, self._works = self._works, []  # waiting twice for a send would block forever
         for work in works:
             work.wait()
-
-    def wait(self) -> None:
-        self.arrive()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()

@@ -1,0 +1,325 @@
+"""What devices would wait for, as a graph: no program hangs over NCCL, and no memory is used too early.
+
+hf_zero had never run over NCCL when this graph was first drawn. Of sixteen programs seven had a cycle, all of them with
+ranks that run different modules: a row that a rank only served to others went back to the pool with an event of its
+compute stream, and a rank's own gather could stand behind a reduction that another rank would start later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_zero.comm import Channel
+from hf_zero.comm.lockstep import LockstepNegotiation
+from hf_zero.params.prefetcher import Prefetcher
+from tests.hostile.programs import random_program
+from tests.hostile.spec import Program as HostileProgram
+from tests.hostile.threads import GraphRunner
+from tests.support.happens_before import Fault, Graph, GraphDevice, GraphWorld
+from tests.support.in_process import Deadlock, InProcessWorld, engines_in
+from tests.support.late import use
+
+WIDTH = 16
+NONE_KEPT = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+FAR_AHEAD = {**NONE_KEPT, "stage3_max_live_parameters": 2000, "stage3_prefetch_bucket_size": 1000}
+
+
+class Block(nn.Module):
+    def __init__(self, number: int = 0) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=number % 2 == 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class _RunInBackward(torch.autograd.Function):
+    """Runs a module in backward, as a layer may that recomputes something."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.module(torch.ones(2, WIDTH))
+        return gradient, None
+
+
+@dataclass(frozen=True)
+class Does:
+    """What a rank does in a micro-batch beyond its text: see `Program`."""
+
+    image: bool = False
+    forward_more: bool = False
+    in_backward: bool = False
+
+
+class TextAndImages(nn.Module):
+    """Like a vision-language model: its vision blocks run only for batches with an image."""
+
+    def __init__(self, num_vision: int, num_text: int, between: Callable[[], None]) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(Block(number) for number in range(num_vision))
+        self.text = nn.ModuleList(Block(number) for number in range(num_text))
+        self.spare = Block()
+        self.between = between
+
+    def forward(self, x: Tensor, does: Does) -> Tensor:
+        if does.image:
+            image = torch.ones(2, WIDTH)
+            for block in self.vision:
+                image = block(image)
+            x = x + image
+        self.between()
+        for number, block in enumerate(self.text):
+            x = block(x)
+            if does.in_backward and number == len(self.text) // 2:
+                x = _RunInBackward.apply(x, self.spare)  # type: ignore[no-untyped-call]
+        return x.square().mean()
+
+
+ALIKE = Does()
+OnRank = Callable[[int, int], Does]  # (rank, step)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What ranks do.
+
+    Attributes:
+        does: what each rank does beyond its text: run vision blocks, one more forward without gradients between forward
+            and backward, or another module in the middle of backward.
+        evaluates: all ranks evaluate before every other update.
+        sums: ranks sum something in the middle of forward, on the compute stream, over groups of that many; 0: nothing.
+    """
+
+    does: OnRank = lambda rank, step: ALIKE
+    num_vision: int = 6
+    num_text: int = 6
+    size: int = 2
+    steps: int = 4
+    micro: int = 1
+    zero: dict[str, Any] = field(default_factory=lambda: NONE_KEPT)
+    evaluates: bool = False
+    sums: int = 0
+
+
+def on_first(**what: bool) -> OnRank:
+    return lambda rank, step: Does(**what) if rank == 0 else ALIKE
+
+
+PROGRAMS = {
+    "alike": Program(lambda rank, step: Does(image=True)),
+    "alike, all kept": Program(lambda rank, step: Does(image=True), zero={}),
+    "alike, far ahead": Program(lambda rank, step: Does(image=True), zero=FAR_AHEAD),
+    "alike, one reduction at a time": Program(zero={**NONE_KEPT, "overlap_comm": False}),
+    "alike, 3 micro-batches, 4 ranks": Program(lambda rank, step: Does(image=True), size=4, micro=3),
+    "alike, evaluations between": Program(zero=FAR_AHEAD, evaluates=True, steps=6),
+    "alike, hpZ 2 of 4": Program(size=4, zero={**NONE_KEPT, "zero_hpz_partition_size": 2}),
+    "alike, shard groups of 2 of 4": Program(size=4, zero={**NONE_KEPT, "mics_shard_size": 2}),
+    "alike, offload": Program(
+        zero={**NONE_KEPT, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    ),
+    "alike, stage 2": Program(zero={"stage": 2}),
+    "images on one rank, 4 vision blocks": Program(on_first(image=True), num_vision=4, num_text=4, steps=3),
+    "images on one rank, 12 vision blocks": Program(on_first(image=True), num_vision=12, num_text=4, steps=3),
+    "images on one rank, all kept": Program(on_first(image=True), num_vision=12, zero={}),
+    "images on one rank, far ahead": Program(on_first(image=True), num_vision=12, zero=FAR_AHEAD),
+    "images on one rank, 3 micro-batches": Program(on_first(image=True), num_vision=12, micro=3),
+    "images on one rank, offload": Program(
+        on_first(image=True),
+        micro=2,
+        zero={**NONE_KEPT, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    ),
+    "images on one rank, hpZ 2 of 4": Program(
+        on_first(image=True), size=4, zero={**NONE_KEPT, "zero_hpz_partition_size": 2}
+    ),
+    "images on both, later on one": Program(lambda rank, step: Does(image=rank == 0 or step < 4), num_text=4, steps=6),
+    "images on one rank in turn": Program(lambda rank, step: Does(image=(rank + step) % 2 == 0), num_text=4, steps=6),
+    "images on one rank, a sum over all before the text": Program(on_first(image=True), sums=2),
+    "images on one pair, sums over pairs": Program(lambda rank, step: Does(image=rank < 2), size=4, sums=2),
+    "one rank runs a forward more": Program(on_first(forward_more=True), num_vision=0, num_text=10, steps=3),
+    "one rank runs a forward more, once": Program(
+        lambda rank, step: Does(forward_more=rank == 0 and step == 4), num_text=10, steps=6
+    ),
+    "one rank leaves a plan in backward": Program(
+        lambda rank, step: Does(in_backward=rank == 0 and step == 4), num_text=10, steps=6
+    ),
+}
+FAST = ["alike", "alike, hpZ 2 of 4", "alike, offload", "images on one rank, 4 vision blocks"]
+FAST += ["images on both, later on one", "images on one rank, a sum over all before the text"]
+FAST += ["one rank runs a forward more, once", "one rank leaves a plan in backward", "images on one rank, offload"]
+
+
+def train(world: InProcessWorld, program: Program) -> list[list[Tensor]]:
+    """Each rank's losses, then its weights."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": program.micro,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **program.zero},
+    }
+    with engines_in(world) as initialize:
+
+        def body(rank: int) -> list[Tensor]:
+            torch.manual_seed(0)
+            pairs = tuple((first, first + 1) for first in range(0, program.size, 2))
+            layers = world.collectives(Channel.LAYERS, pairs)
+            between = (lambda: layers.sum_small(torch.zeros(1))) if program.sums else (lambda: None)
+            model = TextAndImages(program.num_vision, program.num_text, between)
+            engine = initialize(model=model, config=config)[0]
+            found = []
+            for step in range(program.steps):
+                if program.evaluates and step % 2:
+                    with torch.no_grad():
+                        engine(torch.ones(2, WIDTH), Does(image=True))
+                for _ in range(program.micro):
+                    does = program.does(rank, step)
+                    loss = engine(torch.full((2, WIDTH), 0.1 * step + rank), does)
+                    if does.forward_more:
+                        with torch.no_grad():
+                            engine(torch.ones(2, WIDTH), does)
+                    engine.backward(loss)
+                    engine.step()
+                    found.append(loss.detach())
+            if not isinstance(world, GraphWorld):
+                found += [value.detach().clone() for value in engine.module_state_dict().values()]
+            engine.destroy()
+            return found
+
+        return world.run(body)
+
+
+def graph_of(program: Program) -> Graph:
+    world = GraphWorld(program.size)
+    with use(world.device):
+        train(world, program)
+    return world.graph
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in PROGRAMS]
+)
+def test_no_operation_of_a_device_waits_for_ever(name: str) -> None:
+    graph_of(PROGRAMS[name]).refuse_faults()
+
+
+# Planted faults
+
+
+def planted(*patches: Any) -> ExitStack:
+    stack = ExitStack()
+    for patch in patches:
+        stack.enter_context(patch)
+    return stack
+
+
+def wait_at_once(_self: LockstepNegotiation, _reduction: int) -> None:
+    """Wait for a reduction that others may not have started."""
+
+
+def take_from_the_pool(self: Prefetcher, numel: int, row: Tensor) -> Tensor:
+    return self.buffers.take(numel, row)
+
+
+def return_after_compute(self: Prefetcher, rows: Any) -> None:
+    rows.wait()
+    with self._runtime.gather_lane():
+        self.buffers.give(rows)
+
+
+def put_back_after_compute(_self: Prefetcher) -> ExitStack:
+    return ExitStack()
+
+
+SERVE = LockstepNegotiation._serve
+
+
+def serve_another(self: LockstepNegotiation, unit: int) -> None:
+    SERVE(self, unit + 1)
+
+
+FAULTS = {
+    "a row for others that is returned with an event of compute": (
+        "images on one rank, a sum over all before the text",
+        [
+            mock.patch.object(Prefetcher, "take_unread", take_from_the_pool),
+            mock.patch.object(Prefetcher, "give_unread", return_after_compute),
+        ],
+        "operations never run",
+    ),
+    "gathers in another order": (
+        "images on one rank, 4 vision blocks",
+        [mock.patch.object(LockstepNegotiation, "_serve", serve_another)],
+        "gather of 128', 'gather of 136'",
+    ),
+    "reductions that do not follow a plan": (
+        "one rank leaves a plan in backward",
+        [mock.patch.object(LockstepNegotiation, "_start_due", lambda self, num_launched: None)],
+        "operations never run",
+    ),
+    "a row that is put back before others have read it": (
+        "images on one rank, offload",
+        [mock.patch.object(Prefetcher, "_on_lane", put_back_after_compute)],
+        "may still use",
+    ),
+    "a gather that nobody waits for": (
+        "alike",
+        [mock.patch("hf_zero.comm.torch_backend._Recorded.wait", lambda self: None)],
+        "may still use",
+    ),
+    "a copy that does not wait for its buffer": (
+        "alike, offload",
+        [mock.patch.object(GraphDevice, "wait", lambda self, event: None)],
+        "may still use",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    name, patches, words = FAULTS[fault]
+    with planted(*patches), pytest.raises((Fault, Deadlock), match=words):
+        graph_of(PROGRAMS[name]).refuse_faults()
+
+
+# Values
+
+
+@pytest.mark.parametrize("name", ["one rank leaves a plan in backward", "one rank runs a forward more, once"])
+def test_a_rank_that_leaves_a_plan_gets_the_same_values(name: str) -> None:
+    """It starts reductions with the gradients that it has, and the later ones are added before the step."""
+    program = PROGRAMS[name]
+    found = train(InProcessWorld(2, apart=True), program)
+    plain = train(InProcessWorld(2, apart=True), Program(num_text=program.num_text, steps=program.steps))
+    for seen, wanted in zip(found, plain, strict=True):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(seen, wanted, strict=True))
+
+
+@pytest.fixture(scope="module")
+def hostile() -> list[HostileProgram]:
+    """Small random programs of stage 3; 33 and 85 are among those that need `LockstepNegotiation.wait_for`."""
+    programs = map(partial(random_program, size="small"), (*range(12), 33, 85))
+    return [program for program in programs if program.stage == 3]
+
+
+def test_hostile_programs_have_no_fault(hostile: list[HostileProgram]) -> None:
+    """`python -m tests.hostile.campaign --ranks graph` runs any number of larger ones."""
+    assert [GraphRunner().run(program).detail for program in hostile] == [""] * len(hostile)
+
+
+def test_a_wait_for_what_another_rank_starts_later_is_found(hostile: list[HostileProgram]) -> None:
+    with mock.patch.object(LockstepNegotiation, "wait_for", wait_at_once):
+        details = [GraphRunner().run(program).detail for program in hostile]
+    assert any("operations never run" in detail for detail in details)
