@@ -478,7 +478,7 @@ class GradientReducer:
 
     def _launch_early(self) -> bool:
         """Start the next reduction with the gradients that have arrived; see `Negotiation.reduces_by`."""
-        if self._mode is not Mode.REDUCE or self._num_launched == len(self.buckets):
+        if self._mode is not Mode.REDUCE or not self._has_begun or self._num_launched == len(self.buckets):
             return False
         self._launch_up_to(self._num_launched + 1)
         return True
