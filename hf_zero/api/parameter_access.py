@@ -49,6 +49,7 @@ class Fragments:
     def gradients(self) -> Source:
         """The reduced gradients, after the last reduction has finished."""
         self._assembly.reducer.wait()
+        self._assembly.reducer.sum_over_replicas()
         return self._assembly.step.values.gradient
 
     def states(self, key: str) -> Source:

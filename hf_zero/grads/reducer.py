@@ -306,7 +306,6 @@ class GradientReducer:
         )
         self.order: list[int] = list(range(len(self.buckets)))
         self._mode = Mode.REDUCE
-        self._is_at_boundary = True
         self._has_begun = False  # whether a backward has that gives gradients, unlike that of torch.autograd.grad
         self._may_apply = False  # whether updates may run during backward
         self._applies = False  # whether they do in the present backward
@@ -343,7 +342,6 @@ class GradientReducer:
     def _open(self, *, boundary: bool) -> None:
         reduces = (boundary or self._shards_gradients) and not self._wants_local()
         self._mode = Mode.REDUCE if reduces else Mode.KEEP_LOCAL
-        self._is_at_boundary = boundary
         self._num_launched = 0
         if self._negotiation is not None:
             self._negotiation.reduces_by(self._launch_early, self._reductions.max_in_flight)
@@ -390,15 +388,25 @@ class GradientReducer:
         """
         if self._mode is Mode.KEEP_LOCAL and not self._wants_local():
             self.begin(boundary=True)  # a step without a preceding boundary backward: reduce local gradients
-        self._is_at_boundary = True
         self.finish()
         self.wait()
 
     def wait(self) -> None:
-        """Wait until every launched reduction is in `reduced`. After a boundary, also sum gradients over replicas of
-        the shards, which is collective."""
+        """Wait until every launched reduction is in `reduced`."""
         self._reductions.wait()
-        if self._is_at_boundary and self._replicas is not None:
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether sums over replicas of the shards are needed, too."""
+        return self._replicas is not None
+
+    def sum_over_replicas(self) -> None:
+        """Sum what is in `reduced` over all replicas of this rank's shards. Collective.
+
+        Only call it when no rank of the shard group can ask for weights before its own call: a rank that waits here
+        for another replica serves nobody, and that replica may be waiting for a rank that needs its weights.
+        """
+        if self._replicas is not None:
             self._replicas.sum()
 
     def reduce_late(self) -> None:

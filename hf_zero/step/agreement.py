@@ -71,7 +71,8 @@ class Agreement:
         self._same_weights = groups.same_weights
         self._model_rank = groups.model_rank
         self._store = store
-        self._meets_before = store.num_facts >= len(fields(Facts))
+        # Ranks with replicas elsewhere only meet those of their own shard group.
+        self._meets_before = store.num_facts >= len(fields(Facts)) and not reducer.has_replicas
         self._reducer = reducer
         self._sharding = sharding
         self._collectives = groups.world
@@ -128,13 +129,19 @@ class Agreement:
             return self._sum_told(told)
         with ledger.phase("backward"):
             self._reducer.complete()
+        self._sum_over_replicas()
         sums, facts = self._exchange()
         if facts[0]:
             with ledger.phase("backward"):
                 self._reducer.reduce_late()
+            self._sum_over_replicas()
             self.forget()
             sums, facts = self._exchange()
         return sums, facts
+
+    def _sum_over_replicas(self) -> None:
+        with ledger.phase("backward"):
+            self._reducer.sum_over_replicas()
 
     def _facts(self) -> Facts:
         is_known = not host_runs_ahead(self._store.device)

@@ -22,6 +22,7 @@ from hf_zero.comm import Channel
 from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.params.prefetcher import Prefetcher
 from tests.hostile.programs import random_program
+from tests.hostile.spec import Call, Forward, Limits, Micro, ModuleSpec, RankMicro
 from tests.hostile.spec import Program as HostileProgram
 from tests.hostile.threads import GraphRunner
 from tests.support.happens_before import Fault, Graph, GraphDevice, GraphWorld
@@ -323,3 +324,23 @@ def test_a_wait_for_what_another_rank_starts_later_is_found(hostile: list[Hostil
     with mock.patch.object(LockstepNegotiation, "wait_for", wait_at_once):
         details = [GraphRunner().run(program).detail for program in hostile]
     assert any("operations never run" in detail for detail in details)
+
+
+def in_shard_groups() -> HostileProgram:
+    """Two pairs of ranks. Three times before the step, each rank runs forward and backward; rank 1 once runs a module
+    that no other rank needs, and rank 2 evaluates between forwards."""
+    plain = RankMicro(tuple(Forward(seed, 1, ()) for seed in range(3)))
+    more = RankMicro((Forward(3, 1, ()), Forward(4, 1, (Call("linear"), Call("linear"))), Forward(5, 1, ())))
+    evaluating = RankMicro(plain.forwards, (Forward(6, 1, ()),), "between")
+    first = RankMicro(plain.forwards[:1])
+    evaluating_first = RankMicro(plain.forwards[:1], (Forward(7, 1, ()),))
+    update = Micro((first, evaluating_first, first, first)), Micro((plain, more, evaluating, plain), "each")
+    modules = (ModuleSpec("linear", "linear", 1),)
+    limits = Limits(max_live=0, param_persistence=0)
+    return HostileProgram(0, 4, 3, "divergent", 3, modules, (update,), limits=limits, groups="mics")
+
+
+def test_replicas_are_summed_when_no_rank_needs_weights_before_its_own_sum() -> None:
+    """Replicas of shards were summed before each backward after a boundary. A rank of another shard group could still
+    be in the forward before that, and need a rank that already waited for the sum."""
+    assert GraphRunner().run(in_shard_groups()).detail == ""
