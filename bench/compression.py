@@ -26,7 +26,7 @@ from bench.surroundings import ROOT, keep, machine, public
 sys.path.insert(0, str(ROOT / "examples"))
 from topics import Samples, load_topics, new_model  # noqa: E402
 
-from hf_zero.api.entry import initialize  # noqa: E402
+from hf_zero import initialize  # noqa: E402
 from hf_zero.extras.compression.export import redundancy_clean  # noqa: E402
 
 BATCH, TEST_BATCH = 32, 128

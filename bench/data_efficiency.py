@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 from demo import DATA, MODEL, SEQUENCES_PER_STEP, STEPS  # noqa: E402
 from train_clm import DataArguments, ModelArguments, load_blocks, load_text, load_tokenizer, new_model  # noqa: E402
 
-from hf_zero.api.entry import initialize  # noqa: E402
+from hf_zero import initialize  # noqa: E402
 
 RATE = 1.5e-3
 PLAIN, CURRICULUM, LTD = "plain", "short sequences first", "random-LTD"

@@ -286,7 +286,7 @@ class Linear(nn.Module):
 def host_time(case: str, place: Place) -> Found:
     """Microseconds per unit until the host has queued forward and backward, while the device waits for it."""
     from bench.gpu_nccl import RELEASED, groups_of_one, joined
-    from hf_zero.api.entry import initialize
+    from hf_zero import initialize
 
     way, _, width = case.rpartition(", hidden ")
     device, depth, hidden = joined(place.kind), 24, 64 if place.is_tiny else int(width)

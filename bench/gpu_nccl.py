@@ -38,7 +38,7 @@ from bench.gpu_device import Device, device_of
 from bench.gpu_parity import CLIP, CPU, UPDATES, Task, ds_config, examine, same, shared_cases
 from bench.gpu_programme import AS_HOSTS, START_S, Case, Found, NotHere, Part, Place, Running
 from bench.gpu_train import TINY_VOCABULARY
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm import Channel, Collectives, Pending, get_rank, get_world_size, groups, init_distributed
 from hf_zero.comm.known_groups import KnownGroups
 from hf_zero.comm.torch_backend import GatherStreamCollectives, NativeCollectives

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_train import TINY_VOCABULARY, VOCABULARY, Llama
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import destroy_process_group, get_rank, get_world_size, init_distributed
 

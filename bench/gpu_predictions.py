@@ -119,7 +119,7 @@ def measure(run: Run, device: torch.device, tiny: bool, experts: str | None = No
     """Train for a few steps. `experts`: transformers' implementation of experts; default: its own choice."""
     from transformers import AutoModelForCausalLM
 
-    from hf_zero.api.entry import initialize
+    from hf_zero import initialize
 
     _forget(device)
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.meters import most_allocated
 from bench.surroundings import machine, public
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 
 LAYERS = 4
 # Ratios of Llama 3.1 8B: intermediate and vocabulary to hidden size, and its share of key heads.

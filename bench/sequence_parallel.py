@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from bench.long_sequences import INTERMEDIATE, LAYERS, VOCABULARY, slope
 from bench.meters import most_allocated
 from bench.surroundings import machine, public
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm import this_process
 from hf_zero.sequence.batches import part_of
 

@@ -5,65 +5,52 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-from torch import nn
-
-import hf_zero
-from hf_zero.api.engine_surface import SURFACE as ENGINE
-from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER
-from hf_zero.surface import Surface
+from hf_zero.api.engine import ZeroEngine
+from hf_zero.integration.engine.engine import DeepSpeedEngine
+from hf_zero.integration.engine.instead import ENGINE, OPTIMIZER
+from hf_zero.integration.engine.optimizer import DeepSpeedOptimizer
+from hf_zero.step.optimizer import ZeroOptimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).with_suffix(".md")
 TABLE = ROOT / "tests" / "integration" / "data" / "deepspeed_surfaces.json"
-STAGES = (0, 1, 3)
 
 HEAD = """# DeepSpeed's names on engine and optimizer
 
-Written by `python docs/deepspeed_names.py` from the code and the names of DeepSpeed 0.19.8; do not edit.
+Written by `python docs/deepspeed_names.py` from the classes and the names of DeepSpeed 0.19.8; do not edit.
 
-*There* means: part of the engine or optimizer itself. *Thin* means: the answer is computed from what is there, when the
-name is used. *Refused* means: `hasattr` is false, and using the name raises an AttributeError that says what to use
-instead. Which modules and names can be imported is in [features.md](features.md).
+*Own* means: part of hf_zero's own engine or optimizer. *Added* means: a method or attribute that DeepSpeed's class has
+in addition, in `hf_zero.integration.engine`. *Missing* means: `hasattr` is false, and using the name raises an
+AttributeError that says what to use instead. Which modules and names can be imported is in [features.md](features.md).
 """
 
 
-def engines() -> list[hf_zero.ZeroEngine]:
-    """One engine per kind of stage; what one of them has, hf_zero has."""
-    made = []
-    for stage in STAGES:
-        model = nn.Linear(2, 2)
-        config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}}
-        made.append(hf_zero.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model.parameters()))[0])
-    return made
-
-
-def verdict(name: str, things: Sequence[object], surface: Surface) -> tuple[str, str]:
+def verdict(name: str, kind: type, own: type, instead: Mapping[str, str]) -> tuple[str, str]:
     """(verdict, what to know about it)."""
-    if name in surface and name not in surface.parts:
-        function = surface.values.get(name) or surface.methods[name]
-        return "thin", (function.__doc__ or "").partition("\n")[0]
-    if name in surface.refused:
-        return "refused", f"instead: {surface.refused[name]}"
-    if name == "parameter_offload" or any(hasattr(thing, name) for thing in things):
-        return "there", "with sharded parameters" if name == "parameter_offload" else ""
-    raise SystemExit(f"{name}: neither there, nor thin, nor refused: give it a place in a surface")
+    for names, answer in instead.items():
+        if name in names.split():
+            return "missing", f"instead: {answer}"
+    if hasattr(kind, name) and not hasattr(own, name):
+        found = inspect.getattr_static(kind, name)
+        return "added", " ".join((found.__doc__ or "").partition("\n\n")[0].split())
+    if hasattr(own, name) or name in own.__doc__ + inspect.getsource(own.__init__):
+        return "own", "with sharded parameters" if name == "parameter_offload" else ""
+    raise SystemExit(f"{name}: neither there nor missing: add it to a class, or to hf_zero.integration.engine.instead")
 
 
 def sections(names: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[str]:
-    made = engines()
     for title, kinds in names.items():
         is_engine = title == "DeepSpeedEngine"
-        things = made if is_engine else [engine.optimizer for engine in made]
-        surface = ENGINE if is_engine else OPTIMIZER
-        rows = [(name, kind[:-1], *verdict(name, things, surface)) for kind in kinds for name in kinds[kind]]
-        counts = [sum(row[2] == word for row in rows) for word in ("there", "thin", "refused")]
-        yield f"## {title}\n\n{len(rows)} names: {counts[0]} there, {counts[1]} thin, {counts[2]} refused.\n"
+        classes = (DeepSpeedEngine, ZeroEngine, ENGINE) if is_engine else (DeepSpeedOptimizer, ZeroOptimizer, OPTIMIZER)
+        rows = [(name, kind[:-1], *verdict(name, *classes)) for kind in kinds for name in kinds[kind]]
+        counts = [sum(row[2] == word for row in rows) for word in ("own", "added", "missing")]
+        yield f"## {title}\n\n{len(rows)} names: {counts[0]} own, {counts[1]} added, {counts[2]} missing.\n"
         lines = (f"| `{name}` | {kind} | {word} | {note} |" for name, kind, word, note in sorted(rows))
         yield "| name | kind | verdict | |\n|---|---|---|---|\n" + "\n".join(lines) + "\n"
 

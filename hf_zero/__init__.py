@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from accelerate.utils import DummyOptim, DummyScheduler
 
     from hf_zero.api.engine import ZeroEngine
-    from hf_zero.api.entry import initialize
     from hf_zero.api.gathered_parameters import gathered, gathered_weights
     from hf_zero.comm import init_distributed
     from hf_zero.config import ConfigError
+    from hf_zero.integration.engine.engine import initialize
 
 __version__ = "0.1.0"
 __all__ = [
@@ -37,7 +37,7 @@ _HOMES = {
     "gathered": "hf_zero.api.gathered_parameters",
     "gathered_weights": "hf_zero.api.gathered_parameters",
     "init_distributed": "hf_zero.comm",
-    "initialize": "hf_zero.api.entry",
+    "initialize": "hf_zero.integration.engine.engine",
 }
 
 

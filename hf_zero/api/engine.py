@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.engine_gradients import AT_WORK, EngineGradients
+from hf_zero.api.engine_gradients import EngineGradients
 from hf_zero.api.engine_module import EngineSettings, ModuleView, Phases
+from hf_zero.api.joint_backward import AT_WORK
 from hf_zero.comm import ParallelGroups, ProgramGroups
 from hf_zero.config import Resolved
 from hf_zero.config.schema.root import HfZero
@@ -19,9 +21,8 @@ from hf_zero.log import logger
 from hf_zero.params.store import ParameterStore
 from hf_zero.precision import ForwardPrecision
 from hf_zero.step.assemble import Assembly
-from hf_zero.step.optimizer import ZeroOptimizer, refuse_copy
+from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.outcome import StepOutcome
-from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
     from hf_zero.api.engine_checkpoints import EngineCheckpoints
@@ -42,8 +43,8 @@ class ZeroEngine(nn.Module):
         engine.step()                    # acts once per gradient_accumulation_steps
 
     The wrapped model is `engine.module`; its attributes can be read through the engine. Counters: `global_steps`
-    (updates, including skipped ones), `skipped_steps`, `micro_steps`, `global_samples`. DeepSpeed's other engine names
-    are a layer over this class, `hf_zero.api.engine_surface`, which `initialize` passes in.
+    (updates, including skipped ones), `skipped_steps`, `micro_steps`, `global_samples`. Programs get the subclass with
+    all of DeepSpeed's names, `hf_zero.integration.engine.DeepSpeedEngine`.
 
     Attributes:
         groups: the process groups of the mesh.
@@ -54,7 +55,17 @@ class ZeroEngine(nn.Module):
         phases: runs forward, backward, step and save, with observers.
     """
 
-    __reduce_ex__ = refuse_copy
+    @staticmethod
+    def optimizer_class(stage: int, dtype: torch.dtype) -> type[ZeroOptimizer]:
+        """Class of the optimizer at this stage (of its states), for weights of `dtype`."""
+        return ZeroOptimizer
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Python copies and pickles by this."""
+        raise TypeError(
+            "an engine can be neither copied nor pickled: copy its model, engine.module (at stage 3 inside "
+            "hf_zero.gathered(engine), on every rank), or write everything with engine.save_checkpoint()"
+        )
 
     def __init__(
         self,
@@ -69,16 +80,13 @@ class ZeroEngine(nn.Module):
         lr_scheduler: Any | None,
         client_optimizer: torch.optim.Optimizer | None,
         features: Features,
-        names: NamesOf | None = None,
     ) -> None:
         """
         Args:
             assembly: what trains; None: there is no optimizer, only forward.
             store: the assembly's, or at stage 3 without an optimizer a separate one.
-            names: DeepSpeed's names that the engine does not use itself.
         """
         super().__init__()
-        self._names = names
         self._first_nan = None if store is None else store.first_nan
         self.phases = Phases(device)
         self.settings = EngineSettings(resolved, groups.data.size, groups.ranks_per_sample)
@@ -146,6 +154,14 @@ class ZeroEngine(nn.Module):
             feature.after_backward(self.training_progress, loss)
         return loss
 
+    def scale(self, loss: Tensor) -> Tensor:
+        """Scale `loss` for the caller's own `loss.backward()`, instead of `backward`; needed with a loss scale."""
+        return self.gradients.scale(loss)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate without reducing (stages 0 and 1); stages 2 and 3 still reduce every micro-batch."""
+        return self.gradients.no_sync()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, also those already reduced or accumulated."""
         self.gradients.drop()
@@ -156,6 +172,7 @@ class ZeroEngine(nn.Module):
         """Clip, update, gather, advance the schedule (by `lr_kwargs`); does nothing between accumulation boundaries."""
         if self._saves is not None:
             self._saves.background.check()  # before counters change: a caller may catch the error and call step() again
+        num_samples = self.gradients.samples_in_update
         if not self.gradients.begin_step():
             return
         if unfrozen := [name for name, each in self._frozen.items() if each.requires_grad]:
@@ -175,7 +192,7 @@ class ZeroEngine(nn.Module):
 
                 broadcast_buffers(self.module, self.groups.same_weights)
         self.global_steps += 1
-        self.global_samples += self.settings.samples_per_update()
+        self.global_samples += num_samples
         outcome = parts.step.outcome
         assert outcome is not None
         self._follow(outcome, optimizer, scale, lr_kwargs or {})
@@ -237,7 +254,7 @@ class ZeroEngine(nn.Module):
     @property
     def skipped_steps(self) -> int:
         """Number of updates skipped because of non-finite gradients; waits for the last step's outcome."""
-        self.gradients.settle()
+        self.gradients.wait_for_outcome()
         return self._num_skipped
 
     @skipped_steps.setter
@@ -251,8 +268,7 @@ class ZeroEngine(nn.Module):
 
     @micro_steps.setter
     def micro_steps(self, number: int) -> None:
-        self.gradients.micro_batches.stepped = number
-        self.gradients.micro_batches.towards_update = number % self.settings.accumulation_steps
+        self.gradients.continue_from(number)
 
     # Module surface
 
@@ -290,19 +306,13 @@ class ZeroEngine(nn.Module):
         self.module.compile(**{**(compile_kwargs or {}), **({} if backend is None else {"backend": backend})})
 
     def __getattr__(self, name: str) -> Any:
-        """Look up DeepSpeed's names, which the engine itself does not use, then attributes of the wrapped model."""
+        """Look up attributes of the wrapped model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if "_modules" not in self.__dict__ or "module" not in self._modules:
                 raise
-        names = self._names() if self._names is not None else None
-        if names is not None and name in names:
-            return names.get(self, name)
-        try:
-            return getattr(self._modules["module"], name)
-        except AttributeError as error:
-            raise (names.missing(name) if names is not None else None) or error from None
+        return getattr(self._modules["module"], name)
 
     def destroy(self) -> None:
         """Release hooks, buffers and optimizer state. The model stays usable and can be initialised again."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_zero.api.engine_gradients import MicroBatches
 from hf_zero.checkpoint import service as checkpoint
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.checkpoint.background import BackgroundSave
@@ -84,9 +83,7 @@ class EngineCheckpoints:
         counters = checkpoint.Counters.of(view, engine.settings.samples_per_update())
         engine.global_steps, engine.skipped_steps = counters.global_steps, counters.skipped_steps
         engine.global_samples = counters.global_samples
-        engine.gradients.micro_batches = MicroBatches(
-            engine.global_steps * engine.settings.gradient_accumulation_steps()
-        )
+        engine.gradients.continue_from(engine.global_steps * engine.settings.gradient_accumulation_steps())
         if view.scaler and engine.gradients.assembly is not None:
             engine.gradients.assembly.optimizer.loss_scaler.load_state_dict(view.scaler)
         state = checkpoint.scheduler_state(view)
@@ -113,7 +110,7 @@ class EngineCheckpoints:
         engine.gradients.bring_back()
         if engine.is_destroyed:
             raise RuntimeError(f"engine.{caller}() after destroy(): its weights and states have been released")
-        engine.gradients.settle()
+        engine.gradients.wait_for_outcome()
         engine.gradients.publish_changes()
         assembly, store = engine.gradients.assembly, engine.module_view.store
         if assembly is None:

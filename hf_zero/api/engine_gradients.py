@@ -1,15 +1,7 @@
-"""Computes reduced gradients from a loss: backward of one engine, or of several whose models the loss depends on.
-
-A generator's loss flows through the discriminator. As in plain PyTorch, autograd computes gradients of both models, and
-`step` and `zero_grad` of each engine decide which of them are applied. While one engine runs its backward, the others
-hold back: their gradients are reduced afterwards, engine by engine, so that the order of reductions does not depend on
-how autograd traverses a graph of two models.
-"""
+"""Computes reduced gradients from a loss, and knows where in an accumulation each backward stands."""
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +11,12 @@ import torch
 from torch import Tensor
 
 from hf_zero.api.engine_module import EngineSettings, Phases
+from hf_zero.api.joint_backward import AT_WORK
 from hf_zero.api.nonfinite import NonfiniteWatch
 from hf_zero.comm import ledger
 from hf_zero.comm.progress import Progress
 from hf_zero.errors import WrongMoment
+from hf_zero.grads.boundary import Boundaries, Boundary, BoundaryAtStep, CountedBoundaries, GivenBoundaries
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.optimizer import ZeroOptimizer
 
@@ -30,46 +24,7 @@ if TYPE_CHECKING:
     from hf_zero.api.offload_states import OffloadStates
     from hf_zero.params.stand_ins import FirstNan
 
-
-class EnginesAtWork:
-    """The engines of this process that a backward may reach, the same on all ranks.
-
-    An engine is active from a forward that records gradients until its next step or zero_grad. Ranks exchange which
-    engines have gradients, so they must name the same engines. But Python frees an unused engine when the garbage
-    collector runs, at a different time on every rank. With several ranks this object therefore references active
-    engines. Abandoned engines are freed when the next engine is created, at the same point of the program on every
-    rank.
-    """
-
-    def __init__(self) -> None:
-        self._alive: weakref.WeakValueDictionary[int, EngineGradients] = weakref.WeakValueDictionary()
-        self._held: dict[int, EngineGradients] = {}
-
-    def begin(self, engine: EngineGradients, *, has_peers: bool) -> None:
-        """Mark `engine` as active. `has_peers`: whether other ranks exist."""
-        self._alive[engine.number] = engine
-        if has_peers:
-            self._held[engine.number] = engine
-
-    def end(self, engine: EngineGradients) -> None:
-        """Mark `engine` as inactive, because its gradients have been applied or dropped."""
-        self._alive.pop(engine.number, None)
-        self._held.pop(engine.number, None)
-
-    def others(self, engine: EngineGradients) -> Sequence[EngineGradients]:
-        """All active engines except `engine`, in order of creation."""
-        return [other for number, other in sorted(self._alive.items()) if number != engine.number]
-
-    def drop_abandoned(self) -> None:
-        """Free engines that only this object references."""
-        if self._held:
-            self._held.clear()
-            gc.collect()
-            self._held.update(self._alive)
-
-
 _numbers = iter(range(1 << 62))
-AT_WORK = EnginesAtWork()
 
 
 @dataclass
@@ -77,15 +32,13 @@ class MicroBatches:
     """Counts the micro-batches of an engine.
 
     Attributes:
-        stepped: micro-batches followed by a `step`. If the caller sets boundaries, `step` may only follow the last
-            micro-batch of an update (Accelerate); then every backward pass before it counts.
+        stepped: micro-batches followed by a `step`. If `step` may only follow the last micro-batch of an update, every
+            backward before it counts.
         since_step: backward passes since the last `step`.
-        towards_update: calls of `step` since the last update. The number of accumulation steps may change in between.
     """
 
     stepped: int = 0
     since_step: int = 0
-    towards_update: int = 0
     _before_step: int = 0  # in the current update, up to the last `step`
 
     @property
@@ -100,7 +53,6 @@ class MicroBatches:
     def step(self, *, is_update: bool, counts_backwards: bool) -> None:
         num_backwards = max(1, self.since_step)  # a plain `loss.backward()` is not counted
         self.stepped += num_backwards if counts_backwards else 1
-        self.towards_update = 0 if is_update else self.towards_update + 1
         self._before_step = 0 if is_update else self._before_step + num_backwards
         self.since_step = 0
 
@@ -112,7 +64,8 @@ class EngineGradients:
         assembly: the trained parts; None without an optimizer or after `destroy`.
         micro_batches: counts of micro-batches.
         offloaded: states temporarily moved to host memory; created on first use.
-        syncs: whether gradients may be reduced; False inside `no_sync`.
+        boundaries: decides where backwards stand.
+        is_accumulating: whether the program is inside `no_sync`.
         number: number of the engine in this process; the same on all ranks, and increasing from engine to engine.
         watch: names the rank with a non-finite loss or gradients.
         progress: tells the other ranks which micro-batch this one is in.
@@ -130,8 +83,12 @@ class EngineGradients:
         settings.before_change = self._refuse_change
         self._first_nan = first_nan
         self._phases = phases
-        self._explicit_boundary: bool | None = None
-        self.syncs = True
+        self.boundaries: Boundaries
+        if settings.resolved.config.managed_gradient_accumulation:
+            self.boundaries = CountedBoundaries(settings.gradient_accumulation_steps)
+        else:
+            self.boundaries = BoundaryAtStep()
+        self.is_accumulating = False
         self._has_scaled = False
         self._has_peers = assembly is not None and assembly.optimizer.sharding.num_ranks > 1
         self._reached: Sequence[EngineGradients] = ()
@@ -153,24 +110,33 @@ class EngineGradients:
         if not isinstance(loss, Tensor):
             rule = "of the model's output, pass the loss (outputs.loss), and not its value as a number (loss.item())"
             raise TypeError(f"backward(loss): a tensor of one element is needed, got {type(loss).__name__}; {rule}")
-        parts, accumulation_steps = self.parts("backward"), self._settings.accumulation_steps
+        accumulation_steps = self._settings.accumulation_steps
+        self.parts("backward")
         if self._first_nan is not None:
             self._first_nan.look(loss, f"backward {self.micro_batches.all + 1}")
         if self.watch is not None:
             self.watch.note(loss)
         if scale_wrt_gas and accumulation_steps > 1:
             loss = loss / accumulation_steps
-        others = AT_WORK.others(self)
         with self._phases.phase("backward"), ledger.phase("backward"):
-            self._begin()
+            self._begin(self._boundary)
             if self._has_peers:
                 self.progress.begin(self.micro_batches.all + 1)
-            arrived = self._run(self.scale(loss), others, retain_graph=retain_graph)
-            parts.reducer.finish()
-            parts.store.end_backward()
-            if others:
-                self._reached = self._reduce_others(others, arrived)
+            self._reached = AT_WORK.backward(self, self.scale(loss), retain_graph=retain_graph)
         return loss
+
+    def end_backward(self) -> None:
+        """Launch the remaining reductions and release gathered weights. Collective."""
+        parts = self.parts("backward")
+        parts.reducer.finish()
+        parts.store.end_backward()
+
+    def reduce_foreign(self, factor: float) -> None:
+        """Reduce the gradients that a loss of another engine, multiplied by `factor`, has made here. Collective."""
+        self._expect(factor)
+        self._begin(Boundary.DROPPABLE if self._boundary is Boundary.LAST else Boundary.ACCUMULATE)
+        self.end_backward()
+        self.micro_batches.since_step += 1
 
     def take_reached(self) -> Sequence[ZeroOptimizer]:
         """Return the other engines that the last backward reached, once, so that no reference keeps them alive."""
@@ -189,14 +155,15 @@ class EngineGradients:
         """Count the micro-batch and return whether a step is due."""
         factors = self.parts("step").step.factors
         self.bring_back()
-        if not self.syncs:
+        if self.is_accumulating:
             raise WrongMoment(
                 "step() inside no_sync(): gradients of this rank alone would be applied; leave no_sync() for "
                 "the last micro-batch of a step"
             )
-        at_boundary = self.is_gradient_accumulation_boundary()
-        self.micro_batches.step(is_update=at_boundary, counts_backwards=self._explicit_boundary is not None)
-        if not at_boundary:
+        is_update = self.boundaries.is_update
+        self.micro_batches.step(is_update=is_update, counts_backwards=self.boundaries.counts_backwards)
+        self.boundaries.stepped()
+        if not is_update:
             return False
         if factors.next != 1.0 and not self._has_scaled:
             raise RuntimeError(
@@ -217,15 +184,15 @@ class EngineGradients:
         if self.assembly is not None:
             self.assembly.step.publish_changes()
 
-    def settle(self) -> None:
+    def wait_for_outcome(self) -> None:
         """Read the outcome of the last step, if the host has run ahead."""
         if self.assembly is not None:
-            self.assembly.step.settle()
+            self.assembly.step.wait_for_outcome()
 
     def end(self) -> None:
         """End training. The trained weights stay as they are."""
         self.bring_back()
-        self.settle()
+        self.wait_for_outcome()
         AT_WORK.end(self)
         if self.assembly is not None:
             self.assembly.reducer.clear()
@@ -236,12 +203,11 @@ class EngineGradients:
         self._has_scaled = True
         self.parts("backward").step.expect(factor)
 
-    def _begin(self, *, is_own: bool = True) -> None:
-        """Start a backward. `is_own`: whether the loss is this engine's; gradients of another's may be dropped."""
+    def _begin(self, boundary: Boundary) -> None:
         parts = self.parts("backward")
         self.bring_back()
         parts.placements.release_buffers()
-        parts.reducer.begin(boundary=self._is_at_boundary, may_apply=is_own)
+        parts.reducer.begin(boundary)
 
     def _refuse_change(self) -> None:
         """Raise WrongMoment if gradients are pending: their losses were divided by the present number of steps."""
@@ -253,10 +219,15 @@ class EngineGradients:
             )
 
     @property
-    def _is_at_boundary(self) -> bool:
-        return self.syncs and self.is_gradient_accumulation_boundary()
+    def _boundary(self) -> Boundary:
+        """Where the present or next backward stands."""
+        return Boundary.LAST if self.boundaries.is_last and not self.is_accumulating else Boundary.ACCUMULATE
 
-    # Several engines
+    @property
+    def reduces_now(self) -> bool:
+        """Whether the present or next backward reduces gradients."""
+        shards = self.parts("backward").optimizer.sharding.shards_gradients
+        return shards or self._boundary is not Boundary.ACCUMULATE
 
     def note_forward(self, *, trains: bool) -> None:
         """Record a forward, in train mode or not. If it recorded gradients, a loss may depend on it until the next
@@ -265,40 +236,6 @@ class EngineGradients:
             AT_WORK.begin(self, has_peers=self._has_peers)
             if trains and self._has_peers:
                 self.progress.begin(self.micro_batches.all + 1)
-
-    def _run(self, loss: Tensor, others: Sequence[EngineGradients], *, retain_graph: bool) -> list[bool]:
-        """Run backward and return for each of the other engines whether gradients have arrived."""
-        reducers = [engine.parts("backward").reducer for engine in others]
-        held = [reducer.hold_back() for reducer in reducers]
-        try:
-            loss.backward(retain_graph=retain_graph)
-        except RuntimeError as error:
-            self.parts("backward").store.explain(error)
-            raise
-        finally:
-            arrived = [reducer.stop_holding(state) for reducer, state in zip(reducers, held, strict=True)]
-        return arrived
-
-    def _reduce_others(self, others: Sequence[EngineGradients], arrived: Sequence[bool]) -> Sequence[EngineGradients]:
-        """Reduce other engines' gradients if any rank has some; returns these engines. Collective if one reduces."""
-        step = self.parts("backward").step
-        if any(engine._reduces_now for engine in others):
-            arrived = step.true_anywhere(arrived)
-        for engine, is_reached in zip(others, arrived, strict=True):
-            parts = engine.parts("backward")
-            if is_reached:
-                engine._expect(step.factors.next)
-                engine._begin(is_own=False)
-                parts.reducer.finish()
-                engine.micro_batches.since_step += 1
-            parts.store.end_backward()
-        return [engine for engine, is_reached in zip(others, arrived, strict=True) if is_reached]
-
-    @property
-    def _reduces_now(self) -> bool:
-        return self._is_at_boundary or self.parts("backward").optimizer.sharding.shards_gradients
-
-    # Gradients
 
     def drop(self) -> None:
         """Drop all gradients, also those already reduced or accumulated."""
@@ -309,18 +246,26 @@ class EngineGradients:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without reducing (stages 0 and 1); stages 2 and 3 still reduce every micro-batch."""
-        previous, self.syncs = self.syncs, False
+        before, self.is_accumulating = self.is_accumulating, True
         try:
             yield
         finally:
-            self.syncs = previous
+            self.is_accumulating = before
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next backward is the last of its step; micro-batches are no longer counted."""
-        self._explicit_boundary = is_boundary
+    @property
+    def samples_in_update(self) -> int:
+        """Number of distinct samples in the pending update, on all ranks."""
+        samples = self._settings.samples_per_update()
+        if isinstance(self.boundaries, BoundaryAtStep):
+            return samples // self._settings.accumulation_steps * max(1, self.micro_batches.in_update)
+        return samples
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether an update follows the current or next backward."""
-        if self._explicit_boundary is not None:
-            return self._explicit_boundary
-        return self.micro_batches.towards_update + 1 >= self._settings.accumulation_steps
+    def tell_boundary(self, *, is_last: bool) -> None:
+        """Set whether the next backward is the last of its step; calls of `step` are no longer counted."""
+        self.boundaries = GivenBoundaries(is_last=is_last)
+
+    def continue_from(self, micro_steps: int) -> None:
+        """Continue after that many micro-batches."""
+        self.micro_batches = MicroBatches(micro_steps)
+        if isinstance(self.boundaries, CountedBoundaries):
+            self.boundaries.num_steps = micro_steps % self._settings.accumulation_steps

@@ -1,4 +1,4 @@
-"""`initialize`: creates an engine from a model and a config."""
+"""Creates an engine from a model and a config."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from logging import WARNING
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from hf_zero.api.engine import ZeroEngine
-from hf_zero.api.engine_gradients import AT_WORK
 from hf_zero.api.inputs import model_view, training_loader
+from hf_zero.api.joint_backward import AT_WORK
 from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
 from hf_zero.api.run_words import Run, start
 from hf_zero.comm import (
@@ -50,14 +50,13 @@ from hf_zero.step.assemble import (
 from hf_zero.step.sharded_step import StepRules
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
-# DeepSpeed's names on an engine and its optimizer, which a plain training loop does not need.
-engine_names = functools.partial(loaded, "hf_zero.api.engine_surface:SURFACE")
-optimizer_names = functools.partial(loaded, "hf_zero.api.optimizer_surface:SURFACE")
+E = TypeVar("E", bound=ZeroEngine)
 
 
 def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
+    model: nn.Module | None,
+    config: Any,
+    *,
     optimizer: OptimizerLike | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,
@@ -66,28 +65,11 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Any = None,
-    config: Any = None,
     mesh_param: Any = None,
-    config_params: Any = None,
-) -> tuple[ZeroEngine, Any, Any, Any]:
-    """Wrap `model` in an engine that trains it by the config. Collective: call it on every rank.
-
-    Args:
-        args: a namespace with `deepspeed_config`, or its old spelling `deepscale_config`, if no config is given
-            otherwise.
-        model: the model, on any device.
-        optimizer: a torch optimizer, or a callable that creates one from parameters; overrides the config's section.
-        model_parameters: parameters or param groups to train; default: all of the model's that require gradients.
-        training_data: a dataset for the returned DataLoader.
-        lr_scheduler: a scheduler, or a callable that creates one from the torch optimizer; overrides the config.
-        mpu: process groups of sequence parallelism (the result of `UlyssesSPAttentionHF.register_with_transformers`, or
-            an object with `get_sequence_parallel_group`), or of tensor parallelism (`get_tensor_model_parallel_group`
-            or `get_model_parallel_group`).
-        mesh_param: sequence parallelism as (data ranks, ranks per sequence) or as a DeviceMesh with a dimension "sp".
-        config: dict, path, JSON text or base64 JSON. `config_params` is its older name.
-
-    Returns:
-        (engine, optimizer, dataloader or None, scheduler or None)
+    engine_class: type[E],
+) -> E:
+    """Create an engine of the given class; the other arguments are those of
+    `hf_zero.integration.engine.engine.initialize`. Collective: call it on every rank.
 
     Raises:
         ConfigError: with every problem of the config at once.
@@ -95,7 +77,7 @@ def initialize(
     listen()
     if model is None:
         raise WrongArgument("initialize requires a model: it needs model=, a torch.nn.Module")
-    raw = load_config(_config_source(args, config, config_params))
+    raw = load_config(config)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     num_ranks, host_sizes = this_process().size, hosts().sizes
     parallelism = Parallelism(model, mpu, mesh_param)
@@ -106,8 +88,9 @@ def initialize(
     AT_WORK.drop_abandoned()
     with suspended():
         features = features_of(model, resolved)  # before the optimizer, because they may add parameters
-        engine = _build(_Given(model, optimizer, model_parameters, lr_scheduler), resolved, groups, features)
-        forward_only = functools.partial(_forward_only, resolved, groups)
+        given = _Given(model, optimizer, model_parameters, lr_scheduler)
+        engine = _build(given, resolved, groups, features, engine_class)
+        forward_only = functools.partial(_forward_only, resolved, groups, engine_class)
         tools = EngineTools(safe_get_full_grad, forward_only, groups.world, weakref.proxy(engine), engine.phases)
         for feature in features:
             feature.begin(tools)
@@ -117,7 +100,7 @@ def initialize(
     vars(engine)["mpu"] = next((each for each in parallelism.used if each.weights == "parts"), mpu)
     if training_data is not None:
         engine.training_dataloader = training_loader(engine, training_data, collate_fn)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    return engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +113,12 @@ class _Given:
     lr_scheduler: Any
 
 
-def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: Features) -> ZeroEngine:
+def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: Features, engine_class: type[E]) -> E:
     model, device = given.model, local_device()
     plan = _plan(resolved, device, groups)
     base = _base_optimizer(resolved, given, features)
     _prepare_model(model, base, plan, device)
-    assembly = assemble(model, base, plan, optimizer_names) if base is not None else None
+    assembly = assemble(model, base, plan, engine_class.optimizer_class) if base is not None else None
     store = assembly.store if assembly is not None else None
     if assembly is not None:
         attach_fragments(assembly, groups)
@@ -152,7 +135,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
         offload = ParameterOffload(model, cast(Any, store))
         if assembly is not None:
             assembly.optimizer.parameter_offload = offload
-    engine = ZeroEngine(
+    engine = engine_class(
         module=model,
         resolved=resolved,
         device=device,
@@ -163,34 +146,16 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
         lr_scheduler=_scheduler(resolved, assembly, given.lr_scheduler),
         client_optimizer=base if given.optimizer is not None else None,
         features=features,
-        names=engine_names,
     )
     Run(engine)
     return engine
 
 
-def _forward_only(resolved: Resolved, groups: ParallelGroups, model: nn.Module) -> ZeroEngine:
+def _forward_only(resolved: Resolved, groups: ParallelGroups, engine_class: type[E], model: nn.Module) -> E:
     """Create an engine that only runs `model`, in the dtype and at the stage of a training engine."""
     zero = dataclasses.replace(resolved.zero, offload_optimizer=None)
     alone = dataclasses.replace(resolved, zero=zero, optimizer=None, scheduler=None)
-    return _build(_Given(model, None, None, None), alone, groups, Features())
-
-
-def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    from_args, old = getattr(args, "deepspeed_config", None), getattr(args, "deepscale_config", None)
-    if from_args is not None and old is not None:
-        rule = "the old spelling of args.deepspeed_config, which is given too"
-        raise ConfigError(Problem("args.deepscale_config", old, rule, "give it in one place"))
-    from_args = old if from_args is None else from_args
-    given = config if config is not None else config_params
-    if given is not None and from_args is not None:
-        rule = "the config is given twice: here and as config="
-        raise ConfigError(Problem("args.deepspeed_config", from_args, rule, "give it in one place"))
-    source = given if given is not None else from_args
-    if source is None:
-        fix = "pass config= (dict, path, JSON text or base64) or args.deepspeed_config"
-        raise ConfigError(Problem("config", None, "no config was given", fix))
-    return source
+    return _build(_Given(model, None, None, None), alone, groups, Features(), engine_class)
 
 
 def _warn(resolved: Resolved) -> None:

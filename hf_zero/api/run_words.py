@@ -14,13 +14,13 @@ from typing import Any
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.comm import MAX_SEND_BUFFERS
 from hf_zero.comm.process_group import backend_of
+from hf_zero.deepspeed_version import announcement
 from hf_zero.device.registry import runtime_of
 from hf_zero.log import log_dist
 from hf_zero.optim.registry import states_per_element, stored_bytes_per_element
 from hf_zero.optim.updater import OwnStepUpdater, Updater
 from hf_zero.precision import explain_dtypes, precision_from
 from hf_zero.spans import SPANS
-from hf_zero.surface import announcement
 
 WEIGHTS, GRADIENTS, STATES, PASSING = "weights", "gradients", "optimizer states", "gathered weights and buffers"
 _PLACES = {None: "device", "none": "device", "cpu": "host", "nvme": "disk"}

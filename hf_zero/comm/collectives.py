@@ -339,6 +339,6 @@ class AlikeNegotiation(Negotiation):
             gathering.rows = start_gather(self._collectives, source.take_buffer, rows)
             gathering.call.started(gathering.rows, rows)
 
-    def settle(self, gathering: Gathering) -> Decision:
+    def decide(self, gathering: Gathering) -> Decision:
         assert gathering.decision is not None, "everything is decided immediately"
         return gathering.decision

@@ -378,7 +378,7 @@ class LockstepNegotiation(Negotiation):
         if self._all_have_started(reduction) or not self._is_open:  # nothing is gathered before the update
             return
         if self._mine and not self._pass.num_decisions:
-            self.settle(self._mine[0])  # this may start a plan
+            self.decide(self._mine[0])  # this may start a plan
         if reduction < self._pass.num_sure:
             self._issue_due(self._pass.num_since(reduction))
         else:
@@ -442,7 +442,7 @@ class LockstepNegotiation(Negotiation):
                 for rank, head in enumerate(self._heads)
             )
 
-    def settle(self, gathering: Gathering) -> Decision:
+    def decide(self, gathering: Gathering) -> Decision:
         while gathering.decision is None:
             self._decide_next()
         return gathering.decision
@@ -464,7 +464,7 @@ class LockstepNegotiation(Negotiation):
         if request.in_backward and request.kind is Kind.GATHER and not self._pass.num_decisions:
             start = Start(request.unit, request.in_backward, request.trains)
             if self.follows and self._history.plan(start) is not None:
-                self.settle(gathering)  # ranks have just met: gathers of the plan come before the first reductions
+                self.decide(gathering)  # ranks have just met: gathers of the plan come before the first reductions
 
     def _show_head(self) -> None:
         asked = self._mine[0]

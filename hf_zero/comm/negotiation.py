@@ -245,7 +245,7 @@ class Gathering:
             is_used: False if they were prefetched but are not needed.
         """
         with self.call.waiting():
-            self._negotiation.settle(self)
+            self._negotiation.decide(self)
             assert self.rows is not None, "granted without rows"
             for rows in self.rows:
                 rows.wait()
@@ -380,7 +380,7 @@ class Negotiation(ABC):
         return None
 
     @abstractmethod
-    def settle(self, gathering: Gathering) -> Decision:
+    def decide(self, gathering: Gathering) -> Decision:
         """Make decisions, and carry out this rank's part, until `gathering` is granted."""
 
     def _count_gather(self, *sizes: int) -> Call:
@@ -391,7 +391,7 @@ class Negotiation(ABC):
         gathering = Gathering(self, request, facts=facts)
         with SPANS.span("gather", request.kind.name.lower()):
             self._ask(gathering, ())
-            return self.settle(gathering)
+            return self.decide(gathering)
 
     def _request(self, kind: Kind, **details: int) -> Request:
         return Request(kind, version=self.version, launched=self.launched, **details)  # type: ignore[arg-type]

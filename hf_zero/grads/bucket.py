@@ -95,7 +95,7 @@ class ReducedGradient:
     @property
     def vector(self) -> Vector:
         """The sum of everything added; created on first use."""
-        self._settle()
+        self._wait_for_departures()
         return self._place
 
     @property
@@ -103,9 +103,9 @@ class ReducedGradient:
         """`vector` without waiting: the values may still be in flight to host memory."""
         return self.vector if self._place.tensor is None else self._place
 
-    def _settle(self) -> None:
+    def _wait_for_departures(self) -> None:
         if self._departures is not None:
-            self._departures.settle(self._count_in)
+            self._departures.wait(self._count_in)
 
     @property
     def _place(self) -> Vector:
@@ -201,7 +201,7 @@ class ReducedGradient:
     def squares(self, part: Interval) -> Tensor:
         """Sum of squares over `part` of the owned interval: 0-dim, fp64."""
         if self._num_squared != self._num_added:
-            self._settle()
+            self._wait_for_departures()
         if (
             self._num_squared == self._num_added
             and self._squares is not None
@@ -228,7 +228,7 @@ class ReducedGradient:
     def clear(self) -> None:
         """Drop the sum. Host memory stays allocated, because every step would page it in again. Device memory returns
         to the allocator, so that activations can use it until the next gradients."""
-        self._settle()
+        self._wait_for_departures()
         self._state = ReducedState.NONE
         self._num_added = self._num_counted = self._num_squared = 0
         self._squares = None

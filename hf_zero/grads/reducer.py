@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Negotiation, ParallelGroups, Pending
+from hf_zero.grads.boundary import Boundary
 from hf_zero.grads.bucket import BucketGradients, GradientDtypes
 from hf_zero.layout.sharding import Sharding
 from hf_zero.params.store import ParameterStore, TrainedBucket
@@ -324,23 +325,19 @@ class GradientReducer:
         self._may_apply = True
         self._reductions.when_summed = lambda bucket: apply(bucket) if self._applies else None
 
-    def begin(self, *, boundary: bool, may_apply: bool = True) -> None:
-        """Prepare for a backward; with `boundary` a step follows it.
-
-        Args:
-            may_apply: whether gradients of this backward are certain to be applied.
-        """
+    def begin(self, boundary: Boundary) -> None:
+        """Prepare for a backward."""
         if self.is_replaced:
             raise RuntimeError("the model was given to initialize() again: train it with the engine that this returned")
         self.wait()  # buckets need their previous sums, which have had the whole forward to complete
         if self._applies:
             raise RuntimeError(TOO_LATE)
-        self._applies = boundary and may_apply and self._may_apply
-        self._open(boundary=boundary)
+        self._applies = boundary is Boundary.LAST and self._may_apply
+        self._open(boundary)
         self._has_begun = True
 
-    def _open(self, *, boundary: bool) -> None:
-        reduces = (boundary or self._shards_gradients) and not self._wants_local()
+    def _open(self, boundary: Boundary) -> None:
+        reduces = (boundary is not Boundary.ACCUMULATE or self._shards_gradients) and not self._wants_local()
         self._mode = Mode.REDUCE if reduces else Mode.KEEP_LOCAL
         self._num_launched = 0
         if self._negotiation is not None:
@@ -387,7 +384,7 @@ class GradientReducer:
         If gradients are kept local, move them to `bucket.local`.
         """
         if self._mode is Mode.KEEP_LOCAL and not self._wants_local():
-            self.begin(boundary=True)  # a step without a preceding boundary backward: reduce local gradients
+            self.begin(Boundary.LAST)  # a step without a preceding boundary backward: reduce local gradients
         self.finish()
         self.wait()
 
@@ -411,7 +408,7 @@ class GradientReducer:
 
     def reduce_late(self) -> None:
         """Reduce late gradients. Collective: all ranks call it if any rank has late gradients."""
-        self.begin(boundary=True)
+        self.begin(Boundary.LAST)
         self.late.clear()
         self.finish()
         self.wait()
@@ -427,12 +424,12 @@ class GradientReducer:
             bucket.clear()
         for parameter in self._parameters:
             parameter.grad = None
-        self._open(boundary=True)  # so that a plain `loss.backward()` finds an open reducer
+        self._open(Boundary.LAST)  # so that a plain `loss.backward()` finds an open reducer
 
     def _wants_local(self) -> bool:
         return self._asks_for_local is not None and self._asks_for_local()
 
-    def settle_errors(self, *, is_skipped: bool, factor: float) -> None:
+    def adjust_errors(self, *, is_skipped: bool, factor: float) -> None:
         """Reset the error feedback if the gradients were skipped, or scale it by `factor` if the next gradients are
         scaled by it."""
         for wire in (bucket.wire for bucket in self.buckets if bucket.wire is not None):

@@ -6,7 +6,7 @@ import os
 from importlib.metadata import Distribution
 from pathlib import Path
 
-from hf_zero.surface import VERSION
+from hf_zero.deepspeed_version import VERSION
 
 _NAME = "deepspeed"
 _FILES = {

@@ -261,7 +261,7 @@ class Departures:
         """Start copying `part` (1-D, on the device), which the caller may release at once.
 
         Args:
-            count_in: called with the values in host memory, before `settle` returns.
+            count_in: called with the values in host memory, before `wait` returns.
             place: target in host memory, of the same dtype, where the values may stay.
         """
         buffer = None
@@ -290,14 +290,14 @@ class Departures:
 
     def _make_way(self) -> None:
         while len(self._under_way) >= MAX_DEPARTURES:
-            self._settle_first()
+            self._wait_for_first()
 
-    def settle(self, count_in: Callable[[Tensor], None] | None = None) -> None:
+    def wait(self, count_in: Callable[[Tensor], None] | None = None) -> None:
         """Wait until everything sent with `count_in`, and everything before it, is added; None: everything."""
         while any(count_in in (None, departure.count_in) for departure in self._under_way):
-            self._settle_first()
+            self._wait_for_first()
 
-    def _settle_first(self) -> None:
+    def _wait_for_first(self) -> None:
         first = self._under_way.popleft()
         self._runtime.host_wait(first.arrived)
         first.count_in(first.values)

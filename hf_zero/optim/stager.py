@@ -231,7 +231,7 @@ class OffloadStager(StateStager):
             try:
                 yield
             finally:
-                self._settle(sub_group, changed=changes)
+                self._store_and_release(sub_group, changed=changes)
 
     @contextmanager
     def viewing(self) -> Iterator[None]:
@@ -273,7 +273,7 @@ class OffloadStager(StateStager):
                 stored.vectors.pop((position, name)).free()
 
     def _leave(self, sub_group: SubGroup) -> None:
-        self._settle(sub_group, changed=True)
+        self._store_and_release(sub_group, changed=True)
         self._gradient(sub_group).release(changed=False)
 
     def _point(self, sub_group: SubGroup, values: Callable[[Vector], Tensor], *, begins: bool = True) -> None:
@@ -292,7 +292,7 @@ class OffloadStager(StateStager):
                 is_form = tensor.numel() != parameter.numel()
                 self._optimizer.state[parameter][name] = tensor if is_form else tensor.view(parameter.shape)
 
-    def _settle(self, sub_group: SubGroup, *, changed: bool) -> None:
+    def _store_and_release(self, sub_group: SubGroup, *, changed: bool) -> None:
         """Store states that were created or replaced since the fetch, and release."""
         stored = _stored(sub_group)
         fetched = stored.kept

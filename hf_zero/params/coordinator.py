@@ -429,7 +429,7 @@ class ParameterCoordinator:
         self.end_backward()
         self.release_all()
 
-    def settle(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
+    def prepare_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
         """End passes before weights change. Collective: returns all ranks' `facts` once all ranks have called it."""
         self.end_passes()
         self.prefetcher.discard_prefetched()

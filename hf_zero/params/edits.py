@@ -171,7 +171,7 @@ class ShardedEdits(Edits):
             return 0
         return zlib.crc32(repr((sorted(self._edited.items()), totals)).encode()) >> (32 - MARK_BITS)
 
-    def settle(self, *, are_equal: bool) -> None:
+    def commit(self, *, are_equal: bool) -> None:
         if not are_equal:
             self._refuse_unequal()
         self._edited.clear()

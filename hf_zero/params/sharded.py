@@ -290,7 +290,7 @@ class ShardedParameters(ParameterStore):
             for member in unit.members:
                 member.groups, member.owner = groups.of(member.parameter), self
             if unit.is_persistent:
-                unit.settle_in(self._buffers)
+                unit.gather_persistent(self._buffers)
                 self.edits.remember_persistent()
         self.attach()
 
@@ -392,7 +392,7 @@ class ShardedParameters(ParameterStore):
         self.coordinator.end_passes()
 
     def prepare_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
-        all_facts = self.coordinator.settle(facts)
+        all_facts = self.coordinator.prepare_update(facts)
         self.edits.forget_released()
         self._outdated = []
         self._drop_left(are_outdated=True)
@@ -434,7 +434,7 @@ class ShardedParameters(ParameterStore):
     def is_out_of_order(self) -> bool:
         return self.coordinator.forward.is_out_of_order
 
-    def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
+    def adopt_order(self, any_out_of_order: bool) -> Sequence[int] | None:
         """Adopt the order that forward actually uses; buckets follow in reverse, like backward."""
         if not any_out_of_order:
             return None

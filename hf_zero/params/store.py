@@ -118,7 +118,7 @@ class Edits:
         """A small number that differs between ranks that have written different values."""
         return 0
 
-    def settle(self, *, are_equal: bool) -> None:
+    def commit(self, *, are_equal: bool) -> None:
         """Called when all ranks know whether their marks are equal. If not, raises on all ranks. Collective then."""
         return None
 
@@ -226,7 +226,7 @@ class ParameterStore(ABC):
         """Whether this rank uses parameters in another order than the gather order."""
         return False
 
-    def settle_order(self, any_out_of_order: bool) -> Sequence[int] | None:
+    def adopt_order(self, any_out_of_order: bool) -> Sequence[int] | None:
         """Agree on a new order if any rank is out of order. Returns the new order of buckets, if any. Collective."""
         return None
 

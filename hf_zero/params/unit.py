@@ -446,7 +446,7 @@ class Unit:
                 part.release()
             self.state = UnitState.RELEASED
 
-    def settle_in(self, buffers: GatherBuffers) -> None:
+    def gather_persistent(self, buffers: GatherBuffers) -> None:
         """Gather a persistent unit for good. Collective."""
         for part in self.parts:
             part.allocate()

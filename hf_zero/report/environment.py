@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from hf_zero.config import Aio
+from hf_zero.deepspeed_version import VERSION
 from hf_zero.device.cores import Cores
 from hf_zero.device.host_memory import disk_available, host_available
 from hf_zero.device.kinds import BACKENDS, accelerator_kind
@@ -29,7 +30,6 @@ from hf_zero.integration.startup import NAME, is_ours
 from hf_zero.offload.swap_store import BufferPool, Drive
 from hf_zero.offload.vector import StorageError, Vector
 from hf_zero.profiling.monitors import LIBRARIES
-from hf_zero.surface import VERSION
 
 Row = tuple[str, str]
 _LIBRARIES = ("transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "triton", "pydantic", "numpy")

@@ -118,8 +118,8 @@ class Agreement:
         difference, num_failed = divmod(int(failures), MARK_UNIT)
         if num_failed:
             self._placements.check(self._collectives)
-        self._store.edits.settle(are_equal=not difference)
-        order = self._store.settle_order(num_out_of_order > 0)
+        self._store.edits.commit(are_equal=not difference)
+        order = self._store.adopt_order(num_out_of_order > 0)
         if order is not None:
             self._reducer.reorder(order)
         return frozenset(index for index, count in enumerate(counts) if count > 0), sums

@@ -40,7 +40,6 @@ from hf_zero.precision import WRAPPED_AT_STAGE_3, Precision, can_be_cut, is_pack
 from hf_zero.step.attach_offload import attach_offload, is_kept_elsewhere, placements_for, trained_numel
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.sharded_step import ShardedStep, StepRules
-from hf_zero.surface import NamesOf
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedReduction
@@ -245,11 +244,17 @@ def synchronise_unmanaged(module: nn.Module, groups: ParallelGroups, managed: se
     groups.same_weights.broadcast(alike)
 
 
-def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, names: NamesOf | None = None) -> Assembly:
+OptimizerClass = Callable[[int, torch.dtype], type[ZeroOptimizer]]
+"""(stage of the states, dtype of the first weight) -> class of the sharded optimizer."""
+
+
+def assemble(
+    module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, optimizer_class: OptimizerClass
+) -> Assembly:
     """Shard `optimizer`'s trainable parameters by `plan`. Collective.
 
     Args:
-        names: additional names that the sharded optimizer provides.
+        optimizer_class: gives the class of the sharded optimizer.
 
     Raises:
         ConfigError: if the optimizer cannot work on the shards of this stage.
@@ -316,7 +321,8 @@ def assemble(module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, na
     step = ShardedStep(
         store, reducer, updater, sharding, plan.groups, plan.rules, placements, runs_ahead=runs_ahead, streamed=streamed
     )
-    wrapped = ZeroOptimizer(step, store, updater, sharding, plan.rules, names)
+    kind = optimizer_class(sharding.stage, store.parameters[0].dtype if store.parameters else torch.float32)
+    wrapped = kind(step, store, updater, sharding, plan.rules)
     return Assembly(wrapped, step, reducer, store, placements, members)
 
 

@@ -14,14 +14,6 @@ from hf_zero.params.store import ParameterStore
 from hf_zero.step.outcome import LateNorm
 from hf_zero.step.outside import MODES
 from hf_zero.step.sharded_step import ShardedStep, StepRules
-from hf_zero.surface import NamesOf
-
-
-def refuse_copy(thing: object, _protocol: object) -> NoReturn:
-    """A `__reduce_ex__`, by which Python copies and pickles."""
-    from hf_zero.instead import COPIES  # what no step needs
-
-    raise TypeError(COPIES[type(thing).__name__])
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -47,9 +39,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         updater: Updater,
         sharding: Sharding,
         rules: StepRules,
-        names: NamesOf | None = None,
     ) -> None:
-        """`names`: DeepSpeed's additional names."""
         self.optimizer = updater.optimizer
         self.fragments: Any = None  # kept alive here; see hf_zero.api.parameter_access
         self.engine: Any = None  # weak proxy; the engine is created after its optimizer
@@ -60,9 +50,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.store = store
         self.rules = rules
         self._step = step
-        self._names = names
 
-    __reduce_ex__ = refuse_copy  # in a copy, torch's class would replace `step` of this whole class
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Python copies and pickles by this. In a copy, torch's class would replace `step` of this whole class."""
+        raise TypeError(
+            "an engine's optimizer can be neither copied nor pickled: it updates what the engine holds; save and load "
+            "its state with optimizer.state_dict() and load_state_dict(), or engine.save_checkpoint()"
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -124,30 +118,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._step.foresee_norm()
 
     def __getattr__(self, name: str) -> Any:
-        """Look up DeepSpeed's names, which no step needs.
-
-        At stage 0 the base optimizer's attributes come first: nothing is sharded, and callers expect their own object.
-        """
-        if name.startswith("__") or "sharding" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name in MODES and callable(getattr(self.optimizer, name, None)):
-            return partial(self._step.call_outside, name)
-        if self.sharding.stage == 0 and hasattr(self.optimizer, name):
-            return getattr(self.optimizer, name)
-        asked = self.__dict__.get("_names")
-        names = asked() if asked is not None else None
-        if names is not None and name in names:
-            return names.get(self, name)
-        unknown = AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise (names.missing(name) if names is not None else None) or unknown
-
-    @property
-    def _shown_class(self) -> type:
-        is_whole = "sharding" in self.__dict__ and self.sharding.stage == 0
-        return type(self.optimizer) if is_whole else ZeroOptimizer
-
-    # isinstance() also checks __class__: at stage 0 it reports the class that the config or caller named.
-    __class__ = _shown_class
+        """`train` and `eval` of a base optimizer that has them. At stage 0, where nothing is sharded and callers expect
+        their own object, also its other attributes."""
+        if not name.startswith("__") and "sharding" in self.__dict__:
+            if name in MODES and callable(getattr(self.optimizer, name, None)):
+                return partial(self._step.call_outside, name)
+            if self.sharding.stage == 0 and hasattr(self.optimizer, name):
+                return getattr(self.optimizer, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients since the last step. They are always set to None."""
@@ -155,18 +133,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise RuntimeError: the layout is fixed when the engine is created."""
-        from hf_zero.instead import LATER_GROUP  # only needed for the error
-
-        raise RuntimeError(LATER_GROUP)
+        raise RuntimeError(
+            "add_param_group(): no update would reach these parameters, because buckets and shards are laid out by "
+            "initialize(). Call it (accelerator.prepare()) again, with an optimizer that has them"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the optimizer state, in torch's format."""
-        self._step.settle()
+        self._step.wait_for_outcome()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict` from the same rank of the same layout."""
-        self._step.settle()
+        self._step.wait_for_outcome()
         self.optimizer.load_state_dict(state_dict)
         self.updater.state_replaced()
 

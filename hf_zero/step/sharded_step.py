@@ -263,7 +263,7 @@ class ShardedStep:
         self.values = OwnedValues(store, updater, self._reduced, self._agreement)
         self.outside = OutsideChanges(store, updater)
         self.outcome: StepOutcome | None = None
-        self._unsettled: StepOutcome | None = None  # the last outcome, until `settle`
+        self._unread: StepOutcome | None = None  # the last outcome, until `wait_for_outcome`
         self._foreseen: StepOutcome | None = None
         self._streamed = streamed
         if streamed is not None:
@@ -272,12 +272,12 @@ class ShardedStep:
     def publish_changes(self) -> None:
         """Publish what programs have written into masters since the last step, if anything. Collective then."""
         if self.outside.are_there:
-            self.settle()
+            self.wait_for_outcome()
             self.outside.publish()
 
     def call_outside(self, method: str) -> Any:
         """`train()` or `eval()` of the optimizer; see `OutsideChanges.call`. Collective."""
-        self.settle()
+        self.wait_for_outcome()
         return self.outside.call(method)
 
     @property
@@ -342,7 +342,7 @@ class ShardedStep:
         """
         if self._streamed is not None:
             self.factors.refuse_mixed()
-            self._streamed.settle_scale()  # by the outcome of the last step, which the next line replaces
+            self._streamed.fix_scale()  # by the outcome of the last step, which the next line replaces
         self.publish_changes()
         used, outcome = self._agree()
         if not outcome.is_known_to_skip:
@@ -376,13 +376,13 @@ class ShardedStep:
         self.factors.refuse_mixed()
         self._store.sync_masters()
         facts = self._agreement.meet()
-        self.settle()
+        self.wait_for_outcome()
         used, sums = self._agreement.reach(facts)
         if self._rules.require_all_gradients:
             refuse_unused(self._store, used)
-        self.outcome = self._unsettled = StepOutcome(sums, self._norm_rule)
+        self.outcome = self._unread = StepOutcome(sums, self._norm_rule)
         if not (self._runs_ahead and self._updater.obeys_skip):
-            self.settle()
+            self.wait_for_outcome()
         if self._rules.loss_scale is None:  # overflows are expected
             find = functools.partial(self._find_origin, self.outcome, self._agreement.squares_by_bucket)
             self.outcome.when_skipped(functools.partial(find, may_look=self.outcome.is_known))
@@ -417,19 +417,19 @@ class ShardedStep:
         if not outcome.is_known:
             outcome.when_skipped(self._updater.roll_back)
         if self._streamed is not None:
-            return StepGradients(self._source.of, used, self._streamed.settle_scale(), self._streamed.wanted(wanted))
+            return StepGradients(self._source.of, used, self._streamed.fix_scale(), self._streamed.wanted(wanted))
         skip = None if outcome.is_known else outcome.skip
         # Bind the present source: the updater may switch to another one once the step has started.
         return StepGradients(self._source.of, used, outcome.scale, wanted, skip)
 
-    def settle(self) -> None:
+    def wait_for_outcome(self) -> None:
         """Read the outcome of the last step, if not read yet; waits for the device.
 
         Raises:
             RuntimeError: if a released parameter was written to, so that the write is lost, or on overflow at the
                 minimum loss scale.
         """
-        outcome, self._unsettled = self._unsettled, None
+        outcome, self._unread = self._unread, None
         if outcome is None:
             return
         is_skipped = outcome.skipped
@@ -447,7 +447,7 @@ class ShardedStep:
         self.factors.scaler.update(is_skipped)
         factor = self.factors.scaler.scale / before
         if is_skipped or factor != 1.0:
-            self._reducer.settle_errors(is_skipped=is_skipped, factor=factor)
+            self._reducer.adjust_errors(is_skipped=is_skipped, factor=factor)
 
     def foresee_norm(self) -> None:
         """Set `grad_norm` to the norm of the pending gradients. Collective; does not wait for the device."""

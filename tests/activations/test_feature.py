@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_zero import initialize
 from hf_zero.activations.feature import ActivationCheckpointing
-from hf_zero.api.entry import initialize
 from tests.support.architectures import LLAMA
 from tests.support.late import Late, use
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm import ledger
 from hf_zero.precision import Precision, cast_buffers
 from tests.support.ranks import run_each, run_ranks

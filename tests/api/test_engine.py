@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_zero import initialize
 from hf_zero.api.engine import ZeroEngine
-from hf_zero.api.entry import initialize
 from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from hf_zero.comm import init_distributed
 from hf_zero.config import ConfigError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.functional import hessian as autograd_hessian
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.gathered_parameters import gathered
 from tests.support.ranks import run_each
 

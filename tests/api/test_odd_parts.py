@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.gathered_parameters import gathered
 from hf_zero.api.zero_init import Init
 from tests.support.ranks import run_each, run_ranks

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from hf_zero import initialize
 from hf_zero.api import parameter_access
-from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.params.stand_ins import ReleasedView
 from hf_zero.params.unit import digest

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_zero
+from hf_zero import initialize
 from hf_zero.api import parameter_access
-from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters, register_external_parameter
 from hf_zero.api.zero_init import Init
 from hf_zero.params.sharded_parameter import ZeroParamStatus

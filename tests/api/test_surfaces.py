@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.api.engine import ZeroEngine
-from hf_zero.api.engine_surface import SURFACE as ENGINE
-from hf_zero.api.optimizer_surface import SURFACE as OPTIMIZER
+from hf_zero.integration.engine.engine import DeepSpeedEngine
+from hf_zero.integration.engine.instead import ENGINE, OPTIMIZER
+from hf_zero.integration.engine.optimizer import DeepSpeedOptimizer
 from hf_zero.optim.adam import FusedAdam
 from hf_zero.step.optimizer import ZeroOptimizer
 from tests.support.ranks import run_ranks
@@ -31,7 +31,7 @@ def new_model() -> nn.Module:
     return model
 
 
-def new_engine(stage: int, model: nn.Module | None = None, **sections: Any) -> ZeroEngine:
+def new_engine(stage: int, model: nn.Module | None = None, **sections: Any) -> DeepSpeedEngine:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 64},
@@ -41,7 +41,7 @@ def new_engine(stage: int, model: nn.Module | None = None, **sections: Any) -> Z
     return hf_zero.initialize(model=model or new_model(), config=config)[0]
 
 
-def one_step(engine: ZeroEngine, *, update: bool = True) -> None:
+def one_step(engine: DeepSpeedEngine, *, update: bool = True) -> None:
     rows = torch.ones(2, 6, dtype=torch.bfloat16 if engine.bfloat16_enabled() else torch.float32)
     engine.backward(engine(rows).square().mean())
     if update:
@@ -56,14 +56,25 @@ def test_the_page_of_names_is_up_to_date() -> None:
     assert module.main(["--check"]) == 0, "run: python docs/deepspeed_names.py"
 
 
-def test_the_tables_name_nothing_that_deepspeed_has_not() -> None:
+def public_names(kind: type) -> set[str]:
+    own = {name for base in kind.__mro__ if base.__module__.startswith("hf_zero.integration") for name in vars(base)}
+    return {name for name in own if not name.startswith("_")}
+
+
+def test_only_names_of_deepspeed_are_added_or_explained() -> None:
     table = json.loads((ROOT / "tests/integration/data/deepspeed_surfaces.json").read_text(encoding="utf-8"))
     names = {title: {name for kind in kinds.values() for name in kind} for title, kinds in table.items()}
     of_engine = names.pop("DeepSpeedEngine")
-    for surface, known in ((ENGINE, of_engine), (OPTIMIZER, set().union(*names.values()))):
-        public = {name for name in (*surface.values, *surface.methods, *surface.refused) if not name.startswith("_")}
-        assert public - known <= {"is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary"}
-        assert not set(surface.refused) & {*surface.values, *surface.methods}
+    of_optimizers = set().union(*names.values())
+    ours = {"is_gradient_accumulation_boundary", "set_gradient_accumulation_boundary", "optimizer_class"}
+    ours.add("amp_enabled")  # of older versions
+    for kind, instead, known in (
+        (DeepSpeedEngine, ENGINE, of_engine),
+        (DeepSpeedOptimizer, OPTIMIZER, of_optimizers),
+    ):
+        missing = {name for names in instead for name in names.split()}
+        assert (public_names(kind) | missing) - known <= ours
+        assert not [name for name in missing if hasattr(kind, name)]
 
 
 def run_views(rank: int, stage: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bench.stall import PAGE, section
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.parameter_access import safe_set_full_optimizer_state
 from hf_zero.checkpoint import CheckpointError, background, open_checkpoint, service, transaction
 from hf_zero.checkpoint.arena import Arena

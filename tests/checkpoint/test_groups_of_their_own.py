@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
 from hf_zero.errors import CheckpointError

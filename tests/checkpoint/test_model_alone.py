@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_zero import initialize
 from hf_zero.api.engine import ZeroEngine
-from hf_zero.api.entry import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
 from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint.training import new_engine, settings, train

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.optimization import Adafactor
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.checkpoint import CheckpointError, open_checkpoint
 from hf_zero.checkpoint.extra_states import for_file, merged
 from hf_zero.optim.updater import StateSlice

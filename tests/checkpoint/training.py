@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from hf_zero import initialize
 from hf_zero.api.engine import ZeroEngine
-from hf_zero.api.entry import initialize
 from tests.support.models import AwkwardMLP, mlp_batches
 
 GLOBAL_ROWS = 12  # divisible by every world size from 1 to 4

@@ -23,7 +23,7 @@ import torch
 import torch._dynamo  # otherwise imported late by every rank
 from torch import nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm.process_group import init_distributed
 
 CONFIG: dict[str, Any] = {

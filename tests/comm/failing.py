@@ -28,7 +28,7 @@ import torch
 import torch._dynamo  # otherwise imported late by every rank
 import torch.distributed as dist
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.checkpoint import service
 from hf_zero.comm import process_group
 from hf_zero.comm.cpu import shared_memory

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm import barrier, init_distributed
 from hf_zero.comm.groups import set_timeout
 from hf_zero.comm.progress import describe, explain

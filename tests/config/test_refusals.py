@@ -32,7 +32,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("torch_autocast.dtype", "int8", 'must be "fp32", "fp16" or "bf16"'),
     ("amp", {"enabled": True, "num_losses": 2}, "there is one loss scale"),
     ("msamp", {"enabled": True, "opt_level": "O1"}, "MS-AMP is retired"),
-    ("managed_gradient_accumulation", False, "not available"),
     ("autotuning", {"enabled": True, "mp_size": 2}, "only data parallelism"),
     ("compile", {"deepcompile": True}, "torch_compile"),
     ("hybrid_engine", {"enabled": True}, "not supported"),

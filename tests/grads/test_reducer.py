@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import MAX_SEND_BUFFERS, Pending
 from hf_zero.comm.collectives import LoneCollectives, own_shard
+from hf_zero.grads.boundary import Boundary
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import Interval, ParameterSpec, plan_layout
 from hf_zero.layout.sharding import Sharding
@@ -106,7 +107,7 @@ def summed(of: SimpleNamespace) -> list[float | None]:
 
 def test_buckets_are_launched_in_one_order_whatever_order_gradients_arrive_in() -> None:
     of = made(stage=2)
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     backward(of, [0, 1])
     assert of.collectives.launched == [], "the first bucket is that of the last parameter"
     backward(of, [2])
@@ -117,7 +118,7 @@ def test_buckets_are_launched_in_one_order_whatever_order_gradients_arrive_in() 
 
 def test_two_reductions_are_under_way_at_most() -> None:
     of = made(stage=2)
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     backward(of, [2, 1])
     assert of.collectives.num_buffers == MAX_SEND_BUFFERS == 2 and summed(of) == [None, None, None]
     backward(of, [0])
@@ -128,14 +129,14 @@ def test_two_reductions_are_under_way_at_most() -> None:
 
 def test_without_overlap_each_reduction_waits_for_the_one_before() -> None:
     of = made(stage=2, overlap=False)
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     backward(of, [2, 1, 0])
     assert summed(of) == [24, 22, None] and of.collectives.num_buffers == 1
 
 
 def test_what_has_come_is_counted_in_when_the_next_bucket_begins_to_arrive() -> None:
     of = made(stage=2)
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     backward(of, [2])
     of.collectives.travelling[0].has_come = True
     backward(of, [1])
@@ -144,7 +145,7 @@ def test_what_has_come_is_counted_in_when_the_next_bucket_begins_to_arrive() -> 
 
 def test_what_is_missing_at_the_end_counts_as_zero() -> None:
     of = made(stage=2)
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     backward(of, [1])
     of.reducer.finish()
     assert of.collectives.launched == [0, 11, 0]
@@ -152,7 +153,7 @@ def test_what_is_missing_at_the_end_counts_as_zero() -> None:
 
 def test_buckets_that_backward_has_passed_are_launched_without_what_is_missing() -> None:
     of = made(stage=2)
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     backward(of, [1])
     of.store.pass_by(1)
     assert of.collectives.launched == [0]
@@ -163,7 +164,7 @@ def test_buckets_that_backward_has_passed_are_launched_without_what_is_missing()
 def test_another_order_counts_from_the_next_backward_on() -> None:
     of = made(stage=2)
     of.reducer.reorder([2, 1, 0])
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     backward(of, [0, 1, 2])
     assert of.collectives.launched == [10, 11, 12]
 
@@ -171,11 +172,11 @@ def test_another_order_counts_from_the_next_backward_on() -> None:
 def test_micro_batches_stay_local_until_the_boundary() -> None:
     for stage in (0, 1):
         of = made(stage=stage)
-        of.reducer.begin(boundary=False)
+        of.reducer.begin(Boundary.ACCUMULATE)
         backward(of, [2, 1, 0])
         of.reducer.finish()
         assert of.collectives.launched == [] and of.parameters[0].grad is None
-        of.reducer.begin(boundary=True)
+        of.reducer.begin(Boundary.LAST)
         backward(of, [2, 1, 0])
         of.reducer.complete()
         assert of.collectives.launched == [24, 22, 20] and summed(of) == [48, 44, 40]
@@ -184,7 +185,7 @@ def test_micro_batches_stay_local_until_the_boundary() -> None:
 
 def test_a_step_without_a_boundary_reduces_what_was_kept() -> None:
     of = made(stage=1)
-    of.reducer.begin(boundary=False)
+    of.reducer.begin(Boundary.ACCUMULATE)
     backward(of, [2, 1])
     of.reducer.complete()
     assert of.collectives.launched == [12, 11, 0]
@@ -193,7 +194,7 @@ def test_a_step_without_a_boundary_reduces_what_was_kept() -> None:
 def test_who_wants_local_gradients_gets_them_unreduced() -> None:
     wants = [True]
     of = made(stage=2, wants_local=lambda: wants[0])
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     backward(of, [2, 1, 0])
     of.reducer.complete()
     assert of.collectives.launched == [] and [float(b.local[0]) for b in of.reducer.buckets] == [12, 11, 10]
@@ -205,7 +206,7 @@ def test_who_wants_local_gradients_gets_them_unreduced() -> None:
 
 def test_gradients_of_a_bucket_already_taken_are_late_and_reduced_in_a_second_round() -> None:
     of = made(stage=2)
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     backward(of, [2, 1, 0, 2])
     of.reducer.complete()
     assert of.reducer.late == {2} and summed(of) == [24, 22, 20]
@@ -220,7 +221,7 @@ def test_gradients_of_another_engine_s_backward_are_held_back() -> None:
     of.store.pass_by(3)
     assert of.collectives.launched == [] and of.parameters[2].grad is not None
     assert of.reducer.stop_holding(held)
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     of.reducer.finish()
     assert of.collectives.launched == [12, 11, 0] and of.reducer.late == set()
 
@@ -234,7 +235,7 @@ def test_holding_back_is_over_when_it_is_over() -> None:
 
 def test_clear_drops_what_is_reduced_late_and_under_way() -> None:
     of = made(stage=2)
-    of.reducer.begin(boundary=True)
+    of.reducer.begin(Boundary.LAST)
     backward(of, [2, 1, 0, 1])
     of.reducer.clear()
     assert summed(of) == [None, None, None] and of.reducer.late == set()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm import ledger
 from hf_zero.grads.reducer import parameters_of_embeddings
 from hf_zero.grads.sparse_rows import SparseRowSum

@@ -45,7 +45,7 @@ def test_the_launcher_starts_a_script_on_our_engine(full: Site, tmp_path: Path) 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     words = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if line.strip()}
-    assert words["ENGINE"] == ["hf_zero.api.engine", "Linear"]
+    assert words["ENGINE"] == ["hf_zero.integration.engine.engine", "Linear"]
     losses = [float(word) for word in words["LOSSES"]]
     assert losses == pytest.approx(plain_losses(), rel=1e-5)
 

@@ -9,7 +9,7 @@ from collections import OrderedDict, namedtuple
 import pytest
 import torch
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.config import ConfigError
 from hf_zero.integration.compat.accelerator import Accelerator, get_accelerator
 from hf_zero.integration.compat.arguments import add_config_arguments

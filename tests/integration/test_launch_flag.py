@@ -65,7 +65,8 @@ STAGE_3_ON_DRIVES = (
     Row("zero3_save_16bit_model", "true", "saves_16bit", True),
     Row("deepspeed_moe_layer_cls_names", "Block", "leaves", ["Block"]),
 )
-OURS = (("type", "DEEPSPEED"), ("HF_ZERO", "1"), ("engine", "hf_zero.api.engine"))
+ENGINE = "hf_zero.integration.engine.engine"
+OURS = (("type", "DEEPSPEED"), ("HF_ZERO", "1"), ("engine", ENGINE))
 ON_CPU = (("ranks", 2), ("batches", 8), ("device", "cpu"), ("backend", "gloo"))
 AUTOS = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -109,7 +110,7 @@ CASES = (
                  ("main_training_function", "main"), ("downcast_bf16", "no"), ("rdzv_backend", "static"),
                  ("same_network", True), ("enable_cpu_affinity", False)),
         # By default test_launch_scenarios.py tests such files.
-        reports=(("type", "DEEPSPEED"), ("HF_ZERO", ""), ("engine", "hf_zero.api.engine"), *ON_CPU, ("updates", 8)),
+        reports=(("type", "DEEPSPEED"), ("HF_ZERO", ""), ("engine", ENGINE), *ON_CPU, ("updates", 8)),
     ),
     Case(
         "a file of accelerate's for several GPUs, and the flag",

@@ -48,7 +48,7 @@ def test_hosts_and_filters_reach_our_launcher(
     assert sorted(report["rank"] for report in found) == list(range(ranks))
     for report in found:
         assert (report["ranks"], report["backend"], report["stage"], report["HF_ZERO"]) == (ranks, "gloo", 1, "1")
-        assert report["engine"] == "hf_zero.api.engine"
+        assert report["engine"] == "hf_zero.integration.engine.engine"
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from tests.support.models import AwkwardMLP, mlp_batches
 
 ROWS = 12  # divisible by 1, 2, 3 and 4 ranks

@@ -29,9 +29,9 @@ def test_what_is_sent_is_counted_in_when_it_is_asked_for() -> None:
     leaving.send(torch.ones(8) * 2, count_second)
     leaving.send(torch.ones(8) * 3, count_first)
     assert not first and runtime.num_host_waits == 0, "who sends does not wait"
-    leaving.settle(count_second)
+    leaving.wait(count_second)
     assert (first, second) == ([8.0], [16.0]), "what was sent before it, too"
-    leaving.settle()
+    leaving.wait()
     assert first == [8.0, 24.0]
 
 
@@ -47,5 +47,5 @@ def test_gradients_may_arrive_where_they_stay() -> None:
     _, leaving = departures()
     place = torch.zeros(4)
     leaving.send(torch.ones(4), lambda values: None, place)
-    leaving.settle()
+    leaving.wait()
     assert place.eq(1).all()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_zero import initialize
 from hf_zero.api import parameter_access
-from hf_zero.api.entry import initialize
 from hf_zero.offload import swap_store as drives
 from hf_zero.offload.swap_store import FileAccess
 from hf_zero.offload.vector import StorageError

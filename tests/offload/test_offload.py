@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.zero_init import Init
 from tests.offload.offload_runs import Run, assert_same_bits, train, train_run, weights_of
 from tests.support.models import AwkwardMLP

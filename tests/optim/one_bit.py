@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.layout import Bucket
 
 SHAPES = [(7, 5), (11,), (3, 2, 4), (1,), (40,)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bench.one_bit import ds_config
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.config import ConfigError, OptimizerPolicy, resolve
 from hf_zero.optim.adam import FusedAdam
 from hf_zero.optim.adam8 import Adam8bit, AdamW8bit

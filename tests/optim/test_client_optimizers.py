@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from tests.support.ranks import run_ranks
 from tests.support.requirements import requires
 

@@ -165,7 +165,7 @@ def test_a_step_releases_what_a_forward_was_using_that_ctrl_c_has_ended() -> Non
     of.model.layers[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         of.model(VALUES)
-    of.coordinator.settle()
+    of.coordinator.prepare_update()
     assert of.drain()[-1] == "step" and of.gathered == [] and not of.coordinator.is_running
 
 
@@ -528,7 +528,7 @@ def test_a_step_ends_what_is_under_way() -> None:
     of = cut(Stack(), keeps(2))
     of.model(VALUES).sum().backward()
     of.drain()
-    of.coordinator.settle()
+    of.coordinator.prepare_update()
     assert of.drain() == ["end backward", "step"] and of.gathered == []
     assert of.negotiation.version == 1
 

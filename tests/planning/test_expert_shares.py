@@ -11,8 +11,8 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from bench.planning import _groups
 from bench.states import state_bytes
+from hf_zero import initialize
 from hf_zero.__main__ import main
-from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigDict
 from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved, training_of

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.planning import _groups
 from bench.states import state_bytes
+from hf_zero import initialize
 from hf_zero.api import run_words
-from hf_zero.api.entry import initialize
 from hf_zero.config import resolve
 from hf_zero.offload.memory_estimate import AT_ONCE, FP32_BYTES, Sizes, estimate_memory
 from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved

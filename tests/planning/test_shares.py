@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from bench.planning import _groups
 from bench.states import state_bytes
+from hf_zero import initialize
 from hf_zero.__main__ import main
-from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
 from hf_zero.config import TrainingView, resolve
 from hf_zero.extras.autotuning import measure as measuring

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero import initialize
 from hf_zero.api.engine import ZeroEngine
-from hf_zero.api.entry import initialize
 from hf_zero.comm import ledger
 from hf_zero.integration.compat.comms import get_comm_operation_count, has_comm_data, log_summary
 from hf_zero.log import logger

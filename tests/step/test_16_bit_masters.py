@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero import initialize
 from hf_zero.api.engine import ZeroEngine
-from hf_zero.api.entry import initialize
 from hf_zero.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.config import ConfigError
 from tests.support.models import AwkwardMLP, mlp_batches

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.checkpoint.deepspeed.universal import convert_to_universal
 from hf_zero.checkpoint.opening import open_checkpoint
 from hf_zero.kernels.dynamic8 import blocks_of, dequantize

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from hf_zero.config import Views, examine
 from tests.step.test_parity import config, groups_of, split

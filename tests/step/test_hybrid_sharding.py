@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.zero_init import Init, MiCS_Init
 from hf_zero.comm import Hosts, known_groups, ledger
 from hf_zero.comm.cpu import shared_memory

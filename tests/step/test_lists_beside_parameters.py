@@ -148,7 +148,7 @@ def run_lora_fa(rank: int, world: int, stage: int, bf16: bool) -> Any:
                 nn.init.normal_(parameter, std=0.3)
         return model, create_lorafa_optimizer(model, r=2, lora_alpha=8, lr=0.02)
 
-    from hf_zero.api.entry import initialize
+    from hf_zero import initialize
     from tests.support.beside_plain import config_of
 
     model, optimizer = adapted()

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_zero import initialize
 from hf_zero.api import entry
 from hf_zero.api.engine import ZeroEngine
-from hf_zero.api.entry import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.params import edits
 from hf_zero.step import assemble
@@ -132,8 +132,8 @@ def test_reading_a_meta_tensor_raises() -> None:
 
 @contextmanager
 def as_a_device() -> Iterator[None]:
-    """Engines created inside treat the CPU as a device that runs behind the host: they settle a step in the next one,
-    and hosts exchange facts over a separate group."""
+    """Engines created inside treat the CPU as a device that runs behind the host: they read the outcome of a step in
+    the next one, and hosts exchange facts over a separate group."""
     made = assemble.assemble
 
     def with_hosts(module: nn.Module, optimizer: Any, plan: Any, names: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from tests.step.test_parity import ROWS, config, split
 from tests.support.models import AwkwardMLP, mlp_batches
 from tests.support.ranks import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.grads.reducer import GradientReducer
 from tests.support.models import AwkwardMLP, Batch, mlp_batches
 from tests.support.ranks import run_each

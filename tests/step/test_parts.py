@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import GradientPolicy, LossScalePolicy
+from hf_zero.grads.boundary import Boundary
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec, plan_layout
 from hf_zero.layout.sharding import Sharding
@@ -149,7 +150,7 @@ def reducer(flat: FlatParameters) -> GradientReducer:
 
 
 def backward(flat: FlatParameters, grads: GradientReducer, *, boundary: bool) -> None:
-    grads.begin(boundary=boundary)
+    grads.begin(Boundary.LAST if boundary else Boundary.ACCUMULATE)
     sum((parameter * 2).sum() for parameter in flat.parameters).backward()
     grads.finish()
     grads.wait()
@@ -204,7 +205,7 @@ def test_a_step_applies_gradients_or_skips_where_they_are_not_finite() -> None:
     step.run()
     assert flat.parameters[1].detach() == pytest.approx(torch.full((4,), 1 - 0.5 * 2 / 8))
     assert step.outcome is not None and not step.outcome.skipped and not step.factors.has_any
-    grads.begin(boundary=True)
+    grads.begin(Boundary.LAST)
     (flat.parameters[1].sum() * float("inf")).backward()
     grads.finish()
     before = flat.parameters[1].detach().clone()

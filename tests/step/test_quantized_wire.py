@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import ledger
 from hf_zero.comm.cpu import shared_memory

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 from hf_zero.comm import Hosts, ledger

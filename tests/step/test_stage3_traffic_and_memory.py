@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm import ledger
 from tests.step.test_traffic_and_memory import CONTROL, DEPTH, NUM_PARAMETERS, ROWS, SMALL_BYTES, WIDTH
 from tests.support.late import VARIABLE

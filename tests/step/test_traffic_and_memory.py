@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm import ledger
 from tests.support.memory import kept_bytes, live_bytes, shared_blocks
 from tests.support.ranks import run_ranks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm import ledger
 from hf_zero.comm.hops import TwoHops
 from hf_zero.layout.traffic import Sizes, Wiring, traffic_of

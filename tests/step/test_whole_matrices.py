@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigError
 from hf_zero.optim.adafactor import AdafactorUpdater

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 
 ROWS, WIDTH = 8, 6
 Make = Callable[[nn.Module], torch.optim.Optimizer]

@@ -25,8 +25,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+import hf_zero
 from hf_zero.api import engine, engine_gradients, entry
-from hf_zero.api.engine_gradients import EnginesAtWork
+from hf_zero.api.joint_backward import EnginesAtWork
 from hf_zero.comm import Channel, Collectives, Hosts, Negotiation, ParallelGroups, Pending, Rows, groups
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.cpu.host import GroupLink, HostCollectives
@@ -516,7 +517,7 @@ def engines_in(world: InProcessWorld) -> Iterator[Callable[..., Any]]:
         return world.parallel_groups(*sizes, **options)
 
     def initialize(**arguments: Any) -> Any:
-        return entry.initialize(**arguments, dist_init_required=False)
+        return hf_zero.initialize(**arguments, dist_init_required=False)
 
     at_work = _PerRank(world, EnginesAtWork)
     stand_ins: list[tuple[Any, str, Any]] = [

@@ -195,7 +195,7 @@ class Late(Runtime):
     @contextmanager
     def _on_gather_lane(self) -> Iterator[None]:
         before, self._here = self._here, Lane.GATHER
-        self._settle()
+        self._catch_up()
         try:
             yield
         finally:
@@ -268,7 +268,7 @@ class Late(Runtime):
             self._look()
             _learn(self._clocks[self._here], event.clock)
             _note(self.trace, self._here.value, f"{_place(site)} waits")
-            self._settle()
+            self._catch_up()
 
     def host_wait(self, event: Event) -> None:
         site = _site()
@@ -299,7 +299,7 @@ class Late(Runtime):
     def _host_learns(self, clock: Clock) -> None:
         _learn(self._host, clock)
         _learn(self._clocks[self._here], self._host)  # later requests of the host come after
-        self._settle()
+        self._catch_up()
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
@@ -317,7 +317,7 @@ class Late(Runtime):
 
     # Carrying out copies
 
-    def _settle(self) -> None:
+    def _catch_up(self) -> None:
         """Carry out copies that are known to be done on the target's side; forget those that no longer matter."""
         here = self._clocks[self._here]
         for copy in self._copies:

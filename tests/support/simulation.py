@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from hf_zero import initialize
 from hf_zero.api import entry
 from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows, ledger
 from hf_zero.comm.lockstep import LockstepNegotiation
@@ -84,7 +85,7 @@ class SimulatedWorld:
 
     def engine(self, model: nn.Module, config: Mapping[str, Any]) -> Any:
         """`initialize` for a model on the meta device."""
-        return entry.initialize(model=model, config=dict(config), dist_init_required=False)[0]
+        return initialize(model=model, config=dict(config), dist_init_required=False)[0]
 
 
 @contextmanager

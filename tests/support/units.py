@@ -84,7 +84,7 @@ class PromptNegotiation(Negotiation):
         self.some_rank_failed = False
         self._rows_of = rows_of
 
-    def settle(self, gathering: Gathering) -> Decision:
+    def decide(self, gathering: Gathering) -> Decision:
         assert gathering.decision is not None, "granted when asked"
         if gathering.request.kind is Kind.GATHER:
             self.events.append(f"take {self.sources.find(gathering.request.unit)[0].name(gathering.request.unit)}")

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.parameter_access import safe_get_full_grad
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigError

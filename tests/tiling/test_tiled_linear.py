@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.integration.compat.tiling import TiledLinear, TiledLinearReturnBias, split_tensor_along_last_dim
 
 

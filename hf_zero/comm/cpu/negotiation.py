@@ -60,7 +60,7 @@ class HostNegotiation(Negotiation):
         self._acts = [known for known in self._acts if known() is not None]
         self._acts.append(weakref.WeakMethod(act))
 
-    def settle(self, gathering: Gathering) -> Decision:
+    def decide(self, gathering: Gathering) -> Decision:
         self.reopen()
         while gathering.decision is None:
             if not self._decide_all():

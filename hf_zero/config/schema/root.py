@@ -172,8 +172,10 @@ class Root(Observation):
         None, "Samples per forward on one rank.", unit="samples"
     )
     gradient_accumulation_steps: Positive | None = supported(None, "Forwards per update.", unit="forwards")
-    managed_gradient_accumulation: Flag = unsupported(
-        True, "The engine counts micro-batches.", why="every step() outside a boundary is held back until the boundary"
+    managed_gradient_accumulation: Flag = supported(
+        True,
+        "The engine counts micro-batches, and every gradient_accumulation_steps-th step() updates. False: every step() "
+        "updates, however many backward passes precede it; each loss is still divided by gradient_accumulation_steps.",
     )
 
     log_level: Level | None = supported(None, "debug, info, warning, error or critical.")

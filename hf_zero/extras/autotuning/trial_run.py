@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import transformers
 
-from hf_zero.api.entry import initialize
 from hf_zero.api.zero_init import Init
 from hf_zero.comm import init_distributed
+from hf_zero.integration.engine.engine import initialize
 from hf_zero.planning.model import build_model, config_of
 
 

@@ -108,6 +108,9 @@ def _problems(config: Root, section: Streaming) -> Iterator[Problem]:
         rule = "ranks with replicas of shards would have to synchronize every unit's update"
         fix = "remove zero_hpz_partition_size, mics_shard_size and hf_zero.shard_group"
         yield Problem(path, True, rule, fix)
+    if not config.managed_gradient_accumulation:
+        rule = "streaming updates weights during the last backward before a step, and must know which one that is"
+        yield Problem("managed_gradient_accumulation", False, rule, "remove the key")
     if config.tensor_parallel is not None and (config.tensor_parallel.autotp_size or 0) > 1:
         yield Problem(path, True, "streaming does not support tensor parallelism", "remove tensor_parallel")
 

@@ -89,7 +89,7 @@ class StreamedUpdates:
         """Set the functions that return gradients, and the factor on the gradients of the current step."""
         self._gradient, self._factor = gradient, factor
 
-    def settle_scale(self) -> float:
+    def fix_scale(self) -> float:
         """The factor on all gradients of this step, which is the same for all its updates."""
         if self._scale is None:
             assert self._factor is not None, "read comes first"
@@ -143,7 +143,7 @@ class StreamedUpdates:
         used = frozenset(slot.parameter for slot in bucket.bucket.slots)
         sub_groups = self._of[bucket.bucket.index]
         with self._placements.updating():
-            for _ in self._updater.step(StepGradients(self._gradient, used, self.settle_scale(), sub_groups)):
+            for _ in self._updater.step(StepGradients(self._gradient, used, self.fix_scale(), sub_groups)):
                 pass
         bucket.reduced.release_applied()
         self.done.add(bucket.bucket.index)

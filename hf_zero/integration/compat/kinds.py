@@ -1,8 +1,4 @@
-"""DeepSpeed's classes for isinstance checks on the engine's one optimizer, by stage and precision.
-
-They have no methods; one optimizer class implements everything. Below are names around zero.Init, of experts, and of
-operator builders.
-"""
+"""DeepSpeed's names around zero.Init, of experts, and of operator builders."""
 
 from __future__ import annotations
 
@@ -14,80 +10,6 @@ from torch import nn
 
 from hf_zero.api.gathered_parameters import ParameterOffload
 from hf_zero.integration.names import refusal
-from hf_zero.step.optimizer import ZeroOptimizer
-
-
-class _Kind(type):
-    """Makes isinstance and issubclass call `_describes` instead of checking inheritance."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        describes = vars(cls).get("_describes")
-        if describes is not None and isinstance(instance, ZeroOptimizer):
-            return bool(describes(instance))
-        return super().__instancecheck__(instance)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        if issubclass(subclass, ZeroOptimizer):
-            return cls in (DeepSpeedOptimizer, ZeROOptimizer)
-        return super().__subclasscheck__(subclass)
-
-
-class DeepSpeedOptimizer(metaclass=_Kind):
-    """Every optimizer that `initialize` returns."""
-
-    _describes = staticmethod(lambda optimizer: True)
-
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> Any:
-        if cls.__module__ != __name__:
-            return super().__new__(cls)  # a foreign class
-        raise NotImplementedError(
-            f"{cls.__name__}(...): deepspeed.initialize(model=, optimizer=, config=) makes the optimizer of an engine; "
-            "this class is there to ask isinstance about"
-        )
-
-
-class ZeROOptimizer(DeepSpeedOptimizer):
-    """Optimizers of stages 1 to 3, and of stage 0 with bf16 weights."""
-
-    _describes = staticmethod(lambda optimizer: optimizer.sharding.stage > 0 or _dtype(optimizer) == "bf16")
-
-
-class DeepSpeedZeroOptimizer(ZeROOptimizer):
-    """Optimizers of stages 1 and 2."""
-
-    _describes = staticmethod(lambda optimizer: optimizer.sharding.stage in (1, 2))
-
-
-class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
-    """Optimizers of stage 3."""
-
-    _describes = staticmethod(lambda optimizer: optimizer.sharding.stage == 3)
-
-
-class BF16_Optimizer(ZeROOptimizer):
-    """Optimizers of stage 0 with bf16 weights."""
-
-    _describes = staticmethod(lambda optimizer: optimizer.sharding.stage == 0 and _dtype(optimizer) == "bf16")
-
-
-class FP16_Optimizer(DeepSpeedOptimizer):
-    """Optimizers of stage 0 with fp16 weights."""
-
-    _describes = staticmethod(lambda optimizer: optimizer.sharding.stage == 0 and _dtype(optimizer) == "fp16")
-
-
-class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
-    """DeepSpeed's optimizer for LAMB at stage 0; never the class of hf_zero's optimizer."""
-
-    _describes = staticmethod(lambda optimizer: False)
-
-
-def _dtype(optimizer: ZeroOptimizer) -> str:
-    """Dtype of the first weight."""
-    dtypes = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}
-    parameters = optimizer.store.parameters
-    return dtypes.get(str(parameters[0].dtype), "fp32") if parameters else "fp32"
-
 
 DeepSpeedZeRoOffload = ParameterOffload
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.comm import this_process
+from hf_zero.deepspeed_version import GIT_BRANCH, GIT_HASH, VERSION
 from hf_zero.integration.compat.accelerator import get_accelerator
 from hf_zero.integration.compat.kinds import COMPATIBLE, NO_OPERATORS
 from hf_zero.log import log_dist, logger
 from hf_zero.precision import ForwardPrecision
-from hf_zero.surface import GIT_BRANCH, GIT_HASH, VERSION
 
 # The logging helpers of `deepspeed.utils.logging`, and other reports about a run, on hf_zero's logger.
 

@@ -5,8 +5,8 @@ The import hook creates its modules from the tables in hf_zero/integration/names
 
 from __future__ import annotations
 
+from hf_zero.deepspeed_version import VERSION as __version__
 from hf_zero.integration.names import lazy_names
-from hf_zero.surface import VERSION as __version__
 
 __all__ = ["__version__"]
 

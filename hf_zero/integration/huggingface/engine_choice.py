@@ -60,7 +60,7 @@ class PreparedEngine:
     @property
     def _is_due(self) -> bool:
         """Whether a step would apply gradients now."""
-        return bool(self.engine.optimizer.has_gradients) and bool(self.engine.is_gradient_accumulation_boundary())
+        return bool(self.engine.optimizer.has_gradients and self.engine.gradients.boundaries.is_update)
 
     def step(self) -> None:
         """The script's optimizer.step()."""
@@ -134,9 +134,9 @@ class EngineChoice:
             for reference in list(_PREPARED.values()):  # the loss may depend on other engines' models, too
                 prepared = reference()
                 if prepared is not None and prepared.engine.optimizer is not None:
-                    prepared.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
+                    prepared.engine.gradients.tell_boundary(is_last=sync_gradients)
         chosen.backward(loss, **options)
-        reached = (prepared_by(optimizer) for optimizer in chosen.engine.take_reached())
+        reached = (prepared_by(optimizer) for optimizer in chosen.engine.gradients.take_reached())
         for prepared in (chosen, *reached):
             if prepared is not None:
                 prepared.finish_backward(sync_gradients)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_zero.api.engine import ZeroEngine
-from hf_zero.api.entry import initialize
 from hf_zero.api.inputs import model_view
 from hf_zero.api.parameter_access import LAST_GRADIENTS, safe_get_full_grad
 from hf_zero.comm.mirror import mesh_of_group
@@ -24,6 +23,7 @@ from hf_zero.config.fill import apply, drop_unfilled, fill
 from hf_zero.config.load import normalise
 from hf_zero.config.sources import is_auto, source_in
 from hf_zero.features import Progress, TrainingFeature
+from hf_zero.integration.engine.engine import initialize
 from hf_zero.integration.huggingface.engine_choice import stepped_aside
 from hf_zero.integration.huggingface.experts import write_asked_experts
 from hf_zero.integration.huggingface.views import accelerator_view, is_dummy, sequence_size

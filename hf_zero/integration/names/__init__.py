@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from hf_zero.instead import alternative
+from hf_zero.integration.names.instead import alternative
 
 Homes = dict[str, str]
 # Modules that are second names of others, in the package or in hf_zero.

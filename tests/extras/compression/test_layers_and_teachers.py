@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.config import ConfigError
 from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.export import init_compression, student_initialization

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.zero_init import Init
 from hf_zero.comm import get_rank, get_world_size

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.config import ConfigError
 from hf_zero.extras.data_efficiency.layers import (
     ProgressiveLayerDrop,

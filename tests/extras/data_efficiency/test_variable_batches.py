@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.config import ConfigError, resolve
 from hf_zero.extras.data_efficiency.analyzer import DataAnalyzer, DistributedDataAnalyzer
 from hf_zero.extras.data_efficiency.packs import VariableBatches, batch_by_seqlens, scale_lr

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.comm import ledger
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import ConfigError, resolve

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.config import ConfigError
 from hf_zero.extras.sparse_attention.registered import NAME, attach, switch_on
 from hf_zero.extras.sparse_attention.sparsity import BSLongformerSparsityConfig, FixedSparsityConfig, SparsityConfig

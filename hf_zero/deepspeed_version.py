@@ -1,0 +1,14 @@
+"""The version of DeepSpeed whose interface hf_zero provides."""
+
+from __future__ import annotations
+
+VERSION = "0.19.8+hf.zero"
+"""The DeepSpeed version whose interface we provide; its local part identifies hf_zero."""
+
+GIT_HASH = GIT_BRANCH = "hf_zero"
+"""There is no commit hash, because this is not built from DeepSpeed's repository."""
+
+
+def announcement() -> str:
+    """Return the log line in which tools look for DeepSpeed's version."""
+    return f"DeepSpeed info: version={VERSION}, git-hash={GIT_HASH}, git-branch={GIT_BRANCH}"

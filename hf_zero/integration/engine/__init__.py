@@ -1,0 +1,1 @@
+"""DeepSpeed's engine, optimizers and `initialize`: hf_zero's own with all of DeepSpeed's names."""
