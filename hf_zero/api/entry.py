@@ -121,7 +121,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
     assembly = assemble(model, base, plan, engine_class.optimizer_class) if base is not None else None
     store = assembly.store if assembly is not None else None
     if assembly is not None:
-        attach_fragments(assembly, groups)
+        attach_fragments(assembly, groups, model)
     if store is None and plan.sharding.shards_parameters:
         store = shard_for_inference(model, plan)
     if resolved.zero.stage == 3:

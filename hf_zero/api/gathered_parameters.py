@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from hf_zero.api.parameter_access import take_from
 from hf_zero.params.consolidation import unsharded_values, with_extra_states
 from hf_zero.params.partitioning import TOGETHER_NUMEL, reshard, unshard
 from hf_zero.params.sharded_parameter import ShardedParameter
@@ -34,9 +35,13 @@ class GatheredParameters:
             if rank == 0:
                 model.lm_head.weight.data.normal_()
 
+    Parameters that are not sharded are left as they are, except that `modifier_rank` also applies to those of an engine
+    with an optimizer: below stage 3, and with one rank.
+
     Args:
-        params: a parameter, a list or any iterable; None and parameters that are not sharded are ignored.
-        modifier_rank: all ranks keep this rank's edits at the end, also in the masters; None: edits are dropped.
+        params: a parameter, a list or any iterable; None is ignored.
+        modifier_rank: all ranks keep this rank's edits at the end, also in the masters; None: edits of sharded
+            parameters are dropped.
         fwd_module: accepted for compatibility; reads by other modules are detected automatically.
         enabled: False makes the context do nothing.
     """
@@ -44,7 +49,10 @@ class GatheredParameters:
     def __init__(
         self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
     ) -> None:
-        self._handles = handles_of(params) if enabled else []
+        given: list[Any] = [params] if isinstance(params, Tensor) else list(params or ())
+        given = given if enabled else []
+        self._handles = handles_of(given)
+        self._whole = {id(each): each for each in given if isinstance(each, nn.Parameter) and of(each) is None}
         self._modifier_rank = modifier_rank
 
     def __enter__(self) -> None:
@@ -54,7 +62,10 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an exception ranks may have diverged: run no collective, and drop the edits.
-        reshard(self._handles, self._modifier_rank if kind is None else None)
+        modifier_rank = self._modifier_rank if kind is None else None
+        reshard(self._handles, modifier_rank)
+        if modifier_rank is not None:
+            take_from(modifier_rank, self._whole.values())
 
 
 @contextmanager

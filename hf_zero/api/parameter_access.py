@@ -6,7 +6,7 @@ Function names are DeepSpeed's. Functions with `full` in their name are collecti
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,21 +19,25 @@ from hf_zero.layout import Piece
 from hf_zero.layout.buckets import round_up
 from hf_zero.offload.sub_group import SubGroup, wait_for_readers
 from hf_zero.params.store import of
+from hf_zero.precision import is_packed, is_wrapped
 from hf_zero.step.assemble import Assembly
 from hf_zero.step.sharded_step import Source
 
 # By the parameter's id, and not on the parameter, so that models can be pickled.
 _FRAGMENTS: weakref.WeakValueDictionary[int, Fragments] = weakref.WeakValueDictionary()
+# The same for all parameters that an engine's ranks have whole, including frozen ones.
+_WHOLE: weakref.WeakValueDictionary[int, Fragments] = weakref.WeakValueDictionary()
 # Gradients of the last step, where something keeps them.
 LAST_GRADIENTS = WeakTensorKeyDictionary()
 
 
 class Fragments:
-    """Finds this rank's parts of every trained parameter, and keeps these alive."""
+    """Finds this rank's parts of every trained parameter, and keeps these and the frozen ones alive."""
 
-    def __init__(self, assembly: Assembly, groups: ParallelGroups) -> None:
+    def __init__(self, assembly: Assembly, groups: ParallelGroups, frozen: Sequence[nn.Parameter] = ()) -> None:
         self._assembly = assembly
         self._groups = groups
+        self._frozen = tuple(frozen)
         self._parts: dict[int, list[tuple[SubGroup, Piece]]] = {}  # by the parameter's index
         for sub_group in assembly.optimizer.sub_groups:
             for piece in sub_group.pieces:
@@ -109,6 +113,15 @@ class Fragments:
                 if place is not None:
                     _inside(place, piece).copy_(flat.narrow(0, start, piece.numel))
 
+    def take_from(self, rank: int, parameter: nn.Parameter) -> None:
+        """Give all ranks and the masters `rank`'s values of a parameter that ranks have whole. Collective."""
+        groups, values = self._groups.of(parameter), parameter.detach().contiguous()
+        groups.access_copies.broadcast([values], source=groups.place_beside(rank))
+        if not parameter.is_contiguous():
+            parameter.data.copy_(values)
+        if id(parameter) in self._index:
+            self.write(parameter, values, self.masters())
+
     def _parts_of(self, parameter: nn.Parameter) -> list[tuple[SubGroup, Piece]]:
         return self._parts.get(self._index[id(parameter)], [])
 
@@ -152,12 +165,25 @@ def _inside(values: Tensor, piece: Piece) -> Tensor:
     return values.view(-1).narrow(0, piece.in_shard, piece.numel)
 
 
-def attach_fragments(assembly: Assembly, groups: ParallelGroups) -> None:
-    """Attach `Fragments`, which the functions below need, to the parameters of `assembly`."""
-    fragments = Fragments(assembly, groups)
-    for parameter in assembly.store.parameters:
-        _FRAGMENTS[id(parameter)] = fragments
+def attach_fragments(assembly: Assembly, groups: ParallelGroups, model: nn.Module) -> None:
+    """Attach `Fragments`, which the functions below need, to the parameters of `assembly` and of its model."""
+    trained = assembly.store.parameters
+    known = {id(parameter) for parameter in trained}
+    frozen = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    fragments = Fragments(assembly, groups, frozen)
+    _FRAGMENTS.update(dict.fromkeys(map(id, trained), fragments))
+    whole = [each for each in (*trained, *frozen) if of(each) is None and not (is_packed(each) or is_wrapped(each))]
+    _WHOLE.update(dict.fromkeys(map(id, whole), fragments))
     assembly.optimizer.fragments = fragments
+
+
+def take_from(rank: int, parameters: Iterable[nn.Parameter]) -> None:
+    """Give all ranks, and the masters, what `rank` has written into those of `parameters` that an engine's ranks have
+    whole. Collective."""
+    for parameter in parameters:
+        fragments = _WHOLE.get(id(parameter))
+        if fragments is not None:
+            fragments.take_from(rank, parameter)
 
 
 def _fragments_of(parameter: nn.Parameter) -> Fragments | None:

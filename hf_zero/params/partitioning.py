@@ -137,8 +137,8 @@ def _keep_edits(handles: Sequence[ShardedParameter], modifier_rank: int) -> None
             raise RuntimeError(
                 f"parameter {handle.name or handle.parameter.ds_id!r} was given a tensor of shape "  # type: ignore[attr-defined]
                 f"{tuple(values.shape)} and {values.dtype} inside GatheredParameters; it has {tuple(handle.shape)} and "
-                f"{handle.shard.dtype}. Write in place (parameter.data.copy_(...)); for another shape assign a new "
-                "nn.Parameter to its module and call initialize() after that."
+                f"{handle.shard.dtype}. Write in place (parameter.copy_(...) under torch.no_grad()); for another shape "
+                "assign a new nn.Parameter to its module and call initialize() after that."
             )
         if not values.is_contiguous():
             handle.show(values.contiguous())
