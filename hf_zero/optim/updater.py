@@ -15,7 +15,7 @@ from hf_zero.comm import Collectives
 from hf_zero.comm.parts import HeldPart
 from hf_zero.layout import Bucket, Interval
 from hf_zero.offload.sub_group import MasterTensor, SubGroup
-from hf_zero.optim.stager import StateForm, StateStager
+from hf_zero.optim.stager import StateForm, StateStager, is_per_element
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +296,13 @@ class OwnStepUpdater(Updater):
 class WholeStepUpdater(OwnStepUpdater):
     """Runs any torch optimizer's own `step`, with gradients in the master dtype.
 
-    A parameter without a gradient on any rank is skipped, as in plain PyTorch, if the optimizer holds it as a separate
-    tensor; inside a flat shard its gradient counts as zero unless the whole shard is unused.
+    A parameter without a gradient on any rank is skipped, as in plain PyTorch. Inside a flat shard its gradient counts
+    as zero, and its weights and states are restored after the step.
     """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup]) -> None:
+        super().__init__(optimizer, sub_groups)
+        self._kept: dict[SubGroup, list[_Kept]] = {}  # of unused parameters, during a step
 
     @property
     def keeps_everything_whole(self) -> bool:
@@ -334,6 +338,16 @@ class WholeStepUpdater(OwnStepUpdater):
                 part = reduced.narrow(0, tensor.interval.start, tensor.interval.numel).to(sub_group.master.dtype)
                 part = part * gradients.scale if gradients.scale != 1.0 else part
                 tensor.parameter.grad = part.view(tensor.parameter.shape)
+        self._kept[sub_group] = [
+            _Kept(tensor.parameter, place, self.optimizer.state.get(tensor.parameter, {}))
+            for tensor in sub_group.tensors
+            if tensor.parameter.grad is not None
+            for place in _unused(sub_group, tensor, gradients.used)
+        ]
+
+    def _send_back(self, sub_group: SubGroup, gradients: StepGradients) -> None:
+        for kept in self._kept.pop(sub_group):
+            kept.restore(self.optimizer.state.get(kept.parameter, {}))
 
     @staticmethod
     def _is_used(sub_group: SubGroup, tensor: MasterTensor, used: Set[int]) -> bool:
@@ -343,6 +357,35 @@ class WholeStepUpdater(OwnStepUpdater):
             and Interval(piece.in_shard, piece.in_shard + piece.numel).intersect(tensor.interval) is not None
             for piece in sub_group.pieces
         )
+
+
+def _unused(sub_group: SubGroup, tensor: MasterTensor, used: Set[int]) -> Iterator[Interval]:
+    """The places in `tensor` of parameters that are not used."""
+    for piece in sub_group.pieces:
+        place = Interval(piece.in_shard, piece.in_shard + piece.numel).intersect(tensor.interval)
+        if place is not None and piece.parameter not in used:
+            yield Interval(place.start - tensor.interval.start, place.stop - tensor.interval.start)
+
+
+class _Kept:
+    """Copies of some elements of one of the optimizer's tensors and of its states."""
+
+    def __init__(self, parameter: nn.Parameter, place: Interval, state: Mapping[str, Any]) -> None:
+        self.parameter = parameter
+        self._place = place
+        self._values = self._inside(parameter.data).clone()
+        self._states = {
+            name: self._inside(value).clone() for name, value in state.items() if is_per_element(name, value, parameter)
+        }
+
+    def _inside(self, values: Tensor) -> Tensor:
+        return values.view(-1).narrow(0, self._place.start, self._place.numel)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._inside(self.parameter.data).copy_(self._values)
+        for name, values in self._states.items():
+            if name in state:
+                self._inside(state[name]).copy_(values)
 
 
 def copied(state: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
