@@ -5,6 +5,7 @@ Function names are DeepSpeed's. Functions with `full` in their name are collecti
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -100,6 +101,21 @@ class Fragments:
             raise self._assembly.placements.failure
         return chunks[0] if len(chunks) == 1 else (torch.cat(chunks) if chunks else None)
 
+    def write_state(self, parameter: nn.Parameter, key: str, write: Callable[[Source], None]) -> None:
+        """Call `write` with the `Source` of a state that exists.
+
+        Raises:
+            RuntimeError: if the optimizer has no such state of the parameter, or of any parameter.
+        """
+        states = self.states(key)
+        lacks = [each for each, _ in self._parts_of(parameter) if not _has(states, each)]
+        known = {name for state in self._assembly.optimizer.optimizer.state.values() for name in state}
+        if lacks or key not in known:
+            name = self._assembly.store.layout.specs[self._index[id(parameter)]].name
+            fix = f"it has {', '.join(sorted(map(repr, known)))}" if known else "states are created by the first update"
+            raise RuntimeError(f"the optimizer has no state {key!r} per element of {name!r} that could be set: {fix}")
+        write(states)
+
     def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
         """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""
         numels = (piece.numel for _, piece in self._parts_of(parameter))
@@ -159,6 +175,11 @@ class Fragments:
     def all_gather_params(self, parameter: nn.Parameter) -> None:
         """Copy edited masters to the model. Collective."""
         self._assembly.step.values.master_to_params(self._index[id(parameter)])
+
+
+def _has(source: Source, sub_group: SubGroup) -> bool:
+    with source(sub_group, False) as values:
+        return values is not None
 
 
 def _inside(values: Tensor, piece: Piece) -> Tensor:
@@ -246,13 +267,17 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor | float, optim_state_key: str) -> None:
-    """Overwrite one optimizer state; with the key "step" the parameter's count of updates, by a number."""
+    """Overwrite one optimizer state; with the key "step" the parameter's count of updates, by a number.
+
+    Raises:
+        RuntimeError: if the optimizer has no such state, as before its first update.
+    """
     fragments = _managed(param)
     if optim_state_key == "step":
         fragments.set_steps(param, int(value))
         return
-    value = torch.as_tensor(value)
-    fragments.write(param, value, fragments.states(optim_state_key))
+    values = torch.as_tensor(value)
+    fragments.write_state(param, optim_state_key, functools.partial(fragments.write, param, values))
 
 
 def safe_update_full_grad_vectorized(
@@ -296,7 +321,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     fragments = _sharded(param)
-    fragments.write_local(param, value, fragments.states(optim_state_key))
+    fragments.write_state(param, optim_state_key, functools.partial(fragments.write_local, param, value))
 
 
 def _managed(param: nn.Parameter) -> Fragments:

@@ -212,12 +212,24 @@ def at_hand_or_absent(vector: Vector) -> Tensor:
 
 
 def absent(numel: int, dtype: torch.dtype) -> Tensor:
-    """NaN in the true length, without memory: results computed from it are NaN, and writing into it raises.
+    """NaN in the true length, without memory: results computed from it are NaN, and writing into it raises, except
+    for a constant (`zero_`), see `is_absent`.
 
     Byte tensors are all ones, like the bytes of a NaN.
     """
-    fill = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
-    return torch.full((), fill, dtype=dtype).expand(numel)
+    return torch.full((), _filled(dtype), dtype=dtype).expand(numel)
+
+
+def is_absent(shown: Tensor) -> bool:
+    """Whether a result of `absent` still is as it was made."""
+    if not shown.numel():
+        return True
+    value = shown.reshape(-1)[0]
+    return bool(value.isnan()) if shown.dtype.is_floating_point else bool(value == _filled(shown.dtype))
+
+
+def _filled(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 # Stores of vectors in memory; files are in `swap_store`.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.offload.sub_group import StoredSubGroup, SubGroup
-from hf_zero.offload.vector import Store, Vector, absent
+from hf_zero.offload.vector import Store, Vector, absent, is_absent
 
 # Storage of a tensor's states: one value per element, a separate storage format, or a count.
 #
@@ -136,6 +136,7 @@ class OffloadStager(StateStager):
         self._gradient = gradient
         self._reads_ahead = reads_ahead
         self._writes_behind = writes_behind
+        self._shown: dict[SubGroup, dict[tuple[int, str], Tensor]] = {}  # what stands for states that are elsewhere
 
     def reserve(
         self,
@@ -221,6 +222,7 @@ class OffloadStager(StateStager):
     @contextmanager
     def opened(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[None]:
         stored = _stored(sub_group)
+        self._adopt_written(sub_group)
         with ExitStack() as stack:
             if stored.lp_param is not None:
                 values = stack.enter_context(stored.lp_param.opened(changes=changes))
@@ -255,6 +257,7 @@ class OffloadStager(StateStager):
 
     def flush(self) -> None:
         for sub_group in self.sub_groups:
+            self._adopt_written(sub_group)
             _flush(sub_group)
 
     # One sub-group
@@ -262,6 +265,7 @@ class OffloadStager(StateStager):
     def _fetch(self, sub_group: SubGroup) -> None:
         self._gradient(sub_group).fetch()
         self._drop_removed(sub_group)
+        self._adopt_written(sub_group)
         for vector in _stored(sub_group).kept:
             vector.fetch()
 
@@ -271,6 +275,20 @@ class OffloadStager(StateStager):
         for position, name in [place for place in stored.vectors if place not in stored.reserved]:
             if name not in self._optimizer.state.get(sub_group.tensors[position].parameter, {}):
                 stored.vectors.pop((position, name)).free()
+
+    def _adopt_written(self, sub_group: SubGroup) -> None:
+        """Store what a program has written into states that are elsewhere: another tensor, or a constant, which torch
+        fills into a tensor without memory, too."""
+        stored = _stored(sub_group)
+        for (position, name), shown in self._shown.get(sub_group, {}).items():
+            state = self._optimizer.state.get(sub_group.tensors[position].parameter, {})
+            vector = stored.vectors.get((position, name))
+            if vector is None or name not in state or (state[name] is shown and is_absent(shown)):
+                continue
+            with vector.opened(reads=False, changes=True) as tensor:
+                tensor.copy_(state[name].reshape(-1))
+            state[name] = absent(vector.numel, vector.dtype).view(shown.shape)
+            self._shown[sub_group][position, name] = state[name]
 
     def _leave(self, sub_group: SubGroup) -> None:
         self._store_and_release(sub_group, changed=True)
@@ -290,6 +308,7 @@ class OffloadStager(StateStager):
                 if not is_known:
                     tensor.zero_()  # a program may have removed the state
                 is_form = tensor.numel() != parameter.numel()
+                self._shown.get(sub_group, {}).pop((position, name), None)
                 self._optimizer.state[parameter][name] = tensor if is_form else tensor.view(parameter.shape)
 
     def _store_and_release(self, sub_group: SubGroup, *, changed: bool) -> None:
@@ -325,6 +344,7 @@ class OffloadStager(StateStager):
             state = self._optimizer.state.get(sub_group.tensors[position].parameter, {})
             if vector.tensor is None and name in state:
                 state[name] = absent(vector.numel, vector.dtype).view(state[name].shape)
+                self._shown.setdefault(sub_group, {})[position, name] = state[name]
 
 
 def _stored(sub_group: SubGroup) -> StoredSubGroup:

@@ -127,7 +127,10 @@ class OwnedValues:
             with self._updater.stager.opened(sub_group, changes=changes):
                 form = self._updater.form_of(key)
                 if form is None:
-                    yield self._plain_state(sub_group, key)
+                    values = self._plain_state(sub_group, key)
+                    yield values
+                    if changes and values is not None:
+                        self._keep_plain_state(sub_group, key, values)
                     return
                 (tensor,) = sub_group.tensors
                 stored = self._updater.optimizer.state.get(tensor.parameter, {}).get(key)
@@ -138,13 +141,32 @@ class OwnedValues:
 
         return opened
 
-    def _plain_state(self, sub_group: SubGroup, key: str) -> Tensor | None:
+    def _plain_states(self, sub_group: SubGroup, key: str) -> list[Tensor | None]:
+        """The state of each of the optimizer's tensors, 1-D; None if it has none, which is per element."""
         states = self._updater.optimizer.state
         values = [states.get(tensor.parameter, {}).get(key) for tensor in sub_group.tensors]
-        views = [value.view(-1) for value in values if isinstance(value, Tensor) and value.dim()]
-        if len(views) != len(values):
+        return [value.view(-1) if isinstance(value, Tensor) and value.dim() else None for value in values]
+
+    def _plain_state(self, sub_group: SubGroup, key: str) -> Tensor | None:
+        """The state of the sub-group, with zeros for those of its tensors that have had no gradient yet."""
+        views = self._plain_states(sub_group, key)
+        known = [view for view in views if view is not None]
+        if not known:
             return None
-        return views[0] if len(views) == 1 else _spread(sub_group, views)
+        return known[0] if len(views) == 1 else _spread(sub_group, views, known[0].dtype)
+
+    def _keep_plain_state(self, sub_group: SubGroup, key: str, values: Tensor) -> None:
+        """Write changed `values` back if they are copies."""
+        views = self._plain_states(sub_group, key)
+        for tensor, view in zip(sub_group.tensors, views if len(views) > 1 else (), strict=False):
+            part = values.narrow(0, tensor.interval.start, tensor.interval.numel)
+            if view is not None:
+                view.copy_(part)
+            elif bool(part.any()):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(tensor.parameter.shape)} has no optimizer state {key!r} yet, because "
+                    "it has had no gradient; set it after an update with one"
+                )
 
     @torch.no_grad()
     def master_to_params(self, parameter: int) -> None:
@@ -154,10 +176,12 @@ class OwnedValues:
         publish(self._store, self._updater, holding)
 
 
-def _spread(sub_group: SubGroup, values: list[Tensor]) -> Tensor:
-    """Copy values of whole tensors into one read-only vector over the sub-group."""
-    flat = torch.zeros_like(sub_group.master, dtype=values[0].dtype)
+def _spread(sub_group: SubGroup, values: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """Copy values of whole tensors into one vector over the sub-group."""
+    flat = torch.zeros_like(sub_group.master, dtype=dtype)
     for tensor, value in zip(sub_group.tensors, values, strict=True):
+        if value is None:
+            continue
         flat.narrow(0, tensor.interval.start, tensor.interval.numel).copy_(value)
     return flat
 

@@ -44,7 +44,19 @@ def zero(optimizer: torch.optim.Optimizer) -> None:
             value.zero_()
 
 
-RESETS: dict[str, Callable[[torch.optim.Optimizer], None]] = {"clear": clear, "pop": pop, "new": new, "zero": zero}
+def replace(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = torch.zeros(value.shape, dtype=value.dtype)
+
+
+RESETS: dict[str, Callable[[torch.optim.Optimizer], None]] = {
+    "clear": clear,
+    "pop": pop,
+    "new": new,
+    "zero": zero,
+    "replace": replace,
+}
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -107,6 +119,16 @@ def test_updates_after_a_reset_are_those_of_a_new_optimizer(tmp_path: Path) -> N
     check(2, cases)
 
 
+def test_states_on_a_drive_are_reset_by_what_is_written_into_them(tmp_path: Path) -> None:
+    """`for state in optimizer.state.values(): state["exp_avg"].zero_()` with states on NVMe. Between updates a tensor
+    without memory stands for them, which torch lets a constant be written into; the next update read the old moments
+    from the drive, silently, with the count that the program had reset. So it did if the program put a new tensor into
+    the state."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": nvme}}
+    check(2, [(2, 2, kind, reset, zero) for kind in ("adamw", "radam") for reset in ("zero", "replace")])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_reset_at_every_stage(world: int, tmp_path: Path) -> None:
@@ -119,7 +141,8 @@ def test_every_reset_at_every_stage(world: int, tmp_path: Path) -> None:
                 cases.append((world, stage, kind, reset, {}))
             for place in places[1:] if stage else ():
                 zero = {"stage": stage, "offload_optimizer": place, "stage3_param_persistence_threshold": 12}
-                cases.append((world, stage, kind, "clear", {"zero_optimization": zero}))
+                for reset in ("clear", "zero", "replace") if kind != "adafactor" else ("clear",):
+                    cases.append((world, stage, kind, reset, {"zero_optimization": zero}))
     check(world, cases)
 
 
@@ -161,3 +184,29 @@ def test_one_parameter_is_reset_by_its_name_and_refused_by_its_key() -> None:
         for weights, errors in ranks:
             assert_same(weights, plain_weights(model), what=str(case))
             assert all("safe_set_full_optimizer_state" in error for error in errors)
+
+
+def run_set(rank: int, stage: int, kind: str, sections: dict[str, Any]) -> None:
+    engine = engine_of(KINDS[kind], stage, 2, **sections)
+    weight, momentum = engine.module.into.weight, torch.arange(60.0).view(10, 6)
+    with pytest.raises(RuntimeError, match=r"'exp_avg' per element of 'into.weight'.*created by the first update"):
+        safe_set_full_optimizer_state(weight, momentum, "exp_avg")
+    for _ in train(engine, rank, 2, 1):
+        pass
+    with pytest.raises(RuntimeError, match=r"'exp_average' per element of 'into.weight'.*it has 'exp_avg'"):
+        safe_set_full_optimizer_state(weight, momentum, "exp_average")
+    safe_set_full_optimizer_state(weight, momentum, "exp_avg")
+    found = safe_get_full_optimizer_state(weight, "exp_avg")
+    assert found is not None and torch.equal(found, momentum)
+    other = safe_get_full_optimizer_state(engine.module.out.weight, "exp_avg")
+    assert other is not None and other.abs().max() < 1
+
+
+def test_a_state_that_cannot_be_set_is_an_error(tmp_path: Path) -> None:
+    """A script called `safe_set_full_optimizer_state(p, value, "exp_avg")` before the first update, and another one
+    with a misspelled key: both did nothing, silently. Under optimizers whose own step sees whole tensors (stage 0) the
+    value was written into a copy."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": nvme}}
+    cases: list[tuple[Any, ...]] = [(stage, kind, {}) for stage in (0, 2, 3) for kind in ("adamw", "radam")]
+    run_each(run_set, 2, [*cases, (2, "adamw", zero)])
