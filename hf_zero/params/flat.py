@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,8 +67,8 @@ class FlatParameters(ParameterStore):
     def sync_masters(self) -> None:
         """Copy the user's writes into parameters since the last step to the masters.
 
-        The engine's updates write to the flat buffers and do not change `parameter._version`, so a changed version
-        means an edit: `load_state_dict`, an in-place clamp.
+        The engine's updates write to the flat buffers, so a version that `outdate` has not noted means an edit:
+        `load_state_dict`, an in-place clamp.
 
         Raises:
             RuntimeError: if a parameter is no longer a view of its flat buffer (`model.to(...)`, a replaced
@@ -87,6 +87,11 @@ class FlatParameters(ParameterStore):
                 if parameter._version != self._versions[slot.parameter]:
                     self._versions[slot.parameter] = parameter._version
                     self._copy_to_master(bucket, slot.interval, parameter)
+
+    def outdate(self, updated: Collection[int]) -> None:
+        torch.autograd.graph.increment_version([self.parameters[index] for index in updated])
+        for index in updated:
+            self._versions[index] = self.parameters[index]._version
 
     @staticmethod
     def _copy_to_master(bucket: TrainedBucket, interval: Interval, parameter: nn.Parameter) -> None:

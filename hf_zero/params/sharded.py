@@ -411,6 +411,12 @@ class ShardedParameters(ParameterStore):
                 return
             prefetcher.gather_beside_update(unit)
 
+    def outdate(self, updated: Collection[int]) -> None:
+        for index in updated:
+            handle = of(self.parameters[index])
+            if handle is not None:  # an empty one has none
+                handle.outdate()
+
     def finish_update(self) -> None:
         self.coordinator.prefetcher.end_update()
         self.edits.remember_persistent()

@@ -128,7 +128,12 @@ class ShardedParameter:
         if not self.is_available:
             self.hide()
         if is_outdated:
-            torch.autograd.graph.increment_version(self.parameter)
+            self.outdate()
+
+    def outdate(self) -> None:
+        """Let autograd know of new values, so that graphs of earlier ones, and of views of them, raise an error."""
+        torch.autograd.graph.increment_version(self.parameter)
+        self._version = self.parameter._version
 
     def sync_master(self, *, is_certain: bool = False) -> bool:
         """Copy a write into the gathered tensor, if any, to chunk and master. Returns whether there was one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -215,6 +215,10 @@ class ParameterStore(ABC):
 
     def gather_beside_update(self, to_update: Set[int]) -> None:
         """Gather those of `updated_first` that are updated, up to the first that is in `to_update`."""
+        return None
+
+    def outdate(self, updated: Collection[int]) -> None:
+        """Let autograd know that these parameters have new values, so that graphs of earlier ones raise an error."""
         return None
 
     def finish_update(self) -> None:

@@ -392,6 +392,7 @@ class ShardedStep:
                     self._placements.check(self._collectives)
                     self._placements.release_buffers()
             self.outside.note()
+            self._store.outdate(used)
         self._store.finish_update()
         self._clear()
 
