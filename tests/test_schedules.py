@@ -136,6 +136,7 @@ def test_one_cycle_by_eye() -> None:
     optimizer = adam()
     shape = {"cycle_first_step_size": 4, "cycle_second_step_size": 2, "decay_step_size": 1}
     schedule = OneCycle(optimizer, 1.0, 5.0, decay_lr_rate=1.0, decay_mom_rate=1.0, **shape)
+    assert schedule.step_ratio == 4 / 6  # the part of a cycle in which rates grow, as DeepSpeed calls it
     rates, moms = [], []
     for _ in range(10):
         rates.append(optimizer.param_groups[0]["lr"])

@@ -30,6 +30,20 @@ _STAGE3 = "stage3_"
 S = TypeVar("S", bound=Section)
 
 
+def _as_in_file(section: str, given: Any) -> Any:
+    """Arguments of one of the classes below in the spelling of the schema; they may have any spelling of ds.json,
+    and "auto" for a value that is left out."""
+    if not isinstance(given, Mapping):
+        return given
+    translated = translate({section: dict(given)})
+    if translated.problems:
+        raise ConfigError(translated.problems)
+    for remark in translated.remarks:
+        if remark.text.startswith("old "):
+            warnings.warn(str(remark), FutureWarning, stacklevel=4)
+    return translated.tree[section]
+
+
 class DeepSpeedZeroConfig(Zero):
     """The section zero_optimization, in any spelling of ds.json. Stage-3 keys are also available without the prefix
     `stage3_`."""
@@ -37,15 +51,7 @@ class DeepSpeedZeroConfig(Zero):
     @model_validator(mode="before")
     @classmethod
     def _in_any_spelling(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        translated = translate({"zero_optimization": dict(given)})
-        if translated.problems:
-            raise ConfigError(translated.problems)
-        for remark in translated.remarks:
-            if remark.text.startswith("old "):
-                warnings.warn(str(remark), FutureWarning, stacklevel=3)
-        return translated.tree["zero_optimization"]
+        return _as_in_file("zero_optimization", given)
 
     def model_post_init(self, context: Any) -> None:
         if self.leaf_module is None:  # DeepSpeed's has no leaf modules, but is always there
@@ -74,9 +80,19 @@ class MonitorSections:
 class DeepSpeedBF16Config(Bf16):
     """The section bf16."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _in_any_spelling(cls, given: Any) -> Any:
+        return _as_in_file("bf16", given)
+
 
 class DeepSpeedFP16Config(Fp16):
     """The section fp16."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_any_spelling(cls, given: Any) -> Any:
+        return _as_in_file("fp16", given)
 
     def initial_dynamic_scale(self) -> int:
         return int(2**self.initial_scale_power)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_zero import initialize
 from hf_zero.api.gathered_parameters import gathered
 from hf_zero.api.zero_init import Init
+from hf_zero.params.hooked_modules import set_z3_leaf_modules
 from tests.support.ranks import run_each, run_ranks
 
 LIMITS = (
@@ -147,3 +148,32 @@ def test_scripted_parts_train_like_others() -> None:
     hooks that does not say which module: "register_forward_pre_hook is not supported on ScriptModules"."""
     for plain, scripted in run_ranks(run_scripted, 2):
         torch.testing.assert_close(scripted, plain)
+
+
+def run_leaf(rank: int) -> list[Tensor]:
+    found = []
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), nn.Linear(3, 2))
+        set_z3_leaf_modules(model[0], [nn.Sequential])
+        run = model if is_plain else initialize(model=model, config=config_of(3))[0]
+        plain = torch.optim.SGD(model.parameters(), lr=0.1) if is_plain else None
+        for seed in range(2):
+            loss = run(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().mean()
+            if plain is not None:
+                plain.zero_grad()
+                loss.backward()
+                plain.step()
+            else:
+                run.backward(loss)
+                run.step()
+        with gathered(model):
+            found.append(torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]))
+    return found
+
+
+def test_a_leaf_module_may_get_inputs_without_gradient() -> None:
+    """The first layers of a model, whose input is data, were a leaf module: DeepSpeed's hooks take a tensor that
+    requires a gradient from the module's inputs, and fail in forward if there is none."""
+    for plain, leaf in run_ranks(run_leaf, 2):
+        torch.testing.assert_close(leaf, plain)

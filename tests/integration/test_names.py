@@ -144,6 +144,18 @@ def test_the_zero_section_takes_the_spellings_of_a_file() -> None:
         kind(cpu_offload=True, offload_optimizer={"device": "cpu"})
 
 
+def test_the_sections_of_precision_take_the_spellings_of_a_file() -> None:
+    """A library passed the section of a ds.json with "auto" to `DeepSpeedFP16Config(**section)`: "must be true or
+    false". DeepSpeed's config classes leave such values out."""
+    for name in ("DeepSpeedFP16Config", "DeepSpeedBF16Config"):
+        kind = load("runtime.precision_config", name)
+        assert kind(enabled="auto") == kind() and kind(enabled="true").enabled
+    found = load("runtime.precision_config", "DeepSpeedFP16Config")(enabled=True, loss_scale="auto", hysteresis="3")
+    assert (found.enabled, found.loss_scale, found.hysteresis) == (True, 0.0, 3)
+    with pytest.raises(ValueError, match="hysteresiss"):
+        load("runtime.precision_config", "DeepSpeedFP16Config")(hysteresiss=3)
+
+
 def test_constants_that_deepspeed_computes_are_there() -> None:
     """`MIN_AIO_BYTES = 1024**2`: only literals were read, so that the package's own name for it was missing."""
     assert load("runtime.swap_tensor", "MIN_SWAPPABLE_BYTES") == load("runtime.swap_tensor.utils", "MIN_AIO_BYTES")
@@ -304,9 +316,11 @@ def test_timers_add_up() -> None:
     said: list[str] = []
     settings = type("Settings", (), {"enabled": True})()
     rate = load("utils.timer", "ThroughputTimer")(settings, 4, start_step=1, steps_per_output=1, logging_fn=said.append)
+    assert not rate.initialized  # callers ask whether it has been started
     for _ in range(3):
         rate.start()
         rate.stop(global_step=True)
+    assert rate.initialized and not rate.started
     assert rate.avg_samples_per_sec() > 0 and len(said) == 2 and "RunningAvgSamplesPerSec" in said[0]
 
 

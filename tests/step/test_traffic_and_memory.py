@@ -118,6 +118,28 @@ def test_no_sync_saves_the_reduction_at_stages_0_and_1_and_is_harmless_at_stage_
     assert run_ranks(run_no_sync, 2)[0] == [{}, {}, {"backward reduce_scatter": (BUCKETS, 4 * NUM_PARAMETERS)}]
 
 
+def run_nested(rank: int) -> None:
+    engine = engine_for(1, bf16=False)
+    ledger.reset()
+    x = torch.randn(ROWS, WIDTH)
+    with engine.no_sync():
+        with engine.no_sync():
+            engine.backward(engine(x).square().mean())
+        engine.backward(engine(x).square().mean())
+        assert counted() == {}
+        with pytest.raises(RuntimeError, match=r"step\(\) inside no_sync"):
+            engine.step()
+    engine.backward(engine(x).square().mean())
+    assert counted() == {"backward reduce_scatter": (BUCKETS, 4 * NUM_PARAMETERS)}
+    engine.step()
+    engine.destroy()
+
+
+def test_the_outer_one_of_nested_no_syncs_ends_both() -> None:
+    """Lightning and Accelerate each enter no_sync, one inside the other's; DeepSpeed has an assertion against it."""
+    run_ranks(run_nested, 2)
+
+
 @dataclass(frozen=True)
 class Levels:
     """Bytes per parameter while gradients are held between two micro-batches: model states, and buffers."""
