@@ -33,6 +33,10 @@ class RankResult:
 
 def run_segment(segment: Segment, rank: int, folder: str = "") -> RankResult:
     """`folder` is for files of other kinds of runs; an engine writes into the segment's folder."""
+    if segment.task.driver == "own":
+        from tests.metamorphic.own import run_own
+
+        return run_own(segment, rank)
     if segment.task.driver != "engine":
         from tests.metamorphic.libraries import run_library
 

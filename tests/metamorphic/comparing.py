@@ -50,7 +50,8 @@ BY_PRECISION = {
 }
 # Updates that do not depend smoothly on gradients: Lion's sign and Muon's iteration in bf16 (its own kernel) turn a
 # rounding error near zero into a full step of an element, and so does Adagrad's first step, which is also a sign.
-ENLARGED = {"Lion": 30.0, "Muon": 30.0, "Adagrad": 10.0, "Adafactor": 10.0, "Lamb": 3.0}
+# ScheduleFree moves all weights forth and back before each evaluation, further than an update.
+ENLARGED = {"Lion": 30.0, "Muon": 30.0, "Adagrad": 10.0, "Adafactor": 10.0, "Lamb": 3.0, "ScheduleFree": 3.0}
 
 
 @dataclass(frozen=True)

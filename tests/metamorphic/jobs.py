@@ -6,7 +6,25 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from random import Random
 
-from tests.metamorphic.spec import DRIVERS, OFFLOADS, RECOMPUTATIONS, ROWS, TILES, Job, Run, Shape, Task
+from tests.metamorphic.spec import (
+    DRIVERS,
+    EDITS,
+    GROUPS,
+    HOOKS,
+    OFFLOADS,
+    OWN_OPTIMIZERS,
+    PENALTIES,
+    PLAIN,
+    PROBES,
+    RECOMPUTATIONS,
+    RESETS,
+    ROWS,
+    TILES,
+    Job,
+    Run,
+    Shape,
+    Task,
+)
 
 LOSS_SCALES = (10, 10, 10, 26)  # 2**26 overflows in fp16: updates are skipped until the scale is small enough
 # Arithmetic that depends on how ranks partition vectors or sum, or that makes full steps from small differences.
@@ -17,13 +35,17 @@ WORLDS = (1, 2, 2, 2, 3, 4)
 def random_job(seed: int) -> Job:
     draw = Random(f"metamorphic:{seed}")
     task = _task(draw, seed)
+    if task.driver == "own":
+        return _own_job(draw, task)
     reference = _shape(draw, task)
     number = 1 if draw.random() < 0.7 else 2
     return Job(task, (Run(reference), *(_variant(draw, task, reference) for _ in range(number))))
 
 
 def _task(draw: Random, seed: int) -> Task:
-    driver = draw.choices(DRIVERS, (82, 9, 9))[0]
+    driver = draw.choices(DRIVERS, (45, 45, 5, 5))[0]
+    if driver == "own":
+        return _own_task(draw, seed)
     # Trainer cannot save plain modules that share a weight.
     model = draw.choices(("llama", "gpt2", "qwen3", "mlp"), (5, 2, 2, 0 if driver == "trainer" else 2))[0]
     optimizers = ("AdamW", "SGD", "Lion", "Adagrad", "Lamb", "Muon", "Adafactor", "AdamW8bit", "OneBitAdam", "Adam")
@@ -47,6 +69,65 @@ def _task(draw: Random, seed: int) -> Task:
     if draw.random() < 0.06 and task.optimizer == "AdamW":
         task = replace(task, wire=draw.choice(("weights", "gradients")))
     return task
+
+
+# Only these fields of a task are for programs with their own loop, and only these of a shape.
+OWN_FIELDS = ("groups", "penalty", "resets", "hooks", "probe", "edit", "grows")
+
+
+def _own_task(draw: Random, seed: int) -> Task:
+    while True:
+        model = draw.choices(("mlp", "encoder", "normed", "llama"), (4, 3, 2, 2))[0]
+        task = Task(
+            seed=seed,
+            driver="own",
+            model=model,
+            updates=draw.choice((3, 3, 4)),
+            precision=draw.choices(("fp32", "bf16"), (3, 2))[0],
+            optimizer=draw.choice(OWN_OPTIMIZERS),
+            clip=draw.choice((0.0, 0.3, 1.0)),
+            schedule=draw.random() < 0.5,
+            adapters=model == "llama" and draw.random() < 0.5,
+            groups=draw.choice(GROUPS),
+            penalty=draw.choice(("", *PENALTIES)),
+            resets=draw.choice(("", "", "", *RESETS)),
+            hooks=draw.choice(("", "", "", *HOOKS)),
+            probe=draw.choice(("", "", *PROBES)),
+            edit=draw.choice(("", "", "", *EDITS)),
+            grows=draw.random() < 0.25,
+        )
+        if problem(task, Shape(stage=PLAIN)) is None:
+            return task
+
+
+def _own_job(draw: Random, task: Task) -> Job:
+    """First without an engine, on as many ranks and with as many micro-batches if results depend on them."""
+    reference = replace(_own_shape(draw, task), stage=PLAIN, offload="none", small=False, recompute="", at_init=False)
+    runs = [Run(reference)]
+    for _ in range(1 if draw.random() < 0.6 else 2):
+        first, second = (_between(draw, _own_shape(draw, task, reference)) for _ in range(2))
+        resumes = draw.random() < 0.3 and (task.model != "normed" or first.world == 1)  # files have rank 0's statistics
+        runs.append(Run(first, draw.randrange(1, task.updates), second) if resumes else Run(first))
+    return Job(task, tuple(runs))
+
+
+def _own_shape(draw: Random, task: Task, reference: Shape | None = None) -> Shape:
+    while True:
+        stage = draw.choices((0, 1, 2, 3), (2, 2, 3, 6))[0]
+        shape = Shape(
+            world=draw.choice((1, 2, 2)),
+            stage=stage,
+            accumulation=draw.choice((1, 1, 2, 3)),
+            offload=draw.choices(OFFLOADS, (12, 2, 1, 1, 1, 1))[0],
+            recompute=draw.choice(("", "", *RECOMPUTATIONS)),
+            small=draw.random() < 0.5,
+            overlap=draw.random() < 0.7,
+            at_init=stage == 3 and draw.random() < 0.4,
+        )
+        if task.model == "normed" and reference is not None:
+            shape = replace(shape, world=reference.world, accumulation=reference.accumulation)
+        if problem(task, shape) is None:
+            return shape
 
 
 def is_shaped(task: Task) -> bool:
@@ -86,6 +167,7 @@ def problem(task: Task, shape: Shape) -> str | None:
 
 
 def _problems(task: Task, shape: Shape) -> Iterator[str]:
+    yield from _problems_of_own(task, shape)
     if shape.world % (shape.tensor * shape.sequence) or ROWS % (shape.data_ranks * shape.accumulation):
         yield "the ranks, or the samples, cannot be divided like that"
     if shape.stage < 3 and (shape.offload.startswith(("param", "both")) or shape.gather_group):
@@ -100,7 +182,7 @@ def _problems(task: Task, shape: Shape) -> Iterator[str]:
     if shape.tensor > 1 and (groups or shape.sequence > 1):
         yield "parts of matrices go with neither groups nor parts of sequences"
     parts = shape.tensor > 1 or shape.sequence > 1
-    if task.model == "mlp" and (parts or shape.tiles):
+    if task.model in ("mlp", "encoder", "normed") and (parts or shape.tiles):
         yield "an MLP has neither heads nor tokens"
     if parts and (task.feature or task.optimizer not in ("AdamW", "Adam", "SGD") or task.wire):
         yield "kept apart from parts"
@@ -116,6 +198,47 @@ def _problems(task: Task, shape: Shape) -> Iterator[str]:
         yield "no layer of transformers keeps anything"
     if task.wire and (shape.stage < 3 or shape.world == 1):
         yield "ZeRO++ is about stage 3"
+
+
+def _problems_of_own(task: Task, shape: Shape) -> Iterator[str]:
+    """Of programs with a loop of their own, and of what only these do."""
+    plain = Task(task.seed)
+    if task.driver != "own":
+        if any(getattr(task, name) != getattr(plain, name) for name in OWN_FIELDS) or shape.at_init:
+            yield "only a loop of its own does this"
+        if shape.stage == PLAIN or task.model in ("encoder", "normed"):
+            yield "only loops of their own run without an engine, and have these models"
+        return
+    if task.optimizer not in OWN_OPTIMIZERS or task.precision == "fp16" or task.feature or task.uneven or task.wire:
+        yield "the own loop does not do that"
+    if shape.tensor * shape.sequence > 1 or shape.shard_group or shape.gather_group or shape.tiles:
+        yield "the own loop is data-parallel"
+    if shape.at_init and (shape.stage != 3 or task.adapters):
+        yield "zero.Init is about stage 3, and adapters are added later"
+    if shape.at_init and task.model == "llama" and task.precision == "bf16":
+        yield "transformers draws other random numbers in bf16"
+    if task.model == "mlp" and task.optimizer == "ScheduleFree" and (task.edit == "masters" or task.resets == "zero"):
+        yield "in flat shards unused parameters have states, too, and eval() moves towards them"
+    if shape.recompute and (task.model in ("encoder", "normed") or task.probe or task.penalty == "gradient"):
+        yield "recomputation is not differentiated twice, nor by torch.func"
+    if task.model == "llama" and (task.probe or task.penalty == "gradient"):
+        yield "tokens have no gradient"
+    if task.penalty == "gradient" and task.model != "mlp":
+        yield "attention has no second derivative on CPUs, and statistics depend on all samples"
+    if task.penalty == "frozen" and task.model not in ("mlp", "encoder"):
+        yield "no frozen weight has the shape of a trained one"
+    if task.model == "encoder" and task.precision == "bf16" and task.optimizer in ("AdamW", "RAdam"):
+        yield "the gradient of the key's bias is rounding error, which these divide by itself"
+    if task.model == "normed" and (task.probe or shape.micro_batch < 3):
+        yield "statistics of a sample, or changed by a probe"
+    if task.edit == "masters" or task.optimizer == "Lookahead":
+        is_elsewhere = task.optimizer == "Trust" and shape.stage > 0 and shape.world > 1
+        if is_elsewhere or shape.offload.endswith("nvme"):
+            yield "masters that are not in memory between steps cannot be written to"
+    if task.hooks.endswith("post") and shape.recompute == "reentrant":
+        yield "a backward within the backward calls it, and then the penalty's once more"
+    if task.hooks.endswith("post") and (shape.accumulation > 1 or task.grows):
+        yield "without an engine such a hook sees the sum of micro-batches"
 
 
 def _variant(draw: Random, task: Task, reference: Shape) -> Run:

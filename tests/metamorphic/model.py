@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -46,9 +47,52 @@ class Mlp(nn.Module):
         return torch.tanh(self.middle(hidden) + self.frozen(hidden)) + self.again(hidden)
 
 
+class Encoder(nn.Module):
+    """Layers that are copies of others when the model is built, some of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 12)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        block = nn.Sequential(nn.Linear(12, 12), nn.Tanh())
+        self.blocks = nn.ModuleList([copy.deepcopy(block) for _ in range(2)])
+        self.teacher = copy.deepcopy(self.blocks[0]).requires_grad_(False)
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        x = x.to(self.head.weight.dtype)
+        hidden = self.encoder(self.inner(x).unflatten(-1, (3, 4))).flatten(-2)
+        taught = self.teacher(hidden)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        logits = self.head(hidden + taught)
+        return (None if y is None else nn.functional.mse_loss(logits.float(), y)), logits
+
+
+class Normed(nn.Module):
+    """Running statistics, of every rank's own samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.first = nn.Linear(WIDTH, 10, bias=False), nn.BatchNorm1d(10)
+        self.middle, self.second = nn.Linear(10, 10), nn.BatchNorm1d(10, momentum=0.5)
+        self.head = nn.Linear(10, 3)
+        self.second.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
+        x = x.to(self.head.weight.dtype)
+        hidden = self.second(torch.tanh(self.middle(self.first(self.inner(x)))))
+        logits = self.head(hidden)
+        return (None if y is None else nn.functional.mse_loss(logits.float(), y)), logits
+
+
+_OWN_MODELS: dict[str, type[nn.Module]] = {"mlp": Mlp, "encoder": Encoder, "normed": Normed}
+
+
 def _bare(kind: str) -> nn.Module:
-    if kind == "mlp":
-        return Mlp()
+    if kind in _OWN_MODELS:
+        return _OWN_MODELS[kind]()
     common = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     if kind == "gpt2":
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -73,7 +117,11 @@ def build_model(task: Task, recompute: str = "") -> nn.Module:
             model = get_peft_model(model, LoraConfig(r=3, lora_alpha=6, lora_dropout=0.0, **options))
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.05)
+                noise = torch.randn(parameter.shape) * 0.05
+                if task.driver == "own" and task.precision == "bf16":  # as under zero.Init, which rounds weights
+                    parameter.copy_(parameter.bfloat16() + noise.bfloat16())
+                else:
+                    parameter.add_(noise)
     if recompute and isinstance(model, Mlp):
         model.recompute = recompute
     elif recompute:
@@ -88,7 +136,7 @@ def samples(task: Task, number: int, first: int = 0) -> list[Batch]:
     found = []
     for index in range(first, first + number):
         generator = torch.Generator().manual_seed(task.seed * 1_000_003 + index + 500_000)
-        if task.model == "mlp":
+        if task.model in _OWN_MODELS:
             x = torch.randn(WIDTH, generator=generator)
             found.append({"x": x, "y": torch.stack([x.sum(), x[0] * x[1], x[2].sin()])})
             continue

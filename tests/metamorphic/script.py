@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from tests.hostile.script import without_imports_of_ours
 from tests.integration import flows
-from tests.metamorphic import body, comparing, libraries, model, spec
+from tests.metamorphic import body, comparing, libraries, model, own, spec
 from tests.metamorphic.spec import Job
-from tests.support import as_json
+from tests.support import as_json, own_optimizers
 
 HANG_S = 120
 
@@ -98,7 +98,9 @@ if __name__ == "__main__":
 def script_of(job: Job, kind: str, name: str = "script.py") -> str:
     """The text of a script that exits with 0 if all runs agree."""
     parts = [as_json, spec, model, body, comparing]
-    if job.task.driver != "engine":
+    if job.task.driver == "own":
+        parts += [own_optimizers, own]
+    elif job.task.driver != "engine":
         parts += [flows, libraries]
     description = describe(job).replace("\n", "\n    ")
     head = _HEAD.format(seed=job.task.seed, kind=kind, name=name, description=f"    {description}".rstrip())

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from tests.support.as_json import AsJson
 
-DRIVERS = ("engine", "accelerate", "trainer")
-MODELS = ("llama", "gpt2", "qwen3", "mlp")
+DRIVERS = ("engine", "own", "accelerate", "trainer")
+MODELS = ("llama", "gpt2", "qwen3", "mlp", "encoder", "normed")
 PRECISIONS = ("fp32", "bf16", "fp16")
 OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion", "Adagrad", "Lamb", "Muon", "Adafactor", "AdamW8bit", "OneBitAdam")
 # Of the data and of training; "" is none.
@@ -24,6 +24,15 @@ FEATURES = ("", "curriculum", "random_ltd", "layer_drop", "compression")
 OFFLOADS = ("none", "optimizer_cpu", "param_cpu", "both_cpu", "optimizer_nvme", "both_nvme")
 TILES = ("", "mlp", "loss", "both")
 RECOMPUTATIONS = ("", "reentrant", "non_reentrant")
+# Of programs with a loop of their own ("own"), which bring their optimizer; "" is none.
+OWN_OPTIMIZERS = ("AdamW", "RAdam", "Momentum", "Trust", "ScheduleFree", "Lookahead")
+GROUPS = ("one", "two", "empty", "frozen", "each")
+PENALTIES = ("", "square", "norm", "product", "frozen", "inside", "gradient")
+RESETS = ("", "clear", "pop", "new", "zero")
+HOOKS = ("", "grad", "late_grad", "post", "late_post")
+PROBES = ("", "per_sample", "saliency")
+EDITS = ("", "masters", "gathered", "written", "set")
+PLAIN = -1  # the "stage" of plain PyTorch
 ROWS = 12  # samples of an update: divisible by many numbers of ranks and micro-batches
 
 
@@ -42,6 +51,13 @@ class Task:
         wire: what is quantized in communication (ZeRO++): "", "weights", "gradients".
         scale_power: the first loss scale of fp16; if large, updates are skipped until it has come down.
         num_evaluated: samples of an evaluation.
+        groups: how the parameters are divided into groups of the optimizer.
+        penalty: a term of the loss from weights ("gradient": from the gradient of the input).
+        resets: how the states of the optimizer are reset after the first update.
+        hooks: of parameters, which halve gradients; "late": registered after the engine is made.
+        probe: gradients beside those of training.
+        edit: how weights are changed between the first two updates.
+        grows: from the second update on, an update has twice as many samples.
     """
 
     seed: int
@@ -58,6 +74,13 @@ class Task:
     wire: str = ""
     scale_power: int = 10
     num_evaluated: int = 5
+    groups: str = "one"
+    penalty: str = ""
+    resets: str = ""
+    hooks: str = ""
+    probe: str = ""
+    edit: str = ""
+    grows: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +88,7 @@ class Shape:
     """How it is trained, which must not matter.
 
     Attributes:
+        stage: of ZeRO; PLAIN: data-parallel PyTorch without an engine.
         accumulation: micro-batches of an update, on every rank.
         shard_group: ranks that share the states of a replica (hybrid sharding); 0: all.
         gather_group: ranks that gather weights among themselves (hpZ); 0: all.
@@ -75,6 +99,7 @@ class Shape:
         universal: the checkpoint that this shape resumes from is first converted to DeepSpeed's universal form.
         evaluates: before every update.
         saves: a checkpoint that is never loaded, after the first update.
+        at_init: the model is built under zero.Init.
     """
 
     world: int = 1
@@ -93,6 +118,7 @@ class Shape:
     universal: bool = False
     evaluates: bool = False
     saves: bool = False
+    at_init: bool = False
 
     @property
     def data_ranks(self) -> int:

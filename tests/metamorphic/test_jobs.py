@@ -17,7 +17,7 @@ import torch
 from tests.metamorphic import spec
 from tests.metamorphic.body import RankResult, run_segment
 from tests.metamorphic.campaign import main
-from tests.metamorphic.comparing import EXACT, difference, together, tolerance
+from tests.metamorphic.comparing import EXACT, RunResult, difference, together, tolerance
 from tests.metamorphic.jobs import features, problem, random_job
 from tests.metamorphic.run import JobRunner
 from tests.metamorphic.script import describe, script_of
@@ -31,13 +31,19 @@ CHOICES = {
     "driver": spec.DRIVERS,
     "model": spec.MODELS,
     "precision": spec.PRECISIONS,
-    "optimizer": spec.OPTIMIZERS,
+    "optimizer": (*spec.OPTIMIZERS, *spec.OWN_OPTIMIZERS),
+    "groups": spec.GROUPS,
+    "penalty": spec.PENALTIES,
+    "resets": spec.RESETS,
+    "hooks": spec.HOOKS,
+    "probe": spec.PROBES,
+    "edit": spec.EDITS,
     "feature": spec.FEATURES,
     "offload": spec.OFFLOADS,
     "tiles": spec.TILES,
     "recompute": spec.RECOMPUTATIONS,
     "world": (1, 2, 3, 4),
-    "stage": (0, 1, 2, 3),
+    "stage": (spec.PLAIN, 0, 1, 2, 3),
     "accumulation": (1, 2, 3),
     "shard_group": (0, 1, 2),
     "gather_group": (0, 2),
@@ -45,9 +51,8 @@ CHOICES = {
     "sequence": (1, 2, 4),
     "wire": ("", "weights", "gradients"),
     "scale_power": (10, 26),
-    **dict.fromkeys(
-        ("adapters", "uneven", "small", "overlap", "keeps_on_host", "universal", "saves", "schedule"), (True, False)
-    ),
+    **dict.fromkeys(("adapters", "uneven", "small", "overlap", "keeps_on_host", "universal"), (True, False)),
+    **dict.fromkeys(("saves", "schedule", "grows", "at_init"), (True, False)),
     "evaluates": (True, False),
     "relation": ("between", "shape", "resumed", "resumed otherwise", "resumed at another number of ranks"),
 }
@@ -72,6 +77,7 @@ def test_jobs_give_what_must_not_matter(runner: JobRunner) -> None:
     """Only one with Trainer, whose runs take as long as ten of an engine."""
     jobs = choose(random_job, features, 0, NUM_QUICK - 1, ["driver=engine"])
     jobs += choose(random_job, features, 0, 1, ["driver=trainer", "world=2"], ["tensor=2"])
+    jobs += choose(random_job, features, 0, NUM_QUICK - 1, ["driver=own", "world=2", "stage=3"])
     assert_right(runner, jobs)
 
 
@@ -124,6 +130,20 @@ def test_differences_are_measured_by_what_may_differ() -> None:
     assert difference(job, job.runs[2], nan, right)[0]
 
 
+def test_what_an_engine_does_is_compared_with_plain_pytorch(runner: JobRunner) -> None:
+    """A program that halves some gradients in hooks, with a penalty: its result without an engine is the reference,
+    and one that lacks what the program does is noticed."""
+    task = Task(SEED, driver="own", model="mlp", optimizer="Momentum", penalty="product", hooks="grad", resets="clear")
+    plain, two = Run(Shape(world=2, stage=spec.PLAIN)), Run(Shape(world=2, stage=3, at_init=True))
+    job = Job(task, (plain, two))
+    assert_right(runner, [job])
+    for change in ({"penalty": ""}, {"hooks": ""}, {"resets": ""}, {"edit": "masters"}, {"groups": "two"}):
+        other = runner._run(Job(replace(task, **change), job.runs), plain)
+        right = runner._run(job, two)
+        assert isinstance(other, RunResult) and isinstance(right, RunResult)
+        assert difference(job, two, right, other)[0], change
+
+
 def test_ranks_that_contradict_each_other_are_named() -> None:
     task = Task(SEED, model="mlp", updates=1)
     job, found = Job(task, (Run(Shape(world=2)),)), alone(task)
@@ -155,7 +175,8 @@ SMALL_JOB = Job(Task(SEED, model="mlp", updates=2), (Run(Shape()), Run(SMALL, 1,
 
 def test_a_script_holds_the_code_of_the_floor_and_no_import_of_it() -> None:
     text, job = script_of(SMALL_JOB, "ok", "job.py"), SMALL_JOB
-    for one in (text, script_of(replace(job, task=replace(job.task, driver="trainer")), "ok")):
+    others = [replace(job, task=replace(job.task, driver=driver)) for driver in ("trainer", "own")]
+    for one in (text, *(script_of(other, "ok") for other in others)):
         names = [node.name for node in ast.parse(one).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
         assert len(names) == len(set(names))
         imported = [node for node in ast.parse(one).body if isinstance(node, ast.ImportFrom)]
