@@ -13,8 +13,8 @@ from typing import Any
 
 from bench.allocator import Kept, holes, recording
 from hf_zero.config import resolve
-from hf_zero.config.features.long_sequences import ActivationCheckpointing
-from hf_zero.config.features.long_sequences import Tiling as TilingKeys
+from hf_zero.config.schema.long_sequences import ActivationCheckpointing
+from hf_zero.config.schema.long_sequences import Tiling as TilingKeys
 from hf_zero.planning.candidates import Training
 from hf_zero.planning.choose import Estimate, kept_by_layers, setting_of, traced
 from hf_zero.planning.machine import CONTEXT_BYTES, Hardware

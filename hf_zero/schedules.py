@@ -486,12 +486,15 @@ def _torch_class(name: str) -> type[Any]:
     known = _torch_names()
     if name == "ReduceLROnPlateau":
         fix = "step it in the script instead, and remove the scheduler section"
-        raise ConfigError(Problem("scheduler.type", name, "it needs a metric at every step", fix))
+        raise ConfigError(
+            Problem("scheduler.type", name, "it needs a metric at every step", fix, raises=AssertionError)
+        )
     if name not in known:
         close = difflib.get_close_matches(name, [*_BUILT, *known], n=1)
         fix = f'did you mean "{close[0]}"?' if close else f"use one of {', '.join([*_BUILT, *known])}"
         rule = "neither one of our schedules nor a class of torch.optim.lr_scheduler"
-        raise ConfigError(Problem("scheduler.type", name, rule, fix))
+        words = f"hf_zero does not recognize LR scheduler {name!r}"
+        raise ConfigError(Problem("scheduler.type", name, rule, fix, raises=AssertionError, words=words))
     chosen: type[Any] = getattr(torch_schedules, name)
     return chosen
 
@@ -510,4 +513,4 @@ def _constructed(cls: type[Any], optimizer: object, policy: SchedulerPolicy) -> 
         rule = f"{policy.type} does not accept these arguments: {error}"
         accepted = ", ".join(list(inspect.signature(cls).parameters)[1:])
         fix = f'it takes: {accepted}; an "auto" that is not filled in counts as missing'
-        raise ConfigError(Problem("scheduler.params", dict(policy.params), rule, fix)) from error
+        raise ConfigError(Problem("scheduler.params", dict(policy.params), rule, fix, raises=TypeError)) from error

@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Raised and caught inside the package, or for tests.
 INTERNAL = {"ElasticProblem", "Gone", "LateError", "Misfit", "NotAlike", "_Enough", "_Passed"}
+# A ConfigError that also has types of DeepSpeed's errors, and the same name.
+INTERNAL |= {"_Asserted", "_Several", "_Typed", "_Unimplemented"}
 # Pages that are generated when the site is built.
 MADE = {"contributing.md", "measured.md"}
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from hf_zero.activations.kept import CONFIGURED, CheckpointedCalls
 from hf_zero.comm import uncompiled
 from hf_zero.config import Resolved
-from hf_zero.config.features.long_sequences import ActivationCheckpointing as Section
+from hf_zero.config.schema.long_sequences import ActivationCheckpointing as Section
 from hf_zero.features import Progress, TrainingFeature
 from hf_zero.log import logger
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_zero.comm.collectives import Collectives, LoneCollectives
 from hf_zero.comm.rows import own_shard
-from hf_zero.config.features.long_sequences import ActivationCheckpointing
+from hf_zero.config.schema.long_sequences import ActivationCheckpointing
 from hf_zero.device.host_memory import host_empty
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import clock_of, runtime_of

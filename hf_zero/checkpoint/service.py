@@ -26,8 +26,7 @@ from hf_zero.checkpoint.tensor_ranks import cuts_of
 from hf_zero.checkpoint.transaction import Destination, holds_states, leftovers, tag_folders, write_checkpoint
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives, background_collectives, get_local_rank, hosts, ledger
-from hf_zero.config.schema.root import OurCheckpoints
-from hf_zero.config.schema.training import Checkpoint
+from hf_zero.config.schema.checkpoint import Checkpoint, OurCheckpoints
 from hf_zero.device.host_memory import host_available
 from hf_zero.errors import CheckpointError, WrongArgument
 from hf_zero.log import logger

@@ -11,7 +11,7 @@ from torch import nn
 from hf_zero.comm import ParallelGroups
 from hf_zero.comm.parts import held_part, whole_shape
 from hf_zero.config import Resolved
-from hf_zero.config.schema.training import Checkpoint
+from hf_zero.config.schema.checkpoint import Checkpoint
 from hf_zero.config.schema.zero import Zero
 from hf_zero.layout.reshard import Extent, extents_in_memory
 from hf_zero.params.store import ParameterStore

@@ -8,84 +8,11 @@ the reason why there are none, and a test compares them with a real DeepSpeed.
 
 from __future__ import annotations
 
-import functools
 import re
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-_BATCH, _OF_CHOICE = "train_.*|gradient_accumulation_steps", r"(?:optimizer|scheduler)\.params\.(?P<key>.*)"
-_EQUATION = "train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * world_size"
-_EITHER = "train_batch_size or train_micro_batch_size_per_gpu"
-_SOURCE = "Expected a string path to an existing deepspeed config, or a dictionary"
-
-# From DeepSpeed 0.19.8: a regex for the whole path of the problem, one to search in our rule, the type (None: a
-# ValueError or DeepSpeedConfigError, as all of ours are), and the format of our rule ("": unchanged).
-_ANSWERS: tuple[tuple[str, str, type[Exception] | None, str], ...] = (
-    (_BATCH, "must be at least 1", AssertionError, "has to be greater than 0: {rule}"),
-    (_BATCH, "must be given", AssertionError, f"{_EITHER} needs to be provided: {{rule}}"),
-    (_BATCH, "does not hold", AssertionError, f"{_EQUATION}: {{rule}}"),
-    (_BATCH, "", AssertionError, ""),
-    (r"fp16\.enabled, bf16\.enabled", "", AssertionError, "bfloat16 and fp16 modes cannot be simultaneously enabled"),
-    (r"fp16\.loss_scale", "at least 0", None, "fp16.loss_scale must be >= 0"),
-    (r"(?:fp16|bf16|zero_optimization)\..*", "no such key", None, "Extra inputs are not permitted: {rule}"),
-    (r"optimizer\.type", "neither", AssertionError, "is not a supported DeepSpeed Optimizer: it {rule}"),
-    (r"scheduler\.type", "neither|case", AssertionError, "hf_zero does not recognize LR scheduler {value}: {rule}"),
-    (r"(?:optimizer|scheduler)\.type", "", AssertionError, ""),
-    (r"(?:optimizer|scheduler)\.params", "", TypeError, ""),
-    (_OF_CHOICE, "no such argument", TypeError, "got an unexpected keyword argument '{key}': {rule}"),
-    (_OF_CHOICE, " needs ", TypeError, "missing 1 required positional argument: '{key}'; {rule}"),
-    (_OF_CHOICE, "clipping", None, "'{key}' is not supported as an optimizer parameter: {rule}"),
-    (r"scheduler\.params\.(?P<key>warmup_num_steps)", "at least 0", None, "{key} must be a positive integer or 0"),
-    (r"(?P<key>communication_data_type|gradient_allreduce_op)", "must be", None, "Invalid {key}: {rule}"),
-    (r"checkpoint\.tag_validation", "must be", None, "invalid tag_validation value: {rule}"),
-    (r"checkpoint\.parallel_write\.(?P<key>.*)", "must be", None, "{key} value of {value} is invalid: {rule}"),
-    (r"data_types\.grad_accum_dtype", "", NotImplementedError, "unsupported mix of model_dtype and this: {rule}"),
-    (r"bf16\.(?P<key>bf16_.*states)", "", AssertionError, "{key} requires bf16_master_weights_and_grads: {rule}"),
-    (r"bf16\.bf16_.*|fp16\.fp16_.*|data_types\.param_dtype", "", AssertionError, ""),
-    ("log_level", "must be", None, "is not one of the valid logging levels: {rule}"),
-    (
-        "config",
-        "no config",
-        AssertionError,
-        "{rule}: initialize() requires --deepspeed_config to specify configuration file",
-    ),
-    (r"config|args\.deepspeed_config", "given", AssertionError, ""),
-    ("config", "is not a config|no such file", None, f"{_SOURCE}: {{rule}}"),
-)
-
-
-def _answer(path: str, rule: str) -> tuple[type[Exception] | None, str, str]:
-    """Return type, rule format and the last key of the path from the first matching row."""
-    for pattern, words, kind, shown in _ANSWERS:
-        match = re.fullmatch(pattern, path)
-        if match and re.search(words, rule):
-            return kind, shown, match.groupdict().get("key", "")
-    return None, "", ""
-
-
-def kinds_of(path: str, rule: str, value: object) -> Iterator[type[Exception]]:
-    """Yield the types, besides our own, of DeepSpeed's error for such a problem."""
-    kind, _, _ = _answer(path, rule)
-    if kind is not None:
-        yield kind
-    if value == "auto" and path.rpartition(", ")[2].startswith("train_"):
-        yield TypeError  # DeepSpeed does arithmetic with the text
-
-
-def shown_rule(path: str, rule: str, value: str) -> str:
-    """Return our rule with DeepSpeed's words; `value` is already formatted."""
-    _, shown, key = _answer(path, rule)
-    return sentence(shown.format(rule=rule, value=value, key=key) if shown else rule)
-
-
-def sentence(rule: str) -> str:
-    """Add the subject, which the previous line names: "must be text" becomes "it must be text"."""
-    first = rule.partition(" ")[0]
-    if first in ("not", "neither"):
-        return f"it is {rule}"
-    return f"it {rule}" if first in ("must", "is", "has", "needs") else rule
-
+from typing import Any
 
 FEATURES_PAGE = "docs/features.md"
 
@@ -117,6 +44,14 @@ def key_path(around: str, key: str) -> str:
     """Return the path of a key inside a section. Unusual keys are quoted."""
     shown = key if _BARE.fullmatch(key) else show(key)
     return f"{around}.{shown}" if around else shown
+
+
+def sentence(rule: str) -> str:
+    """Add the subject, which the previous line names: "must be text" becomes "it must be text"."""
+    first = rule.partition(" ")[0]
+    if first in ("not", "neither"):
+        return f"it is {rule}"
+    return f"it {rule}" if first in ("must", "is", "has", "needs") else rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +97,34 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error: its key path, the value, a contradicting value, the violated rule and the fix."""
+    """One error: its key path, the value, a contradicting value, the violated rule and the fix.
+
+    Attributes:
+        origin: the source of the value: ds.json:7, a flag, a default.
+        edit: what `explain --fix` does.
+        raises: the type of DeepSpeed's error, if it is not one of ConfigError's own.
+        words: the words of DeepSpeed's error, which precede the rule.
+    """
 
     path: str
     value: object
     rule: str
     fix: str
-    origin: str = ""  # the source of the value: ds.json:7, a flag, a default
+    origin: str = ""
     other: Other | None = None
-    edit: Edit | None = None  # for `explain --fix`
+    edit: Edit | None = None
+    raises: type[Exception] | None = None
+    words: str = ""
 
     def __str__(self) -> str:
         head = self.path if self.value is ABSENT else f"{self.path} = {show(self.value)}"
         head += f"  [{self.origin}]" if self.origin else ""
         against = f"\n    but:  {self.other}" if self.other else ""
-        rule = shown_rule(self.path, self.rule, show(self.value))
+        rule = sentence(f"{self.words}: {self.rule}" if self.words else self.rule)
         return f"{head}{against}\n    rule: {rule}\n    fix:  {self.fix}"
+
+
+Finding = Problem | Remark
 
 
 class DeepSpeedConfigError(Exception):
@@ -191,31 +138,46 @@ class ConfigError(DeepSpeedConfigError, ValueError):
     existing handlers catch it.
     """
 
-    def __new__(
-        cls, problems: Problem | Iterable[Problem], headline: str = "this config cannot be used"
-    ) -> ConfigError:
+    problems: tuple[Problem, ...]
+
+    def __new__(cls, problems: Problem | Iterable[Problem], headline: str = "") -> ConfigError:
         given = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        kinds = frozenset(kind for one in given for kind in kinds_of(one.path, one.rule, one.value))
-        error: ConfigError = super().__new__(_raised_as(kinds))
+        kinds = {problem.raises for problem in given if problem.raises is not None}
+        kind = _Several if len(kinds) > 1 else _BY_TYPE[kinds.pop()] if kinds else ConfigError
+        error: ConfigError = super().__new__(kind)
         error.problems = given  # `problems` may have been an iterator, which cannot be read twice
         return error
 
     def __init__(self, problems: Problem | Iterable[Problem], headline: str = "this config cannot be used") -> None:
-        self.problems: tuple[Problem, ...]
         self.headline = headline
         count = len(self.problems)
         lines = [f"{headline} ({count} problem{'' if count == 1 else 's'}):"]
         lines += [f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1)]
         super().__init__("\n".join(lines))
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__name__ = cls.__qualname__ = "ConfigError"  # the documented name, which tracebacks show
+
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...], str]]:
         # Errors are pickled between processes; by default, __init__ would receive the finished text.
         return (ConfigError, (self.problems, self.headline))
 
 
-@functools.cache
-def _raised_as(kinds: frozenset[type[Exception]]) -> type[ConfigError]:
-    bases: tuple[type, ...] = (ConfigError, *sorted(kinds, key=lambda kind: kind.__name__))
-    # The class keeps the documented name, which tracebacks show.
-    named = {"__module__": ConfigError.__module__, "__doc__": ConfigError.__doc__}
-    return type(ConfigError.__name__, bases, named) if kinds else ConfigError
+class _Asserted(ConfigError, AssertionError): ...
+
+
+class _Typed(ConfigError, TypeError): ...
+
+
+class _Unimplemented(ConfigError, NotImplementedError): ...
+
+
+class _Several(_Asserted, _Typed, _Unimplemented): ...
+
+
+_BY_TYPE: dict[type[Exception], type[ConfigError]] = {
+    AssertionError: _Asserted,
+    TypeError: _Typed,
+    NotImplementedError: _Unimplemented,
+}

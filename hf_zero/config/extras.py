@@ -13,19 +13,13 @@ Nothing else in hf_zero names an extra: code gets one here, or an error that nam
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from pydantic import create_model
-
-from hf_zero.config.choices.optimizer_types import OptimizerType, known_type
-from hf_zero.config.errors import Problem
 from hf_zero.config.features import Extra
-from hf_zero.config.schema.fields import detail
-from hf_zero.config.schema.root import HfZero, Root
+from hf_zero.config.schema.optimizer_types import OptimizerType, known_type
 
 _PACKAGE = "hf_zero.extras"
 _GROUP = "hf_zero.extras"
@@ -123,13 +117,6 @@ def service(name: str) -> Any:
     return loaded(extra.services[name])
 
 
-def services_for(tree: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """Yield the services of this name from the extras that a config requests."""
-    for extra in schema_for(tree)[0].features:
-        if name in extra.services:
-            yield loaded(extra.services[name])
-
-
 def is_section(key: str) -> bool:
     """Whether an extra, installed or not, has this top-level key."""
     return key in ASKED_BY or key.lower() in _others()  # names of services contain a dot, top-level keys do not
@@ -166,54 +153,3 @@ def installed() -> tuple[Extra, ...]:
         with suppress(ExtraMissing):
             extras.append(extra_named(name))
     return tuple(extras)
-
-
-def sections_in(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of every section in a config that belongs to an extra."""
-    own = tree.get("hf_zero")
-    for path, value in tree.items():
-        if isinstance(path, str) and path not in Root.model_fields and is_section(path):
-            yield path, value
-    for key, value in own.items() if isinstance(own, Mapping) else ():
-        if isinstance(key, str) and key not in HfZero.model_fields and is_section(f"hf_zero.{key}"):
-            yield f"hf_zero.{key}", value
-
-
-def schema_for(tree: Mapping[str, Any]) -> tuple[type[Root], list[Problem]]:
-    """Return the schema with the extra sections in `tree`, and a problem for each whose extra is missing."""
-    asked: set[Extra | None] = set()
-    problems = []
-    for path, value in sections_in(tree):
-        if value is None:
-            continue
-        try:
-            asked.add(extra_asked_by(path))
-        except ExtraMissing as error:
-            problems.append(Problem(path, value, str(error), f"{INSTALL}, or remove the section"))
-    ours = [name for name in dict.fromkeys(ASKED_BY.values()) if name in {extra.name for extra in asked if extra}]
-    extras = tuple(extra_named(name) for name in ours)
-    others = sorted((extra for extra in asked if extra and extra not in extras), key=lambda extra: extra.name)
-    return schema_with((*extras, *others)), problems
-
-
-def whole_schema() -> type[Root]:
-    """Return the schema with the sections of all installed extras, for the pages and for suggested keys."""
-    return schema_with(installed())
-
-
-@functools.cache
-def schema_with(extras: tuple[Extra, ...]) -> type[Root]:
-    """Return the schema with the sections and features of the core and of `extras`."""
-    if not extras:
-        return Root
-    fields: dict[str, Any] = {}
-    ours: dict[str, Any] = {}
-    for section in (section for extra in extras for section in extra.sections):
-        parent, _, key = section.path.rpartition(".")
-        (ours if parent == "hf_zero" else fields)[key] = (section.kind | None, detail(None, section.doc))
-    if ours:
-        own = create_model("HfZero", __base__=HfZero, __doc__=HfZero.__doc__, **ours)
-        fields["hf_zero"] = (own | None, detail(None, Root.model_fields["hf_zero"].description or ""))
-    schema = create_model("Root", __base__=Root, __doc__=Root.__doc__, **fields)
-    schema.features = (*extras, *Root.features)
-    return schema

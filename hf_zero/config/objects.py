@@ -13,18 +13,20 @@ from typing import Any, TypeVar, cast
 
 from pydantic import model_validator
 
-from hf_zero.config.errors import ConfigError
+from hf_zero.config.errors import ConfigError, Remark
 from hf_zero.config.extras import section_names
-from hf_zero.config.features.long_sequences import ActivationCheckpointing
-from hf_zero.config.features.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
-from hf_zero.config.load import load_config
+from hf_zero.config.fill import fill
+from hf_zero.config.pipeline import examine, typed
 from hf_zero.config.policies import Findings, Resolved
-from hf_zero.config.resolve import examine
-from hf_zero.config.schema import Section
-from hf_zero.config.schema.training import Aio, Bf16, Checkpoint, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.read import load_config
+from hf_zero.config.rename import ZERO, rename
+from hf_zero.config.schema.checkpoint import Aio, Checkpoint
+from hf_zero.config.schema.fields import Section
+from hf_zero.config.schema.long_sequences import ActivationCheckpointing
+from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.schema.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
 from hf_zero.config.schema.zero import LeafModule, Zero
-from hf_zero.config.sources import Views
-from hf_zero.config.validate import translate, validated
+from hf_zero.config.views import Views
 
 _STAGE3 = "stage3_"
 S = TypeVar("S", bound=Section)
@@ -35,13 +37,13 @@ def _as_in_file(section: str, given: Any) -> Any:
     and "auto" for a value that is left out."""
     if not isinstance(given, Mapping):
         return given
-    translated = translate({section: dict(given)})
-    if translated.problems:
-        raise ConfigError(translated.problems)
-    for remark in translated.remarks:
-        if remark.text.startswith("old "):
+    draft = fill(rename({section: dict(given)}, Views(world_size=1)))
+    if draft.problems():
+        raise ConfigError(draft.problems())
+    for remark in draft.findings:
+        if isinstance(remark, Remark) and remark.text.startswith("old "):
             warnings.warn(str(remark), FutureWarning, stacklevel=4)
-    return translated.tree[section]
+    return draft.tree[section]
 
 
 class DeepSpeedZeroConfig(Zero):
@@ -51,7 +53,7 @@ class DeepSpeedZeroConfig(Zero):
     @model_validator(mode="before")
     @classmethod
     def _in_any_spelling(cls, given: Any) -> Any:
-        return _as_in_file("zero_optimization", given)
+        return _as_in_file(ZERO, given)
 
     def model_post_init(self, context: Any) -> None:
         if self.leaf_module is None:  # DeepSpeed's has no leaf modules, but is always there
@@ -115,8 +117,10 @@ def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
         ConfigError: the section has problems.
     """
     keys = {"bf16": ("bf16", "bfloat16")}.get(name, (name,))
-    config = validated({key: param_dict[key] for key in keys if key in param_dict})
-    return _as(kind, getattr(config, name))
+    draft = typed({key: param_dict[key] for key in keys if key in param_dict})
+    if draft.problems():
+        raise ConfigError(draft.problems())
+    return _as(kind, getattr(draft.config, name))
 
 
 get_zero_config = partial(section_of, DeepSpeedZeroConfig, name="zero_optimization")

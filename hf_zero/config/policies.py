@@ -1,129 +1,26 @@
-"""Policies: small frozen objects that the resolver creates and other packages read."""
+"""Stage 6: what the engine and other packages read, the findings or the policies of a config.
+
+A policy is made beside the sections whose values it has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import Any, cast
 
-from hf_zero.config.sources import Source
-
-if TYPE_CHECKING:
-    from hf_zero.config.errors import Problem, Remark
-    from hf_zero.config.schema.fields import S
-    from hf_zero.config.schema.root import Root
-    from hf_zero.config.schema.training import Aio
-    from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
-
-DtypeName = Literal["fp32", "bf16", "fp16"]
-OptimizerSees = Literal["whole_tensors", "flat_shards"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchPolicy:
-    """Batch sizes: train_batch_size == micro_batch_size * accumulation_steps * number of data ranks."""
-
-    train_batch_size: int  # samples per update; with tensor parallelism, counted once for each rank that sees them
-    micro_batch_size: int  # samples per forward on one rank
-    accumulation_steps: int  # forwards per update
-    drop_last: bool = False  # drop an incomplete last batch; only for a loader made from training_data=
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossScalePolicy:
-    """Loss scaling, which keeps fp16 gradients within their range."""
-
-    fixed: float | None = None  # a constant scale; None: a dynamic scale, by the rules below
-    initial: float = 65536.0
-    window: int = 1000  # clean updates before the scale doubles
-    minimum: float = 1.0  # an overflow here ends the run
-    hysteresis: int = 2  # the number of overflows after which the scale is reduced
-    consecutive: bool = False  # a clean update resets the count of overflows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AutocastPolicy:
-    """Forward runs under torch.autocast; parameters keep their dtype."""
-
-    dtype: DtypeName | None  # None: torch's default for the device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrecisionPolicy:
-    """The dtype of each kind of tensor, and the handling of non-finite gradients."""
-
-    model: DtypeName  # "fp32" means that parameters keep their dtype
-    communication: DtypeName | None  # dtype of gradient reduction; None: the parameter's own
-    accumulation: DtypeName | None  # dtype for accumulating gradients over micro-batches; None: the parameter's own
-    skip_nonfinite: bool  # a non-finite gradient on any rank skips the update on all of them
-    auto_cast_inputs: bool  # cast floating positional inputs of forward to the model's dtype
-    loss_scale: LossScalePolicy | None = None  # None: no loss scaling
-    autocast: AutocastPolicy | None = None
-    low_precision_masters: bool = False  # 16-bit weights are their own masters
-    low_precision_states: bool = False  # optimizer states in the masters' dtype; else at least fp32
-    rounds_stochastically: bool = False  # stochastic rounding of bf16 masters after an update; else to nearest
-    buffers: DtypeName | None = None  # dtype of floating-point buffers; None: their own
-    kept_buffers: tuple[str, ...] | None = None  # patterns of names that `buffers` excepts; None: the model's lists
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroPolicy:
-    """What is sharded, and the sizes of buckets and groups."""
-
-    stage: int
-    shard_size: int | Literal["host"] | None = None  # ranks that share the states of one model copy; None: all
-    gather_size: int | Literal["host"] | None = None  # size of hpZ's groups, which gather among themselves
-    hops: Literal["auto", 1, 2] = "auto"  # hops of reductions and gathers over several hosts, below stage 3
-    bucket_numel: int  # elements per bucket, the same for reducing gradients and gathering parameters
-    bucket_is_given: bool = False  # whether the config has that size, and not just its default
-    overlap_reduction: bool  # start reductions while backward still runs
-    sparse_gradients: bool = False  # reduce only the nonzero rows of embedding gradients
-    require_all_gradients: bool  # a trainable parameter without gradient is an error
-    sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints; 0: uncut
-    keys: Zero  # the section itself, for keys that are read directly
-    follows_plans: bool = True  # stage 3 gathers in the order of the last pass that all ranks ran alike, unnegotiated
-    gradient_bits: int | None = None  # stage 3: reduce gradients in 8 or 4 bits; None: unquantized
-    optimizer_sees: OptimizerSees | None = None  # for the script's optimizer; None: what it is known to need
-    offload_optimizer: OffloadOptimizer | None = None  # None: on the device
-    offload_param: OffloadParam | None = None
-    offload_threads: int | Literal["auto", "unchanged"] = "auto"  # of an offloaded update
-    streaming: Any = None  # the section of the extra `streaming`; None: updates run after backward
-    files: Aio
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InitPolicy:
-    """The config values for `zero.Init`."""
-
-    precision: PrecisionPolicy
-    shard_size: int | Literal["host"] | None
-    offload: OffloadParam | None
-    files: Aio
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GradientPolicy:
-    """Processing of reduced gradients before the update."""
-
-    clip_norm: float  # largest global L2 norm; 0.0: no clipping
-    average: bool  # mean over ranks; False: sum
-    predivide: float = 1.0  # gradients are divided by this before the reduction, and the result is corrected
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerPolicy:
-    """`type` is "Adam", "AdamW" or the name of a torch.optim class; `params` holds only what the user set."""
-
-    type: str
-    params: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerPolicy:
-    """`type` is one of ours or the name of a torch.optim.lr_scheduler class; `params` only what the user set."""
-
-    type: str
-    params: Mapping[str, object]
+from hf_zero.config.draft import Draft, Path
+from hf_zero.config.errors import ConfigError, Problem, Remark
+from hf_zero.config.rules import Ranks
+from hf_zero.config.schema.batch import MICRO, SEQUENCE, STEPS, TENSOR, TRAIN, BatchPolicy, batch_of
+from hf_zero.config.schema.fields import S, Section, verdict_of
+from hf_zero.config.schema.optimizer import Optimizer, OptimizerPolicy, Scheduler, SchedulerPolicy
+from hf_zero.config.schema.precision import PrecisionPolicy, precision_of
+from hf_zero.config.schema.root import GradientPolicy, Root
+from hf_zero.config.schema.zero import ZeroPolicy, zero_of
+from hf_zero.config.sources import DEFAULT, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +45,7 @@ class Findings:
     remarks: tuple[Remark, ...]
     provenance: Mapping[str, Provenance]  # by key path: value and origin
     autos: frozenset[str]  # the keys that are still "auto"
+    filled: Mapping[Path, tuple[object, Source | None]]  # by path in the config as given: what was filled in
     world_size: int
     sequence_size: int  # ranks that share each sequence
     tensor_size: int  # ranks that hold parts of the same matrices
@@ -187,3 +85,92 @@ class Resolved(Findings):
     def section(self, kind: type[S]) -> S:
         """Return the section of this class, or its defaults if the config does not have it."""
         return self.config.section(kind)
+
+
+def decide(draft: Draft, ranks: Ranks) -> Findings:
+    """Return everything about a config that has passed all stages. Parts with problems have no policy."""
+    config, problems = draft.config, draft.problems()
+    broken = {path for problem in problems for path in problem.path.split(", ")}
+
+    def is_right(*sections: str) -> bool:
+        return not any(path == name or path.startswith(f"{name}.") for path in broken for name in sections)
+
+    batch = ranks.sizes.batch if ranks.sizes is not None else None
+    if ranks.sizes is None and is_right(TRAIN, MICRO, STEPS, SEQUENCE, TENSOR):
+        batch = _batch(config, ranks)
+    extras = {
+        extra.name: extra.policy(config)
+        for extra in config.features
+        if extra.policy is not None and is_right(*(section.path for section in extra.sections))
+    }
+    return Findings(
+        config=config,
+        batch=batch and dataclasses.replace(batch, drop_last=config.dataloader_drop_last),
+        optimizer=config.section(Optimizer).policy if is_right("optimizer") else None,
+        scheduler=config.section(Scheduler).policy if is_right("scheduler") else None,
+        extras={name: policy for name, policy in extras.items() if policy is not None},
+        problems=problems,
+        remarks=tuple(finding for finding in draft.findings if isinstance(finding, Remark)),
+        provenance=MappingProxyType(_record(draft, batch)),
+        autos=draft.autos,
+        filled={tuple(draft.written(".".join(path)).split(".")): entry for path, entry in draft.filled.items()},
+        world_size=ranks.world_size,
+        sequence_size=ranks.sequence_size,
+        tensor_size=ranks.tensor_size,
+    )
+
+
+def resolved(findings: Findings, raw: Mapping[str, object]) -> Resolved:
+    """Return all policies of a config.
+
+    Raises:
+        ConfigError: it has problems; lists all of them.
+    """
+    if findings.problems:
+        raise ConfigError(findings.problems)
+    config = findings.config
+    return Resolved(
+        **{field.name: getattr(findings, field.name) for field in dataclasses.fields(findings)},
+        precision=precision_of(config, findings.sequence_size),
+        zero=zero_of(config, findings.extras.get("streaming")),
+        gradients=config.gradients(findings.world_size),
+        raw=cast("dict[str, object]", raw),
+    )
+
+
+def _batch(config: Root, ranks: Ranks) -> BatchPolicy | None:
+    given = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if given[:2] == (None, None):
+        return None
+    data_ranks = ranks.world_size // ranks.sequence_size
+    train, micro, steps = batch_of(*given, data_ranks)
+    if micro < 1 or steps < 1 or train != micro * steps * data_ranks:
+        return None
+    return BatchPolicy(train_batch_size=train, micro_batch_size=micro, accumulation_steps=steps)
+
+
+def _record(draft: Draft, batch: BatchPolicy | None) -> dict[str, Provenance]:
+    """Return provenance by path in schema order: all keys that were set, and the defaults of supported keys."""
+    entries = {entry.path: entry for entry in _entries(draft, draft.config, "")}
+    sizes = {} if batch is None else dict(zip((TRAIN, MICRO, STEPS), dataclasses.astuple(batch)))
+    for path, size in sizes.items():
+        if getattr(draft.config, path) is None:
+            source = Source("derived", "train_batch_size = micro batch x accumulation steps x world size")
+            entries[path] = Provenance(path=path, value=size, source=source)
+    return entries
+
+
+def _entries(draft: Draft, section: Section, prefix: str) -> Iterator[Provenance]:
+    for name, field in type(section).model_fields.items():
+        value, path = getattr(section, name), prefix + name
+        if isinstance(value, Section):
+            yield from _entries(draft, value, f"{path}.")
+        elif name not in section.model_fields_set:
+            if verdict_of(field).kind in ("supported", "check"):
+                yield Provenance(path=path, value=value, source=DEFAULT)
+        elif isinstance(value, dict) and value:
+            for key, inner in value.items():
+                shown = inner.given() if isinstance(inner, Section) else inner
+                yield Provenance(path=f"{path}.{key}", value=shown, source=draft.source(f"{path}.{key}"))
+        else:
+            yield Provenance(path=path, value=value, source=draft.source(path))

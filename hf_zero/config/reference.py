@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 
 from pydantic.fields import FieldInfo
 
-from hf_zero.config.extras import whole_schema
-from hf_zero.config.schema import Section, Verdict
-from hf_zero.config.schema.fields import ALL_STAGES, subsection, verdict_of
+from hf_zero.config.schema.batch import BatchSizes
+from hf_zero.config.schema.fields import ALL_STAGES, Section, Verdict, subsection, verdict_of
 from hf_zero.config.schema.root import HfZero, Root
+from hf_zero.config.schema.whole import whole_schema
 
 _HEAD = """\
 # Every key of ds.json
@@ -56,7 +56,7 @@ def _section(title: str, prefix: str, section: type[Section]) -> Iterator[str]:
 def _place(section: type[Section]) -> Callable[[str], int]:
     """Return the sort key: a section's own keys, then those added by features, then those added by extras."""
     core = next((kind for kind in (Root, HfZero) if issubclass(section, kind)), section)
-    own = vars(core).get("__annotations__", {})
+    own = {*vars(core).get("__annotations__", {}), *BatchSizes.model_fields}
     return lambda name: 0 if name in own else 1 if name in core.model_fields else 2
 
 

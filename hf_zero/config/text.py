@@ -21,6 +21,7 @@ from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.config.sources import MAX_DEPTH, ConfigDict, Place, dotted
 
 FORMS = "give a dict, the path of a JSON file, JSON text, or urlsafe-base64 of JSON text"
+WORDS = "Expected a string path to an existing deepspeed config, or a dictionary"  # DeepSpeed's
 
 _DECODER = json.JSONDecoder()
 _BLANK = re.compile(r"(?:[ \t\r\n]+|//[^\n]*|#[^\n]*|/\*.*?\*/)*", re.DOTALL)
@@ -46,7 +47,7 @@ def from_text_or_path(source: str | os.PathLike[str]) -> ConfigDict:
     if _exists(name):
         return _from_file(Path(name))
     if isinstance(source, os.PathLike):
-        raise _unreadable(name, "there is no such file")
+        raise _unreadable(name, "there is no such file", WORDS)
     if name.lstrip("\ufeff \t\r\n").startswith(("{", "[", "//", "/*", "#")):
         return _from_text(name, "the config text")
     decoded = _unbase64(name)
@@ -54,7 +55,7 @@ def from_text_or_path(source: str | os.PathLike[str]) -> ConfigDict:
         return _from_text(decoded, "the decoded base64 text")
     if not name.strip():
         raise ConfigError(Problem("config", name, "the config is empty", FORMS))
-    raise _unreadable(name, "there is no such file, and it is neither JSON text nor base64 of it")
+    raise _unreadable(name, "there is no such file, and it is neither JSON text nor base64 of it", WORDS)
 
 
 def _exists(name: str) -> bool:
@@ -76,9 +77,9 @@ def _from_file(path: Path) -> ConfigDict:
     return _from_text(text, str(path), file=str(path))
 
 
-def _unreadable(name: str, why: str) -> ConfigError:
-    where = os.getcwd()
-    return ConfigError(Problem("config", name, why, f"check the path (relative paths start at {where}); or {FORMS}"))
+def _unreadable(name: str, why: str, words: str = "") -> ConfigError:
+    fix = f"check the path (relative paths start at {os.getcwd()}); or {FORMS}"
+    return ConfigError(Problem("config", name, why, fix, words=words))
 
 
 def _unbase64(text: str) -> str | None:

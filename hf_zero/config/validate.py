@@ -1,247 +1,56 @@
-"""Translates old spellings and shorthands to the form of the schema, and validates the result, with messages for the
-author of the config."""
+"""Stage 4: makes typed sections of the values, with a finding in the author's terms for every invalid key."""
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from hf_zero.config.errors import ABSENT, ConfigError, Edit, Problem, Remark, key_path
-from hf_zero.config.extras import is_section, schema_for, sections_in, whole_schema
-from hf_zero.config.schema import Root, Section
-from hf_zero.config.schema.fields import Resemblance, leading_paths, resemblance, section_of, subsection
-from hf_zero.config.sources import MAX_DEPTH, dotted
-
-_REMARK_MARKS = ("_", "//", "#", "$")
-# DeepSpeed accepts these keys of zero_optimization under the names of its fields and under their aliases.
-_FIELD_NAMES = (
-    "prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters",
-    "max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold",
-    "use_all_reduce_for_fetch_params", "allgather_sequential",
-)  # fmt: skip
-OLD_SPELLINGS = ("cpu_offload", "cpu_offload_param", "stage3_gather_fp16_weights_on_model_save")
-# Accepted spelling -> canonical name.
-ZERO_SPELLINGS = {
-    **{name: f"stage3_{name}" for name in _FIELD_NAMES},
-    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-}
-# For these keys, "auto" is a regular value.
-_AUTO_IS_A_VALUE = ("data_types.keep_in_fp32_modules", "pipeline", "zero_optimization.zenflow")
-
-
-@dataclass(slots=True)
-class Translated:
-    """The config in canonical form, with the findings of the translation."""
-
-    tree: dict[str, Any]
-    autos: set[str] = field(default_factory=set)  # paths that held a literal "auto"
-    remarks: list[Remark] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    renamed: dict[str, str] = field(default_factory=dict)  # path in the tree -> original path
-
-
-def translate(raw: Mapping[str, Any]) -> Translated:
-    """Return a new tree without autos, old names and comment keys. Does not modify `raw`."""
-    result = Translated(tree={})
-    copied = _copy(raw, "", (), result)
-    result.tree = copied if isinstance(copied, dict) else {}
-    _drop_remarks(result)
-    _drop_dotted(result)
-    _legacy_zero(result)
-    _nested_aio(result)
-    _bfloat16(result)
-    _tensor_parallel(result)
-    if result.tree.get("amp") is False:
-        del result.tree["amp"]  # false is a shorthand for disabled
-    _drop_unknown(result)
-    return result
-
-
-def _copy(value: object, path: str, around: tuple[int, ...], result: Translated) -> object:
-    """Copy a value. `around` has the ids of the enclosing containers, because a Python dict may contain itself."""
-    if not isinstance(value, (Mapping, list, tuple)):
-        return value
-    if len(around) > MAX_DEPTH or id(value) in around:
-        rule = f"nested in itself, or more than {MAX_DEPTH} levels deep"
-        result.problems.append(Problem(path, ABSENT, rule, "flatten it"))
-        return None
-    around = (*around, id(value))
-    if isinstance(value, Mapping):
-        return dict(_copy_items(value, path, around, result))
-    return [_copy(entry, f"{path}[{index}]", around, result) for index, entry in enumerate(value)]
-
-
-def _copy_items(
-    mapping: Mapping[Any, Any], path: str, around: tuple[int, ...], result: Translated
-) -> Iterator[tuple[str, Any]]:
-    for key, value in mapping.items():
-        if not isinstance(key, str):
-            result.problems.append(Problem(path or "config", key, "keys must be text", "put the key in quotes"))
-            continue
-        where = key_path(path, key)
-        if isinstance(value, str) and value == "auto" and not _may_be_auto(where):
-            result.autos.add(where)
-            continue
-        yield key, _copy(value, where, around, result)
-
-
-def _may_be_auto(path: str) -> bool:
-    return any(path == place or path.startswith(f"{place}.") for place in _AUTO_IS_A_VALUE)
-
-
-def _drop_remarks(result: Translated) -> None:
-    for key in [key for key in result.tree if key.startswith(_REMARK_MARKS)]:
-        del result.tree[key]
-        result.remarks.append(Remark(key_path("", key), "taken as a remark"))
-
-
-def _drop_dotted(result: Translated) -> None:
-    """Drop literal keys like "zero_optimization.reduce_bucket_size", which TRL writes and DeepSpeed ignores, too."""
-    for key in [key for key in result.tree if "." in key]:
-        *parents, name = key.split(".")
-        section = section_of(whole_schema(), parents)
-        if section is None or name not in section.model_fields:
-            continue  # kept in the tree, so that the schema reports it
-        del result.tree[key]
-        text = "a dotted key at the top level has no effect (a nested key of that name has)"
-        result.remarks.append(Remark(key, text, edit=Edit((key,))))
-
-
-def _legacy_zero(result: Translated) -> None:
-    zero = result.tree.get("zero_optimization")
-    gather_size = result.tree.pop("allgather_size", None)
-    if isinstance(zero, bool):
-        zero = result.tree["zero_optimization"] = {"stage": int(zero)}
-        text = f"the old form {str(bool(zero['stage'])).lower()} means stage {zero['stage']}"
-        edit = Edit(("zero_optimization",), value=dict(zero))
-        result.remarks.append(Remark("zero_optimization", text, edit=edit))
-        if gather_size is not None:
-            zero["allgather_bucket_size"] = gather_size
-    elif gather_size is not None:
-        rule = "belongs to the old form zero_optimization: true"
-        result.problems.append(
-            Problem("allgather_size", gather_size, rule, "use zero_optimization.allgather_bucket_size")
-        )
-    if isinstance(zero, dict):
-        _rename_offload(zero, "cpu_offload", "offload_optimizer", result)
-        _rename_offload(zero, "cpu_offload_param", "offload_param", result)
-        for written, new in ZERO_SPELLINGS.items():
-            if written in zero:
-                _move(zero, written, new, zero[written], result)
-
-
-def _rename_offload(zero: dict[str, Any], old: str, new: str, result: Translated) -> None:
-    wanted = zero.get(old, ABSENT)
-    if wanted is True:
-        _move(zero, old, new, {"device": "cpu"}, result)
-    elif wanted is False or wanted is None:
-        del zero[old]
-    elif wanted is not ABSENT:
-        del zero[old]
-        rule = "must be true or false (it is the old name)"
-        result.problems.append(
-            Problem(f"zero_optimization.{old}", wanted, rule, f'use {new}: {{"device": "cpu"}}, or remove it')
-        )
-
-
-def _move(zero: dict[str, Any], old: str, new: str, value: object, result: Translated) -> None:
-    written, kind = zero.pop(old), "old" if old in OLD_SPELLINGS else "other"
-    if zero.get(new) is not None:
-        rule = f"is the {kind} name of zero_optimization.{new}, which is given too"
-        result.problems.append(Problem(f"zero_optimization.{old}", written, rule, f"keep only {new}"))
-        return
-    zero[new] = value
-    result.renamed[f"zero_optimization.{new}"] = f"zero_optimization.{old}"
-    edit = Edit(("zero_optimization", old), to=("zero_optimization", new), value=value)
-    text = f"{kind} name, read as zero_optimization.{new}"
-    result.remarks.append(Remark(f"zero_optimization.{old}", text, edit=edit))
-
-
-def _nested_aio(result: Translated) -> None:
-    zero = result.tree.get("zero_optimization")
-    if not isinstance(zero, dict) or "aio" not in zero:
-        return
-    nested = zero.pop("aio")
-    if result.tree.get("aio"):
-        rule = "aio belongs at the top level, where it is also given"
-        result.problems.append(Problem("zero_optimization.aio", nested, rule, "keep only the top-level aio"))
-        return
-    result.tree["aio"] = nested
-    result.renamed["aio"] = "zero_optimization.aio"
-    text, edit = "read as the top-level section aio, where it belongs", Edit(("zero_optimization", "aio"), to=("aio",))
-    result.remarks.append(Remark("zero_optimization.aio", text, edit=edit))
-
-
-def _bfloat16(result: Translated) -> None:
-    if "bfloat16" not in result.tree:
-        return
-    alias = result.tree.pop("bfloat16")
-    chosen = result.tree.get("bf16")
-    if chosen is None:
-        result.tree["bf16"] = alias
-        result.renamed["bf16"] = "bfloat16"
-    elif alias not in (None, chosen):
-        rule = "bfloat16 is another name of the section bf16, which is given too and differs"
-        result.problems.append(Problem("bfloat16", alias, rule, "keep only bf16"))
-
-
-def _tensor_parallel(result: Translated) -> None:
-    """Translate the two names of the tensor-parallel size."""
-    section = result.tree.get("tensor_parallel")
-    if isinstance(section, dict) and "tensor_parallel" in section and "tp" not in section:
-        section["tp"] = section.pop("tensor_parallel")
-        result.renamed["tensor_parallel.tp"] = "tensor_parallel.tensor_parallel"
-
-
-def _drop_unknown(result: Translated) -> None:
-    """With hf_zero.ignore_unknown_keys, drop unknown top-level keys, as DeepSpeed does."""
-    own = result.tree.get("hf_zero")
-    if not isinstance(own, dict) or str(own.get("ignore_unknown_keys")).lower() != "true":
-        return
-    for key in [key for key in result.tree if key not in Root.model_fields and not is_section(key)]:
-        del result.tree[key]
-        text = "there is no such key; ignored (hf_zero.ignore_unknown_keys)"
-        result.remarks.append(Remark(key_path("", key), text, edit=Edit((key,))))
-
+from hf_zero.config.draft import Draft, value_in
+from hf_zero.config.errors import Edit, Finding, Problem, Remark, show
+from hf_zero.config.extras import is_section
+from hf_zero.config.schema.fields import Section, Verdict, all_paths, section_of, subsection, verdict_of
+from hf_zero.config.schema.whole import schema_for, sections_in, whole_schema
+from hf_zero.config.sources import dotted
 
 # Sections in which programs store their own values, which DeepSpeed ignores. The keys of its other sections are known,
 # so an unknown key there is a mistake.
 _LOOSE = {"", "checkpoint"}
+_COMMENT_MARKS = ("_", "//", "#", "$")
 _ROUNDS = 20  # every round removes the invalid keys; at most the depth of the config plus one are needed
+_FEW = 12  # the most names in a message
+_SEVERAL = 3  # the most places in a message
 
 
-def validate(tree: dict[str, Any]) -> tuple[Root, list[Problem | Remark]]:
-    """Return the typed config without invalid keys, and a finding for each of those."""
+def validate(draft: Draft) -> Draft:
+    """Return the draft with its typed config, which lacks invalid keys, and with a finding for each of those."""
+    tree = _own_sections(draft.tree)
     drop_null_sections(tree)
     schema, missing = schema_for(tree)
-    problems: list[Problem | Remark] = [*missing]
+    findings: list[Finding] = [*missing]
     for problem in missing:
         _remove(tree, problem.path.split("."))
+    ignores_unknown = str(value_in(tree, ("hf_zero", "ignore_unknown_keys"))).lower() == "true"
     for _ in range(_ROUNDS):
         try:
-            return schema.model_validate(tree), problems
+            return draft.plus(findings, config=schema.model_validate(tree))
         except ValidationError as error:
             failed = error.errors(include_url=False, include_context=True, include_input=False)
             located = {_inside(tree, entry["loc"]): entry for entry in failed}
-        problems += [_worded(path, _at(tree, path), entry) for path, entry in located.items()]
+        findings += [_worded(path, _at(tree, path), entry, ignores_unknown) for path, entry in located.items()]
         for path in located:
             _remove(tree, path)
-    raise AssertionError("validation does not settle")
+    raise AssertionError("every round removes a key, and the config is finite")
 
 
-def validated(raw: Mapping[str, Any]) -> Root:
-    """Translate and validate a config, which may lack values, or raise ConfigError with all problems."""
-    translated = translate(raw)
-    config, findings = validate(translated.tree)
-    problems = translated.problems + [finding for finding in findings if isinstance(finding, Problem)]
-    if problems:
-        raise ConfigError(problems)
-    return config
+def _own_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tree from which keys can be removed: the sections are copied."""
+    return {key: _own_sections(value) if isinstance(value, dict) else value for key, value in tree.items()}
 
 
 def drop_null_sections(tree: dict[str, Any]) -> None:
@@ -252,8 +61,8 @@ def drop_null_sections(tree: dict[str, Any]) -> None:
 
 
 def _drop_null(tree: dict[str, Any], section: type[Section]) -> None:
-    for name, entry in section.model_fields.items():
-        below = subsection(entry)
+    for name, field in section.model_fields.items():
+        below = subsection(field)
         if below is not None and isinstance(tree.get(name), dict):
             _drop_null(tree[name], below)
         elif below is not None and tree.get(name, ...) is None:
@@ -282,68 +91,43 @@ def _remove(tree: dict[str, Any], path: Sequence[str | int]) -> None:
     _at(tree, path[:last]).pop(path[last], None)  # two entries of one list may both have failed
 
 
-def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails) -> Problem | Remark:
-    name = dotted(tuple(path))
+def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails, ignores_unknown: bool) -> Finding:
+    name, keys = dotted(tuple(path)), tuple(map(str, path))
     if entry["type"] == "extra_forbidden":
-        return unknown_key([str(step) for step in path], value)
+        return _unknown_key(keys, value, ignores_unknown)
     if isinstance(value, str) and value.strip().lower() == "auto":
-        edit = Edit(tuple(map(str, path)), value="auto")
-        return Problem(name, value, '"auto" is written in lower case', 'write "auto"', edit=edit)
-    return Problem(name, value, _rule(entry), _fix(path, value))
-
-
-def unknown_key(path: Sequence[str], value: object) -> Problem | Remark:
-    """Return the finding for an unknown key. In some places it is ignored with a remark, unless it resembles a known
-    key."""
-    *parents, key = path
-    schema = whole_schema()
-    section = section_of(schema, parents)
-    siblings = [name for name in section.model_fields if parents or name != "hf_zero"] if section else []
-    where = f"in {'.'.join(parents)}" if parents else "at the top level"
-    # The names of our own settings are not suggested for DeepSpeed's.
-    alike = resemblance(key, siblings, () if parents == ["hf_zero"] else leading_paths(schema))
-    rule, edit, name = f"there is no such key {where}", _renamed(path, alike), dotted(tuple(path))
-    if ".".join(parents) in _LOOSE and not alike and "." not in key:
-        return Remark(name, f"{rule}; ignored", value, ignored=True, edit=edit)
-    return Problem(name, value, rule, alike.words(siblings), edit=edit)
-
-
-def _renamed(path: Sequence[str], alike: Resemblance) -> Edit | None:
-    *parents, _ = path
-    if alike.sibling:
-        return Edit(tuple(path), to=(*parents, alike.sibling))
-    if len(alike.elsewhere) > 1:
-        return None
-    return Edit(tuple(path), to=tuple(alike.elsewhere[0].split("."))) if alike.elsewhere else Edit(tuple(path))
-
-
-def _rule(entry: ErrorDetails) -> str:
-    context = entry.get("ctx", {})
-    kind = entry["type"]
-    if kind == "value_error":
-        return str(context["error"])
-    if kind == "literal_error":
-        return f"must be {context['expected']}"
-    if kind in ("greater_than_equal", "less_than_equal"):
-        return f"must be at {'least' if kind[0] == 'g' else 'most'} {context.get('ge', context.get('le'))}"
-    if kind in ("model_type", "dict_type", "model_attributes_type"):
-        return "must be an object {...}"
-    if kind == "greater_than":
-        return f"must be more than {context.get('gt')}"
-    plain = {"string_type": "must be text", "list_type": "must be a list", "int_type": "must be a whole number"}
-    return plain.get(kind, entry["msg"])
-
-
-def _fix(path: Sequence[str | int], value: object) -> str:
+        return Problem(name, value, '"auto" is written in lower case', 'write "auto"', edit=Edit(keys, value="auto"))
     names = [step for step in path if isinstance(step, str)]
     section = section_of(whole_schema(), names[:-1])
     field = section.model_fields.get(names[-1]) if section else None
     if field is None:
-        return "correct the value"
+        return Problem(name, value, _rule(entry), "correct the value")
+    verdict: Verdict = verdict_of(field)
     if subsection(field) is not None:
-        return f"write {_example(section_of(whole_schema(), names), value)}, or remove the key ({field.description})"
-    default = "" if field.default is None else f" (default {_json(field.default)})"
-    return f"correct it, or remove the key{default}. Meaning: {field.description}"
+        example = _example(section_of(whole_schema(), names), value)
+        fix = f"write {example}, or remove the key ({field.description})"
+    else:
+        default = "" if field.default is None else f" (default {_json(field.default)})"
+        fix = f"correct it, or remove the key{default}. Meaning: {field.description}"
+    words = verdict.words.format(value=show(value)) if verdict.words_for in ("", entry["type"]) else ""
+    return Problem(name, value, _rule(entry), fix, raises=verdict.raises, words=words)
+
+
+def _rule(entry: ErrorDetails) -> str:
+    context, kind = entry.get("ctx", {}), entry["type"]
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"must be {context['expected']}"
+    return {
+        "greater_than_equal": f"must be at least {context.get('ge')}",
+        "less_than_equal": f"must be at most {context.get('le')}",
+        "greater_than": f"must be more than {context.get('gt')}",
+        "string_type": "must be text",
+        "list_type": "must be a list",
+        "int_type": "must be a whole number",
+        **dict.fromkeys(("model_type", "dict_type", "model_attributes_type"), "must be an object {...}"),
+    }.get(kind, entry["msg"])
 
 
 def _example(section: type[Section] | None, value: object) -> str:
@@ -356,3 +140,86 @@ def _example(section: type[Section] | None, value: object) -> str:
 
 def _json(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
+
+
+def _unknown_key(path: tuple[str, ...], value: object, ignores_unknown: bool) -> Finding:
+    """Return the finding for an unknown key. In some places it is ignored with a remark, unless it resembles a known
+    key."""
+    *parents, key = path
+    schema, name = whole_schema(), dotted(path)
+    if not parents:
+        if key.startswith(_COMMENT_MARKS):
+            return Remark(name, "taken as a remark")
+        inner = section_of(schema, key.split(".")[:-1]) if "." in key else None
+        if inner is not None and key.rpartition(".")[2] in inner.model_fields:  # TRL writes such keys
+            text = "a dotted key at the top level has no effect (a nested key of that name has)"
+            return Remark(key, text, edit=Edit(path))
+        if ignores_unknown and not is_section(key):
+            text = "there is no such key; ignored (hf_zero.ignore_unknown_keys)"
+            return Remark(name, text, edit=Edit(path))
+    section = section_of(schema, parents)
+    siblings = [sibling for sibling in section.model_fields if parents or sibling != "hf_zero"] if section else []
+    # The names of our own settings are not suggested for DeepSpeed's, nor those of Apex.
+    everywhere = [known for known in all_paths(schema) if not known.startswith(("amp.", "hf_zero."))]
+    alike = _resemblance(key, siblings, () if parents == ["hf_zero"] else everywhere)
+    rule = "there is no such key " + (f"in {'.'.join(parents)}" if parents else "at the top level")
+    edit = alike.edit(path)
+    if ".".join(parents) in _LOOSE and not alike and "." not in key:
+        return Remark(name, f"{rule}; ignored", value, ignored=True, edit=edit)
+    words = section.unknown_words if section is not None else ""
+    return Problem(name, value, rule, alike.words(siblings), edit=edit, words=words)
+
+
+@dataclass(frozen=True, slots=True)
+class _Resemblance:
+    """The known key probably meant by an unknown one: a sibling with a similar name, or the same name elsewhere."""
+
+    sibling: str = ""
+    elsewhere: tuple[str, ...] = ()  # paths
+
+    def __bool__(self) -> bool:
+        return bool(self.sibling or self.elsewhere)
+
+    def words(self, siblings: Sequence[str]) -> str:
+        """Return the fix for the message."""
+        if self.sibling:
+            return f'did you mean "{self.sibling}"?'
+        if self.elsewhere:
+            return f"did you mean {' or '.join(self.elsewhere)}?"
+        few = ", ".join(siblings) if len(siblings) <= _FEW else ""
+        return f"remove it, or write one of {few}" if few else "remove it; there is no similar key"
+
+    def edit(self, path: tuple[str, ...]) -> Edit | None:
+        if self.sibling:
+            return Edit(path, to=(*path[:-1], self.sibling))
+        if len(self.elsewhere) > 1:
+            return None
+        return Edit(path, to=tuple(self.elsewhere[0].split("."))) if self.elsewhere else Edit(path)
+
+
+# Names of our keys in Trainer and other libraries.
+_MEANT = {
+    "max_grad_norm": "gradient_clipping",
+    "grad_clip": "gradient_clipping",
+    "max_norm": "gradient_clipping",
+    "batch_size": "train_batch_size",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "lr_scheduler": "scheduler",
+    "zero": "zero_optimization",
+    "zero_stage": "stage",
+}
+
+
+def _resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) -> _Resemblance:
+    """Return the known key that an unknown one resembles, trying its siblings first."""
+    known = {name.lower(): name for name in siblings}
+    if _MEANT.get(key.lower()) in known:
+        return _Resemblance(sibling=_MEANT[key.lower()])
+    close = difflib.get_close_matches(key.lower()[:100], known, n=1, cutoff=0.7)
+    # difflib counts transposed letters twice, as in "tetha".
+    close = close or [name for name in known if sorted(name) == sorted(key.lower())]
+    if close:
+        return _Resemblance(sibling=known[close[0]])
+    elsewhere = tuple(path for path in everywhere if path.rpartition(".")[2] == key)
+    return _Resemblance(elsewhere=elsewhere if len(elsewhere) <= _SEVERAL else ())

@@ -27,8 +27,7 @@ from hf_zero.config.errors import ABSENT, Edit, Remark
 from hf_zero.config.errors import show as short
 from hf_zero.config.extras import loaded
 from hf_zero.config.fill import SIZED_BY_MODEL
-from hf_zero.config.schema import Verdict
-from hf_zero.config.schema.fields import all_paths, section_of, verdict_of
+from hf_zero.config.schema.fields import Verdict, all_paths, section_of, verdict_of
 from hf_zero.explain.views import (
     Links,
     Sent,
@@ -121,9 +120,12 @@ def _who_fills(path: str) -> str:
 def _effect(findings: Findings, path: str, stage: int) -> tuple[str, bool]:
     """A description of a key's effect, and whether it has one."""
     *parents, name = path.split(".")
-    for section, policy in (("optimizer", findings.optimizer), ("scheduler", findings.scheduler)):
-        if parents == [section, "params"]:
-            return f"argument of {policy.type if policy else 'the ' + section}", True
+    for name_of_section, section in (
+        ("optimizer", findings.config.optimizer),
+        ("scheduler", findings.config.scheduler),
+    ):
+        if parents == [name_of_section, "params"]:
+            return f"argument of {(section and section.type) or 'the ' + name_of_section}", True
     section_class = section_of(type(findings.config), parents)
     field = section_class.model_fields.get(name) if section_class else None
     if section_class is None and parents:

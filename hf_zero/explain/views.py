@@ -13,11 +13,10 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from hf_zero.config import ConfigError, Findings, ModelView, Problem, TrainingView
-from hf_zero.config.checks import model_dtype
-from hf_zero.config.choices.groups import gather_size_in, shard_size_in
 from hf_zero.config.errors import ABSENT
+from hf_zero.config.schema.precision import model_dtype
 from hf_zero.config.schema.root import HfZero
-from hf_zero.config.schema.zero import Zero
+from hf_zero.config.schema.zero import Zero, gather_size_in, shard_size_in
 from hf_zero.integration.huggingface.views import training_view
 from hf_zero.layout.traffic import Sizes, Wiring, across_bytes, traffic_of, with_same_weights, within_bytes
 from hf_zero.quantities import count_of

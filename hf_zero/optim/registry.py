@@ -32,8 +32,9 @@ def build_optimizer(
     try:
         return factory(list(groups), **params)
     except (TypeError, ValueError) as error:
+        fix = f"give only what {policy.type} takes"
         raise ConfigError(
-            [Problem("optimizer.params", dict(policy.params), str(error), f"give only what {policy.type} takes")]
+            Problem("optimizer.params", dict(policy.params), str(error), fix, raises=TypeError)
         ) from error
 
 
@@ -42,9 +43,10 @@ def _maker(name: str, made_by: str) -> Callable[..., torch.optim.Optimizer]:
     if made_by and not (made_by.startswith("torch.optim:") and not hasattr(torch.optim, made_by.partition(":")[2])):
         maker: Callable[..., torch.optim.Optimizer] = loaded(made_by)
         return maker
-    rule = "is neither one of our optimizers nor a class of torch.optim"
+    rule = "it is neither one of our optimizers nor a class of torch.optim"
     fix = 'write the class name exactly as torch.optim spells it, for example "SGD"'
-    raise ConfigError([Problem("optimizer.type", name, rule, fix)])
+    words = "is not a supported DeepSpeed Optimizer"
+    raise ConfigError(Problem("optimizer.type", name, rule, fix, raises=AssertionError, words=words))
 
 
 def states_per_element(optimizer: torch.optim.Optimizer) -> int:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.config import OptimizerSees
-from hf_zero.config.choices.optimizer_types import type_of_class
 from hf_zero.config.extras import loaded
+from hf_zero.config.schema.optimizer_types import type_of_class
 from hf_zero.optim.elementwise import ElementwiseUpdater, Family
 from hf_zero.optim.updater import (
     OwnStepUpdater,

@@ -17,9 +17,9 @@ from hf_zero.config import (
     load_config,
     resolve,
 )
-from hf_zero.config.batch import MICRO, STEPS, TRAIN
-from hf_zero.config.checks import model_dtype
 from hf_zero.config.extras import service
+from hf_zero.config.schema.batch import MICRO, STEPS, TRAIN
+from hf_zero.config.schema.precision import model_dtype
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
 from hf_zero.config.sources import is_auto
 from hf_zero.planning.model import PlannedModel

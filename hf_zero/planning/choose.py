@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, Problem, resolve
-from hf_zero.config.features.long_sequences import ActivationCheckpointing, on_host
-from hf_zero.config.features.long_sequences import Tiling as TilingKeys
 from hf_zero.config.policies import Resolved
+from hf_zero.config.schema.long_sequences import ActivationCheckpointing, on_host
+from hf_zero.config.schema.long_sequences import Tiling as TilingKeys
 from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, exchanges_of, traffic_of, with_same_weights
 from hf_zero.log import tracked
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element

@@ -15,7 +15,7 @@ from typing import Any
 from rich.markup import escape
 
 from hf_zero.config import ConfigError
-from hf_zero.config.features.long_sequences import on_host as inputs_on_host
+from hf_zero.config.schema.long_sequences import on_host as inputs_on_host
 from hf_zero.log import tracked
 from hf_zero.planning.candidates import Candidate, Training, candidates, check_sizes, ds_config, resolved
 from hf_zero.planning.choose import gigabytes, setting_of, traced

@@ -16,7 +16,7 @@ from torch import nn
 from hf_zero.comm.parts import held_part, whole_shape
 from hf_zero.config import ConfigError, ModelView, Problem
 from hf_zero.config.extras import service
-from hf_zero.config.features.long_sequences import LOSS_BYTES
+from hf_zero.config.schema.long_sequences import LOSS_BYTES
 from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature, text_config, unwrapped
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_zero.config.features.profiling import CommsLogger
+from hf_zero.config.schema.profiling import CommsLogger
 from hf_zero.log import log_dist
 from hf_zero.profiling.calls import FinishedCall
 from hf_zero.profiling.flops import amount, trim_mean

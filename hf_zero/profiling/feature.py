@@ -28,7 +28,7 @@ from torch import nn
 from hf_zero.comm import local_device, watching_collectives
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import Resolved
-from hf_zero.config.features import profiling as sections
+from hf_zero.config.schema import profiling as sections
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import HostCopy, clock_of, forget_peaks, reserved, runtime_of
 from hf_zero.device.runtime import Clock

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config import ConfigError, Problem
-from hf_zero.config.features import profiling as sections
+from hf_zero.config.schema import profiling as sections
 
 Event = tuple[str, float, int]  # name, value, global samples
 # Section of ds.json -> (module, package)

@@ -13,7 +13,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from hf_zero.config.features.long_sequences import LOSS_BYTES, ActivationCheckpointing, Tiling, on_host
+from hf_zero.config.schema.long_sequences import LOSS_BYTES, ActivationCheckpointing, Tiling, on_host
 from hf_zero.device.host_memory import host_available
 from hf_zero.device.registry import reserved, runtime_of
 from hf_zero.features import text_config

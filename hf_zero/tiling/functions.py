@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hf_zero.config import ConfigError, Problem, Resolved
-from hf_zero.config.features import long_sequences
+from hf_zero.config.schema import long_sequences
 from hf_zero.features import TrainingFeature
 from hf_zero.log import logger
 from hf_zero.tiling.compute import Tiling, chunk_rows, tiled

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_zero.config import ConfigError, Problem, Resolved
-from hf_zero.config.features import long_sequences
+from hf_zero.config.schema import long_sequences
 from hf_zero.features import Progress, TrainingFeature, unwrapped
 from hf_zero.log import logger
 from hf_zero.tiling.compute import Tiling, autocasts, chunk_rows, tiled

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.kept import CheckpointedCalls
-from hf_zero.config.features.long_sequences import ActivationCheckpointing
+from hf_zero.config.schema.long_sequences import ActivationCheckpointing
 from hf_zero.device.runtime import HOST, Memory, Runtime
 from tests.support.late import Late, use
 from tests.support.memory import most_allocated, profiled_memory, still_allocated

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.activations.kept import CheckpointedCalls, KeptInput, Place, Times, can_be_flat, watched
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.config.features.long_sequences import ActivationCheckpointing
+from hf_zero.config.schema.long_sequences import ActivationCheckpointing
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import HOST, Clock
 from tests.activations.test_calls import ROWS, WIDTH, net, train

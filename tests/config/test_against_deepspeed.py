@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hf_zero.config import ConfigError, resolve
-from hf_zero.config.extras import whole_schema
 from hf_zero.config.schema.fields import section_of
+from hf_zero.config.schema.whole import whole_schema
 
 from .deepspeed_answers import ask_deepspeed
 

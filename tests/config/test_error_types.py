@@ -55,7 +55,8 @@ def test_an_error_is_caught_by_what_was_written_for_deepspeeds(name: str) -> Non
 def test_an_error_is_of_no_type_that_its_problems_do_not_call_for() -> None:
     error = ConfigError(Problem("zero_optimization.stage", 7, "must be 0, 1, 2 or 3", "choose one"))
     assert type(error) is ConfigError and not isinstance(error, (AssertionError, TypeError))
-    both = ConfigError(iter([Problem("optimizer.type", "A", "is none", ""), Problem("optimizer.params", {}, "no", "")]))
+    asserted = Problem("optimizer.type", "A", "is none", "", raises=AssertionError)
+    both = ConfigError(iter([asserted, Problem("optimizer.params", {}, "no", "", raises=TypeError)]))
     assert isinstance(both, AssertionError) and isinstance(both, TypeError) and len(both.problems) == 2
     travelled = pickle.loads(pickle.dumps(both))
     assert type(travelled) is type(both) and str(travelled) == str(both)

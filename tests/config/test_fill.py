@@ -18,10 +18,13 @@ from hf_zero.config import (
     Source,
     TrainingView,
     Views,
+    examine,
     load_config,
     resolve,
 )
-from hf_zero.config.fill import apply, drop_unfilled, fill, hidden_size, same
+from hf_zero.config.fill import fill, hidden_size, same
+from hf_zero.config.hosts import drop_unfilled, write_back
+from hf_zero.config.rename import rename
 from hf_zero.config.schema.root import HfZero
 
 DS_JSON = """{
@@ -153,7 +156,7 @@ def config_with(path: str, value: Any) -> dict[str, Any]:
 )
 def test_equal_values_pass_whatever_their_type(path: str, value: Any) -> None:
     config = config_with(path, value)
-    assert fill(config, Views(world_size=2, training=TrainingView())).problems == []
+    assert fill(rename(config, Views(world_size=2, training=TrainingView()))).problems() == ()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,9 @@ def test_auto_find_batch_size_may_differ_from_a_fixed_micro_batch() -> None:
 
 def test_one_writer_per_node_is_set_even_where_the_section_is_missing() -> None:
     config = load_config({"train_batch_size": "auto"})
-    apply(config, fill(config, Views(world_size=1, training=TrainingView(save_on_each_node=True))))
+    write_back(
+        config, examine(config, Views(world_size=1, training=TrainingView(save_on_each_node=True)), complete=False)
+    )
     assert config["checkpoint"] == {"use_node_local_storage": True}
     assert str(config.source_of("checkpoint.use_node_local_storage")) == "TrainingArguments.save_on_each_node"
 
@@ -182,13 +187,13 @@ def test_what_trainer_filled_it_may_fill_again_and_nobody_else() -> None:
     config = load_config(
         {"train_micro_batch_size_per_gpu": "auto", "optimizer": {"type": "Adam", "params": {"lr": "auto"}}}
     )
-    apply(config, fill(config, Views(world_size=1, training=TrainingView(learning_rate=1e-4))))
+    write_back(config, examine(config, Views(world_size=1, training=TrainingView(learning_rate=1e-4)), complete=False))
     assert config["train_micro_batch_size_per_gpu"] == 8
     lowered = TrainingView(per_device_train_batch_size=4, batch_size_may_vary=True, learning_rate=1e-4)
-    apply(config, fill(config, Views(world_size=1, training=lowered)))
+    write_back(config, examine(config, Views(world_size=1, training=lowered), complete=False))
     assert config["train_micro_batch_size_per_gpu"] == 4
     by_script = AcceleratorView(prepares=True, batch_sizes=(2,), optimizer={"lr": 1e-3})
-    apply(config, fill(config, Views(world_size=1, accelerator=by_script)))
+    write_back(config, examine(config, Views(world_size=1, accelerator=by_script), complete=False))
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert config["optimizer"]["params"]["lr"] == 1e-4
 
@@ -217,9 +222,9 @@ ACCELERATE: list[tuple[str, dict[str, Any], Any, str]] = [
 @pytest.mark.parametrize(("path", "fields", "value", "source"), ACCELERATE)
 def test_accelerate_fills(path: str, fields: dict[str, Any], value: Any, source: str) -> None:
     config = config_with(path, "auto")
-    changes = fill(config, Views(world_size=2, accelerator=AcceleratorView(prepares=True, **fields)))
-    assert changes.values[tuple(path.split("."))] == value
-    assert source in str(changes.sources[path])
+    views = Views(world_size=2, accelerator=AcceleratorView(prepares=True, **fields))
+    given, from_where = fill(rename(config, views)).filled[tuple(path.split("."))]
+    assert given == value and source in str(from_where)
 
 
 def test_accelerate_never_touches_a_fixed_value() -> None:
@@ -290,8 +295,8 @@ def test_hidden_size_wherever_it_is(model: ModelView | None, size: int | None, s
 def test_the_three_sizes_follow_from_the_hidden_size() -> None:
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     config = {"zero_optimization": dict.fromkeys(keys, "auto")}
-    changes = fill(config, Views(world_size=1, model=ModelView(config={"hidden_size": 10})))
-    assert [changes.values["zero_optimization", key] for key in keys] == [100, 90, 100]
+    draft = fill(rename(config, Views(world_size=1, model=ModelView(config={"hidden_size": 10}))))
+    assert [draft.tree["zero_optimization"][key] for key in keys] == [100, 90, 100]
 
 
 def test_unfilled_autos_are_taken_out_where_others_would_trip_on_them() -> None:
@@ -317,7 +322,7 @@ def test_problems_of_a_dict_name_no_place() -> None:
 
 def test_a_config_with_places_travels() -> None:
     config = load_config('{"bf16": {"enabled": "auto"}}')
-    apply(config, fill(config, Views(world_size=1, training=TrainingView(bf16=True))))
+    write_back(config, examine(config, Views(world_size=1, training=TrainingView(bf16=True)), complete=False))
     copied = copy.deepcopy(config)
     assert isinstance(copied, ConfigDict) and copied["bf16"] == {"enabled": True}
     assert str(copied.source_of("bf16.enabled")) == "TrainingArguments.bf16"

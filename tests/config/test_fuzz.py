@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -16,13 +17,13 @@ from hf_zero.config import (
     Resolved,
     TrainingView,
     Views,
+    examine,
     load_config,
     resolve,
 )
-from hf_zero.config.extras import whole_schema
-from hf_zero.config.fill import apply, drop_unfilled, fill, unfilled_autos
-from hf_zero.config.load import normalise
+from hf_zero.config.hosts import drop_unfilled, normalise, unfilled_autos, write_back
 from hf_zero.config.schema.fields import all_paths
+from hf_zero.config.schema.whole import whole_schema
 
 PATHS = tuple(all_paths(whole_schema()))
 
@@ -104,7 +105,8 @@ def prepare_like_the_flows(config: dict[Any, Any], around: tuple[Any, Any, Any])
     except ConfigError:
         return
     views = Views(world_size=2, training=training, accelerator=accelerator, model=model)
-    apply(own, fill(own, views))
+    with contextlib.suppress(ConfigError):  # of sections that are no objects
+        write_back(own, examine(own, views, complete=False))
     drop_unfilled(own)
     assert unfilled_autos(own) == []
 

@@ -23,7 +23,7 @@ from hf_zero.config import (
     load_config,
     resolve,
 )
-from hf_zero.config.fill import apply, fill
+from hf_zero.config.hosts import write_back
 
 TOTAL = 60
 ADAMW: dict[str, Any] = {"optimizer": {"type": "AdamW"}}
@@ -116,15 +116,16 @@ def test_in_two_phases_as_trainer_fills(
     for config in map(load_config, absent(path, rest)):
         for phase in (TrainingView(**given), TrainingView(total_steps=TOTAL, steps_only=True, **given)):
             views = Views(world_size=2, training=phase)
-            assert not examine(config, views, complete=False).problems
-            apply(config, fill(config, views))
+            findings = examine(config, views, complete=False)
+            assert not findings.problems
+            write_back(config, findings)
         assert value_of(path, resolve(config, world_size=2)) == expected
 
 
 def test_no_section_is_made_up() -> None:
     """Without an optimizer section Trainer's own optimizer is used; plain fp32 needs no section either."""
     config = load_config({"zero_optimization": {"stage": 1}})
-    apply(config, fill(config, Views(world_size=1, training=TrainingView())))
+    write_back(config, examine(config, Views(world_size=1, training=TrainingView()), complete=False))
     assert set(config) == {
         "zero_optimization",
         "gradient_clipping",

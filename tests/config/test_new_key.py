@@ -13,12 +13,12 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ConfigError, Resolved, resolve
-from hf_zero.config.errors import Problem
 from hf_zero.config.extras import ASKED_BY
-from hf_zero.config.features import Examined, Extra, OwnSection
-from hf_zero.config.features.long_sequences import ActivationCheckpointing, Tiling
-from hf_zero.config.features.profiling import Comet, CommsLogger, FlopsProfiler, Observation, Trace
+from hf_zero.config.features import Extra, OwnSection
+from hf_zero.config.rules import Rule
 from hf_zero.config.schema.fields import Section, Whole, supported
+from hf_zero.config.schema.long_sequences import ActivationCheckpointing, Tiling
+from hf_zero.config.schema.profiling import Comet, CommsLogger, FlopsProfiler, Observation, Trace
 from hf_zero.config.schema.root import HfZero, Root
 from hf_zero.features import Progress, TrainingFeature
 
@@ -27,6 +27,15 @@ CONFIG = Path(hf_zero.__file__).parent / "config"
 
 class Loudness(Section):
     factor: Whole = supported(2, "What outputs are multiplied by.")
+
+    rules = (
+        Rule(
+            keys=("hf_zero.loudness.factor",),
+            broken=lambda factor: factor > 9,
+            rule="is too loud",
+            fix="write 2",
+        ),
+    )
 
 
 class Loud(TrainingFeature):
@@ -39,11 +48,8 @@ class Loud(TrainingFeature):
         return output * self.section.factor
 
 
-def examine(config: Root) -> Examined:
-    section = config.section(Loudness)
-    if section.factor > 9:
-        return Examined([Problem("hf_zero.loudness.factor", section.factor, "is too loud", "write 2")])
-    return Examined(policy=section)
+def policy(config: Root) -> Loudness:
+    return config.section(Loudness)
 
 
 def loud(model: nn.Module, resolved: Resolved) -> Loud:
@@ -53,7 +59,7 @@ def loud(model: nn.Module, resolved: Resolved) -> Loud:
 EXTRA = Extra(
     name="loudness",
     sections=(OwnSection(path="hf_zero.loudness", kind=Loudness, doc="Louder outputs."),),
-    examine=examine,
+    policy=policy,
     features=(f"{__name__}:loud",),
 )
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hf_zero.config.extras import whole_schema
 from hf_zero.config.reference import render
 from hf_zero.config.schema.fields import verdict_of
 from hf_zero.config.schema.root import HfZero
+from hf_zero.config.schema.whole import whole_schema
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "config.md"
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from hf_zero.config import AutocastPolicy, ConfigError, LossScalePolicy, Resolved, resolve
-from hf_zero.config.extras import whole_schema
+from hf_zero.config.schema.checkpoint import Checkpoint, OurCheckpoints
 from hf_zero.config.schema.fields import all_paths, section_of, subsection, verdict_of
-from hf_zero.config.schema.root import OurCheckpoints
-from hf_zero.config.schema.training import Checkpoint
+from hf_zero.config.schema.whole import whole_schema
 from hf_zero.config.schema.zero import Zero
 
 from .test_autos import nested

@@ -16,19 +16,18 @@ from hf_zero.config.extras import (
     installed,
     loaded,
     optimizer_names,
-    schema_for,
     section_names,
-    whole_schema,
 )
-from hf_zero.config.schema import Root
+from hf_zero.config.schema.root import Root
+from hf_zero.config.schema.whole import schema_for, whole_schema
 
 _EXTRA = '''
 import torch
 
-from hf_zero.config.choices.arguments import at_least_zero
-from hf_zero.config.errors import Problem
-from hf_zero.config.choices.optimizer_types import OptimizerType
-from hf_zero.config.features import Examined, Extra, OwnSection
+from hf_zero.config.schema.arguments import at_least_zero
+from hf_zero.config.rules import Rule
+from hf_zero.config.schema.optimizer_types import OptimizerType
+from hf_zero.config.features import Extra, OwnSection
 from hf_zero.config.schema.fields import Positive, Section, supported
 from hf_zero.features import TrainingFeature
 
@@ -37,6 +36,10 @@ class Doubling(Section):
     """Ours to test with."""
 
     factor: Positive = supported(2, "What the output is multiplied by.")
+
+    rules = (
+        Rule(keys=("doubling.factor",), broken=lambda factor: factor > 9, rule="is too much", fix="write 2"),
+    )
 
 
 class Multiply(TrainingFeature):
@@ -53,11 +56,8 @@ class Descent(torch.optim.SGD):
     pass
 
 
-def examine(config):
-    section = config.doubling
-    if section.factor > 9:
-        return Examined([Problem("doubling.factor", section.factor, "is too much", "write 2")])
-    return Examined(policy=section.factor)
+def policy(config):
+    return config.doubling.factor
 
 
 def feature(model, resolved):
@@ -67,7 +67,7 @@ def feature(model, resolved):
 EXTRA = Extra(
     name="doubling",
     sections=(OwnSection(path="doubling", kind=Doubling, doc="Larger outputs."),),
-    examine=examine,
+    policy=policy,
     features=("doubling_extra:feature",),
     optimizers=(OptimizerType(name="Descent", arguments={"lr": at_least_zero}, made_by="doubling_extra:Descent"),),
 )

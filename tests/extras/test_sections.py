@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_zero.config import ConfigError, resolve
-from hf_zero.config.extras import whole_schema
 from hf_zero.config.schema.fields import all_paths
+from hf_zero.config.schema.whole import whole_schema
 from hf_zero.extras.data_efficiency.section import CurriculumMetric, DifficultyPolicy, MetricPolicy, data_policy
 from hf_zero.extras.sparse_attention import PATTERNS, SparseAttention, pattern_keys
 from hf_zero.extras.sparse_attention.registered import pattern_of

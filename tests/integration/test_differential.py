@@ -24,8 +24,9 @@ from transformers import TrainingArguments  # noqa: E402
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig  # noqa: E402
 
 from hf_zero.config import ConfigError, ModelView, Views, load_config, resolve  # noqa: E402
-from hf_zero.config.fill import apply, fill  # noqa: E402
-from hf_zero.config.load import normalise  # noqa: E402
+from hf_zero.config.fill import fill  # noqa: E402
+from hf_zero.config.hosts import normalise, write  # noqa: E402
+from hf_zero.config.rename import rename  # noqa: E402
 from hf_zero.integration.huggingface.views import training_view  # noqa: E402
 from hf_zero.integration.patches import MARK  # noqa: E402
 from tests.config.deepspeed_answers import ask_deepspeed  # noqa: E402
@@ -126,9 +127,9 @@ def ours_by_key(config: dict[str, Any], arguments: TrainingArguments, total: int
     normalise(own)
     training = training_view(arguments, total_steps=total)
     views = Views(world_size=1, training=training, model=ModelView(config={"hidden_size": HIDDEN}))
-    changes = fill(own, views)
-    apply(own, changes)
-    return flat(own), {problem.path for problem in changes.problems}
+    draft = fill(rename(own, views))
+    write(own, draft.filled)
+    return flat(own), {problem.path for problem in draft.problems()}
 
 
 PUBLISHED = {**ACCEPTED, **{name: config for name, (config, _) in REFUSED.items()}}

@@ -12,9 +12,9 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ConfigError, resolve
-from hf_zero.config.choices import optimizer_types
-from hf_zero.config.choices.arguments import at_least_zero, beta
-from hf_zero.config.choices.optimizer_types import OptimizerType, register
+from hf_zero.config.schema import optimizer_types
+from hf_zero.config.schema.arguments import at_least_zero, beta
+from hf_zero.config.schema.optimizer_types import OptimizerType, register
 from hf_zero.kernels.vectors import Vectors, fp32_chunks
 from hf_zero.optim.elementwise import Applied, ElementwiseOptimizer, Family
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hf_zero.config import ConfigError
-from hf_zero.config.features.profiling import Comet, WandB
-from hf_zero.config.features.profiling import CsvMonitor as CsvSection
 from hf_zero.config.objects import ConfigView
+from hf_zero.config.schema.profiling import Comet, WandB
+from hf_zero.config.schema.profiling import CsvMonitor as CsvSection
 from hf_zero.integration.compat.comms import MonitorMaster, csvMonitor, get_monitor_config
 from hf_zero.profiling import monitors
 from hf_zero.profiling.feature import RunEvents

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_zero.comm import Pending
-from hf_zero.config.features.profiling import CommsLogger
+from hf_zero.config.schema.profiling import CommsLogger
 from hf_zero.device.runtime import HOST, Clock, Event, HostMark
 from hf_zero.profiling.breakdown import PARTS, Breakdown, table
 from hf_zero.profiling.calls import FinishedCall

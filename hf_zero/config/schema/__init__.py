@@ -1,8 +1,1 @@
-"""The keys of a config, one class per section."""
-
-from __future__ import annotations
-
-from hf_zero.config.schema.fields import Section, Verdict
-from hf_zero.config.schema.root import Root
-
-__all__ = ["Root", "Section", "Verdict"]
+"""The sections of a config: a file has the keys of some, the rules about them, and what they make of it: a policy."""

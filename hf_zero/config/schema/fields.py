@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
+
+if TYPE_CHECKING:
+    from hf_zero.config.rules import Check
 
 Kind = Literal["supported", "ignored", "unsupported", "detail", "check"]
 ALL_STAGES = (0, 1, 2, 3)
@@ -20,9 +23,16 @@ S = TypeVar("S", bound="Section")
 
 
 class Section(BaseModel):
-    """One object of the config. Unknown keys are errors."""
+    """One object of the config. Unknown keys are errors.
+
+    Attributes:
+        rules: the rules about its keys and those of other sections, in the order in which they are checked.
+        unknown_words: the words of DeepSpeed's error for an unknown key in it.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, protected_namespaces=())
+    rules: ClassVar[tuple[Check, ...]] = ()
+    unknown_words: ClassVar[str] = ""
 
     def section(self, kind: type[S]) -> S:
         """Return the section of this class in or below this one, or its defaults if there is none.
@@ -31,21 +41,53 @@ class Section(BaseModel):
         """
         if isinstance(self, kind):
             return self
-        section: Any = self
-        for name in _path_to(type(self), kind) or ():
-            section = getattr(section, name, None)
-        return kind() if section is None else section
+        path = _path_to(type(self), kind)
+        return kind() if path is None else self.at(path)
+
+    def at(self, path: Iterable[str]) -> Any:
+        """Return the value of a key below this section. A section that is not given has its defaults."""
+        value: Any = self
+        for name in path:
+            kind: type[Section] = type(value)
+            below = _subsections(kind)[name]
+            value = getattr(value, name)
+            if value is None and below is not None:
+                value = below()
+        return value
+
+    def has(self, path: Iterable[str]) -> bool:
+        """Whether the config has the key at a path below this section."""
+        value: Any = self
+        for name in path:
+            if not isinstance(value, Section) or name not in value.model_fields_set:
+                return False
+            value = getattr(value, name)
+        return True
+
+    def given(self) -> dict[str, Any]:
+        """Return the keys that the config has, as plain values."""
+        return self.model_dump(exclude_unset=True)
+
+
+class StrictSection(Section):
+    """A section whose keys DeepSpeed checks, too."""
+
+    unknown_words = "Extra inputs are not permitted"
 
 
 @functools.cache
 def _path_to(section: type[Section], kind: type[Section]) -> tuple[str, ...] | None:
     """Return the keys from a section to the first nested section of the given class or a subclass."""
-    for name, field in section.model_fields.items():
-        below = subsection(field)
+    for name, below in _subsections(section).items():
         path = None if below is None else () if issubclass(below, kind) else _path_to(below, kind)
         if path is not None:
             return (name, *path)
     return None
+
+
+@functools.cache
+def _subsections(section: type[Section]) -> dict[str, type[Section] | None]:
+    return {name: subsection(field) for name, field in section.model_fields.items()}
 
 
 def subsection(field: FieldInfo) -> type[Section] | None:
@@ -56,62 +98,104 @@ def subsection(field: FieldInfo) -> type[Section] | None:
     return None
 
 
-class Verdict(BaseModel):
-    """The effect of setting a field. It is part of the schema, so that documentation and checks agree."""
+def named_sections(field: FieldInfo) -> type[Section] | None:
+    """Return the section class of a field of type dict[str, section], or None."""
+    if get_origin(field.annotation) is not dict:
+        return None
+    inner = get_args(field.annotation)[1]
+    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
+
+
+def section_of(root: type[Section], path: Iterable[str]) -> type[Section] | None:
+    """Return the section class at a path, or None if there is none."""
+    section: type[Section] | None = root
+    by_name: type[Section] | None = None  # section class of a field with user-chosen names
+    for key in path:
+        if by_name is not None:
+            section, by_name = by_name, None
+            continue
+        if section is None or key not in section.model_fields:
+            return None
+        by_name = named_sections(section.model_fields[key])
+        section = subsection(section.model_fields[key])
+    return section
+
+
+def all_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield every key path of the schema, including sections; `*` stands for a user-chosen name."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        below = subsection(field)
+        if below is not None:
+            yield from all_paths(below, f"{prefix}{name}.*." if named_sections(field) else f"{prefix}{name}.")
+
+
+@functools.cache
+def rules_of(schema: type[Section]) -> tuple[Check, ...]:
+    """Return the rules of a schema: those of a section follow those of the sections in it."""
+    below = [kind for kind in _subsections(schema).values() if kind is not None]
+    return tuple(dict.fromkeys([*(rule for kind in below for rule in rules_of(kind)), *schema.rules]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The effect of setting a field. It is part of the schema, so that documentation and checks agree.
+
+    Attributes:
+        why: ignored: why it has no effect; unsupported: what is missing; supported: shown where it has no effect.
+        stages: the field has no effect at other stages.
+        beside: a key of the same section, and its values with which the field has an effect.
+        switch: unsupported section: key that turns it on; "": any content; None: presence.
+        met: although the field has no effect, what it requests is always the case.
+        names: other names that DeepSpeed has for the key.
+        old_names: names of former versions.
+        raises, words: type and words of DeepSpeed's error for an invalid value.
+        words_for: what is wrong with a value in these words, as a type of pydantic's errors; default: anything.
+    """
 
     kind: Kind
-    why: str = ""  # ignored: why it has no effect; unsupported: what is missing
-    stages: tuple[int, ...] = ALL_STAGES  # the field has no effect at other stages
+    why: str = ""
+    stages: tuple[int, ...] = ALL_STAGES
+    beside: tuple[str, tuple[str, ...]] | None = None
     unit: str = ""
-    switch: str | None = "enabled"  # unsupported section: key that turns it on; "": any content; None: presence
-    met: bool = False  # although the field has no effect, what it requests is always the case
+    switch: str | None = "enabled"
+    met: bool = False
+    names: tuple[str, ...] = ()
+    old_names: tuple[str, ...] = ()
+    raises: type[Exception] | None = None
+    words: str = ""
+    words_for: str = ""
 
 
-def supported(
-    default: Any, doc: str, *, why: str = "", unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
-) -> Any:
-    """A field that has an effect; `why` is shown at stages where it has none."""
-    return _field(default, doc, Verdict(kind="supported", why=why, unit=unit, stages=stages, met=met))
+def _field(kind: Kind, default: Any, doc: str, **verdict: Any) -> Any:
+    extra: Any = {"verdict": Verdict(kind=kind, **verdict)}
+    return Field(default, description=doc, validate_default=False, json_schema_extra=extra)
 
 
-def ignored(
-    default: Any, doc: str, *, why: str, unit: str = "", stages: tuple[int, ...] = ALL_STAGES, met: bool = False
-) -> Any:
-    """A field that is accepted without effect for the given reason; the user is told when the key is set."""
-    return _field(default, doc, Verdict(kind="ignored", why=why, unit=unit, stages=stages, met=met))
+def verdict_of(field: FieldInfo) -> Verdict:
+    assert isinstance(field.json_schema_extra, dict), "every field of a section is made by supported, ignored, ..."
+    verdict: Any = field.json_schema_extra["verdict"]
+    return verdict  # type: ignore[no-any-return]
 
 
-def unsupported(default: Any, doc: str, *, why: str, switch: str | None = "enabled") -> Any:
-    """A field that is refused unless it has its default value (for a section: unless it is switched off)."""
-    return _field(default, doc, Verdict(kind="unsupported", why=why, switch=switch))
-
-
-def detail(default: Any, doc: str) -> Any:
-    """A field that belongs to another one and has no verdict of its own."""
-    return _field(default, doc, Verdict(kind="detail"))
-
-
-def check(default: Any, doc: str, *, unit: str = "") -> Any:
-    """A field that is only compared with other settings, by the rules in `resolve`."""
-    return _field(default, doc, Verdict(kind="check", unit=unit))
-
-
-def _field(default: Any, doc: str, verdict: Verdict) -> Any:
-    return Field(default, description=doc, validate_default=False, json_schema_extra=verdict.model_dump(mode="json"))
+# A field is made by one of these, with its default, its meaning and what `Verdict` has.
+supported = partial(_field, "supported")  # it has an effect
+ignored = partial(_field, "ignored")  # accepted without effect, for the reason `why`; the user is told when it is set
+unsupported = partial(_field, "unsupported")  # refused unless it has its default (a section: unless it is off)
+detail = partial(_field, "detail")  # belongs to another field and has no verdict of its own
+check = partial(_field, "check")  # only compared with other settings, by rules
 
 
 def as_whole(value: object) -> int:
     """Parse a whole number: 8, 8.0, 5e8 and "5e8", but not true, 8.5, inf or "eight"."""
     number = _number(value, "must be a whole number")
-    if isinstance(number, int):
-        whole = number
-    elif math.isfinite(number) and number.is_integer():
-        whole = int(number)
-    else:
-        raise ValueError("must be a whole number")
-    if abs(whole) > LARGEST:
+    if isinstance(number, float):
+        if not number.is_integer():  # nor are NaN and infinity
+            raise ValueError("must be a whole number")
+        number = int(number)
+    if abs(number) > LARGEST:
         raise ValueError(f"must be a whole number no larger than {LARGEST}")
-    return whole
+    return number
 
 
 def as_size(value: object) -> int:
@@ -134,16 +218,10 @@ def as_number(value: object) -> float:
 
 
 def _number(value: object, rule: str) -> int | float:
-    if isinstance(value, bool):
-        raise ValueError(rule)
-    if isinstance(value, numbers.Integral):
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         return int(value)
-    if isinstance(value, (numbers.Real, str)):
-        return _parsed(value, rule)
-    raise ValueError(rule)
-
-
-def _parsed(value: numbers.Real | str, rule: str) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, str)):
+        raise ValueError(rule)
     try:
         return int(value) if isinstance(value, str) and value.strip().isdecimal() else float(value)
     except (ValueError, OverflowError):
@@ -180,7 +258,7 @@ def as_dtype(value: object) -> object:
     """Parse fp32, fp16 or bf16 in any case; the error suggests the nearest name."""
     if value is None:
         return None
-    name = value.lower() if isinstance(value, str) else value
+    name = as_lower(value)
     if name in ("fp32", "fp16", "bf16"):
         return name
     meant = DTYPE_SPELLINGS.get(name.removeprefix("torch.")) if isinstance(name, str) else None
@@ -196,6 +274,25 @@ def as_names(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def whole_or(*words: str, unit: str) -> Callable[[object], object]:
+    """Return a parser of a whole number, 1 or more, or one of some words in any case."""
+
+    def parse(value: object) -> object:
+        if as_lower(value) in words:
+            return as_lower(value)
+        try:
+            number = as_whole(value)
+        except ValueError:
+            number = 0
+        if number < 1:
+            parts = [f"must be a number of {unit}, 1 or more", *(f'"{word}"' for word in words)]
+            raise ValueError(", ".join(parts[:-1]) + ("," if len(words) == 1 else "") + f" or {parts[-1]}")
+        return number
+
+    return parse
+
+
+DtypeName = Literal["fp32", "bf16", "fp16"]
 Flag = Annotated[bool, BeforeValidator(as_flag)]
 Whole = Annotated[int, BeforeValidator(as_whole)]
 Count = Annotated[int, BeforeValidator(as_whole), Field(ge=0)]
@@ -206,101 +303,7 @@ Number = Annotated[float, BeforeValidator(as_number)]
 NonNegative = Annotated[float, BeforeValidator(as_number), Field(ge=0)]
 PositiveNumber = Annotated[float, BeforeValidator(as_number), Field(gt=0)]
 Fraction = Annotated[float, BeforeValidator(as_number), Field(ge=0, le=1)]
-Dtype = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(as_dtype)]
+Dtype = Annotated[DtypeName, BeforeValidator(as_dtype)]
 Free = Annotated[dict[str, Any], BeforeValidator(as_free)]
 PathText = Annotated[str, BeforeValidator(as_path)]
 Names = Annotated[list[str], BeforeValidator(as_names)]
-
-
-_FEW = 12  # the most names in a message
-_SEVERAL = 3  # the most places in a message
-
-
-def section_of(root: type[Section], path: Iterable[str]) -> type[Section] | None:
-    """Return the section class at a path, or None if there is none."""
-    section: type[Section] | None = root
-    by_name: type[Section] | None = None  # section class of a field with user-chosen names
-    for key in path:
-        if by_name is not None:
-            section, by_name = by_name, None
-            continue
-        if section is None or key not in section.model_fields:
-            return None
-        by_name = named_sections(section.model_fields[key])
-        section = subsection(section.model_fields[key])
-    return section
-
-
-def named_sections(field: FieldInfo) -> type[Section] | None:
-    """Return the section class of a field of type dict[str, section], or None."""
-    if get_origin(field.annotation) is not dict:
-        return None
-    inner = get_args(field.annotation)[1]
-    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
-
-
-def verdict_of(field: FieldInfo) -> Verdict:
-    assert isinstance(field.json_schema_extra, dict), "every field of a section is made by supported, ignored, ..."
-    return Verdict.model_validate(field.json_schema_extra)
-
-
-def all_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """Yield every key path of the schema, including sections; `*` stands for a user-chosen name."""
-    for name, field in section.model_fields.items():
-        yield prefix + name
-        below = subsection(field)
-        if below is not None:
-            yield from all_paths(below, f"{prefix}{name}.*." if named_sections(field) else f"{prefix}{name}.")
-
-
-@dataclass(frozen=True, slots=True)
-class Resemblance:
-    """The known key probably meant by an unknown one: a sibling with a similar name, or the same name elsewhere."""
-
-    sibling: str = ""
-    elsewhere: tuple[str, ...] = ()  # paths
-
-    def __bool__(self) -> bool:
-        return bool(self.sibling or self.elsewhere)
-
-    def words(self, siblings: Sequence[str]) -> str:
-        """Return the fix for the message."""
-        if self.sibling:
-            return f'did you mean "{self.sibling}"?'
-        if self.elsewhere:
-            return f"did you mean {' or '.join(self.elsewhere)}?"
-        few = ", ".join(siblings) if len(siblings) <= _FEW else ""
-        return f"remove it, or write one of {few}" if few else "remove it; there is no similar key"
-
-
-# Names of our keys in Trainer and other libraries.
-_MEANT = {
-    "max_grad_norm": "gradient_clipping",
-    "grad_clip": "gradient_clipping",
-    "max_norm": "gradient_clipping",
-    "batch_size": "train_batch_size",
-    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-    "lr_scheduler": "scheduler",
-    "zero": "zero_optimization",
-    "zero_stage": "stage",
-}
-
-
-def resemblance(key: str, siblings: Iterable[str], everywhere: Sequence[str]) -> Resemblance:
-    """Return the known key that an unknown one resembles, trying its siblings first."""
-    known = {name.lower(): name for name in siblings}
-    if _MEANT.get(key.lower()) in known:
-        return Resemblance(sibling=_MEANT[key.lower()])
-    close = difflib.get_close_matches(key.lower()[:100], known, n=1, cutoff=0.7)
-    # difflib counts transposed letters twice, as in "tetha".
-    close = close or [name for name in known if sorted(name) == sorted(key.lower())]
-    if close:
-        return Resemblance(sibling=known[close[0]])
-    elsewhere = tuple(path for path in everywhere if path.rpartition(".")[2] == key)
-    return Resemblance(elsewhere=elsewhere if len(elsewhere) <= _SEVERAL else ())
-
-
-def leading_paths(root: type[Section]) -> tuple[str, ...]:
-    """Return the key paths that a fix may suggest, which excludes Apex's section and our own."""
-    return tuple(path for path in all_paths(root) if not path.startswith(("amp.", "hf_zero.")))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, create_model
+from pydantic import BeforeValidator
 
 from hf_zero.config.features import Extra
-from hf_zero.config.features.long_sequences import ACTIVATIONS, TILING, ActivationCheckpointing, Tiling
-from hf_zero.config.features.profiling import PROFILING, Observation, Trace
+from hf_zero.config.rules import RANKS, Advice, Check, Ranks, Rule, needs
+from hf_zero.config.schema.batch import SEQUENCE, BatchSizes
+from hf_zero.config.schema.checkpoint import Aio, Checkpoint, OurCheckpoints
 from hf_zero.config.schema.fields import (
     Dtype,
     Flag,
@@ -16,7 +18,6 @@ from hf_zero.config.schema.fields import (
     NonNegative,
     Positive,
     PositiveNumber,
-    Section,
     as_lower,
     as_whole,
     check,
@@ -24,44 +25,14 @@ from hf_zero.config.schema.fields import (
     ignored,
     supported,
     unsupported,
+    whole_or,
 )
-from hf_zero.config.schema.training import (
-    Aio,
-    Amp,
-    Bf16,
-    Checkpoint,
-    DataTypes,
-    Fp16,
-    Optimizer,
-    Scheduler,
-    TensorParallel,
-    TorchAutocast,
-)
-from hf_zero.config.schema.zero import Zero
-
-
-def _as_shard_group(value: object) -> object:
-    if isinstance(value, str) and value.lower() == "host":
-        return "host"
-    try:
-        size = as_whole(value)
-    except ValueError:
-        size = 0
-    if size < 1:
-        raise ValueError('must be a number of ranks, 1 or more, or "host"')
-    return size
-
-
-def _as_threads(value: object) -> object:
-    if isinstance(value, str) and value.lower() in ("auto", "unchanged"):
-        return value.lower()
-    try:
-        number = as_whole(value)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise ValueError('must be a number of threads, 1 or more, "auto" or "unchanged"')
-    return number
+from hf_zero.config.schema.long_sequences import ACTIVATIONS, TILING, ActivationCheckpointing, Tiling
+from hf_zero.config.schema.optimizer import Optimizer, Scheduler
+from hf_zero.config.schema.parallel import TensorParallel
+from hf_zero.config.schema.precision import MASTERS, Amp, Bf16, DataTypes, Fp16, TorchAutocast
+from hf_zero.config.schema.profiling import PROFILING, Observation, Trace
+from hf_zero.config.schema.zero import OptimizerSees, Zero
 
 
 def _as_hops(value: object) -> object:
@@ -69,32 +40,21 @@ def _as_hops(value: object) -> object:
 
 
 GradientBits = Annotated[Literal[4, 8], BeforeValidator(as_whole)]
-Sees = Annotated[Literal["whole_tensors", "flat_shards"], BeforeValidator(as_lower)]
+Sees = Annotated[OptimizerSees, BeforeValidator(as_lower)]
 Hops = Annotated[Literal["auto", 1, 2], BeforeValidator(_as_hops)]
-ShardGroup = Annotated[int | Literal["host"], BeforeValidator(_as_shard_group)]
-Threads = Annotated[int | Literal["auto", "unchanged"], BeforeValidator(_as_threads)]
+ShardGroup = Annotated[int | Literal["host"], BeforeValidator(whole_or("host", unit="ranks"))]
+Threads = Annotated[int | Literal["auto", "unchanged"], BeforeValidator(whole_or("auto", "unchanged", unit="threads"))]
 Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(as_lower)]
-
-
-# Created by a call, because the key is a Python keyword and cannot be written as a field of a class.
-OurCheckpoints: Any = create_model(  # type: ignore[call-overload]
-    "OurCheckpoints",
-    __base__=Section,
-    __doc__="Checkpoints beyond what DeepSpeed's section says.",
-    **{
-        "async": (
-            Flag,
-            supported(
-                False,
-                "Save asynchronously: state is copied to host memory during forward and backward, and another process "
-                "writes it. The next save and the exit wait for it, and its errors are raised at the next step.",
-            ),
-        )
-    },
-)
-
-
 _USE_TORCH_COMPILE = "its passes are DeepSpeed's own; use torch_compile of TrainingArguments, or engine.compile()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPolicy:
+    """Processing of reduced gradients before the update."""
+
+    clip_norm: float  # largest global L2 norm; 0.0: no clipping
+    average: bool  # mean over ranks; False: sum
+    predivide: float = 1.0  # gradients are divided by this before the reduction, and the result is corrected
 
 
 class HfZero(Tiling):
@@ -159,26 +119,25 @@ class HfZero(Tiling):
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
     trace: Trace | None = detail(None, "A trace file of some updates (docs/profiling.md).")
 
+    rules = (needs("hf_zero.stochastic_rounding", MASTERS),)
 
-class Root(Observation):
+
+class Root(Observation, BatchSizes):
     """The whole config; with sections of extras it is one of the classes that `hf_zero.config.extras` makes of it."""
 
     # The features whose keys this class has, in the order in which they process a forward; each receives the result of
     # the previous ones.
     features: ClassVar[tuple[Extra, ...]] = (ACTIVATIONS, TILING, PROFILING)
 
-    train_batch_size: Positive | None = supported(None, "Samples per update, over all ranks.", unit="samples")
-    train_micro_batch_size_per_gpu: Positive | None = supported(
-        None, "Samples per forward on one rank.", unit="samples"
-    )
-    gradient_accumulation_steps: Positive | None = supported(None, "Forwards per update.", unit="forwards")
     managed_gradient_accumulation: Flag = supported(
         True,
         "The engine counts micro-batches, and every gradient_accumulation_steps-th step() updates. False: every step() "
         "updates, however many backward passes precede it; each loss is still divided by gradient_accumulation_steps.",
     )
 
-    log_level: Level | None = supported(None, "debug, info, warning, error or critical.")
+    log_level: Level | None = supported(
+        None, "debug, info, warning, error or critical.", words="is not one of the valid logging levels"
+    )
     disable_python_gc: Flag = unsupported(
         False, "Disable Python's garbage collector.", why="call gc.disable() in the script"
     )
@@ -187,12 +146,14 @@ class Root(Observation):
     dataloader_drop_last: Flag = supported(False, "The engine's own loader drops an incomplete last batch.")
 
     gradient_clipping: NonNegative = supported(1.0, "Largest global L2 norm of the gradient; 0: no clipping.")
-    communication_data_type: Dtype | None = supported(None, "Dtype of gradient reduction. Unset: the parameter's own.")
+    communication_data_type: Dtype | None = supported(
+        None, "Dtype of gradient reduction. Unset: the parameter's own.", words="Invalid communication_data_type"
+    )
     seq_parallel_communication_data_type: Dtype | None = supported(
         None, "The same with sequence parallelism. Unset: `communication_data_type`."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(as_lower)] = supported(
-        "mean", "Mean or sum of the ranks' gradients."
+        "mean", "Mean or sum of the ranks' gradients.", words="Invalid gradient_allreduce_op"
     )
     prescale_gradients: Flag = supported(
         False, "Divide gradients by the number of ranks before the reduction instead of after (by scaling the loss)."
@@ -227,7 +188,7 @@ class Root(Observation):
     optimizer: Optimizer | None = supported(None, "The optimizer to build.")
     scheduler: Scheduler | None = supported(None, "The schedule to build.")
     fp16: Fp16 | None = detail(None, "fp16 training.")
-    bf16: Bf16 | None = detail(None, "bf16 training.")
+    bf16: Bf16 | None = detail(None, "bf16 training.", names=("bfloat16",))
     torch_autocast: TorchAutocast | None = detail(None, "Forward under torch.autocast.")
     amp: Amp | None = detail(None, "Apex mixed precision, through torch.autocast.")
     msamp: Free | None = unsupported(None, "fp8 through MS-AMP.", why="MS-AMP is retired; use bf16.enabled")
@@ -253,3 +214,69 @@ class Root(Observation):
     datastates_ckpt: Free | None = unsupported(None, "A checkpoint engine.", why="checkpoints go to files", switch="")
 
     hf_zero: HfZero | None = detail(None, "hf_zero's own settings.")
+
+    rules: ClassVar[tuple[Check, ...]] = (
+        Rule(
+            keys=(SEQUENCE, RANKS),
+            broken=lambda size, ranks: ranks.world_size % ranks.sequence_size and _shared(ranks),
+            rule="world size = data ranks x ranks per sequence does not hold: {world} != n x {value}",
+            fix="give a divisor of {world}, or start a multiple of {value} ranks",
+        ),
+        Rule(
+            keys=("data_parallel_size", SEQUENCE, RANKS),
+            broken=lambda size, _, ranks: (
+                size not in (None, ranks.world_size // ranks.sequence_size) and {"ranks": _data_ranks(ranks)}
+            ),
+            rule="{ranks}",
+            fix="remove it",
+        ),
+        Rule(
+            keys=(SEQUENCE, RANKS),
+            broken=lambda size, ranks: size not in (1, ranks.sequence_size) and {"wanted": ranks.sequence_size},
+            rule="the script asks for {wanted} ranks per sequence (mpu, mesh_param, ParallelismConfig(sp_size))",
+            fix="remove it, or write {wanted}",
+            unusable=True,
+        ),
+        Advice(
+            keys=("gradient_predivide_factor", "prescale_gradients"),
+            applies=lambda factor, prescales: prescales and factor != 1.0,
+            text="no effect, prescale_gradients divides by the number of ranks",
+            ignored=True,
+        ),
+        Advice(
+            keys=("compile",),
+            applies=lambda section: set(section or {}) - {"deepcompile"},
+            text="no effect, the engine compiles nothing; use torch_compile or torch.compile()",
+            ignored=True,
+        ),
+        Advice(
+            keys=("vocabulary_size",),
+            applies=lambda size: size is not None and size % 8,
+            text="{vocabulary_size} is not a multiple of 8, which is faster on GPUs",
+        ),
+        *BatchSizes.rules,
+    )
+
+    @property
+    def own(self) -> HfZero:
+        """hf_zero's own settings."""
+        return self.hf_zero or HfZero()
+
+    def gradients(self, world_size: int) -> GradientPolicy:
+        """Return the policy of a valid config for a number of ranks."""
+        return GradientPolicy(
+            clip_norm=self.gradient_clipping,
+            average=self.gradient_allreduce_op == "mean",
+            predivide=float(world_size) if self.prescale_gradients else self.gradient_predivide_factor,
+        )
+
+
+def _shared(ranks: Ranks) -> dict[str, object]:
+    return {"value": ranks.sequence_size, "world": ranks.world_size}
+
+
+def _data_ranks(ranks: Ranks) -> str:
+    world, size = ranks.world_size, ranks.sequence_size
+    if size == 1:
+        return f"every rank is data parallel, and there are {world}"
+    return f"{world} ranks, {size} per sequence, are {world // size} data ranks"

@@ -1,9 +1,15 @@
-"""The zero_optimization section and its offload blocks."""
+"""The zero_optimization section and its offload blocks, and the groups of ranks that share states and gathers."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
+from hf_zero.config.errors import Problem
+from hf_zero.config.rules import RANKS, Advice, Ranks, Rule, Several
+from hf_zero.config.schema.batch import TENSOR
+from hf_zero.config.schema.checkpoint import Aio
 from hf_zero.config.schema.fields import (
     LARGEST,
     Count,
@@ -14,38 +20,56 @@ from hf_zero.config.schema.fields import (
     PathText,
     Positive,
     PositiveSize,
-    Section,
     Size,
+    StrictSection,
     Whole,
     detail,
     ignored,
     supported,
     unsupported,
 )
+from hf_zero.config.schema.precision import PrecisionPolicy, precision_of
+
+if TYPE_CHECKING:
+    from hf_zero.config.schema.root import HfZero, Root
 
 _THREE = (3,)
 _BELOW_THREE = (0, 1, 2)
 _SHARDED = (1, 2, 3)
+_ON_NVME = ("device", ("nvme",))
+STAGE, MICS, SHARD_GROUP = "zero_optimization.stage", "zero_optimization.mics_shard_size", "hf_zero.shard_group"
+HPZ = "zero_optimization.zero_hpz_partition_size"
+GROUP_KEYS = (MICS, SHARD_GROUP)
+OptimizerSees = Literal["whole_tensors", "flat_shards"]
+GroupSize = int | Literal["host"] | None
 
 
 _INTERNAL = "hf_zero.offload_threads sets the threads of the update"
 
 
-class OffloadOptimizer(Section):
+class OffloadOptimizer(StrictSection):
     """Where master weights, optimizer states and reduced gradients live: on the device, in host memory, or on NVMe."""
 
     device: Literal["none", "cpu", "nvme"] | None = supported(
         "none", "Place of the optimizer states: none, cpu (stages 0-3) or nvme (stages 1-3)."
     )
-    nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.")
+    nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.", beside=_ON_NVME)
     buffer_count: Positive = supported(
-        4, "nvme: vectors of one sub-group in memory; Adam has 3. pipeline_read and pipeline_write each add as many."
+        4,
+        "nvme: vectors of one sub-group in memory; Adam has 3. pipeline_read and pipeline_write each add as many.",
+        beside=_ON_NVME,
     )
     pin_memory: Flag = supported(True, "Page-locked host memory, where there is a GPU.")
-    pipeline_read: Flag | None = supported(None, "nvme: read the next sub-group during an update. Unset: yes.")
-    pipeline_write: Flag | None = supported(None, "nvme: write the last sub-group during an update. Unset: yes.")
+    pipeline_read: Flag | None = supported(
+        None, "nvme: read the next sub-group during an update. Unset: yes.", beside=_ON_NVME
+    )
+    pipeline_write: Flag | None = supported(
+        None, "nvme: write the last sub-group during an update. Unset: yes.", beside=_ON_NVME
+    )
     fast_init: Flag = supported(
-        False, "nvme: only reserve space for the optimizer states at the start, instead of writing it once."
+        False,
+        "nvme: only reserve space for the optimizer states at the start, instead of writing it once.",
+        beside=_ON_NVME,
     )
     ratio: Fraction = supported(
         1.0, "Fraction of the elements whose states are offloaded and updated on the CPU; the rest stays on the device."
@@ -56,6 +80,10 @@ class OffloadOptimizer(Section):
     cpuadam_cores_perc: Fraction = ignored(0.8, "Fraction of the CPU cores for that variant.", why=_INTERNAL)
 
     @property
+    def is_off(self) -> bool:
+        return self.device in (None, "none")
+
+    @property
     def reads_ahead(self) -> bool:
         return self.pipeline_read is not False
 
@@ -64,21 +92,28 @@ class OffloadOptimizer(Section):
         return self.pipeline_write is not False
 
 
-class OffloadParam(Section):
+class OffloadParam(StrictSection):
     """Where parameters live between uses; stage 3 only."""
 
     device: Literal["none", "cpu", "nvme"] | None = supported("none", "Place of the parameters: none, cpu or nvme.")
-    nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.")
+    nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.", beside=_ON_NVME)
     buffer_count: Positive = supported(
-        5, "nvme: maximum number of shards in memory for transfers (at least three).", unit="buffers"
+        5, "nvme: maximum number of shards in memory for transfers (at least three).", unit="buffers", beside=_ON_NVME
     )
     buffer_size: PositiveSize = supported(
-        100_000_000, "nvme: buffer_count times this limits the total size of those shards.", unit="elements"
+        100_000_000,
+        "nvme: buffer_count times this limits the total size of those shards.",
+        unit="elements",
+        beside=_ON_NVME,
     )
     max_in_cpu: Size = supported(
-        1_000_000_000, "nvme: this part of a rank's shards stays in host memory.", unit="elements"
+        1_000_000_000, "nvme: this part of a rank's shards stays in host memory.", unit="elements", beside=_ON_NVME
     )
     pin_memory: Flag = supported(True, "Page-locked host memory, where there is a GPU.")
+
+    @property
+    def is_off(self) -> bool:
+        return self.device in (None, "none")
 
     @property
     def buffer_numel(self) -> int:
@@ -86,7 +121,7 @@ class OffloadParam(Section):
         return self.buffer_count * self.buffer_size
 
 
-class LeafModule(Section):
+class LeafModule(StrictSection):
     """Modules that stage 3 gathers as one unit."""
 
     classes: Names = detail([], "Class names.")
@@ -94,14 +129,59 @@ class LeafModule(Section):
     name_suffixes: Names = detail([], "Suffixes of module names.")
 
 
-class LocoParam(Section):
+class LocoParam(StrictSection):
     """Error feedback of quantized gradients."""
 
     err_beta: Fraction = supported(0.8, "Decay of the moving average of errors; below 1.")
     reset_T: Positive = supported(1024, "Errors are reset after this many reductions of a bucket.")
 
 
-class Zero(Section):
+def _offload_rules(path: str, stages: tuple[int, ...]) -> Iterator[Rule]:
+    """Yield the rules of an offload section that has an effect at some stages."""
+    device, folder = f"{path}.device", f"{path}.nvme_path"
+    yield Rule(
+        keys=(device, STAGE),
+        broken=lambda device, stage: device == "nvme" and stage == 0 and stage in stages,
+        rule="at stage 0 every rank would write all states to the drive",
+        fix='set zero_optimization.stage to 1, 2 or 3, or the device to "cpu"',
+        unusable=True,
+    )
+    yield Rule(
+        keys=(folder, device, STAGE),
+        broken=lambda folder, device, stage: device == "nvme" and stage in stages and folder in (None, "", "none"),
+        rule="offload to NVMe needs a folder on the drive",
+        fix="give an existing folder",
+    )
+
+
+def _not_divided(size: GroupSize, stage: int, tensor_size: int, ranks: Ranks) -> object:
+    count = ranks.with_same_weights
+    divides = not isinstance(size, int) or size < 1 or count % size == 0
+    return stage != 0 and ranks.divides and not divides and {"ranks": count, "size": size}
+
+
+def _second_shards(config: Root, ranks: Ranks) -> Iterator[Problem]:
+    """Check that hpZ's groups lie in one host and one shard group. On a single host, larger values mean all ranks."""
+    zero, own = config.section(Zero), config.own
+    size, shard, hosts = gather_size_in(zero, own), shard_size_in(zero, own), ranks.hosts
+    if not isinstance(size, int) or not ranks.divides:
+        return
+    smallest = min(hosts, default=ranks.with_same_weights)
+    if len(hosts) > 1 and size > smallest:
+        rule = f"second shards must be within a host, but one host only has {smallest} ranks"
+        yield Problem(HPZ, size, rule, f"give {smallest} or a divisor of it; 1 disables them")
+        return
+    within = smallest if shard == "host" else shard or ranks.with_same_weights
+    if shard is not None and size > within:
+        rule = f"second shards must be within a shard group, which has {within} ranks"
+        yield Problem(HPZ, size, rule, f"give a divisor of {within}; 1 disables them")
+    elif size < within and (within % size or any(each % size for each in hosts if len(hosts) > 1)):
+        counts = f"{within} ranks" if within % size else f"hosts with {', '.join(map(str, hosts))} ranks"
+        rule = f"{counts} cannot be divided into groups of {size}"
+        yield Problem(HPZ, size, rule, "give a divisor of the number of ranks per host; 1 disables second shards")
+
+
+class Zero(StrictSection):
     """What is sharded over the ranks, and how it is communicated."""
 
     stage: Whole = supported(0, "What is sharded: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters.")
@@ -165,22 +245,39 @@ class Zero(Section):
         unit="elements",
     )
     stage3_max_live_parameters: Size = supported(
-        1_000_000_000, "Units stay gathered up to this total size.", unit="elements", stages=_THREE
+        1_000_000_000,
+        "Units stay gathered up to this total size.",
+        unit="elements",
+        stages=_THREE,
+        names=("max_live_parameters",),
     )
     stage3_max_reuse_distance: Size = supported(
-        1_000_000_000, "A unit that is used again within this distance stays gathered.", unit="elements", stages=_THREE
+        1_000_000_000,
+        "A unit that is used again within this distance stays gathered.",
+        unit="elements",
+        stages=_THREE,
+        names=("max_reuse_distance",),
     )
     stage3_prefetch_bucket_size: Size = supported(
         50_000_000,
         "Maximum size of the prefetched units; above 0: at least one unit (docs/stage3.md).",
         unit="elements",
         stages=_THREE,
+        names=("prefetch_bucket_size",),
     )
     stage3_param_persistence_threshold: Size = supported(
-        100_000, "Parameters up to this size stay gathered.", unit="elements", stages=_THREE
+        100_000,
+        "Parameters up to this size stay gathered.",
+        unit="elements",
+        stages=_THREE,
+        names=("param_persistence_threshold",),
     )
     stage3_model_persistence_threshold: Size = supported(
-        LARGEST, "Limit for all parameters that stay gathered.", unit="elements", stages=_THREE
+        LARGEST,
+        "Limit for all parameters that stay gathered.",
+        unit="elements",
+        stages=_THREE,
+        names=("model_persistence_threshold",),
     )
     stage3_gather_16bit_weights_on_model_save: Flag = supported(
         False,
@@ -188,6 +285,8 @@ class Zero(Section):
         why="whole weights are always saved",
         stages=_THREE,
         met=True,
+        names=("gather_16bit_weights_on_model_save",),
+        old_names=("stage3_gather_fp16_weights_on_model_save",),
     )
     stage3_module_granularity_threshold: Count = ignored(
         0,
@@ -195,12 +294,21 @@ class Zero(Section):
         why="whole blocks are gathered as one anyway",
         stages=_THREE,
         met=True,
+        names=("module_granularity_threshold",),
     )
     stage3_use_all_reduce_for_fetch_params: Flag = ignored(
-        False, "Gather by all-reduce.", why="a unit is one all-gather", stages=_THREE
+        False,
+        "Gather by all-reduce.",
+        why="a unit is one all-gather",
+        stages=_THREE,
+        names=("use_all_reduce_for_fetch_params",),
     )
     stage3_allgather_sequential: Flag = ignored(
-        False, "Gather one parameter at a time.", why="a unit is one all-gather", stages=_THREE
+        False,
+        "Gather one parameter at a time.",
+        why="a unit is one all-gather",
+        stages=_THREE,
+        names=("allgather_sequential",),
     )
     memory_efficient_linear: Flag = ignored(
         True, "Linear layers that save less for backward.", why="linear layers save no copy", stages=_THREE
@@ -259,4 +367,169 @@ class Zero(Section):
     )
     zenflow: Free | None = unsupported(
         None, "Delayed updates.", why="every update is complete; use offload_optimizer alone", switch=None
+    )
+
+    @property
+    def offloaded_parameters(self) -> OffloadParam | None:
+        """The section offload_param, if it has an effect."""
+        return (
+            None if self.stage != 3 or self.offload_param is None or self.offload_param.is_off else self.offload_param
+        )
+
+    rules = (
+        Rule(
+            keys=(STAGE,),
+            broken=lambda stage: stage not in (0, 1, 2, 3),
+            rule="must be 0, 1, 2 or 3",
+            fix="choose 1, 2 or 3; 0 is plain data parallelism",
+            unusable=True,
+        ),
+        Rule(
+            # Published stage-3 configs use 0, which in DeepSpeed gives every parameter its own sub-group.
+            keys=("zero_optimization.sub_group_size", STAGE),
+            broken=lambda size, stage: size == 0 and stage != 3,
+            rule="must be at least 1 below stage 3",
+            fix="remove it (1_000_000_000), or write 10 to 50 million",
+        ),
+        *(
+            rule
+            for offload, stages in (("offload_optimizer", (0, 1, 2, 3)), ("offload_param", (3,)))
+            for rule in _offload_rules(f"zero_optimization.{offload}", stages)
+        ),
+        Rule(
+            keys=("zero_optimization.zeropp_loco_param.err_beta", STAGE),
+            broken=lambda beta, stage: stage == 3 and beta >= 1,
+            rule="must be below 1: at 1 the average of errors stays zero",
+            fix="use less, such as 0.8",
+        ),
+        Advice(
+            keys=("zero_optimization.zeropp_loco_param", "zero_optimization.zero_quantized_gradients", STAGE),
+            applies=lambda loco, quantized, stage: stage == 3 and not quantized,
+            text="no effect, gradients are not quantized (zero_quantized_gradients is off)",
+            ignored=True,
+        ),
+        Rule(
+            keys=(MICS,),
+            broken=lambda size: size == 0 or size < -1,
+            unusable=True,
+            rule="must be a number of ranks, or -1 for all",
+            fix="give a divisor of the number of ranks",
+        ),
+        Rule(
+            keys=(MICS, SHARD_GROUP, STAGE),
+            broken=lambda mics, ours, stage: stage != 0 and mics > 0 and ours not in (None, mics),
+            rule=f"{SHARD_GROUP} is the same setting, with another value ({{shard_group}})",
+            fix=f"keep one of the two keys, for example {SHARD_GROUP}",
+        ),
+        *(
+            Rule(
+                keys=(path, STAGE, TENSOR, RANKS),
+                broken=_not_divided,
+                rule="the number of ranks, {ranks}, is not a multiple of {size}",
+                fix="give a divisor of {ranks}, or start another number of ranks",
+            )
+            for path in GROUP_KEYS
+        ),
+        Several(keys=(HPZ, *GROUP_KEYS, STAGE, TENSOR), every=_second_shards),
+        Rule(
+            keys=(SHARD_GROUP, STAGE, TENSOR, RANKS),
+            broken=lambda size, stage, tensor, ranks: (
+                stage != 0
+                and size == "host"
+                and len(set(ranks.hosts)) > 1
+                and {"counts": ", ".join(map(str, ranks.hosts))}
+            ),
+            rule="each host holds a copy, so all must have the same number of ranks, not {counts}",
+            fix="start the same number on every host, or give a number of ranks",
+        ),
+    )
+
+
+def shard_size_in(zero: Zero, own: HfZero) -> GroupSize:
+    """Return the number of ranks that share the states of one model copy; None: all ranks."""
+    if zero.stage == 0:
+        return None
+    return zero.mics_shard_size if zero.mics_shard_size > 0 else own.shard_group
+
+
+def gather_size_in(zero: Zero, own: HfZero) -> GroupSize:
+    """Return the size of the groups that gather parameters for use; "host": one host; None: the whole shard group."""
+    if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
+        return zero.zero_hpz_partition_size
+    in_two_hops = zero.stage == 3 and zero.mics_hierarchical_params_gather and shard_size_in(zero, own) is not None
+    return "host" if in_two_hops else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroPolicy:
+    """What is sharded, and the sizes of buckets and groups."""
+
+    stage: int
+    shard_size: GroupSize = None  # ranks that share the states of one model copy; None: all
+    gather_size: GroupSize = None  # size of hpZ's groups, which gather among themselves
+    hops: Literal["auto", 1, 2] = "auto"  # hops of reductions and gathers over several hosts, below stage 3
+    bucket_numel: int  # elements per bucket, the same for reducing gradients and gathering parameters
+    bucket_is_given: bool = False  # whether the config has that size, and not just its default
+    overlap_reduction: bool  # start reductions while backward still runs
+    sparse_gradients: bool = False  # reduce only the nonzero rows of embedding gradients
+    require_all_gradients: bool  # a trainable parameter without gradient is an error
+    sub_group_numel: int  # elements per sub-group of the update and per tensor in stage 3's checkpoints; 0: uncut
+    keys: Zero  # the section itself, for keys that are read directly
+    follows_plans: bool = True  # stage 3 gathers in the order of the last pass that all ranks ran alike, unnegotiated
+    gradient_bits: int | None = None  # stage 3: reduce gradients in 8 or 4 bits; None: unquantized
+    optimizer_sees: OptimizerSees | None = None  # for the script's optimizer; None: what it is known to need
+    offload_optimizer: OffloadOptimizer | None = None  # None: on the device
+    offload_param: OffloadParam | None = None
+    offload_threads: int | Literal["auto", "unchanged"] = "auto"  # of an offloaded update
+    streaming: Any = None  # the section of the extra `streaming`; None: updates run after backward
+    files: Aio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitPolicy:
+    """The config values for `zero.Init`."""
+
+    precision: PrecisionPolicy
+    shard_size: GroupSize
+    offload: OffloadParam | None
+    files: Aio
+
+
+def zero_of(config: Root, streaming: Any) -> ZeroPolicy:
+    """Return the policy for a valid config, and the section of the extra `streaming`."""
+    zero, own = config.section(Zero), config.own
+    states = None if zero.offload_optimizer is None or zero.offload_optimizer.is_off else zero.offload_optimizer
+    if streaming is not None and states is None and zero.offload_param is not None:
+        states = OffloadOptimizer(device="cpu", pin_memory=zero.offload_param.pin_memory)
+    return ZeroPolicy(
+        stage=zero.stage,
+        shard_size=shard_size_in(zero, own),
+        gather_size=gather_size_in(zero, own),
+        hops=own.hops,
+        bucket_numel=min(zero.reduce_bucket_size, zero.allgather_bucket_size),
+        bucket_is_given=not zero.model_fields_set.isdisjoint(("reduce_bucket_size", "allgather_bucket_size")),
+        overlap_reduction=zero.overlap_comm is not False,
+        sparse_gradients=config.sparse_gradients,
+        require_all_gradients=not zero.ignore_unused_parameters,
+        sub_group_numel=zero.sub_group_size,
+        keys=zero,
+        follows_plans=own.gather_order == "planned",
+        gradient_bits=own.quantized_gradient_bits if zero.stage == 3 and zero.zero_quantized_gradients else None,
+        optimizer_sees=own.optimizer_sees,
+        offload_optimizer=states,
+        offload_param=zero.offloaded_parameters,
+        offload_threads=own.offload_threads,
+        streaming=streaming,
+        files=config.section(Aio),
+    )
+
+
+def init_of(config: Root) -> InitPolicy:
+    """Return the policy for building a model."""
+    zero = config.section(Zero)
+    return InitPolicy(
+        precision=precision_of(config),
+        shard_size=shard_size_in(zero, config.own),
+        offload=zero.offloaded_parameters,
+        files=config.section(Aio),
     )

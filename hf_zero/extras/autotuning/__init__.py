@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_zero.config.errors import Problem
-from hf_zero.config.features import Examined, Extra, OwnSection
+from hf_zero.config.features import Extra, OwnSection
+from hf_zero.config.rules import Rule
 from hf_zero.config.schema.fields import Count, Flag, Free, Positive, Section, ignored, supported, unsupported
 
 _BY_TRIALS = "stages and batch sizes are tried, not computed from a profile"
@@ -44,6 +44,24 @@ class Autotuning(Section):
     model_info_path: str | None = ignored(None, "Path of a file with these sizes.", why=_BY_TRIALS)
     metric_path: str | None = supported(None, "Set in trials: path of the results, after which the trial ends.")
 
+    @property
+    def first_timed(self) -> int:
+        """Updates before timing starts."""
+        return max(1, self.start_profile_step)
+
+    rules = (
+        Rule(
+            keys=("autotuning.end_profile_step", "autotuning"),
+            broken=lambda last, section: (
+                section.enabled
+                and last <= section.first_timed
+                and {"first": section.first_timed, "later": section.first_timed + 2}
+            ),
+            rule="must be greater than start_profile_step ({first}), where timing starts",
+            fix="set it to {later}",
+        ),
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialPolicy:
@@ -54,19 +72,12 @@ class TrialPolicy:
     last: int
 
 
-def examine(config: Any) -> Examined:
-    """Check the section. Only a trial run has a policy for training."""
-    section: Autotuning | None = config.autotuning
-    examined = Examined()
-    if section is None or not section.enabled:
-        return examined
-    first, last = max(1, section.start_profile_step), section.end_profile_step
-    if last <= first:
-        rule = f"must be greater than start_profile_step ({first}), where timing starts"
-        examined.problems.append(Problem("autotuning.end_profile_step", last, rule, f"set it to {first + 2}"))
-    elif section.metric_path is not None:
-        examined.policy = TrialPolicy(path=section.metric_path, first=first, last=last)
-    return examined
+def _trial(config: Any) -> TrialPolicy | None:
+    """Only a trial run has a policy for training."""
+    section: Autotuning = config.section(Autotuning)
+    if not section.enabled or section.metric_path is None:
+        return None
+    return TrialPolicy(path=section.metric_path, first=section.first_timed, last=section.end_profile_step)
 
 
 EXTRA = Extra(
@@ -76,7 +87,7 @@ EXTRA = Extra(
             path="autotuning", kind=Autotuning, doc="Search for the fastest stage and batch (docs/planning.md)."
         ),
     ),
-    examine=examine,
+    policy=_trial,
     features=("hf_zero.extras.autotuning.measure:trial_of",),
     services={
         "tune": "hf_zero.extras.autotuning.tuning:tune",

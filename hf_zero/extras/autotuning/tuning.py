@@ -23,8 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hf_zero.config import ConfigError, Problem, examine, load_config
-from hf_zero.config.sources import Views
+from hf_zero.config import ConfigError, Problem, Views, examine, load_config
 from hf_zero.extras.autotuning import Autotuning
 from hf_zero.launch.children import run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_zero.config.features import Extra, OwnSection
-from hf_zero.extras.compression.rules import examine
+from hf_zero.extras.compression.rules import RULES, policy_of
 from hf_zero.extras.compression.section import Compression, Distillation
 
 EXTRA = Extra(
@@ -12,7 +12,8 @@ EXTRA = Extra(
         OwnSection(path="compression_training", kind=Compression, doc="Quantization, pruning and layer reduction."),
         OwnSection(path="hf_zero.distillation", kind=Distillation, doc="Distillation from a teacher."),
     ),
-    examine=examine,
+    rules=RULES,
+    policy=policy_of,
     features=("hf_zero.extras.compression.feature:compression_feature",),
     services={"explain": "hf_zero.extras.compression.feature:compression_words"},
 )

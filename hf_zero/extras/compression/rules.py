@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from hf_zero.config.errors import Edit, Problem, Remark
-from hf_zero.config.features import Examined
+from hf_zero.config.errors import Edit, Finding, Problem, Remark
+from hf_zero.config.rules import Ranks, Several
 from hf_zero.extras.compression.section import (
     BLOCK_PATTERN,
     EVERYTHING,
     ROOT,
     Compression,
+    CompressionPolicy,
     LayerReduction,
     compression_policy,
     enabled_techniques,
@@ -21,11 +22,18 @@ from hf_zero.extras.compression.section import (
 _SNIP_ONLY = ("block_pattern", "dense_ratio", "schedule_offset_stride", "schedule_offset_end", "excluded_modules")
 
 
-def examine(config: Any) -> Examined:
+def policy_of(config: Any) -> CompressionPolicy | None:
+    policy = compression_policy(config)
+    return policy if policy.is_on else None
+
+
+def _findings(config: Any, ranks: Ranks) -> Iterator[Finding]:
     """Check both sections."""
-    problems, remarks = [*_problems(config)], [*_advice(config)]
-    policy = None if problems else compression_policy(config)
-    return Examined(problems, remarks, policy if policy is not None and policy.is_on else None)
+    yield from _problems(config)
+    yield from _advice(config)
+
+
+RULES = (Several(every=_findings),)
 
 
 def _problems(config: Any) -> Iterator[Problem]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_zero.config.features import Extra, OwnSection
-from hf_zero.extras.data_efficiency.rules import examine
+from hf_zero.extras.data_efficiency.rules import RULES, policy_of
 from hf_zero.extras.data_efficiency.section import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
 
 _HERE = "hf_zero.extras.data_efficiency"
@@ -20,7 +20,8 @@ EXTRA = Extra(
             path="progressive_layer_drop", kind=ProgressiveLayerDrop, doc="Layer dropping (docs/data_efficiency.md)."
         ),
     ),
-    examine=examine,
+    rules=RULES,
+    policy=policy_of,
     features=(
         f"{_HERE}.sampling:length_curriculum_of",
         f"{_HERE}.sampling:sampled_curriculum_of",

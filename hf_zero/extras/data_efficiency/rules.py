@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
-from hf_zero.config.errors import ABSENT, Problem, Remark, key_path
-from hf_zero.config.features import Examined
+from hf_zero.config.errors import ABSENT, Finding, Problem, Remark, key_path
+from hf_zero.config.rules import Ranks, Several
 from hf_zero.extras.data_efficiency.section import (
     CurriculumLearning,
     CurriculumMetric,
@@ -37,7 +38,29 @@ _SCHEDULE_KEYS = {
 TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"
 
 
-def examine(config: Any) -> Examined:
+@dataclass(slots=True)
+class Examined:
+    """Findings about the sections; the policy is None if they are off or have problems."""
+
+    problems: list[Problem] = field(default_factory=list)
+    remarks: list[Remark] = field(default_factory=list)
+    policy: DataPolicy | None = None
+
+
+def _findings(config: Any, ranks: Ranks) -> Iterator[Finding]:
+    examined = _examine(config)
+    yield from examined.problems
+    yield from examined.remarks
+
+
+def policy_of(config: Any) -> DataPolicy | None:
+    return _examine(config).policy
+
+
+RULES = (Several(every=_findings),)
+
+
+def _examine(config: Any) -> Examined:
     """Check all sections; a feature with problems has no policy."""
     examined = Examined()
     efficiency = config.data_efficiency or DataEfficiency()

@@ -9,16 +9,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.errors import ABSENT, Edit, Problem
 from hf_zero.config.features import Extra, OwnSection, Sizes
-from hf_zero.config.policies import BatchPolicy
+from hf_zero.config.pipeline import typed
+from hf_zero.config.rules import Ranks
+from hf_zero.config.schema.batch import MICRO, STEPS, TRAIN, BatchPolicy
 from hf_zero.config.schema.fields import Count, Flag, Positive, PositiveNumber, Section, ignored, supported
-from hf_zero.config.validate import validate
 from hf_zero.log import logger
 
 # A batch size B is compatible with w ranks if some micro-batch m divides B and w divides B / m. Like versions 0.1 and
@@ -246,13 +246,11 @@ def _rule(ds_config: object) -> Elasticity:
 
 
 def _checked(section: object) -> Elasticity:
-    config, findings = validate({"elasticity": section})
-    problems = [finding for finding in findings if isinstance(finding, Problem)]
-    if not problems:
-        problems = list(_section_problems(vars(config)["elasticity"]))
+    draft = typed({"elasticity": section})
+    checked = draft.config.section(Elasticity)
+    problems = draft.problems() or tuple(_section_problems(checked))
     if problems:
         raise ElasticityConfigError("; ".join(map(str, problems)))
-    checked: Elasticity = vars(config)["elasticity"]
     return checked
 
 
@@ -319,11 +317,10 @@ def scheduler_problems(rule: Elasticity) -> Iterator[Problem]:
             yield Problem(f"elasticity.{name}", ours, f"{SCHEDULERS}, set by the scheduler, says {their}", fix)
 
 
-def elastic_sizes(
-    config: Any, data_ranks: int, is_written: Callable[[str], bool], tensor_size: int = 1
-) -> Sizes | None:
-    """The batch sizes of a job with `data_ranks` data-parallel ranks. Explicit sizes that differ are problems."""
+def elastic_sizes(config: Any, ranks: Ranks) -> Sizes | None:
+    """The batch sizes of a job. Explicit sizes that differ are problems."""
     section: Elasticity | None = config.elasticity
+    data_ranks = ranks.data_ranks
     if section is None or not section.enabled:
         return None
     problems = list(_section_problems(section))
@@ -342,20 +339,20 @@ def elastic_sizes(
         return Sizes(problems=(Problem(paths, section.model_dump(exclude_unset=True), str(error), fix),))
     assert chosen.micro is not None, "asked for a number of ranks"
     sizes = BatchPolicy(
-        train_batch_size=chosen.batch * tensor_size,
+        train_batch_size=chosen.batch * ranks.tensor_size,
         micro_batch_size=chosen.micro,
         accumulation_steps=chosen.batch // (chosen.micro * data_ranks),
     )
     if section.ignore_non_elastic_batch_info:
         return Sizes(sizes)
-    return Sizes(sizes, tuple(_contradictions(config, sizes, is_written)))
+    return Sizes(sizes, tuple(_contradictions(config, sizes, ranks)))
 
 
-def _contradictions(config: Any, sizes: BatchPolicy, is_written: Callable[[str], bool]) -> Iterator[Problem]:
+def _contradictions(config: Any, sizes: BatchPolicy, ranks: Ranks) -> Iterator[Problem]:
     elastic = {TRAIN: sizes.train_batch_size, MICRO: sizes.micro_batch_size, STEPS: sizes.accumulation_steps}
     for name, value in elastic.items():
         given = getattr(config, name)
-        if given is not None and given != value and is_written(name):
+        if given is not None and given != value and ranks.is_written(name):
             rule = f"elasticity makes it {value} for this number of ranks"
             fix = (
                 "remove it (your own DataLoader needs the sizes of compute_elastic_config), or set "

@@ -5,15 +5,12 @@ This module defines the config section `expert_parallel`, with DeepSpeed's keys,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.config.choices.groups import shard_size_in
-from hf_zero.config.errors import Problem, Remark
-from hf_zero.config.features import Examined, Extra, OwnSection
+from hf_zero.config.features import Extra, OwnSection
+from hf_zero.config.rules import Advice, Rule
 from hf_zero.config.schema.fields import Flag, Positive, Section, ignored, supported, unsupported
-from hf_zero.config.schema.root import HfZero
-from hf_zero.config.schema.zero import Zero
+from hf_zero.config.schema.zero import GroupSize
 
 if TYPE_CHECKING:
     from hf_zero.config.schema.root import Root
@@ -36,6 +33,14 @@ def _seen(doc: str) -> Any:
 
 def _routed(default: Any, doc: str) -> Any:
     return unsupported(default, doc, why=_ROUTED)
+
+
+def _not_in_one_group(
+    _: int, experts: ExpertParallel, sequence_size: int, mics: int, group: GroupSize, stage: int
+) -> object:
+    shard, parts = mics if mics > 0 else group, experts.size * sequence_size
+    breaks = experts.size > 1 and stage > 0 and isinstance(shard, int) and shard % parts != 0
+    return breaks and {"shard": shard, "parts": parts}
 
 
 class ExpertParallel(Section):
@@ -89,43 +94,53 @@ class ExpertParallel(Section):
         """Number of ranks that together hold all experts."""
         return self.autoep_size if self.enabled else 1
 
+    rules = (
+        Rule(
+            keys=(PATH, "expert_parallel", "zero_optimization.stage"),
+            broken=lambda _, experts, stage: experts.size > 1 and stage == 0,
+            rule="expert parallelism is not supported with stage 0: rank 0 would have to save the states of all ranks; "
+            "stage 1 sends as many bytes",
+            fix="set zero_optimization.stage to 1, 2 or 3",
+        ),
+        Rule(
+            keys=(
+                PATH,
+                "expert_parallel",
+                "sequence_parallel_size",
+                "zero_optimization.mics_shard_size",
+                "hf_zero.shard_group",
+                "zero_optimization.stage",
+            ),
+            broken=_not_in_one_group,
+            rule="expert parallelism is not supported with a shard group of {shard}: ranks per shard group = n x "
+            "autoep_size x sequence_parallel_size does not hold: {shard} != n x {parts}",
+            fix="use a larger shard group, which contains all experts",
+        ),
+        Rule(
+            keys=(PATH, "expert_parallel", "tensor_parallel.autotp_size"),
+            broken=lambda _, experts, size: experts.size > 1 and size > 1,
+            rule="expert parallelism is not supported with tensor_parallel.autotp_size: its ranks would send the same "
+            "tokens twice",
+            fix="use one of the two",
+        ),
+        Advice(keys=(PATH, "expert_parallel"), applies=lambda _, experts: experts.size > 1, text=_SENT),
+    )
+
 
 def expert_size(config: Root) -> int:
     """Number of ranks that together hold all experts; 1 without expert parallelism."""
     return config.section(ExpertParallel).size
 
 
-def examine(config: Root) -> Examined:
+def _experts(config: Root) -> ExpertParallel | None:
     section = config.section(ExpertParallel)
-    if section.size == 1:
-        return Examined()
-    problems = [
-        Problem(PATH, section.autoep_size, f"expert parallelism is not supported with {what}: {why}", fix)
-        for what, why, fix in _beside(config)
-    ]
-    remark = Remark(PATH, _SENT, section.autoep_size)
-    return Examined(problems=problems, remarks=[remark], policy=None if problems else section)
-
-
-def _beside(config: Root) -> Iterator[tuple[str, str, str]]:
-    """Incompatible settings, each with the reason and the fix."""
-    tensor = config.tensor_parallel
-    if config.section(Zero).stage == 0:
-        why = "rank 0 would have to save the states of all ranks; stage 1 sends as many bytes"
-        yield "stage 0", why, "set zero_optimization.stage to 1, 2 or 3"
-    parts = config.section(ExpertParallel).size * config.sequence_parallel_size
-    shard = shard_size_in(config.section(Zero), config.hf_zero or HfZero())
-    if isinstance(shard, int) and shard % parts:
-        why = f"ranks per shard group = n x autoep_size x sequence_parallel_size does not hold: {shard} != n x {parts}"
-        yield f"a shard group of {shard}", why, "use a larger shard group, which contains all experts"
-    if tensor is not None and tensor.autotp_size > 1:
-        yield "tensor_parallel.autotp_size", "its ranks would send the same tokens twice", "use one of the two"
+    return section if section.size > 1 else None
 
 
 EXTRA = Extra(
     name="experts",
     sections=(OwnSection(path="expert_parallel", kind=ExpertParallel, doc="Experts over ranks (docs/experts.md)."),),
-    examine=examine,
+    policy=_experts,
     services={
         "expert_size": "hf_zero.extras.experts:expert_size",
         "spread_experts": "hf_zero.extras.experts.spread:spread",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hf_zero.config.choices.arguments import Check, Only, at_least_zero, beta, betas, count, one_of, steps
-from hf_zero.config.choices.optimizer_types import OptimizerType, no_amsgrad
 from hf_zero.config.features import Extra
+from hf_zero.config.schema.arguments import Check, Only, at_least_zero, beta, betas, count, one_of, steps
 from hf_zero.config.schema.fields import as_flag
+from hf_zero.config.schema.optimizer_types import OptimizerType, no_amsgrad
 
 _not_published = Only(False, "is not part of the published algorithm; DeepSpeed ignores it")
 

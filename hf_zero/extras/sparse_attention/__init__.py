@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from hf_zero.config.errors import Edit, Problem, Remark
-from hf_zero.config.features import Examined, Extra, OwnSection
+from hf_zero.config.errors import Edit, Finding, Problem, Remark
+from hf_zero.config.features import Extra, OwnSection
+from hf_zero.config.rules import Ranks, Several
 from hf_zero.config.schema.fields import Count, Flag, Positive, Section, as_lower, supported
 from hf_zero.extras.sparse_attention.sparsity import (
     BigBirdSparsityConfig,
@@ -51,6 +52,8 @@ class SparseAttention(Section):
         3, "bigbird, bslongformer, local_sliding_window: neighbouring blocks, including the block itself."
     )
 
+    rules = (Several(every=lambda config, ranks: _findings(config, ranks)),)
+
 
 PATTERNS: dict[str, type[SparsityConfig]] = {
     "dense": DenseSparsityConfig,
@@ -70,18 +73,19 @@ def pattern_keys(mode: str) -> set[str]:
 _COMMON = frozenset(("mode", "block", "different_layout_per_head"))
 
 
-def examine(config: Any) -> Examined:
-    """Check the section. An empty section has no policy."""
-    section: SparseAttention | None = config.sparse_attention
-    if section is None or not section.model_fields_set:
-        return Examined()
-    examined = Examined()
+def _findings(config: Any, ranks: Ranks) -> Iterator[Finding]:
+    section: SparseAttention = config.section(SparseAttention)
     for name in sorted(section.model_fields_set - pattern_keys(section.mode) - _COMMON):
         text, path = f"no effect with mode {section.mode}", ("sparse_attention", name)
-        examined.remarks.append(Remark(".".join(path), text, getattr(section, name), edit=Edit(path)))
-    examined.problems += _pattern_problems(section)
-    examined.policy = None if examined.problems else section
-    return examined
+        yield Remark(".".join(path), text, getattr(section, name), edit=Edit(path))
+    if section.model_fields_set:
+        yield from _pattern_problems(section)
+
+
+def _policy(config: Any) -> SparseAttention | None:
+    """An empty section has no policy."""
+    section: SparseAttention = config.section(SparseAttention)
+    return section if section.model_fields_set else None
 
 
 def _pattern_problems(section: SparseAttention) -> Iterator[Problem]:
@@ -127,6 +131,6 @@ EXTRA = Extra(
     sections=(
         OwnSection(path="sparse_attention", kind=SparseAttention, doc="Sparse attention (docs/sparse_attention.md)."),
     ),
-    examine=examine,
+    policy=_policy,
     features=("hf_zero.extras.sparse_attention.registered:sparse_attention_of",),
 )

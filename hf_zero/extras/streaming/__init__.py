@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
-from hf_zero.config.errors import Problem, Remark
-from hf_zero.config.features import Examined, Extra, OwnSection
+from hf_zero.config.features import Extra, OwnSection
+from hf_zero.config.rules import Advice, Rule
 from hf_zero.config.schema.fields import Flag, Section, as_lower, supported
-from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam, Zero
 
 if TYPE_CHECKING:
     from hf_zero.config.schema.root import Root
@@ -20,6 +18,11 @@ States = Annotated[Literal["fp32", "bf16"], BeforeValidator(as_lower)]
 Clipping = Annotated[Literal["exact", "last_norm"], BeforeValidator(as_lower)]
 
 _SECTION = "hf_zero.streaming"
+
+
+_ON, _STAGE = f"{_SECTION}.enabled", "zero_optimization.stage"
+_STATES, _PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+_HPZ, _MICS = "zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size"
 
 
 class Streaming(Section):
@@ -76,48 +79,70 @@ class Streaming(Section):
             )
         return reasons
 
+    rules = (
+        Rule(
+            keys=(_ON, _STAGE),
+            broken=lambda on, stage: on and stage != 3,
+            rule="streaming gathers units, which only stage 3 has",
+            fix="set zero_optimization.stage to 3",
+        ),
+        Rule(
+            keys=(f"{_PARAMETERS}.device", _ON),
+            broken=lambda device, on: on and device != "cpu",
+            rule="streaming keeps weights in host memory",
+            fix='set it to "cpu"',
+        ),
+        Rule(
+            keys=(f"{_STATES}.device", f"{_STATES}.ratio", _ON),
+            at=_STATES,
+            broken=lambda device, ratio, on: (
+                on
+                and (device == "nvme" or (device == "cpu" and ratio < 1))
+                and {"value": device if device == "nvme" else ratio}
+            ),
+            rule="streaming keeps all masters and states in host memory",
+            fix="remove the section",
+        ),
+        Rule(
+            keys=(f"{_SECTION}.masters", "fp16.enabled", _ON),
+            broken=lambda masters, fp16, on: on and fp16 and masters == "split",
+            rule="fp16 has a different exponent than fp32, so that 16 more bits cannot restore the fp32 master",
+            fix='set bf16.enabled instead of fp16, or masters to "fp32"',
+        ),
+        Rule(
+            keys=(_ON, _HPZ, _MICS, "hf_zero.shard_group"),
+            broken=lambda on, hpz, mics, group: on and (hpz > 1 or mics > 0 or group is not None),
+            rule="ranks with replicas of shards would have to synchronize every unit's update",
+            fix="remove zero_hpz_partition_size, mics_shard_size and hf_zero.shard_group",
+        ),
+        Rule(
+            keys=("managed_gradient_accumulation", _ON),
+            broken=lambda managed, on: on and not managed,
+            rule="streaming updates weights during the last backward before a step, and must know which one that is",
+            fix="remove the key",
+        ),
+        Rule(
+            keys=(_ON, "tensor_parallel.autotp_size"),
+            broken=lambda on, size: on and size > 1,
+            rule="streaming does not support tensor parallelism",
+            fix="remove tensor_parallel",
+        ),
+        Advice(
+            keys=(f"{_SECTION}.clipping", _ON, "gradient_clipping"),
+            applies=lambda clipping, on, norm: on and clipping == "last_norm" and not norm,
+            text="no effect, because gradient_clipping is 0",
+        ),
+    )
 
-def examine_streaming(config: Root) -> Examined:
+
+def _streaming(config: Root) -> Streaming | None:
     section = config.section(Streaming)
-    if not section.enabled:
-        return Examined()
-    problems = list(_problems(config, section))
-    remarks = []
-    if section.clipping == "last_norm" and not config.gradient_clipping:
-        text = "no effect, because gradient_clipping is 0"
-        remarks.append(Remark(f"{_SECTION}.clipping", text, section.clipping))
-    return Examined(problems, remarks, None if problems else section)
-
-
-def _problems(config: Root, section: Streaming) -> Iterator[Problem]:
-    path, zero = f"{_SECTION}.enabled", config.section(Zero)
-    parameters, states = zero.offload_param or OffloadParam(), zero.offload_optimizer or OffloadOptimizer()
-    if zero.stage != 3:
-        yield Problem(path, True, "streaming gathers units, which only stage 3 has", "set zero_optimization.stage to 3")
-    if parameters.device != "cpu":
-        place = "zero_optimization.offload_param.device"
-        yield Problem(place, parameters.device, "streaming keeps weights in host memory", 'set it to "cpu"')
-    if states.device == "nvme" or (states.device == "cpu" and states.ratio < 1):
-        place, value = "zero_optimization.offload_optimizer", states.device if states.device == "nvme" else states.ratio
-        yield Problem(place, value, "streaming keeps all masters and states in host memory", "remove the section")
-    if config.fp16 is not None and config.fp16.enabled and section.masters == "split":
-        rule = "fp16 has a different exponent than fp32, so that 16 more bits cannot restore the fp32 master"
-        yield Problem(f"{_SECTION}.masters", "split", rule, 'set bf16.enabled instead of fp16, or masters to "fp32"')
-    has_groups = config.hf_zero is not None and config.hf_zero.shard_group is not None
-    if zero.zero_hpz_partition_size > 1 or zero.mics_shard_size > 0 or has_groups:
-        rule = "ranks with replicas of shards would have to synchronize every unit's update"
-        fix = "remove zero_hpz_partition_size, mics_shard_size and hf_zero.shard_group"
-        yield Problem(path, True, rule, fix)
-    if not config.managed_gradient_accumulation:
-        rule = "streaming updates weights during the last backward before a step, and must know which one that is"
-        yield Problem("managed_gradient_accumulation", False, rule, "remove the key")
-    if config.tensor_parallel is not None and (config.tensor_parallel.autotp_size or 0) > 1:
-        yield Problem(path, True, "streaming does not support tensor parallelism", "remove tensor_parallel")
+    return section if section.enabled else None
 
 
 EXTRA = Extra(
     name="streaming",
     sections=(OwnSection(path=_SECTION, kind=Streaming, doc="Training in host memory (docs/offload.md)."),),
-    examine=examine_streaming,
+    policy=_streaming,
     services={"streamed_updates": "hf_zero.extras.streaming.updates:streamed_updates"},
 )

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from hf_zero.activations.kept import CONFIGURED, CheckpointedCalls
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.torch_backend import NativeCollectives
-from hf_zero.config.features.long_sequences import ActivationCheckpointing
-from hf_zero.config.load import load_config
 from hf_zero.config.objects import section_of
+from hf_zero.config.read import load_config
+from hf_zero.config.schema.long_sequences import ActivationCheckpointing
 from hf_zero.device.kinds import current_device
 from hf_zero.device.registry import runtime_of
 from hf_zero.integration.compat.utils import warning_once

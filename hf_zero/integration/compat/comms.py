@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from hf_zero.comm import ledger, this_process, watching_collectives
-from hf_zero.config.features.profiling import CommsLogger as Section
 from hf_zero.config.objects import ConfigView, MonitorSections
+from hf_zero.config.schema.profiling import CommsLogger as Section
 from hf_zero.features import ASKED
 from hf_zero.log import log_dist
 from hf_zero.profiling import monitors

@@ -93,11 +93,14 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
     given = config if config is not None else config_params
     if given is not None and from_args is not None:
         rule = "the config is given twice: here and as config="
-        raise ConfigError(Problem("args.deepspeed_config", from_args, rule, "give it in one place"))
+        raise ConfigError(
+            Problem("args.deepspeed_config", from_args, rule, "give it in one place", raises=AssertionError)
+        )
     source = given if given is not None else from_args
     if source is None:
         fix = "pass config= (dict, path, JSON text or base64) or args.deepspeed_config"
-        raise ConfigError(Problem("config", None, "no config was given", fix))
+        rule = "no config was given: initialize() requires --deepspeed_config to specify configuration file"
+        raise ConfigError(Problem("config", None, rule, fix, raises=AssertionError))
     return source
 
 

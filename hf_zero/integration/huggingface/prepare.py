@@ -19,8 +19,7 @@ from hf_zero.api.parameter_access import LAST_GRADIENTS, safe_get_full_grad
 from hf_zero.comm.mirror import mesh_of_group
 from hf_zero.config import ConfigError, Other, Problem, Views, examine
 from hf_zero.config.errors import ABSENT
-from hf_zero.config.fill import apply, drop_unfilled, fill
-from hf_zero.config.load import normalise
+from hf_zero.config.hosts import write_back
 from hf_zero.config.sources import is_auto, source_in
 from hf_zero.features import Progress, TrainingFeature
 from hf_zero.integration.engine.engine import initialize
@@ -126,12 +125,11 @@ def fill_autos(accelerator: Any, model: nn.Module, objects: Sequence[Any] = ()) 
     problems: list[Problem] = [*object_problems(config, optimizer, scheduler)]
     problems += _other_ranks(accelerator)
     problems += _other_parallelism(accelerator, config)
-    problems += examine(config, views).problems
+    findings = examine(config, views)
+    problems += findings.problems
     if problems:
         raise ConfigError(problems)
-    apply(config, fill(config, views))
-    drop_unfilled(config)
-    normalise(config)
+    write_back(config, findings, drop=True)
 
 
 def show_filled(plugin: Any) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hf_zero.config import ConfigDict, ConfigError, Other, Problem, load_config
-from hf_zero.config.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.errors import ABSENT
-from hf_zero.config.load import normalise
+from hf_zero.config.hosts import normalise
+from hf_zero.config.schema.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.schema.fields import as_flag
 from hf_zero.config.sources import is_auto, source_in
 from hf_zero.integration.huggingface.engine_choice import prepared_by, raise_both

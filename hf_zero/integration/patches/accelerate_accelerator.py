@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.config import ConfigError
-from hf_zero.config.fill import unfilled_autos
+from hf_zero.config.hosts import unfilled_autos
 from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined, no_engine, prepared_by, raise_both
 from hf_zero.integration.huggingface.prepare import (
     fill_autos,

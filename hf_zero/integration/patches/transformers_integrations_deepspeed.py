@@ -24,9 +24,10 @@ from hf_zero.checkpoint.transaction import check_output_folder
 from hf_zero.comm import collectives_for, local_device, set_timeout, this_process
 from hf_zero.config import ConfigDict, ConfigError, Problem, Views, examine
 from hf_zero.config.errors import ABSENT
-from hf_zero.config.extras import schema_for
-from hf_zero.config.fill import Changes, apply, drop_unfilled, fill, offers
-from hf_zero.config.load import normalise
+from hf_zero.config.fill import offers
+from hf_zero.config.hosts import write, write_back
+from hf_zero.config.rename import rename
+from hf_zero.config.schema.whole import schema_for
 from hf_zero.device.host_memory import trim
 from hf_zero.integration.huggingface.engine_choice import raise_both, stand_in_model, stepped_aside
 from hf_zero.integration.huggingface.experts import in_one_go
@@ -121,11 +122,11 @@ def _their_checks(hf_config: Any, process: Callable[..., None], args: Any, auto_
 
 
 def _write(config: dict[str, Any], views: Views) -> None:
-    problems = [*_missing_section(config), *examine(config, views, complete=False).problems]
+    findings = examine(config, views, complete=False)
+    problems = [*_missing_section(config), *findings.problems]
     if problems:
         raise ConfigError(problems)
-    apply(config, fill(config, views))
-    normalise(config)
+    write_back(config, findings)
 
 
 def overruled(config: Mapping[str, Any], args: Any) -> Iterator[str]:
@@ -176,26 +177,23 @@ def around_finalize(original: Callable[..., None], self: Any, args: Any, model: 
     except AttributeError as error:  # unknown arguments or model
         stepped_aside("HfTrainerDeepSpeedConfig.trainer_config_finalize", error)
         return original(self, args, model, num_training_steps)
-    problems = examine(self.config, views).problems
-    if problems:
+    findings = examine(self.config, views)
+    if findings.problems:
         twin = copy.copy(self)
         twin.config, twin.mismatches = copy.deepcopy(dict(self.config)), []
-        raise_both(problems, lambda: original(twin, args, stand_in_model(), num_training_steps))
-    apply(self.config, fill(self.config, views))
+        raise_both(findings.problems, lambda: original(twin, args, stand_in_model(), num_training_steps))
     # A later train() knows the number of steps; until then the schedule keeps its autos.
-    drop_unfilled(self.config, keep="scheduler.params" if evaluates_only else "")
-    normalise(self.config)
+    write_back(self.config, findings, drop=True, keep="scheduler.params" if evaluates_only else "")
 
 
 def _follow(config: dict[str, Any], views: Views) -> None:
     """Fill in values from TrainingArguments again, because a script may have changed these."""
     before = config.filled if isinstance(config, ConfigDict) else {}
-    changes = Changes()
-    for path, offer in offers(config, views).items():
-        if path in _FOLLOWS and path in before and before[path].kind in ("training", "flag"):
-            changes.values[tuple(path.split("."))] = offer.value
-            changes.sources[path] = offer.source
-    apply(config, changes)
+    follows = {path for path in _FOLLOWS if path in before and before[path].kind in ("training", "flag")}
+    offered = offers(rename(config, views))
+    write(
+        config, {tuple(path.split(".")): (offered[path].value, offered[path].source) for path in follows & {*offered}}
+    )
 
 
 @PATCHES.add(

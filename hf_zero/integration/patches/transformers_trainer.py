@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.gathered_parameters import load_whole
 from hf_zero.api.run_words import end
-from hf_zero.config.extras import services_for
+from hf_zero.config.schema.whole import services_for
 from hf_zero.integration.huggingface.late_numbers import as_float, filtered, late_norms, restore_filter
 from hf_zero.integration.huggingface.samples import ranks_per_sample
 from hf_zero.integration.patches import MARK, Function, Patches

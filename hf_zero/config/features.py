@@ -1,7 +1,7 @@
-"""Declarations of features: their keys of ds.json, the rules for them, and the function that creates the feature.
+"""Declarations of features: their keys of ds.json, their policy, and the function that creates the feature.
 
-Each feature of the core has a file in this folder with its keys (sections, which the engine reads through
-`Resolved.section(kind)`), `examine`, and an `Extra` that `Root.features` lists. Rarely used features do the same in
+A feature of the core has a file in `schema/` with its keys (sections, which the engine reads through
+`Resolved.section(kind)`), their rules, and an `Extra` that `Root.features` lists. Rarely used features do the same in
 packages of their own (`hf_zero.config.extras`).
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_zero.config.choices.optimizer_types import OptimizerType
-    from hf_zero.config.errors import Problem, Remark
-    from hf_zero.config.policies import BatchPolicy
+    from hf_zero.config.errors import Problem
+    from hf_zero.config.rules import Check, Ranks
+    from hf_zero.config.schema.batch import BatchPolicy
     from hf_zero.config.schema.fields import Section
-    from hf_zero.config.schema.root import Root
+    from hf_zero.config.schema.optimizer_types import OptimizerType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +26,6 @@ class OwnSection:
     path: str
     kind: type[Section]
     doc: str
-
-
-@dataclass(slots=True)
-class Examined:
-    """Findings about a feature's sections; the policy is None if they are off or have problems."""
-
-    problems: list[Problem] = field(default_factory=list)
-    remarks: list[Remark] = field(default_factory=list)
-    policy: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +42,20 @@ class Extra:
 
     Attributes:
         sections: the sections in ds.json; those of the core's features are fields of `Root` and `HfZero`.
-        examine: looks at a whole config; a section that is not there, or wrong as a whole, is None. Features are made
-            where there is a policy.
+        rules: rules about several of its sections; those about one are in its class.
+        policy: what a config without problems in these sections wants of the feature; None: nothing. The whole config
+            is its argument. Features are made where there is a policy.
         features: "module:function" of model and `Resolved`, which returns a TrainingFeature or None.
-        sizes: decides batch sizes by config, number of data ranks, whether the author has written the value at a path,
-            and ranks per tensor group; None where the config leaves them alone.
+        sizes: decides batch sizes by config and ranks; None where the config leaves them alone.
         optimizers: the optimizer types that it adds.
         services: what else the core calls by a name of its own -> "module:function".
     """
 
     name: str
     sections: tuple[OwnSection, ...] = ()
-    examine: Callable[[Root], Examined] | None = None
+    rules: tuple[Check, ...] = ()
+    policy: Callable[[Any], Any] | None = None
     features: tuple[str, ...] = ()
-    sizes: Callable[[Root, int, Callable[[str], bool], int], Sizes | None] | None = None
+    sizes: Callable[[Any, Ranks], Sizes | None] | None = None
     optimizers: tuple[OptimizerType, ...] = ()
     services: Mapping[str, str] = field(default_factory=dict)

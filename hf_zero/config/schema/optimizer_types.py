@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config.choices.arguments import Check, Only, at_least_zero, beta, betas, one_of
 from hf_zero.config.errors import FEATURES_PAGE
+from hf_zero.config.schema.arguments import Check, Only, at_least_zero, beta, betas, one_of
 from hf_zero.config.schema.fields import as_flag
 
 LAST_STAGE = 3

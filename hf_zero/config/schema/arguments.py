@@ -14,7 +14,6 @@ from hf_zero.config.schema.fields import as_flag, as_number, as_whole
 
 Check = Callable[[object], object]
 Table = Mapping[str, Check]
-Checked = tuple[dict[str, object], list[Problem]]
 
 # The classes of torch.optim.lr_scheduler.
 SCHEDULES = (
@@ -36,14 +35,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return by_lower[close[0]] if close else ""
 
 
-def unknown_autos(path: str, autos: Collection[str], table: Table | None) -> Iterator[Problem]:
-    """Yield problems for unknown arguments that were "auto" and have been removed from the section already."""
-    for auto in sorted(autos):
-        name = auto.removeprefix(f"{path}.")
-        if name != auto and table is not None and name not in table:
-            yield no_such_argument(auto, name, "auto", table)
-
-
 # Names of arguments in Trainer and in other optimizers.
 _MEANT = {
     "learning_rate": "lr",
@@ -58,31 +49,41 @@ _MEANT = {
 }
 
 
-def no_such_argument(path: str, key: str, value: object, table: Table) -> Problem:
+def argument_problems(
+    path: str, params: Mapping[str, Any], table: Table | None, autos: Collection[str] = ()
+) -> Iterator[Problem]:
+    """Yield the problems of the arguments in a section, and of unknown ones that are still "auto"."""
+    for key, value in params.items():
+        where, check = key_path(path, key), any_value if table is None else table.get(key)
+        if key == "max_grad_norm":
+            fix = f"set gradient_clipping: {value!r} at the top level instead"[:120]
+            words = f"'{key}' is not supported as an optimizer parameter"
+            yield Problem(where, value, "clipping is not an optimizer argument", fix, words=words)
+        elif check is None:
+            yield _no_such_argument(where, key, value, table or {})
+        else:
+            try:
+                check(value)
+            except ValueError as error:
+                yield Problem(where, value, str(error), "correct the value or remove the key")
+    for auto in sorted(autos):
+        name = auto.removeprefix(f"{path}.")
+        if name != auto and table is not None and name not in table:
+            yield _no_such_argument(auto, name, "auto", table)
+
+
+def checked(params: Mapping[str, Any], table: Table | None) -> dict[str, object]:
+    """Return valid arguments in the form that the class takes."""
+    return {key: (any_value if table is None else table[key])(value) for key, value in params.items()}
+
+
+def _no_such_argument(path: str, key: str, value: object, table: Table) -> Problem:
     meant = _MEANT.get(key.lower(), "")
     close = [meant] if meant in table else difflib.get_close_matches(key[:100], table, n=1)
     more = " It is a list of two, [0.9, 0.999]." if close[:1] == ["betas"] else ""
     fix = f'did you mean "{close[0]}"?{more}' if close else f"it takes {', '.join(table)}"
-    return Problem(path, value, "there is no such argument", fix)
-
-
-def checked(path: str, params: Mapping[str, Any], table: Table | None) -> Checked:
-    kept: dict[str, object] = {}
-    problems: list[Problem] = []
-    for key, value in params.items():
-        check = any_value if table is None else table.get(key)
-        where = key_path(path, key)
-        if key == "max_grad_norm":
-            fix = f"set gradient_clipping: {value!r} at the top level instead"[:120]
-            problems.append(Problem(where, value, "clipping is not an optimizer argument", fix))
-        elif check is None:
-            problems.append(no_such_argument(where, key, value, table or {}))
-        else:
-            try:
-                kept[key] = check(value)
-            except ValueError as error:
-                problems.append(Problem(where, value, str(error), "correct the value or remove the key"))
-    return kept, problems
+    words = f"got an unexpected keyword argument '{key}'"
+    return Problem(path, value, "there is no such argument", fix, raises=TypeError, words=words)
 
 
 def any_value(value: object) -> object:
@@ -127,13 +128,13 @@ def optional(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
-def whole_from(low: int) -> Callable[[object], int]:
+def whole_from(low: int, rule: str = "must be at least {low}") -> Callable[[object], int]:
     """Return a check for a whole number of at least `low`."""
 
     def check(value: object) -> int:
         number = as_whole(value)
         if number < low:
-            raise ValueError(f"must be at least {low}")
+            raise ValueError(rule.format(low=low))
         return number
 
     return check

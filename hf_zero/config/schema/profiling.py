@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_zero.config.features import Examined, Extra
+from hf_zero.config.features import Extra
 from hf_zero.config.schema.fields import (
     Count,
     Flag,
@@ -174,8 +174,8 @@ class Observation(Section):
         return any(switches) or any(section.enabled for section in sections)
 
 
-def examine(config: Root) -> Examined:
-    return Examined(policy=config if config.is_on or config.section(Trace).enabled else None)
+def _profiling(config: Root) -> Root | None:
+    return config if config.is_on or config.section(Trace).enabled else None
 
 
-PROFILING = Extra(name="profiling", examine=examine, features=("hf_zero.profiling.feature:profiling_of",))
+PROFILING = Extra(name="profiling", policy=_profiling, features=("hf_zero.profiling.feature:profiling_of",))

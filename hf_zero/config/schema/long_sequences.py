@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_zero.config.errors import Edit, Remark
-from hf_zero.config.features import Examined, Extra
+from hf_zero.config.features import Extra
+from hf_zero.config.rules import Advice
 from hf_zero.config.schema.fields import Count, Flag, Section, ignored, supported
 
 if TYPE_CHECKING:
@@ -55,22 +55,26 @@ class ActivationCheckpointing(Section):
         moves = self.cpu_checkpointing or self.contiguous_memory_optimization
         return moves or self.synchronize_checkpoint_boundary or self.profile
 
+    rules = (
+        Advice(
+            keys=(
+                "activation_checkpointing.number_checkpoints",
+                "activation_checkpointing.contiguous_memory_optimization",
+            ),
+            applies=lambda number, contiguous: number is not None and not contiguous,
+            text="no effect without contiguous_memory_optimization, whose buffer holds this number of inputs",
+        ),
+    )
 
-def examine_checkpointing(config: Root) -> Examined:
-    section = config.activation_checkpointing
-    if section is None:
-        return Examined()
-    remarks = []
-    if section.number_checkpoints is not None and not section.contiguous_memory_optimization:
-        path = ("activation_checkpointing", "number_checkpoints")
-        text = "no effect without contiguous_memory_optimization, whose buffer holds this number of inputs"
-        remarks.append(Remark(".".join(path), text, section.number_checkpoints, edit=Edit(path)))
-    return Examined(remarks=remarks, policy=section if section.is_on else None)
+
+def _checkpointing(config: Root) -> ActivationCheckpointing | None:
+    section = config.section(ActivationCheckpointing)
+    return section if section.is_on else None
 
 
 ACTIVATIONS = Extra(
     name="activation_checkpointing",
-    examine=examine_checkpointing,
+    policy=_checkpointing,
     features=("hf_zero.activations.feature:activation_checkpointing_of",),
 )
 
@@ -89,13 +93,13 @@ class Tiling(Section):
     )
 
 
-def examine_tiling(config: Root) -> Examined:
+def _tiling(config: Root) -> Tiling | None:
     section = config.section(Tiling)
-    return Examined(policy=section if section.tiled_loss or section.tiled_mlp else None)
+    return section if section.tiled_loss or section.tiled_mlp else None
 
 
 TILING = Extra(
     name="tiling",
-    examine=examine_tiling,
+    policy=_tiling,
     features=("hf_zero.tiling.functions:tiled_mlp_of", "hf_zero.tiling.loss:tiled_loss_of"),
 )

@@ -1,1 +1,0 @@
-"""The sections optimizer and scheduler: their types and the arguments of each type."""
