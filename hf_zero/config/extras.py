@@ -138,7 +138,7 @@ def optimizer_type(name: str) -> OptimizerType | None:
         return kind
     extra = extra_asked_by(_OPTIMIZER + name)
     types = () if extra is None else extra.optimizers
-    return next((each for each in types if each.name.lower() == name.lower()), None)
+    return next((kind for kind in types if kind.name.lower() == name.lower()), None)
 
 
 def optimizer_names() -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from hf_zero.config.draft import Draft, Path, value_in, with_value
 from hf_zero.config.errors import ABSENT, Edit, Finding, Other, Problem, Remark, key_path
 from hf_zero.config.schema.batch import MICRO, SEQUENCE, STEPS, TRAIN
 from hf_zero.config.schema.fields import as_whole
-from hf_zero.config.schema.optimizer import is_adam, optimizer_takes, schedule_takes
+from hf_zero.config.schema.optimizer import is_adam, optimizer_accepts, schedule_accepts
 from hf_zero.config.sources import Source, dotted, is_auto
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views
 
@@ -66,10 +66,10 @@ def fill(draft: Draft) -> Draft:
         if isinstance(value, Mapping) or not all(part is ABSENT or _is_section(part) for part in around):
             continue  # the schema reports it
         if value is ABSENT or value is None:
-            takes = offer.adds or offer.replaces
+            is_filled = offer.adds or offer.replaces
         else:
-            takes = offer.replaces or _is_open(value, draft.source(name), offer.source)
-        if takes:
+            is_filled = offer.replaces or _is_open(value, draft.source(name), offer.source)
+        if is_filled:
             later = is_auto(offer.value)  # filled when training starts
             tree, filled[path] = with_value(tree, path, offer.value), (offer.value, None if later else offer.source)
         elif offer.must_match and value not in (ABSENT, None) and not _agrees(value, offer):
@@ -199,10 +199,10 @@ def _from_training(
         # The defaults of adam_beta1 and the like only apply to Adam.
         states = name in ("lr", "weight_decay") or not all(map(view.is_default, fields)) or optimizer.is_adam
         if not optimizer.is_foreign(name):
-            yield f"optimizer.params.{name}", stated(value, *fields, adds=states and optimizer.takes(name))
+            yield f"optimizer.params.{name}", stated(value, *fields, adds=states and optimizer.accepts(name))
     scheduler = _Choice.of(config, "scheduler")
     yield "scheduler.params.warmup_min_lr", Offer(0, Source("training", "Trainer: warm-up starts at 0"), "warm-up")
-    adds_rate = scheduler.takes("warmup_max_lr")
+    adds_rate = scheduler.accepts("warmup_max_lr")
     yield "scheduler.params.warmup_max_lr", stated(view.learning_rate, "learning_rate", adds=adds_rate)
     for name, trains, evaluates in (("fp16", view.fp16, view.fp16_full_eval), ("bf16", view.bf16, view.bf16_full_eval)):
         offer = stated(trains or evaluates, name if trains or not evaluates else f"{name}_full_eval", adds=trains)
@@ -217,14 +217,14 @@ def _from_training(
 def _steps(config: Mapping[str, Any], view: TrainingView) -> Iterator[tuple[str, Offer]]:
     warmup, by_flag, scheduler = view.warmup(), "max_steps" in view.origins, _Choice.of(config, "scheduler")
     later = Offer("auto", view.source("max_steps"), "max_steps")
-    path, adds = "scheduler.params.total_num_steps", scheduler.takes("total_num_steps")
+    path, adds = "scheduler.params.total_num_steps", scheduler.accepts("total_num_steps")
     if view.total_steps is not None:
         name = "max_steps" if by_flag else "updates of this run"
         source = view.source("max_steps") if by_flag else Source("training", "Trainer: epochs x batches, or max_steps")
         yield path, Offer(view.total_steps, source, name, must_match=True, adds=adds)
     elif adds:
         yield path, replace(later, adds=True)
-    path, adds = "scheduler.params.warmup_num_steps", scheduler.takes("warmup_num_steps")
+    path, adds = "scheduler.params.warmup_num_steps", scheduler.accepts("warmup_num_steps")
     # TrainingArguments have no warm-up by default; a schedule with warm-up then keeps its own number.
     adds = adds and not view.is_default("warmup_steps")
     if warmup is not None:
@@ -255,10 +255,10 @@ def _from_prepare(
     optimizer, scheduler = _Choice.of(config, "optimizer"), _Choice.of(config, "scheduler")
     for name, value in view.optimizer.items():
         if not optimizer.is_foreign(name):
-            adds = value != _STAND_IN_DEFAULTS.get(name) and optimizer.takes(name)
+            adds = value != _STAND_IN_DEFAULTS.get(name) and optimizer.accepts(name)
             yield f"optimizer.params.{name}", stated(value, f"DummyOptim({name})", adds)
     for name, value in view.schedule.items():
-        adds = not (name == "warmup_num_steps" and value == 1) and scheduler.takes(name)
+        adds = not (name == "warmup_num_steps" and value == 1) and scheduler.accepts(name)
         yield f"scheduler.params.{name}", stated(value, f"DummyScheduler({name})", adds)
     if view.schedule:
         yield "scheduler.params.warmup_min_lr", Offer(0, default, "default")
@@ -287,19 +287,19 @@ class _Choice:
         params = {} if params in (ABSENT, None) else params
         return cls(section, kind if isinstance(kind, str) else None, params if isinstance(params, Mapping) else None)
 
-    def takes(self, argument: str) -> bool:
+    def accepts(self, argument: str) -> bool:
         """Whether its type accepts the argument."""
         if self.kind is None or self.params is None:
             return False
         if self.section == "scheduler":
-            return schedule_takes(self.kind, argument)
-        return optimizer_takes(self.kind, self.params, argument)
+            return schedule_accepts(self.kind, argument)
+        return optimizer_accepts(self.kind, self.params, argument)
 
     def is_foreign(self, argument: str) -> bool:
         """Whether this is an argument of Adam, which TrainingArguments have, that its type does not accept."""
         if argument not in ("betas", "eps") or self.kind is None:
             return False
-        return not optimizer_takes(self.kind, self.params or {}, argument)
+        return not optimizer_accepts(self.kind, self.params or {}, argument)
 
     @property
     def is_adam(self) -> bool:

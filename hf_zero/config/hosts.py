@@ -52,23 +52,23 @@ def normalise(config: dict[str, Any]) -> None:
                 pass  # reported with all other problems, when the config is resolved
 
 
-def write_back(config: dict[str, Any], findings: Findings, *, drop: bool = False, keep: str = "") -> None:
+def write_back(config: dict[str, Any], findings: Findings, *, drop: bool = False, except_below: str = "") -> None:
     """Write the values that have been filled in to the config that was examined, in the form for other libraries.
 
     Args:
         drop: remove every "auto" that is left; an absent key means the default.
-        keep: do not remove anything below this path.
+        except_below: remove nothing below this path.
     """
     write(config, findings.filled)
     if drop:
-        drop_unfilled(config, keep)
+        drop_unfilled(config, except_below)
     normalise(config)
 
 
-def drop_unfilled(config: dict[str, Any], keep: str = "") -> None:
-    """Remove every "auto" that is left in place, except below the path `keep`; an absent key means the default."""
+def drop_unfilled(config: dict[str, Any], except_below: str = "") -> None:
+    """Remove every "auto" that is left in place, except below a path; an absent key means the default."""
     for path in unfilled_autos(config):
-        if not (keep and dotted(path).startswith(f"{keep}.")):
+        if not (except_below and dotted(path).startswith(f"{except_below}.")):
             del value_in(config, path[:-1])[path[-1]]
 
 

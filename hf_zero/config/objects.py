@@ -156,7 +156,7 @@ class ConfigView:
         if findings.problems:
             raise ConfigError(findings.problems)
         self.world_size = world_size
-        self._take(findings)
+        self._show(findings)
 
     @classmethod
     def of(cls, resolved: Resolved, world_size: int) -> ConfigView:
@@ -164,10 +164,10 @@ class ConfigView:
         view = cls.__new__(cls)
         view._param_dict = resolved.raw
         view.world_size = world_size
-        view._take(resolved)
+        view._show(resolved)
         return view
 
-    def _take(self, findings: Findings) -> None:
+    def _show(self, findings: Findings) -> None:
         root, batch = findings.config, findings.batch
         assert batch is not None
         self._root = root

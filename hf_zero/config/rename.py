@@ -12,7 +12,7 @@ from typing import Any
 from hf_zero.config.draft import Draft, value_in
 from hf_zero.config.errors import ABSENT, Edit, Finding, Problem, Remark, key_path
 from hf_zero.config.schema.fields import Section, subsection, verdict_of
-from hf_zero.config.schema.root import Root
+from hf_zero.config.schema.whole import schema_for
 from hf_zero.config.sources import MAX_DEPTH, is_auto
 from hf_zero.config.views import Views
 
@@ -69,7 +69,7 @@ class _Names:
             for old, new in _SHORTHANDS.items():
                 self._shorthand(zero, old, new)
             self._nested_aio(zero)
-        for section, old, new, kind in other_names(Root):
+        for section, old, new, kind in other_names(schema_for(self.tree)[0]):
             holder = value_in(self.tree, section)
             if isinstance(holder, dict) and old in holder:
                 self._move(holder, ".".join(section), old, new, kind)
@@ -128,10 +128,10 @@ def other_names(
     schema: type[Section], around: tuple[str, ...] = ()
 ) -> tuple[tuple[tuple[str, ...], str, str, str], ...]:
     """Return the path of the section, the other name, the name and "old" or "other", for all names of a schema."""
-    found = []
+    names = []
     for name, field in schema.model_fields.items():
         verdict, below = verdict_of(field), subsection(field)
-        found += [(around, old, name, "other") for old in verdict.names]
-        found += [(around, old, name, "old") for old in verdict.old_names]
-        found += () if below is None else other_names(below, (*around, name))
-    return tuple(found)
+        names += [(around, old, name, "other") for old in verdict.names]
+        names += [(around, old, name, "old") for old in verdict.old_names]
+        names += () if below is None else other_names(below, (*around, name))
+    return tuple(names)

@@ -198,9 +198,9 @@ def check(draft: Draft, ranks: Ranks) -> Draft:
     unusable = {path for finding in draft.findings for path in _places(finding)}
     for rule in rules_of(type(config)):
         if not any(key == path or key.startswith(f"{path}.") for key in rule.keys for path in unusable):
-            found = list(rule.find(config, ranks))
-            findings += found
-            if found and isinstance(rule, Rule) and rule.unusable:
+            broken = list(rule.find(config, ranks))
+            findings += broken
+            if broken and isinstance(rule, Rule) and rule.unusable:
                 unusable.add(rule.keys[0])
     if config.at(("hf_zero", "strict")):
         fix = "remove it, or set hf_zero.strict to false to have it ignored with a warning"

@@ -303,7 +303,7 @@ def test_unfilled_autos_are_taken_out_where_others_would_trip_on_them() -> None:
     config = load_config(
         {"fp16": {"loss_scale": "auto"}, "scheduler": {"params": {"total_num_steps": "auto"}}, "log_level": "auto"}
     )
-    drop_unfilled(config, keep="scheduler.params")
+    drop_unfilled(config, except_below="scheduler.params")
     assert config == {"fp16": {}, "scheduler": {"params": {"total_num_steps": "auto"}}}
     drop_unfilled(config)
     assert config == {"fp16": {}, "scheduler": {"params": {}}}

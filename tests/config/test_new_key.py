@@ -1,8 +1,9 @@
-"""The cost of a new key with an effect: this file has a feature with its section, and one line registers it."""
+"""The cost of a new key with an effect: this file has all that config/ knows of it, and one line registers it."""
 
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,29 +13,38 @@ import torch
 from torch import nn
 
 import hf_zero
-from hf_zero.config import ConfigError, Resolved, resolve
+from hf_zero.config import ConfigError, Findings, Resolved, Views, examine, load_config, resolve
 from hf_zero.config.extras import ASKED_BY
 from hf_zero.config.features import Extra, OwnSection
-from hf_zero.config.rules import Rule
-from hf_zero.config.schema.fields import Section, Whole, supported
+from hf_zero.config.rules import RANKS, Advice, Rule
+from hf_zero.config.schema.fields import Section, Whole, all_paths, rules_of, supported
 from hf_zero.config.schema.long_sequences import ActivationCheckpointing, Tiling
 from hf_zero.config.schema.profiling import Comet, CommsLogger, FlopsProfiler, Observation, Trace
 from hf_zero.config.schema.root import HfZero, Root
+from hf_zero.config.schema.whole import whole_schema
 from hf_zero.features import Progress, TrainingFeature
 
 CONFIG = Path(hf_zero.__file__).parent / "config"
 
 
+FACTOR, NORM = "hf_zero.loudness.factor", "gradient_clipping"
+
+
 class Loudness(Section):
-    factor: Whole = supported(2, "What outputs are multiplied by.")
+    """The key: its meaning, other name, rules and the words of DeepSpeed's error."""
+
+    factor: Whole = supported(2, "What outputs are multiplied by.", names=("gain",), words="Invalid factor")
 
     rules = (
         Rule(
-            keys=("hf_zero.loudness.factor",),
-            broken=lambda factor: factor > 9,
-            rule="is too loud",
-            fix="write 2",
+            keys=(FACTOR, NORM),
+            broken=lambda factor, norm: factor > 9 and norm < 1 and {"most": 9},
+            rule="{factor} is too loud with gradient_clipping {gradient_clipping}",
+            fix="write {most} or less",
+            raises=AssertionError,
+            words="factor should be small",
         ),
+        Advice(keys=(FACTOR,), applies=lambda factor: factor == 1, text="no effect, it changes nothing", ignored=True),
     )
 
 
@@ -49,6 +59,7 @@ class Loud(TrainingFeature):
 
 
 def policy(config: Root) -> Loudness:
+    """What the engine gets, for a config without problems in the section."""
     return config.section(Loudness)
 
 
@@ -78,14 +89,51 @@ def test_the_engine_reads_the_section_itself(registered: None) -> None:
     torch.testing.assert_close(engine(batch), expected)
 
 
-def test_its_rules_are_told_with_all_others(registered: None) -> None:
+def examined(loudness: Any, **keys: Any) -> Findings:
+    """A config whose keys stand on lines of their own: the factor in line 2."""
+    config = {"hf_zero": {"loudness": loudness}, "train_batch_size": 1, **keys}
+    return examine(load_config(json.dumps(config).replace('"loudness": {', '"loudness": {\n')), Views(world_size=1))
+
+
+def test_a_key_takes_all_stages_with_what_its_file_says(registered: None) -> None:
+    """A key with a rule was in five files of config/: section, rules, policies, what made them, DeepSpeed's words."""
+    renamed = examined({"gain": 3})
+    assert renamed.notes == ("hf_zero.loudness.gain: other name, read as hf_zero.loudness.factor",)
+    assert renamed.extras["loudness"].factor == 3 and str(renamed.provenance[FACTOR].source).startswith("line 2 ")
+    assert examined({"factor": "auto"}).notes == (f'{FACTOR}: "auto" was not filled in; treated as unset',)
+    assert examined({"factor": 1}).warnings == (f"{FACTOR}: no effect, it changes nothing",)
+    (invalid,) = examined({"factor": "very"}).problems
+    assert str(invalid) == (
+        "hf_zero.loudness.factor = 'very'  [line 2 of the config text]\n"
+        "    rule: Invalid factor: must be a whole number\n"
+        "    fix:  correct it, or remove the key (default 2). Meaning: What outputs are multiplied by."
+    )
+    broken = examined({"gain": 10}, gradient_clipping=0.5)
+    assert [str(problem) for problem in broken.problems] == [
+        "hf_zero.loudness.factor = 10  [line 2 of the config text]\n"
+        "    rule: factor should be small: 10 is too loud with gradient_clipping 0.5\n"
+        "    fix:  write 9 or less"
+    ]
+    assert isinstance(ConfigError(broken.problems), AssertionError) and "loudness" not in broken.extras
+    assert not examined({"factor": 10}, gradient_clipping="much").problems[1:], "a rule needs the values of its keys"
+
+
+def test_its_rules_are_reported_with_all_others(registered: None) -> None:
+    wrong = {"train_batch_size": 0, NORM: 0.0, "hf_zero": {"loudness": {"factor": 10, "fctor": 1}}}
     with pytest.raises(ConfigError) as caught:
-        resolve({"train_batch_size": 0, "hf_zero": {"loudness": {"factor": 10, "fctor": 1}}}, world_size=1)
+        resolve(wrong, world_size=1)
     assert {problem.path for problem in caught.value.problems} == {
         "train_batch_size",
         "hf_zero.loudness.factor",
         "hf_zero.loudness.fctor",
     }
+
+
+def test_rules_read_keys_that_there_are() -> None:
+    """A rule with a misspelled key would fail where a user first meets it."""
+    paths = set(all_paths(whole_schema()))
+    for rule in rules_of(whole_schema()):
+        assert {*rule.keys} - {RANKS} <= paths, rule.keys
 
 
 def test_a_section_is_found_by_its_class_wherever_it_stands() -> None:

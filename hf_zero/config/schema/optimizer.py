@@ -55,10 +55,10 @@ def _known(name: object) -> OptimizerType | None:
         return None  # reported with the type
 
 
-def optimizer_takes(name: str, params: Mapping[str, object], argument: str) -> bool:
+def optimizer_accepts(name: str, params: Mapping[str, object], argument: str) -> bool:
     """Whether an optimizer of this type accepts lr, betas, eps or weight_decay together with `params`."""
     kind = _known(name)
-    return kind is not None and kind.takes_beside(params, argument)
+    return kind is not None and kind.accepts_beside(params, argument)
 
 
 def is_adam(name: str) -> bool:
@@ -67,7 +67,7 @@ def is_adam(name: str) -> bool:
     return kind is not None and kind.is_adam
 
 
-def schedule_takes(name: str, argument: str) -> bool:
+def schedule_accepts(name: str, argument: str) -> bool:
     """Whether one of our schedules has this name and accepts the argument."""
     return argument in _SCHEDULE_CHECKS.get(name, {})
 

@@ -30,7 +30,7 @@ class OptimizerType:
         made_by: "module:callable" that takes parameter groups and arguments; "": it cannot be created from ds.json.
         arguments: the arguments in `optimizer.params` with their checks; None: the class checks them itself.
         switch: an argument that selects another implementation when true, and that implementation's arguments.
-        takes: arguments of TrainingArguments that the class accepts; only used without `arguments`.
+        accepts: arguments of TrainingArguments that the class accepts; only used without `arguments`.
         highest_stage: the highest supported ZeRO stage.
         stands_in: "module:function" of an instance that tells how hf_zero runs it instead of its own step: a `Family`,
             `Traits`, or None where this one must run as itself. Only for classes that do not say so themselves.
@@ -45,7 +45,7 @@ class OptimizerType:
     made_by: str = ""
     arguments: Mapping[str, Check] | None = None
     switch: tuple[str, Mapping[str, Check]] | None = None
-    takes: tuple[str, ...] = ("lr", "weight_decay")
+    accepts: tuple[str, ...] = ("lr", "weight_decay")
     highest_stage: int = LAST_STAGE
     stands_in: str = ""
     whole_tensors: bool = False
@@ -59,20 +59,20 @@ class OptimizerType:
             return self.switch[1]
         return self.arguments
 
-    def takes_beside(self, params: Mapping[str, object], argument: str) -> bool:
+    def accepts_beside(self, params: Mapping[str, object], argument: str) -> bool:
         """Whether it accepts lr, betas, eps or weight_decay together with `params`."""
         arguments = self.arguments_beside(params)
-        return argument in (self.takes if arguments is None else arguments)
+        return argument in (self.accepts if arguments is None else arguments)
 
     def passed(self, params: Mapping[str, object]) -> dict[str, object]:
         """Return `params` without switches that `made_by` has no argument for."""
         table = self.arguments_beside(params) or {}
-        kept = {}
+        params_passed = {}
         for key, value in params.items():
             check = table.get(key)
             if not isinstance(check, Only) or check.is_passed:
-                kept[key] = value
-        return kept
+                params_passed[key] = value
+        return params_passed
 
 
 def known_type(name: str) -> OptimizerType | None:
@@ -164,10 +164,12 @@ def _ours(made_by: str, arguments: Mapping[str, Check], *names: str, **more: Any
         yield OptimizerType(name=name, made_by=f"hf_zero.optim.{made_by}", arguments=arguments, **more)
 
 
-def _torchs(*takes: str, names: str, any_case: bool = False, **more: Any) -> Iterator[OptimizerType]:
+def _torchs(*accepts: str, names: str, any_case: bool = False, **more: Any) -> Iterator[OptimizerType]:
     """Yield types for classes of torch.optim, all of which accept `lr`."""
     for name in names.split():
-        yield OptimizerType(name=name, made_by=f"torch.optim:{name}", takes=("lr", *takes), any_case=any_case, **more)
+        yield OptimizerType(
+            name=name, made_by=f"torch.optim:{name}", accepts=("lr", *accepts), any_case=any_case, **more
+        )
 
 
 def _all() -> Iterator[OptimizerType]:

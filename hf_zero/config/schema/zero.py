@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_zero.config.errors import Problem
@@ -33,10 +34,12 @@ from hf_zero.config.schema.precision import PrecisionPolicy, precision_of
 if TYPE_CHECKING:
     from hf_zero.config.schema.root import HfZero, Root
 
-_THREE = (3,)
-_BELOW_THREE = (0, 1, 2)
 _SHARDED = (1, 2, 3)
-_ON_NVME = ("device", ("nvme",))
+on_nvme = partial(supported, beside=("device", ("nvme",)))
+below_3 = partial(supported, stages=(0, 1, 2))
+at_3 = partial(supported, stages=(3,))
+idle_at_3 = partial(ignored, stages=(3,))
+met_at_3 = partial(ignored, stages=(3,), met=True)
 STAGE, MICS, SHARD_GROUP = "zero_optimization.stage", "zero_optimization.mics_shard_size", "hf_zero.shard_group"
 HPZ = "zero_optimization.zero_hpz_partition_size"
 GROUP_KEYS = (MICS, SHARD_GROUP)
@@ -53,23 +56,15 @@ class OffloadOptimizer(StrictSection):
     device: Literal["none", "cpu", "nvme"] | None = supported(
         "none", "Place of the optimizer states: none, cpu (stages 0-3) or nvme (stages 1-3)."
     )
-    nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.", beside=_ON_NVME)
-    buffer_count: Positive = supported(
-        4,
-        "nvme: vectors of one sub-group in memory; Adam has 3. pipeline_read and pipeline_write each add as many.",
-        beside=_ON_NVME,
+    nvme_path: PathText | None = on_nvme(None, "nvme: an existing folder on the drive.")
+    buffer_count: Positive = on_nvme(
+        4, "nvme: vectors of one sub-group in memory; Adam has 3. pipeline_read and pipeline_write each add as many."
     )
     pin_memory: Flag = supported(True, "Page-locked host memory, where there is a GPU.")
-    pipeline_read: Flag | None = supported(
-        None, "nvme: read the next sub-group during an update. Unset: yes.", beside=_ON_NVME
-    )
-    pipeline_write: Flag | None = supported(
-        None, "nvme: write the last sub-group during an update. Unset: yes.", beside=_ON_NVME
-    )
-    fast_init: Flag = supported(
-        False,
-        "nvme: only reserve space for the optimizer states at the start, instead of writing it once.",
-        beside=_ON_NVME,
+    pipeline_read: Flag | None = on_nvme(None, "nvme: read the next sub-group during an update. Unset: yes.")
+    pipeline_write: Flag | None = on_nvme(None, "nvme: write the last sub-group during an update. Unset: yes.")
+    fast_init: Flag = on_nvme(
+        False, "nvme: only reserve space for the optimizer states at the start, instead of writing it once."
     )
     ratio: Fraction = supported(
         1.0, "Fraction of the elements whose states are offloaded and updated on the CPU; the rest stays on the device."
@@ -96,18 +91,15 @@ class OffloadParam(StrictSection):
     """Where parameters live between uses; stage 3 only."""
 
     device: Literal["none", "cpu", "nvme"] | None = supported("none", "Place of the parameters: none, cpu or nvme.")
-    nvme_path: PathText | None = supported(None, "nvme: an existing folder on the drive.", beside=_ON_NVME)
-    buffer_count: Positive = supported(
-        5, "nvme: maximum number of shards in memory for transfers (at least three).", unit="buffers", beside=_ON_NVME
+    nvme_path: PathText | None = on_nvme(None, "nvme: an existing folder on the drive.")
+    buffer_count: Positive = on_nvme(
+        5, "nvme: maximum number of shards in memory for transfers (at least three).", unit="buffers"
     )
-    buffer_size: PositiveSize = supported(
-        100_000_000,
-        "nvme: buffer_count times this limits the total size of those shards.",
-        unit="elements",
-        beside=_ON_NVME,
+    buffer_size: PositiveSize = on_nvme(
+        100_000_000, "nvme: buffer_count times this limits the total size of those shards.", unit="elements"
     )
-    max_in_cpu: Size = supported(
-        1_000_000_000, "nvme: this part of a rank's shards stays in host memory.", unit="elements", beside=_ON_NVME
+    max_in_cpu: Size = on_nvme(
+        1_000_000_000, "nvme: this part of a rank's shards stays in host memory.", unit="elements"
     )
     pin_memory: Flag = supported(True, "Page-locked host memory, where there is a GPU.")
 
@@ -175,7 +167,7 @@ def _second_shards(config: Root, ranks: Ranks) -> Iterator[Problem]:
     if shard is not None and size > within:
         rule = f"second shards must be within a shard group, which has {within} ranks"
         yield Problem(HPZ, size, rule, f"give a divisor of {within}; 1 disables them")
-    elif size < within and (within % size or any(each % size for each in hosts if len(hosts) > 1)):
+    elif size < within and (within % size or any(count % size for count in hosts if len(hosts) > 1)):
         counts = f"{within} ranks" if within % size else f"hosts with {', '.join(map(str, hosts))} ranks"
         rule = f"{counts} cannot be divided into groups of {size}"
         yield Problem(HPZ, size, rule, "give a divisor of the number of ranks per host; 1 disables second shards")
@@ -186,14 +178,9 @@ class Zero(StrictSection):
 
     stage: Whole = supported(0, "What is sharded: 0 nothing, 1 optimizer states, 2 + gradients, 3 + parameters.")
 
-    reduce_bucket_size: Positive = supported(
-        500_000_000, "Size of a bucket of gradients.", unit="elements", stages=_BELOW_THREE
-    )
-    allgather_bucket_size: Positive = supported(
-        500_000_000,
-        "Size of a bucket of parameters; the smaller of the two sizes is used for both.",
-        unit="elements",
-        stages=_BELOW_THREE,
+    reduce_bucket_size: Positive = below_3(500_000_000, "Size of a bucket of gradients.", unit="elements")
+    allgather_bucket_size: Positive = below_3(
+        500_000_000, "Size of a bucket of parameters; the smaller of the two sizes is used for both.", unit="elements"
     )
     overlap_comm: Flag | None = supported(None, "Reduce gradients while backward runs. Unset: yes, at every stage.")
     ignore_unused_parameters: Flag = supported(True, "false: a trainable parameter without gradient is an error.")
@@ -232,11 +219,8 @@ class Zero(StrictSection):
     legacy_stage1: Flag = unsupported(False, "Stage 1 of old releases.", why="there is one stage 1")
 
     offload_optimizer: OffloadOptimizer | None = supported(None, "Place of the optimizer states.")
-    offload_param: OffloadParam | None = supported(
-        None,
-        "Place of the parameters (stage 3).",
-        why="to offload at other stages, use offload_optimizer",
-        stages=_THREE,
+    offload_param: OffloadParam | None = at_3(
+        None, "Place of the parameters (stage 3).", why="to offload at other stages, use offload_optimizer"
     )
 
     sub_group_size: Count = supported(
@@ -244,112 +228,76 @@ class Zero(StrictSection):
         "Size of the sub-groups of an offloaded update; at stage 3 also of the tensors in checkpoint files.",
         unit="elements",
     )
-    stage3_max_live_parameters: Size = supported(
-        1_000_000_000,
-        "Units stay gathered up to this total size.",
-        unit="elements",
-        stages=_THREE,
-        names=("max_live_parameters",),
+    stage3_max_live_parameters: Size = at_3(
+        1_000_000_000, "Units stay gathered up to this total size.", unit="elements", names=("max_live_parameters",)
     )
-    stage3_max_reuse_distance: Size = supported(
+    stage3_max_reuse_distance: Size = at_3(
         1_000_000_000,
         "A unit that is used again within this distance stays gathered.",
         unit="elements",
-        stages=_THREE,
         names=("max_reuse_distance",),
     )
-    stage3_prefetch_bucket_size: Size = supported(
+    stage3_prefetch_bucket_size: Size = at_3(
         50_000_000,
         "Maximum size of the prefetched units; above 0: at least one unit (docs/stage3.md).",
         unit="elements",
-        stages=_THREE,
         names=("prefetch_bucket_size",),
     )
-    stage3_param_persistence_threshold: Size = supported(
-        100_000,
-        "Parameters up to this size stay gathered.",
-        unit="elements",
-        stages=_THREE,
-        names=("param_persistence_threshold",),
+    stage3_param_persistence_threshold: Size = at_3(
+        100_000, "Parameters up to this size stay gathered.", unit="elements", names=("param_persistence_threshold",)
     )
-    stage3_model_persistence_threshold: Size = supported(
-        LARGEST,
-        "Limit for all parameters that stay gathered.",
-        unit="elements",
-        stages=_THREE,
-        names=("model_persistence_threshold",),
+    stage3_model_persistence_threshold: Size = at_3(
+        LARGEST, "Limit for all parameters that stay gathered.", unit="elements", names=("model_persistence_threshold",)
     )
-    stage3_gather_16bit_weights_on_model_save: Flag = supported(
+    stage3_gather_16bit_weights_on_model_save: Flag = at_3(
         False,
         "Gather whole weights when the model is saved.",
         why="whole weights are always saved",
-        stages=_THREE,
         met=True,
         names=("gather_16bit_weights_on_model_save",),
         old_names=("stage3_gather_fp16_weights_on_model_save",),
     )
-    stage3_module_granularity_threshold: Count = ignored(
+    stage3_module_granularity_threshold: Count = met_at_3(
         0,
         "Fetch modules finer than this as one.",
         why="whole blocks are gathered as one anyway",
-        stages=_THREE,
-        met=True,
         names=("module_granularity_threshold",),
     )
-    stage3_use_all_reduce_for_fetch_params: Flag = ignored(
-        False,
-        "Gather by all-reduce.",
-        why="a unit is one all-gather",
-        stages=_THREE,
-        names=("use_all_reduce_for_fetch_params",),
+    stage3_use_all_reduce_for_fetch_params: Flag = idle_at_3(
+        False, "Gather by all-reduce.", why="a unit is one all-gather", names=("use_all_reduce_for_fetch_params",)
     )
-    stage3_allgather_sequential: Flag = ignored(
-        False,
-        "Gather one parameter at a time.",
-        why="a unit is one all-gather",
-        stages=_THREE,
-        names=("allgather_sequential",),
+    stage3_allgather_sequential: Flag = idle_at_3(
+        False, "Gather one parameter at a time.", why="a unit is one all-gather", names=("allgather_sequential",)
     )
-    memory_efficient_linear: Flag = ignored(
-        True, "Linear layers that save less for backward.", why="linear layers save no copy", stages=_THREE
+    memory_efficient_linear: Flag = idle_at_3(
+        True, "Linear layers that save less for backward.", why="linear layers save no copy"
     )
-    override_module_apply: Flag = ignored(
-        True, "Module.apply gathers what it touches.", why="reading a parameter in zero.Init gathers it", stages=_THREE
+    override_module_apply: Flag = idle_at_3(
+        True, "Module.apply gathers what it touches.", why="reading a parameter in zero.Init gathers it"
     )
-    pipeline_loading_checkpoint: Flag = ignored(
-        False,
-        "Ranks of a node load in turn.",
-        why="no rank loads more than one tensor at a time",
-        stages=_THREE,
-        met=True,
+    pipeline_loading_checkpoint: Flag = met_at_3(
+        False, "Ranks of a node load in turn.", why="no rank loads more than one tensor at a time"
     )
-    log_trace_cache_warnings: Flag = ignored(
-        False, "Diagnostics of the gather order.", why="the order is fixed and has no cache", stages=_THREE, met=True
+    log_trace_cache_warnings: Flag = met_at_3(
+        False, "Diagnostics of the gather order.", why="the order is fixed and has no cache"
     )
-    enable_sanity_checks: Flag = ignored(False, "Diagnostics.", why="the checks are always on", stages=_THREE, met=True)
-    leaf_module: LeafModule | None = supported(None, "Modules gathered as one unit.", stages=_THREE)
-    save_muon_momentum_buffer_in_memory: Flag = supported(False, "Muon under NVMe.", stages=_THREE)
+    enable_sanity_checks: Flag = met_at_3(False, "Diagnostics.", why="the checks are always on")
+    leaf_module: LeafModule | None = at_3(None, "Modules gathered as one unit.")
+    save_muon_momentum_buffer_in_memory: Flag = at_3(False, "Muon under NVMe.")
 
-    zero_hpz_partition_size: Count = supported(
+    zero_hpz_partition_size: Count = at_3(
         1,
         "hpZ: groups of this many ranks of a host keep secondary shards and gather among themselves; 0 and 1: off.",
         why="every rank has all parameters",
         unit="ranks",
-        stages=_THREE,
     )
-    zero_quantized_weights: Flag = supported(
-        False, "qwZ: gather weights quantized to int8; shards and masters stay exact.", stages=_THREE
+    zero_quantized_weights: Flag = at_3(False, "qwZ: gather weights quantized to int8; shards and masters stay exact.")
+    zero_quantized_nontrainable_weights: Flag = at_3(False, "Keep and gather frozen weights in int8.")
+    zero_quantized_gradients: Flag = at_3(
+        False, "qgZ: reduce gradients in int4 (hf_zero.quantized_gradient_bits), within a host and then across hosts."
     )
-    zero_quantized_nontrainable_weights: Flag = supported(
-        False, "Keep and gather frozen weights in int8.", stages=_THREE
-    )
-    zero_quantized_gradients: Flag = supported(
-        False,
-        "qgZ: reduce gradients in int4 (hf_zero.quantized_gradient_bits), within a host and then across hosts.",
-        stages=_THREE,
-    )
-    zeropp_loco_param: LocoParam | None = supported(
-        None, "LoCo: add the quantization errors of gradients to later gradients.", stages=_THREE
+    zeropp_loco_param: LocoParam | None = at_3(
+        None, "LoCo: add the quantization errors of gradients to later gradients."
     )
     mics_shard_size: Whole = supported(
         -1,
@@ -359,11 +307,10 @@ class Zero(StrictSection):
         unit="ranks",
         stages=_SHARDED,
     )
-    mics_hierarchical_params_gather: Flag = supported(
+    mics_hierarchical_params_gather: Flag = at_3(
         False,
         "MiCS: if a group spans hosts, weights are sent across once per update, and gathers stay within a host: "
         "zero_hpz_partition_size with the ranks of a host.",
-        stages=_THREE,
     )
     zenflow: Free | None = unsupported(
         None, "Delayed updates.", why="every update is complete; use offload_optimizer alone", switch=None

@@ -183,7 +183,7 @@ def around_finalize(original: Callable[..., None], self: Any, args: Any, model: 
         twin.config, twin.mismatches = copy.deepcopy(dict(self.config)), []
         raise_both(findings.problems, lambda: original(twin, args, stand_in_model(), num_training_steps))
     # A later train() knows the number of steps; until then the schedule keeps its autos.
-    write_back(self.config, findings, drop=True, keep="scheduler.params" if evaluates_only else "")
+    write_back(self.config, findings, drop=True, except_below="scheduler.params" if evaluates_only else "")
 
 
 def _follow(config: dict[str, Any], views: Views) -> None:
