@@ -120,7 +120,9 @@ def check(words: list[str], read: Read) -> None:
     if program == "python" and more[0] == "-m":
         module, more = more[1], more[2:]
         if module not in ("hf_zero", "torch.distributed.run"):
-            read(lambda: runpy.run_module(module, run_name="__main__"), [module, *more])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.delitem(sys.modules, module, raising=False)  # runpy warns of a module that a test has imported
+                read(lambda: runpy.run_module(module, run_name="__main__"), [module, *more])
             return
         program = {"hf_zero": "hf-zero"}.get(module, "torchrun")
     ours = {"hf-zero": more, "ds_report": ["report", *more], "deepspeed": ["launch", *more]}.get(program)
