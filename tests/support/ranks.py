@@ -34,6 +34,8 @@ SEED = 1234
 PRELOAD = ["torch", "torch.distributed", "torch.optim", "torch._dynamo"]
 # Also preloaded for all ranks, but only if the current tests need them anyway (importing takes seconds).
 PRELOAD_IF_USED = ["pytest", "transformers.models.llama.modeling_llama", "transformers.trainer", "hf_zero.api.entry"]
+# Preloaded for ranks that make engines.
+WARM_UP = "tests.support.engine_warm_up"
 # Time to wait for other ranks' reports once one has failed, so that the earliest failure is shown.
 SETTLE_S = 0.3
 RENDEZVOUS_VARIABLE = "TEST_RENDEZVOUS_URL"
@@ -151,7 +153,10 @@ class _Rank:
 def forking_context() -> ForkServerContext:
     """Processes of this context start in hundredths of a second, because their server has imported torch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD + [module for module in PRELOAD_IF_USED if module in sys.modules])
+    used = [module for module in PRELOAD_IF_USED if module in sys.modules]
+    # What a rank imports beside the test itself: modules of the package, and helpers of the tests.
+    ours = sorted(name for name in sys.modules if name.startswith(("hf_zero.", "tests.support.")))
+    context.set_forkserver_preload(PRELOAD + used + [WARM_UP] * ("hf_zero.api.entry" in used) + ours)
     return context
 
 

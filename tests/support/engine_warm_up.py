@@ -1,0 +1,28 @@
+"""Imported by the server that forks ranks: what a rank's first engine would import and compute, ready for all ranks.
+
+It took half of the CPU time of a rank that trains a small model for a few steps.
+"""
+
+import torch
+
+import hf_zero.api.engine_checkpoints
+import hf_zero.api.entry
+import hf_zero.checkpoint.service
+import hf_zero.comm.cpu.host
+import hf_zero.comm.cpu.negotiation
+import hf_zero.comm.cpu.point_to_point
+import hf_zero.comm.known_groups
+import hf_zero.comm.lockstep
+import hf_zero.offload.memory_estimate
+import hf_zero.optim.adam
+import hf_zero.params.sharded
+import hf_zero.sequence.groups
+import hf_zero.tensor.groups
+import torch.utils.serialization.config  # noqa: F401  (torch.load)
+from hf_zero.config import resolve
+from hf_zero.kernels.dynamic8 import Coder
+
+# Its caches: where each section is, tables of the 8-bit code.
+resolve({"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, world_size=1)
+for _signed in (False, True):
+    Coder(1, torch.device("cpu"), signed=_signed)
