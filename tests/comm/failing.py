@@ -11,6 +11,7 @@ the group of all ranks waits until all of them destroy it, as NCCL does, and no 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ from hf_zero.comm import process_group
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.step.sharded_step import ShardedStep
 from tests.comm.ends import CONFIG, KEPT, model
+from tests.support import engine_warm_up  # noqa: F401  (otherwise imported late by every rank)
 
 RANKS, VICTIM = 2, 1
 PHASES = ("initialize", "forward", "backward", "step", "save", "evaluation")
@@ -181,7 +183,7 @@ class _World:
 
     def report(self) -> list[Ended]:
         begun = float((self.folder / "failed").read_text())
-        outputs = [(self.folder / f"rank{rank}.log").read_text()[-3000:] for rank in range(RANKS)]
+        outputs = [(self.folder / f"rank{rank}.log").read_text()[-6000:] for rank in range(RANKS)]
         return [Ended(self.ended[rank][0], self.ended[rank][1] - begun, outputs[rank]) for rank in range(RANKS)]
 
 
@@ -204,6 +206,7 @@ def _start(failure: Failure, folder: Path) -> _World | None:
 def main(names: list[str]) -> int:
     logging.getLogger("hf_zero").setLevel(logging.WARNING)
     torch.set_num_threads(1)
+    gc.freeze()  # ranks end as scripts do, but need not collect what this process has imported
     waiting, running = [Failure.named(name) for name in names], []
     folder = Path(tempfile.mkdtemp(prefix="failing-"))
     while waiting or running:

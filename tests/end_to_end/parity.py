@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
 
 SCRIPT = Path(__file__).parent / "trainer_script.py"
-STEPS = 20
+STEPS, SHORT = 20, 8
 GLOBAL_BATCH = 48  # divisible by every number of processes (1 to 4) times every accumulation (1, 4)
 LEARNING_RATE = 5e-3
 WEIGHT_DECAY = 0.1
@@ -45,6 +45,7 @@ class Case:
     checkpointing: Literal["", "reentrant", "not_reentrant"] = ""  # of activations
     evaluates: bool = False  # in the middle of the training
     offload: Literal["", "cpu", "nvme"] = ""  # of the optimizer, at stage 3 also of the parameters
+    steps: int = STEPS
     preset: bool = False  # stage 3 with the sizes that Trainer fills in, with which a small model is never released
 
     def __str__(self) -> str:
@@ -108,17 +109,17 @@ class Case:
             clip_norm=CLIP_NORM if self.clip else 0.0,
             warmup_steps=2 if self.scheduler else 0,  # WarmupDecayLR warms up for at least two steps
             rate_lag=1 if self.scheduler else 0,
-            decay_steps=STEPS,
+            decay_steps=self.steps,
         )
 
     def words(self, folder: Path) -> list[str]:
         """The command line; writes the files that it names."""
-        prepare(folder, self.tied)
+        prepare(folder, self.tied, self.steps)
         options: dict[str, object] = {
             "model": folder / "model",
             "data": folder / "rows.json",
             "output_dir": folder / "out",
-            "max_steps": STEPS,
+            "max_steps": self.steps,
             "per_device_train_batch_size": GLOBAL_BATCH // self.processes // self.accumulation,
             "per_device_eval_batch_size": 8,
             "gradient_accumulation_steps": self.accumulation,
@@ -138,7 +139,7 @@ class Case:
             options["gradient_checkpointing"] = True
             options["gradient_checkpointing_kwargs"] = json.dumps({"use_reentrant": self.checkpointing == "reentrant"})
         if self.evaluates:
-            options |= {"eval_strategy": "steps", "eval_steps": STEPS // 2}
+            options |= {"eval_strategy": "steps", "eval_steps": self.steps // 2}
         if self.stage is not None:
             config = self.ds_config
             config["zero_optimization"] |= self.places(folder / "drive")
@@ -158,23 +159,24 @@ class Outcome:
     weights: dict[str, torch.Tensor]
 
 
-def prepare(folder: Path, tied: bool) -> None:
+def prepare(folder: Path, tied: bool, steps: int) -> None:
     """Writes the initial model and the training rows to disk."""
     folder.mkdir(parents=True, exist_ok=True)
     tiny_llama(tied=tied).save_pretrained(folder / "model")
-    (folder / "rows.json").write_text(json.dumps(rows()))
+    (folder / "rows.json").write_text(json.dumps(rows(steps)))
 
 
 @cache
-def rows() -> list[dict[str, list[int]]]:
+def rows(steps: int) -> list[dict[str, list[int]]]:
     """As many rows as the steps use, so that the run is one epoch."""
-    return token_rows(GLOBAL_BATCH * STEPS)
+    return token_rows(GLOBAL_BATCH * steps)
 
 
 @cache
 def expected(recipe: Recipe, tied: bool) -> Trace:
     """Plain PyTorch: every step uses its whole global batch at once."""
-    steps = [[stack(rows()[start : start + GLOBAL_BATCH])] for start in range(0, GLOBAL_BATCH * STEPS, GLOBAL_BATCH)]
+    all_rows = rows(recipe.decay_steps)
+    steps = [[stack(all_rows[start : start + GLOBAL_BATCH])] for start in range(0, len(all_rows), GLOBAL_BATCH)]
     return train(tiny_llama(tied=tied), steps, recipe)
 
 
@@ -207,7 +209,7 @@ def run_case(case: Case, folder: Path) -> Outcome:
 
 
 def assert_parity(case: Case, result: Outcome) -> None:
-    """The 20 losses, the gradient norms and every final weight equal those of plain PyTorch."""
+    """The losses, the gradient norms and every final weight equal those of plain PyTorch."""
     trace = expected(case.recipe, case.tied)
     assert_same_numbers(result.losses, trace.losses, TOLERANCE, "losses")
     assert [norm for norm in result.norms if norm is not None], "no gradient norm was logged"

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.end_to_end.parity import Case, expected, outcome, rows, run_script
+from tests.end_to_end.parity import STEPS, Case, expected, outcome, rows, run_script
+from tests.end_to_end.trainer_script import EVALUATED
 from tests.support.models import VOCABULARY, stack, tiny_llama
 from tests.support.ranks import run_ranks
 
@@ -24,12 +25,12 @@ def test_evaluate_predict_save_and_load(stage: int, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     losses = []
     with torch.no_grad():
-        for start in range(0, len(rows()), 16):  # the concurrent batches of the two ranks, 8 rows each
-            losses.append(float(model(**stack(rows()[start : start + 16])).loss))
+        for start in range(0, EVALUATED, 16):  # the concurrent batches of the two ranks, 8 rows each
+            losses.append(float(model(**stack(rows(STEPS)[start : start + 16])).loss))
     # Trainer also averages these losses; so the saved model equals the evaluated one.
     assert numbers["eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert numbers["test_loss"] == pytest.approx(numbers["eval_loss"], rel=1e-6)
-    assert numbers["predictions_shape"] == [len(rows()), 16, VOCABULARY]
+    assert numbers["predictions_shape"] == [EVALUATED, 16, VOCABULARY]
     assert numbers["eval_loss"] < 0.8 * math.log(VOCABULARY), "the model has not learned"
 
     reference = tiny_llama(tied=case.tied)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.parity import SCRIPT, Case, assert_parity, outcome, run_case
+from tests.end_to_end.parity import SCRIPT, SHORT, Case, assert_parity, outcome, run_case
 from tests.support.launch import launch
 
 CASES = [
-    Case(stage=1, processes=2, offload="nvme", optimizer=True),
-    Case(stage=3, processes=2, offload="nvme", evaluates=True),
+    Case(stage=1, processes=2, offload="nvme", optimizer=True, steps=SHORT),
+    Case(stage=3, processes=2, offload="nvme", evaluates=True, steps=SHORT),
 ]
 MORE = [
     Case(stage=2, processes=2, accumulation=4, offload="cpu"),  # test_documented_usage.py has stage 3 by default

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.parity import SCRIPT, Case, assert_parity, outcome, run_case
+from tests.end_to_end.parity import SCRIPT, SHORT, Case, assert_parity, outcome, run_case
 from tests.support.hosts import PLAIN_TRAINER_ACCUMULATES, WHY_NOT
 from tests.support.launch import launch
 
 # Every setting occurs, at stages that treat it differently; test_offload.py evaluates in the middle.
 QUICK = [
-    Case(stage=0, processes=2, accumulation=4, clip=False, tied=True),
-    Case(stage=1, processes=2, accumulation=1, clip=True),
-    Case(stage=2, processes=1, accumulation=1, clip=False, optimizer=True),
-    Case(stage=2, processes=3, accumulation=4, clip=True, optimizer=True, one_group=True),
-    Case(stage=3, processes=2, accumulation=4, clip=True, tied=True, checkpointing="not_reentrant"),
-    Case(stage=3, processes=4, accumulation=1, clip=True, optimizer=True, scheduler=True, preset=True),
+    Case(stage=0, processes=2, accumulation=4, clip=False, tied=True, steps=SHORT),
+    Case(stage=1, processes=2, accumulation=1, clip=True, steps=SHORT),
+    Case(stage=2, processes=1, accumulation=1, clip=False, optimizer=True, steps=SHORT),
+    Case(stage=2, processes=3, accumulation=4, clip=True, optimizer=True, one_group=True, steps=SHORT),
+    Case(stage=3, processes=2, accumulation=4, clip=True, tied=True, checkpointing="not_reentrant", steps=SHORT),
+    Case(stage=3, processes=4, accumulation=1, clip=True, optimizer=True, scheduler=True, preset=True, steps=SHORT),
 ]
 # Together with these, every pair of settings occurs at least once.
 COVERING = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.end_to_end.parity import STEPS, Case, Outcome, expected, outcome, run_script
+from tests.end_to_end.parity import SHORT, STEPS, Case, Outcome, expected, outcome, run_script
 from tests.support.ranks import run_ranks
 from tests.support.reference import assert_same_numbers
 
@@ -30,7 +30,7 @@ def run(case: Case, folder: Path, sections: dict[str, Any], flags: tuple[str, ..
 def test_fp16_follows_fp32(stage: int, accumulation: int, tmp_path: Path) -> None:
     """With the ready config's section and its scale of 65536: early overflows are skipped, then losses agree."""
     section = json.loads((CONFIGS / "zero2_fp16.json").read_text())["fp16"]
-    case = Case(stage=stage, processes=2, accumulation=accumulation, clip=True)
+    case = Case(stage=stage, processes=2, accumulation=accumulation, clip=True, steps=SHORT)
     sections = {"fp16": {**section, "enabled": "auto", "initial_scale_power": 10}}
     result = run(case, tmp_path, sections, ("--fp16", "True"))
     assert_same_numbers(result.losses, expected(case.recipe, False).losses, 2e-2, "losses")

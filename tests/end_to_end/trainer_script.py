@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, default_data_collator
 
+EVALUATED = 64  # rows
+
 
 @dataclass
 class ScriptArguments:
@@ -60,17 +62,18 @@ def main(words: Sequence[str]) -> None:
 def run(script: ScriptArguments, training: TrainingArguments) -> None:
     """Trains, optionally evaluates, saves the model, and writes the results beside it."""
     rows = Rows(json.loads(Path(script.data).read_text()))
+    few = Rows(rows.rows[:EVALUATED])
     model = AutoModelForCausalLM.from_pretrained(script.model)
     if int(os.environ.get("RANK", "0")) == script.fail_on_rank:
         fail_in_third_forward(model)
     trainer = InOrder(
-        model=model, args=training, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator
+        model=model, args=training, train_dataset=rows, eval_dataset=few, data_collator=default_data_collator
     )
     trainer.train()
     numbers: dict[str, Any] = {"log": trainer.state.log_history}
     if script.evaluate:
         numbers["eval_loss"] = trainer.evaluate()["eval_loss"]
-        prediction = trainer.predict(rows)
+        prediction = trainer.predict(few)
         numbers["predictions_shape"] = np.shape(prediction.predictions)
         numbers["test_loss"] = (prediction.metrics or {})["test_loss"]
     trainer.save_model()

@@ -109,6 +109,7 @@ def test_scenario_2_the_file_alone(full: Site, tmp_path: Path) -> None:
     ) in output
 
 
+@pytest.mark.slow  # test_launch_flag.py launches with flags, and test_differential.py fills the autos
 def test_scenario_3_flags_fill_the_autos(full: Site, tmp_path: Path) -> None:
     code, output = launched(full, tmp_path, FILE_ALONE, OPEN, *FLAGS)
     assert code == 0, output

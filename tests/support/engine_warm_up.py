@@ -3,7 +3,10 @@
 It took half of the CPU time of a rank that trains a small model for a few steps.
 """
 
+# ruff: noqa: F401
+
 import torch
+import torch.utils.serialization.config
 
 import hf_zero.api.engine_checkpoints
 import hf_zero.api.entry
@@ -18,7 +21,6 @@ import hf_zero.optim.adam
 import hf_zero.params.sharded
 import hf_zero.sequence.groups
 import hf_zero.tensor.groups
-import torch.utils.serialization.config  # noqa: F401  (torch.load)
 from hf_zero.config import resolve
 from hf_zero.kernels.dynamic8 import Coder
 

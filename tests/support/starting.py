@@ -30,6 +30,7 @@ def item_starts_processes(item: pytest.Item) -> bool:
     return any(map(starts_processes, [*subjects, *filter(inspect.isfunction, parameters)]))
 
 
+@functools.cache
 def starts_processes(subject: Any) -> bool:
     """Whether a function, or any method of a class, leads to one of `STARTERS` through code of `tests`."""
     seen: set[Any] = set()
