@@ -128,11 +128,11 @@ test-oracle: venv oracle ## compare with a real DeepSpeed (sets up .oracle first
 	@HF_ZERO_ORACLE_PYTHON=$(ORACLE_PY) $(TEST_ENV) $(BIN)/python -m pytest -q -m oracle $(ARGS)
 
 bench: venv ## benchmark the engine against others; options through ARGS="--engine ..."
-	@$(BIN)/python bench/engine.py $(ARGS)
+	@$(BIN)/python -m bench.engine $(ARGS)
 
 bench-offload: venv ## train a model larger than memory from a drive, and benchmark the drive; FOLDER=/mnt/nvme names it
-	@$(BIN)/python bench/offload.py --folder $(FOLDER) $(ARGS)
-	@$(BIN)/python bench/nvme.py --folder $(FOLDER)
+	@$(BIN)/python -m bench.offload --folder $(FOLDER) $(ARGS)
+	@$(BIN)/python -m bench.nvme --folder $(FOLDER)
 
 check: venv ## lint (ruff) and type check (mypy)
 	@$(BIN)/python -m ruff check

@@ -18,12 +18,10 @@ without faults. There, an update counts by the share of the batch that was train
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import logging
 import os
 import random
-import shlex
 import shutil
 import signal
 import statistics
@@ -39,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from bench.surroundings import RESULTS, ROOT, keep, machine, page_with, public
+from bench.surroundings import RESULTS, ROOT, about, keep, page_with
 from hf_zero.launch.restarts import folder_in_memory
 
 MEMORY, TORCHRUN, FILES = "hf-zero launch, from memory", "torchrun, from memory", "torchrun, from files"
@@ -407,9 +405,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     run = {
-        "command": shlex.join(["python", "-m", "bench.chaos", *public(sys.argv[1:])]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
+        **about("bench.chaos"),
         "settings": vars(options),
         "update_s": undisturbed[0],
         "plain_s": bare.pace_s,

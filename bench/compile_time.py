@@ -12,12 +12,10 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.surroundings import keep, machine, public
+from bench.surroundings import about, keep
 from tests.support.compilation import Compiled, compile_apart
 
 WHAT = {
@@ -73,11 +71,8 @@ def main() -> None:
     arch: int | str = int(options.arch) if options.arch.isdigit() else options.arch
     names = ["FIRST_STEP", "QUICK", *(["ALL"] if options.all else [])]
     run = {
-        "date": str(date.today()),
+        **about("bench.compile_time", "triton"),
         "target": f"{options.backend} {arch}",
-        "command": " ".join(["python", "-m", "bench.compile_time", *public(sys.argv[1:])]),
-        "machine": machine(),
-        "versions": {name: version(name) for name in ("torch", "triton")},
         "found": {name: summary(measure(name, options.backend, arch)) for name in names},
     }
     sys.stdout.write(markdown(run))

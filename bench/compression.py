@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from bench.surroundings import ROOT, keep, machine, public
+from bench.surroundings import ROOT, about, keep
 
 sys.path.insert(0, str(ROOT / "examples"))
 from topics import Samples, load_topics, new_model  # noqa: E402
@@ -184,9 +184,7 @@ def main() -> None:
     started, parts = time.perf_counter(), load_topics(options.limit)
     results = [measure(seed, options, parts) for seed in options.seeds]
     content = {
-        "command": public(sys.argv),
-        "machine": machine(),
-        "torch": torch.__version__,
+        **about("bench.compression"),
         "seconds": round(time.perf_counter() - started),
         "configs": {name: compression for name, (compression, _, _) in TECHNIQUES.items()},
         "results": results,

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from bench import surroundings
 from bench.surroundings import keep
 from tests.support.oracle import oracle_environment
 
@@ -185,14 +186,10 @@ def machine(oracle: str | None) -> dict[str, str]:
         code = "from importlib.metadata import version as v; print('deepspeed', v('deepspeed'), 'on torch', v('torch'))"
         answer = subprocess.run([oracle, "-c", code], capture_output=True, text=True, check=True)
         versions.append(answer.stdout.strip())
-    names = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model n" in line
-    ]
+    place = surroundings.machine()
     return {
         "date": str(datetime.date.today()),
-        "cpu": names[0] if names else "unknown processor",
-        "cores": str(os.cpu_count()),
-        "load_1min": f"{os.getloadavg()[0]:.1f}",
+        **{key: str(place[key]) for key in ("cpu", "cores", "load_1min")},
         "versions": ", ".join(versions),
         "command": " ".join(["python -m bench.cpu_adam", *words]),
     }

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.surroundings import ROOT, keep, machine, public
+from bench.surroundings import ROOT, about, keep
 
 sys.path.insert(0, str(ROOT / "examples"))
 from demo import DATA, MODEL, SEQUENCES_PER_STEP, STEPS  # noqa: E402
@@ -186,9 +186,7 @@ def main() -> None:
     blocks = load_blocks(data_args, documents, tokenizer).with_format("torch")
     results = [measure(seed, options, model_args, tokenizer, blocks) for seed in options.seeds]
     content = {
-        "command": public(sys.argv),
-        "machine": machine(),
-        "torch": torch.__version__,
+        **about("bench.data_efficiency"),
         "seconds": round(time.perf_counter() - started),
         "configs": {kind: ds_config(kind, options) for kind in (PLAIN, CURRICULUM, LTD)},
         "results": results,

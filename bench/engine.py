@@ -10,7 +10,6 @@ import datetime
 import json
 import logging
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,11 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # so that `python bench/engine.py` works like `python -m bench.engine`
-
-from bench import report  # noqa: E402
-from bench.surroundings import keep, machine, public, rank_environments  # noqa: E402
+from bench import report
+from bench.surroundings import ROOT, about, keep, rank_environments
 
 ENGINES = ("hf_zero", "hf_zero-released", "deepspeed", "fsdp2", "ddp", "compute")
 log = logging.getLogger("bench")
@@ -59,9 +55,7 @@ def main() -> None:
             rounds[-1][variant.name] = _measure(variant, arguments)
             log.info("round %d  %s", number + 1, report.one_line(variant.name, rounds[-1]))
     run = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.engine", *public(sys.argv[1:])]),
-        "machine": machine(),
+        **about("bench.engine"),
         "settings": {key: getattr(arguments, key) for key in ("size", "ranks", "rounds", "steps", "warmup", "adam")},
         "variants": [{**asdict(variant), "name": variant.name} for variant in variants],
         "rounds": rounds,

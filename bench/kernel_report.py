@@ -16,12 +16,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.surroundings import keep, machine, public
+from bench.surroundings import about, keep
 from tests.support.budgets import ELEMENTWISE, EXCESS, over, short
 from tests.support.compilation import Compiled, compile_apart
 from tests.support.passes import adamw_traffic
@@ -144,10 +142,7 @@ def main() -> None:
     parser.add_argument("--name", help="store the result in bench/results under this name")
     options = parser.parse_args()
     run = {
-        "date": str(date.today()),
-        "command": " ".join(["python", "-m", "bench.kernel_report", *public(sys.argv[1:])]),
-        "machine": machine(),
-        "versions": {name: version(name) for name in ("torch", "triton")},
+        **about("bench.kernel_report", "triton"),
         "traffic": adamw_traffic(),
         "passes": step_passes(),
         "earlier": earlier(options.earlier) if options.earlier else None,

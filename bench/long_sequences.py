@@ -9,10 +9,7 @@ those of whole steps, alternately plain and tiled.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -20,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.meters import most_allocated
-from bench.surroundings import machine, public
+from bench.surroundings import about
 from hf_zero import initialize
 
 LAYERS = 4
@@ -120,12 +116,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.long_sequences", *public(sys.argv[1:])]),
-        "machine": machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **about("bench.long_sequences", "transformers"),
         "memory": memory(options.hidden, options.tokens, options.row) if options.tokens else None,
         "times": [times(*map(int, text.split(","))) for text in options.time],
     }

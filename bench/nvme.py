@@ -6,13 +6,10 @@ python -m bench.nvme --folder /mnt/nvme
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import logging
-import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,14 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import hf_zero  # noqa: E402
-from bench.surroundings import keep, machine, public  # noqa: E402
-from hf_zero.config import Aio  # noqa: E402
-from hf_zero.device.host_memory import host_empty  # noqa: E402
-from hf_zero.offload.swap_store import Drive  # noqa: E402
+import hf_zero
+from bench.surroundings import ROOT, about, keep
+from hf_zero.config import Aio
+from hf_zero.device.host_memory import host_empty
+from hf_zero.offload.swap_store import Drive
 
 WIDTH = 4096
 log = logging.getLogger("bench")
@@ -42,10 +36,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     rounds = [{**_drive_alone(arguments), "update": _update(arguments)} for _ in range(arguments.rounds)]
     run = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.nvme", *public(sys.argv[1:])]),
-        "machine": machine(),
-        "versions": {"torch": torch.__version__, "hf_zero": hf_zero.__version__},
+        **about("bench.nvme"),
         "settings": {"block": arguments.block, "depth": arguments.depth, "threads": arguments.threads},
         "rounds": rounds,
         "fio": _fio(arguments),

@@ -6,22 +6,17 @@ python -m bench.offload --folder /mnt/nvme --name big
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import logging
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench import timeline  # noqa: E402
-from bench.surroundings import keep, machine, public  # noqa: E402
+from bench import timeline
+from bench.surroundings import ROOT, about, keep
 
 SLACK = 1.15  # the target: buffers, one unit, and 15%
 log = logging.getLogger("bench")
@@ -32,9 +27,7 @@ def main() -> None:
     arguments = _parse()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.offload", *public(sys.argv[1:])]),
-        "machine": machine(),
+        **about("bench.offload"),
         "limit_gb": arguments.limit_gb,
         "sub_group": arguments.sub_group,
         "offloaded": _measure(arguments, ["--folder", arguments.folder]),

@@ -21,7 +21,6 @@ fastest. Time is the slower rank's CPU time, because others may use the machine.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import os
@@ -37,7 +36,7 @@ from statistics import median
 from typing import Any
 
 from bench.architectures import ARCHITECTURES, Architecture
-from bench.surroundings import ROOT, keep, machine, rank_environments
+from bench.surroundings import ROOT, about, keep, rank_environments
 
 RANKS = 2
 STEPS, WARM_UP = 3, 1
@@ -486,17 +485,8 @@ def main() -> None:
 
 
 def _keep(name: str, runs: list[Any], chosen: list[Any], text: str, sizes: dict[str, Any]) -> None:
-    import torch
-    import transformers
-
-    import hf_zero
-
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     run = {
-        "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "command": "python -m bench.planning " + " ".join(sys.argv[1:]),
-        "versions": versions | {"hf_zero": hf_zero.__version__},
-        "machine": machine(),
+        **about("bench.planning", "transformers"),
         "sizes": sizes,
         "runs": runs,
         "choices": chosen,

@@ -9,21 +9,17 @@ blocks that CPU ranks share do not belong to the allocator; each message occupie
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.long_sequences import INTERMEDIATE, LAYERS, VOCABULARY, slope
 from bench.meters import most_allocated
-from bench.surroundings import machine, public
+from bench.surroundings import about
 from hf_zero import initialize
 from hf_zero.comm import this_process
 from hf_zero.sequence.batches import part_of
@@ -83,12 +79,7 @@ def main() -> None:
     for entry in found.values():
         entry["slope_to_first"] = round(entry["bytes_per_token"] / first, 4)
     report = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([*LAUNCH, "bench.sequence_parallel", *public(sys.argv[1:])]),
-        "machine": machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **about("bench.sequence_parallel", "transformers", launcher=LAUNCH),
         "ranks": this_process().size,
         "hidden": options.hidden,
         "layers": LAYERS,

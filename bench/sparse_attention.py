@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.meters import most_allocated
-from bench.surroundings import keep, machine, public
+from bench.surroundings import about, keep
 from hf_zero.extras.sparse_attention.gathered import Rules, gathered_attention, make_plan
 from hf_zero.extras.sparse_attention.sparsity import (
     BigBirdSparsityConfig,
@@ -127,7 +127,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = measure(options)
-    content = {"command": public(sys.argv), "machine": machine(), "torch": torch.__version__, "patterns": found}
+    content = {**about("bench.sparse_attention"), "patterns": found}
     text = report(found, options)
     keep(content, text, f"sparse-attention-{options.name}")
     sys.stdout.write(text)

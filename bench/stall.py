@@ -13,11 +13,9 @@ thread each.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import logging
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -28,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.surroundings import RESULTS, ROOT, keep, machine, page_with, public, rank_environments
+from bench.surroundings import RESULTS, ROOT, about, keep, machine, page_with, rank_environments
 
 BESIDE, WAITING, DEEPSPEED, DCP = "hf_zero, async", "hf_zero", "DeepSpeed", "FSDP2, DCP's async_save"
 MARK = "RESULT "
@@ -202,11 +200,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     ways = [BESIDE, WAITING, DCP, *([DEEPSPEED] if options.oracle_python else [])]
     run: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.stall", *public(sys.argv[1:])]),
+        **about("bench.stall"),
         "settings": {key: getattr(options, key) for key in ("size", "batch", "precision", "stage", "every", "rounds")},
         "ways": {},
-        "machine": machine(),
     }
     for way in ways:
         run["ways"][way] = measure(way, options)

@@ -8,11 +8,9 @@ python -m bench.streaming --size 2b --budget-mb 300 --plain --name 2b
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import logging
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -25,16 +23,13 @@ import torch
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-import hf_zero  # noqa: E402
-from bench.models import SEED, Size, batches, build_model  # noqa: E402
-from bench.surroundings import keep, machine, public  # noqa: E402
-from hf_zero.optim.adam8 import AdamW8bit  # noqa: E402
-from tests.support.arena import ArenaDevice, arena  # noqa: E402
-from tests.support.late import use  # noqa: E402
-from tests.support.memory import anonymous_memory  # noqa: E402
+import hf_zero
+from bench.models import SEED, Size, batches, build_model
+from bench.surroundings import ROOT, about, keep
+from hf_zero.optim.adam8 import AdamW8bit
+from tests.support.arena import ArenaDevice, arena
+from tests.support.late import use
+from tests.support.memory import anonymous_memory
 
 _LAYER: dict[str, int] = {"hidden": 1280, "intermediate": 3456, "vocabulary": 4096, "batch": 1, "length": 2}
 SIZES = {
@@ -228,10 +223,7 @@ def main() -> None:
         sys.stdout.write(f"\n{json.dumps(found)}\n")
         return
     run = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "bench.streaming", *public(sys.argv[1:])]),
-        "machine": machine(),
-        "versions": {"torch": torch.__version__, "hf_zero": hf_zero.__version__},
+        **about("bench.streaming"),
         "budget_mb": arguments.budget_mb,
         "states": {states: _both(arguments, states) for states in arguments.states},
     }

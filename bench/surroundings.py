@@ -6,8 +6,11 @@ import datetime
 import json
 import os
 import platform
+import shlex
 import socket
+import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +54,18 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.system(),
         "load_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def about(module: str, *packages: str, launcher: tuple[str, ...] = ("python", "-m")) -> dict[str, Any]:
+    """Date, command, machine, and versions of torch, hf_zero and these packages: the head of a result."""
+    import hf_zero  # maybe from a checkout that is not installed
+
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join([*launcher, module, *public(sys.argv[1:])]),
+        "machine": machine(),
+        "versions": {"hf_zero": hf_zero.__version__, **{name: version(name) for name in ("torch", *packages)}},
     }
 
 

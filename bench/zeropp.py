@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.surroundings import ROOT, keep, machine
+from bench.surroundings import ROOT, about, keep
 
 RANKS, PER_RANK = 2, 4
 WEIGHTS, GRADIENTS = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
@@ -175,8 +175,7 @@ def main() -> None:
     text = report(found, options, command)
     sys.stdout.write(text)
     if options.name:
-        content = {"command": command, "machine": machine(), "torch": torch.__version__, "kinds": found}
-        keep(content, text, f"zeropp-{options.name}")
+        keep({**about("bench.zeropp"), "kinds": found}, text, f"zeropp-{options.name}")
 
 
 if __name__ == "__main__":

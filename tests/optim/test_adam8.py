@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from bench.one_bit import ds_config
 from hf_zero import initialize
 from hf_zero.config import ConfigError, OptimizerPolicy, resolve
 from hf_zero.optim.adam import FusedAdam
@@ -159,7 +158,14 @@ def held_out_loss(kind: str, steps: int) -> float:
     tokenizer = load_tokenizer(model_args, data_args, documents["train"])
     blocks = load_blocks(data_args, documents, tokenizer).with_format("torch")
     torch.manual_seed(0)
-    config = {**ds_config(kind, steps, 0, 0.95), "bf16": {"enabled": False}, "zero_optimization": {"stage": 2}}
+    schedule = {"warmup_max_lr": 1.5e-3, "warmup_num_steps": max(1, steps // 8), "total_num_steps": steps}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": kind, "params": {"lr": 1.5e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**schedule, "warmup_type": "linear"}},
+    }
     model = new_model(model_args, tokenizer, data_args.block_size)
     engine = initialize(model=model, config=config)[0]
     order = torch.randperm(len(blocks["train"]), generator=torch.Generator().manual_seed(1))

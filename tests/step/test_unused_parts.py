@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.entry import initialize
+from hf_zero import initialize
 from hf_zero.api.parameter_access import safe_get_full_fp32_param
 from tests.support.beside_plain import batch, config_of
 from tests.support.own_optimizers import Momentum, ScheduleFree

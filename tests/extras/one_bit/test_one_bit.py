@@ -275,7 +275,6 @@ def trained(rank: int, section: dict[str, Any], steps: int) -> tuple[float, int]
 
 @pytest.mark.slow  # its steps and bytes are compared by default, above
 def test_it_learns_like_adam_with_a_fraction_of_the_bytes() -> None:
-    """bench/one_bit.py shows the same on the demo's model."""
     adam, one_bit_adam = (
         {"type": "AdamW", "params": {"lr": 2e-3}},
         {"type": "OneBitAdam", "params": {"lr": 2e-3, "freeze_step": 40}},
