@@ -76,6 +76,7 @@ def test_an_array_of_objects_runs_no_code(tmp_path: Path, zip_format: bool) -> N
     assert not marker.exists()
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_a_bare_pickle_is_refused(tmp_path: Path) -> None:
     path, marker = tmp_path / "x.pt", tmp_path / "ran"
     path.write_bytes(pickle.dumps(Evil(marker)))
@@ -103,7 +104,7 @@ class Stretched:
     """A tensor that claims far more elements than its storage has."""
 
     def __reduce__(self) -> Any:
-        storage = torch.zeros(4).storage()
+        storage = torch.zeros(4)._typed_storage()
         return torch._utils._rebuild_tensor_v2, (storage, 0, (1 << 40,), (1,), False, OrderedDict())
 
 

@@ -9,25 +9,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 from transformers.distributed import DistributedConfig
 
-from tests.experts.training import CLIP, Batch, batches, in_one_process, model_of
+from tests.experts.training import CLIP, batches, in_one_process, model_of
+from tests.support.models import Samples
 from tests.support.ranks import run_ranks
 
 TOLERANCE, WORLD, STEPS = 1e-5, 2, 4
-
-
-class Samples(Dataset[Batch]):
-    def __init__(self, rows: list[Batch]) -> None:
-        self.rows = [{name: values[i] for name, values in row.items()} for row in rows for i in range(2)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.rows[index]
 
 
 def _config(stage: int, **more: Any) -> dict[str, Any]:

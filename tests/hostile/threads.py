@@ -81,7 +81,7 @@ class GraphRunner:
 
             def read(loss: Tensor) -> float:
                 world.device.read()
-                return float(loss)
+                return loss.item()
 
             def play(rank: int) -> None:
                 run_rank(program, rank, make_engine, folder, read)

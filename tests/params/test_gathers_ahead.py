@@ -281,7 +281,7 @@ def run_between(rank: int, folder: str) -> dict[str, list[list[float]]]:
             losses = [step(engine) for _ in range(3)]
             for _ in range(2):
                 act(engine, f"{folder}/{order}")
-                losses += [step(engine) for _ in range(2)]
+                losses.append(step(engine))
             found[order].append(losses)
             engine.destroy()
     return found

@@ -9,21 +9,11 @@ import torch
 import torch.distributed.nn.functional as differentiable
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, ParallelismConfig
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from tests.sequence.training import RATE, Batch, Trained, batches, model_of, weights_of
-
-
-class Samples(Dataset[Batch]):
-    def __init__(self, rows: list[Batch]) -> None:
-        self.rows = [{name: values[i] for name, values in row.items()} for row in rows for i in range(2)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.rows[index]
+from tests.support.models import Samples
 
 
 def parallelism(size: int, data_ranks: int = 1) -> ParallelismConfig:

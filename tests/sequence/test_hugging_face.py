@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_zero.config import ConfigError
 from hf_zero.integration.huggingface.prepare import fill_autos
 from hf_zero.integration.huggingface.views import sequence_size
 from hf_zero.integration.patches.transformers_trainer import refuse_other_losses
-from tests.sequence.hugging_face import Samples, by_accelerator, by_trainer, parallelism, rows_of
+from tests.integration.flows import clean
+from tests.sequence.hugging_face import by_accelerator, by_trainer, parallelism, rows_of
 from tests.sequence.training import Trained, in_one_process, model_of
+from tests.support.models import Samples
 from tests.support.ranks import run_ranks
 
 TOLERANCE = 1e-5
-
-
-def fresh() -> None:
-    """Resets the globals of Accelerate and transformers."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    unset_hf_deepspeed_config()
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        del os.environ[name]
 
 
 def largest_difference(found: Trained, losses: list[float], plain: Trained) -> float:
@@ -51,15 +41,15 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
         if stage == 2:
             found["evaluation"] = abs(trainer.evaluate()["eval_loss"] - _evaluated(plain, rows[:4]))
         del trainer
-        fresh()
+        clean()
     rows = rows_of(8)
     plain = in_one_process(model_of("llama"), rows, data_ranks=1)
     saved: dict[str, Any] = {"stage": 2, "size": 2, "save_strategy": "steps", "save_steps": 5}
     by_trainer(rows, Path(folder) / "saved", max_steps=5, **saved)
-    fresh()
+    clean()
     trained, _ = by_trainer(rows, Path(folder) / "saved", max_steps=8, resume=True, **saved)
     found["resumed within an epoch"] = largest_difference(trained, plain.losses, plain)
-    fresh()
+    clean()
     trained = by_accelerator(rows, stage=1, size=2)
     found["Accelerator"] = largest_difference(trained, plain.losses, plain)
     return found
@@ -92,7 +82,7 @@ def _four_ranks(rank: int, folder: str) -> float:
         means = [sum(plain.losses[at : at + 2]) / 2 for at in range(0, 8, 2)]
         differences.append(largest_difference(trained, plain.losses if by_tokens else means, plain))
         del trainer
-        fresh()
+        clean()
     return max(differences)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.integration.flows import clean
 from tests.sequence.hugging_face import parallelism
-from tests.sequence.test_hugging_face import fresh
 from tests.sequence.training import RATE, model_of
 from tests.support.ranks import run_ranks
 from tests.support.requirements import requires
@@ -77,7 +77,7 @@ def _trained(rank: int, folder: str, *, packing: bool) -> tuple[list[float], lis
         optimizer.zero_grad()
         expected.append(loss.item())
     del trainer
-    fresh()
+    clean()
     return losses, expected
 
 

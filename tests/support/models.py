@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 131
 IGNORED = -100
 
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 def tiny_llama_config(*, tied: bool = False, layers: int = 2) -> LlamaConfig:
@@ -97,3 +100,20 @@ def mlp_batches(num_batches: int, rows: int, seed: int = 11) -> list[Batch]:
         x = torch.randn(rows, 7, generator=generator)
         batches.append({"x": x, "y": torch.stack([x.sum(1), x[:, 0] * x[:, 1], x[:, 2].sin()], dim=1)})
     return batches
+
+
+class Samples(Dataset[Batch]):
+    """The rows of batches, one by one."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.rows = [
+            {name: values[row] for name, values in batch.items()}
+            for batch in batches
+            for row in range(len(next(iter(batch.values()))))
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.rows[index]

@@ -32,10 +32,15 @@ from typing import Any
 SEED = 1234
 # torch._dynamo: every optimizer imports it, which takes 1.5 seconds.
 PRELOAD = ["torch", "torch.distributed", "torch.optim", "torch._dynamo"]
-# Also preloaded for all ranks, but only if the current tests need them anyway (importing takes seconds).
-PRELOAD_IF_USED = ["pytest", "transformers.models.llama.modeling_llama", "transformers.trainer", "hf_zero.api.entry"]
-# Preloaded for ranks that make engines.
-WARM_UP = "tests.support.engine_warm_up"
+# Also preloaded for all ranks, but only if the current tests have imported the key (importing takes seconds).
+PRELOAD_IF_USED = {
+    "pytest": "pytest",
+    "transformers": "transformers.models.llama.modeling_llama",
+    "transformers.trainer": "transformers.trainer",
+    "hf_zero.api.entry": "tests.support.engine_warm_up",
+}
+OURS = ("hf_zero.", "tests.support.")
+NOT_FOR_RANKS = ("tests.support.starting", "tests.support.test_")  # the first one is called for every audit event
 # Time to wait for other ranks' reports once one has failed, so that the earliest failure is shown.
 SETTLE_S = 0.3
 RENDEZVOUS_VARIABLE = "TEST_RENDEZVOUS_URL"
@@ -153,10 +158,10 @@ class _Rank:
 def forking_context() -> ForkServerContext:
     """Processes of this context start in hundredths of a second, because their server has imported torch."""
     context = multiprocessing.get_context("forkserver")
-    used = [module for module in PRELOAD_IF_USED if module in sys.modules]
+    used = [module for imported, module in PRELOAD_IF_USED.items() if imported in sys.modules]
     # What a rank imports beside the test itself: modules of the package, and helpers of the tests.
-    ours = sorted(name for name in sys.modules if name.startswith(("hf_zero.", "tests.support.")))
-    context.set_forkserver_preload(PRELOAD + used + [WARM_UP] * ("hf_zero.api.entry" in used) + ours)
+    ours = sorted(name for name in sys.modules if name.startswith(OURS) and not name.startswith(NOT_FOR_RANKS))
+    context.set_forkserver_preload(PRELOAD + used + ours)
     return context
 
 

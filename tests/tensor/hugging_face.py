@@ -9,21 +9,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, default_data_collator
 
+from tests.support.models import Samples
 from tests.tensor.training import CLIP, RATE, Batch, Trained, config_with, model_of
-
-
-class Samples(Dataset[Batch]):
-    def __init__(self, rows: list[Batch]) -> None:
-        self.rows = [{name: values[i] for name, values in row.items()} for row in rows for i in range(2)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.rows[index]
 
 
 def by_trainer(

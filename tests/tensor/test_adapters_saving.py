@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from tests.sequence.test_hugging_face import fresh
+from tests.integration.flows import clean
 from tests.support.ranks import run_ranks
 from tests.tensor.hugging_face import by_accelerator, by_trainer
 from tests.tensor.lora import adapted
@@ -97,17 +97,17 @@ def _by_libraries(rank: int, folder: str, stage: int) -> dict[str, float]:
     model = adapted(KIND, **SAVED)
     plain = in_one_process(model, rows, data_ranks=1)
     found["Trainer"] = difference(by_trainer(rows, root, stage=stage, model=copy.deepcopy(model)), plain)
-    fresh()
+    clean()
     expected = trained_logits(model, plain)
     found["saved by Trainer"] = (loaded(root / "saved") - expected).abs().max().item()
     checkpoint = {"resume": root / "checkpoint-2", "model": copy.deepcopy(model)}
     found["resumed"] = difference(by_trainer(rows, root, stage=stage, **checkpoint), plain)
-    fresh()
+    clean()
     more: dict[str, Any] = {"model": copy.deepcopy(model), "saved": root / "accelerate"}
     unclipped = by_accelerator(rows, stage=stage, **more)
     found["Accelerator"] = difference(unclipped, plain)
     torch.distributed.barrier()
-    fresh()
+    clean()
     kept = loaded(root / "accelerate") - trained_logits(model, unclipped)
     found["saved by Accelerator"] = kept.abs().max().item()
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.sequence.test_hugging_face import fresh
+from tests.integration.flows import clean
 from tests.sequence.training import packed
 from tests.support.ranks import run_ranks
 from tests.tensor.hugging_face import by_accelerator, by_trainer
@@ -25,15 +25,15 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
     rows, found, root = batches(4), {}, Path(folder)
     plain = in_one_process(model_of("llama"), rows, data_ranks=1)
     found["Trainer"] = largest_difference(by_trainer(rows, root, stage=2), plain)
-    fresh()
+    clean()
     saved = dict(AutoModelForCausalLM.from_pretrained(root / "saved").named_parameters())
     found["saved"] = max((saved[name] - value).abs().max().item() for name, value in plain.weights.items())
     found["resumed"] = largest_difference(by_trainer(rows, root, stage=2, resume=root / "checkpoint-2"), plain)
-    fresh()
+    clean()
     found["Accelerator"] = largest_difference(by_accelerator(rows, stage=1), plain)
-    fresh()
+    clean()
     found["padded"] = against_one_process(padded(6), root / "padded", accumulated=3)
-    fresh()
+    clean()
     found["packed"] = against_one_process([packed(row) for row in batches(2)], root / "packed")
     return found
 
@@ -60,7 +60,7 @@ def _four_ranks(rank: int, folder: str) -> dict[str, float]:
     found = {"2 x 2": largest_difference(by_trainer(rows, root, stage=2), plain)}
     ways = {"4 parts": (4, 3, 2), "whole": (1, 1, 1)}
     for name, (tensor, stage, accumulated) in ways.items():
-        fresh()
+        clean()
         sizes = {"tensor": tensor, "accumulated": accumulated} | ({"per_device": 1} if tensor == 1 else {})
         resumed = by_trainer(rows, root / name, stage=stage, resume=root / "checkpoint-2", **sizes)
         found[f"resumed as {name}"] = largest_difference(resumed, plain)
@@ -80,7 +80,7 @@ def _for_long(rank: int, folder: str, data_ranks: int, updates: int) -> dict[str
         name, sizes = f"{accumulated} at stage {stage}", {"data_ranks": data_ranks, "accumulated": accumulated}
         for kind, rows in rows_of(updates * data_ranks * accumulated).items():
             found[f"{kind}, {name}"] = against_one_process(rows, Path(folder) / kind / name, stage=stage, **sizes)
-            fresh()
+            clean()
     return found
 
 
@@ -89,14 +89,14 @@ def _another_model(rank: int, folder: str, kind: str) -> dict[str, float]:
     for stage in (1, 3):
         way = {"stage": stage, "kind": kind, "accumulated": 3}
         found[f"stage {stage}"] = against_one_process(padded(6), root / str(stage), **way)  # type: ignore[arg-type]
-        fresh()
+        clean()
         # Trainer counts the first token of a GPT-2, which has no loss: here it is masked.
         rows, plain = padded(4), by_tokens(model_of(kind), padded(4), together=1)
         for resume in (None, root / "whole" / str(stage) / "checkpoint-2"):
             folder_of = root / ("whole" if resume is None else "resumed") / str(stage)
             trained = by_trainer(rows, folder_of, stage=stage, resume=resume, model=model_of(kind))
             found[f"stage {stage}, resume={resume is not None}"] = largest_difference(trained, plain)
-            fresh()
+            clean()
         saved = dict(AutoModelForCausalLM.from_pretrained(folder_of / "saved").named_parameters())
         found[f"saved at stage {stage}"] = max(
             (saved[name] - value).abs().max().item() for name, value in plain.weights.items()

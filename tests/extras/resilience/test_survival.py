@@ -42,12 +42,11 @@ def check(survived: Survived, undisturbed: list[Line], num_attacks: int) -> None
     assert len(survived.lines) - len(undisturbed) <= 2 * num_attacks
 
 
-def test_a_stop_costs_an_update(tmp_path: Path) -> None:
-    """Like a kill: the next test, and test_hosts.py."""
-    training = Training(config("stage 2"), updates=8)
+def test_a_kill_and_a_stop_cost_an_update_each(tmp_path: Path) -> None:
+    training = Training(config("stage 2"), updates=12)
     undisturbed = undisturbed_lines(tmp_path / "undisturbed", training.config, training.updates)
-    survived = survive(training, tmp_path / "attacked", [STOP], seed=1)
-    check(survived, undisturbed, 1)
+    survived = survive(training, tmp_path / "attacked", [KILL, STOP], seed=1)
+    check(survived, undisturbed, 2)
     assert "has been stopped for 0.5 s" in survived.output and "from host memory after update" in survived.output
 
 

@@ -84,6 +84,7 @@ def test_equals_dense_attention_under_the_same_mask(case: Any, extra: int, cut: 
             torch.testing.assert_close(mine, reference, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("rule", [None, causal])
 def test_flex_masks_are_the_same(rule: Any, per_head: bool) -> None:
