@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_zero.config.errors import Problem
-    from hf_zero.config.rules import Check, Ranks
+    from hf_zero.config.rules import AnyRule, Ranks
     from hf_zero.config.schema.batch import BatchPolicy
     from hf_zero.config.schema.fields import Section
     from hf_zero.config.schema.optimizer_types import OptimizerType
@@ -53,7 +53,7 @@ class Extra:
 
     name: str
     sections: tuple[OwnSection, ...] = ()
-    rules: tuple[Check, ...] = ()
+    rules: tuple[AnyRule, ...] = ()
     policy: Callable[[Any], Any] | None = None
     features: tuple[str, ...] = ()
     sizes: Callable[[Any, Ranks], Sizes | None] | None = None

@@ -17,7 +17,7 @@ from hf_zero.config.extras import extra_named
 from hf_zero.config.fill import fill
 from hf_zero.config.policies import Findings, Resolved, decide, resolved
 from hf_zero.config.rename import rename
-from hf_zero.config.rules import check, ranks_of
+from hf_zero.config.rules import apply_rules, ranks_of
 from hf_zero.config.schema.zero import GROUP_KEYS, InitPolicy, init_of
 from hf_zero.config.validate import validate
 from hf_zero.config.views import AcceleratorView, ModelView, TrainingView, Views
@@ -35,7 +35,7 @@ def examine(raw: Mapping[str, object], views: Views, *, complete: bool = True) -
     _check_call(raw, views.world_size)
     draft = typed(raw, views)
     ranks = ranks_of(draft, is_complete=complete)
-    return decide(check(draft, ranks), ranks)
+    return decide(apply_rules(draft, ranks), ranks)
 
 
 def typed(raw: Mapping[str, object], views: Views | None = None) -> Draft:

@@ -14,7 +14,7 @@ from typing import Any, cast
 from hf_zero.config.draft import Draft, Path
 from hf_zero.config.errors import ConfigError, Problem, Remark
 from hf_zero.config.rules import Ranks
-from hf_zero.config.schema.batch import MICRO, SEQUENCE, STEPS, TENSOR, TRAIN, BatchPolicy, batch_of
+from hf_zero.config.schema.batch import MICRO, SEQUENCE, STEPS, TENSOR, TRAIN, BatchPolicy
 from hf_zero.config.schema.fields import S, Section, verdict_of
 from hf_zero.config.schema.optimizer import Optimizer, OptimizerPolicy, Scheduler, SchedulerPolicy
 from hf_zero.config.schema.precision import PrecisionPolicy, precision_of
@@ -97,7 +97,7 @@ def decide(draft: Draft, ranks: Ranks) -> Findings:
 
     batch = ranks.sizes.batch if ranks.sizes is not None else None
     if ranks.sizes is None and is_right(TRAIN, MICRO, STEPS, SEQUENCE, TENSOR):
-        batch = _batch(config, ranks)
+        batch = config.batch(ranks)
     extras = {
         extra.name: extra.policy(config)
         for extra in config.features
@@ -136,17 +136,6 @@ def resolved(findings: Findings, raw: Mapping[str, object]) -> Resolved:
         gradients=config.gradients(findings.world_size),
         raw=cast("dict[str, object]", raw),
     )
-
-
-def _batch(config: Root, ranks: Ranks) -> BatchPolicy | None:
-    given = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
-    if given[:2] == (None, None):
-        return None
-    data_ranks = ranks.world_size // ranks.sequence_size
-    train, micro, steps = batch_of(*given, data_ranks)
-    if micro < 1 or steps < 1 or train != micro * steps * data_ranks:
-        return None
-    return BatchPolicy(train_batch_size=train, micro_batch_size=micro, accumulation_steps=steps)
 
 
 def _record(draft: Draft, batch: BatchPolicy | None) -> dict[str, Provenance]:

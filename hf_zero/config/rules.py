@@ -69,14 +69,16 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class AnyRule:
     """What rules have in common.
 
     Attributes:
         keys: the paths of the keys that it reads; a section stands for all of its keys. The first is where it reports.
+        needs_agreement: it is not checked either if a value contradicts one that is stated elsewhere.
     """
 
     keys: tuple[str, ...]
+    needs_agreement: bool = False
 
     def find(self, config: Section, ranks: Ranks) -> Iterable[Finding]:
         raise NotImplementedError
@@ -91,14 +93,14 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule(Check):
+class Rule(AnyRule):
     """A rule, which gives a problem if it is broken.
 
     Attributes:
         broken: gets the values of the keys. Returns whether the rule is broken, or facts for the texts if it is; also
             the facts `value`, if it is not that of the first key, and `edit`.
         rule, fix: formats, of the values by the last part of their keys and of the facts.
-        at: the path of the problem, if it is not the first key.
+        at, shows: the path and the value of the problem, if they are not those of the first key.
         unusable: the first key's value cannot be used then: other rules that read it are not checked.
         raises, words: type and words of DeepSpeed's error.
     """
@@ -107,6 +109,7 @@ class Rule(Check):
     rule: str
     fix: str
     at: str = ""
+    shows: object = None
     unusable: bool = False
     raises: type[Exception] | None = None
     words: str = ""
@@ -117,13 +120,13 @@ class Rule(Check):
         if facts:
             named = self.named(values, facts)
             rule, fix = self.rule.format_map(named), self.fix.format_map(named)
-            value = named.get("value", values[0])
+            value = named.get("value", values[0] if self.shows is None else self.shows)
             edit: Any = named.get("edit")
             yield Problem(self.at or self.keys[0], value, rule, fix, edit=edit, raises=self.raises, words=self.words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Advice(Check):
+class Advice(AnyRule):
     """A remark about a key that is given in vain (`ignored`), or that could have a better value.
 
     Attributes:
@@ -147,7 +150,7 @@ class Advice(Check):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Several(Check):
+class Several(AnyRule):
     """Rules that share what they look at, or whose keys have names of the user's.
 
     Attributes:
@@ -189,15 +192,18 @@ def plain(value: object) -> object:
     return value.given() if isinstance(value, Section) else value
 
 
-def check(draft: Draft, ranks: Ranks) -> Draft:
+def apply_rules(draft: Draft, ranks: Ranks) -> Draft:
     """Return the draft with the findings of all rules."""
     config = draft.config
     stage = config.at(("zero_optimization", "stage"))
     # An invalid stage is reported by its rule; the other keys must be checked in spite of it.
     findings = [*effects(config, stage if stage in ALL_STAGES else max(ALL_STAGES), ranks)]
-    unusable = {path for finding in draft.findings for path in _places(finding)}
+    problems = [finding for finding in draft.findings if isinstance(finding, Problem)]
+    unusable = {path for problem in problems if problem.other is None for path in _places(problem)}
+    contradicted = {problem.path for problem in problems if problem.other is not None}
     for rule in rules_of(type(config)):
-        if not any(key == path or key.startswith(f"{path}.") for key in rule.keys for path in unusable):
+        places = unusable | contradicted if rule.needs_agreement else unusable
+        if not any(key == path or key.startswith(f"{path}.") for key in rule.keys for path in places):
             broken = list(rule.find(config, ranks))
             findings += broken
             if broken and isinstance(rule, Rule) and rule.unusable:
@@ -209,8 +215,8 @@ def check(draft: Draft, ranks: Ranks) -> Draft:
     return draft.plus([*findings, *(ranks.sizes.problems if ranks.sizes is not None else ())])
 
 
-def _places(finding: Finding) -> list[str]:
-    return [part.partition("[")[0] for part in finding.path.split(", ")] if isinstance(finding, Problem) else []
+def _places(problem: Problem) -> list[str]:
+    return [part.partition("[")[0] for part in problem.path.split(", ")]
 
 
 def effects(section: Section, stage: int, ranks: Ranks, around: Path = ()) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_zero.config.errors import ABSENT, Edit
-from hf_zero.config.rules import RANKS, Check, Ranks, Rule
+from hf_zero.config.rules import RANKS, AnyRule, Ranks, Rule
 from hf_zero.config.schema.fields import Positive, Section, supported
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -39,17 +39,13 @@ def batch_of(train: int | None, micro: int | None, steps: int | None, data_ranks
     return micro * steps * data_ranks if train is None else train, micro, steps
 
 
-def _unfilled(micro: int | None, train: int | None, ranks: Ranks) -> bool:
-    return micro is None and train is None and ranks.sizes is None and bool({TRAIN, MICRO} & ranks.autos)
+def _nothing_given(micro: int | None, train: int | None, ranks: Ranks) -> object:
+    return micro is None and train is None and ranks.sizes is None and not {TRAIN, MICRO} & ranks.autos
 
 
 def _nobody_fills(micro: int | None, train: int | None, ranks: Ranks) -> object:
-    return ranks.is_complete and _unfilled(micro, train, ranks) and {"value": "auto"}
-
-
-def _nothing_given(micro: int | None, train: int | None, ranks: Ranks) -> object:
-    is_open = ranks.sizes is not None or _unfilled(micro, train, ranks)
-    return micro is None and train is None and not is_open and {"value": ABSENT}
+    waits = {TRAIN, MICRO} & ranks.autos
+    return micro is None and train is None and ranks.sizes is None and ranks.is_complete and waits
 
 
 def _unequal(given_train: int | None, given_micro: int | None, given_steps: int | None, *beside: Any) -> object:
@@ -59,26 +55,26 @@ def _unequal(given_train: int | None, given_micro: int | None, given_steps: int 
         return False
     data_ranks = ranks.world_size // ranks.sequence_size
     train, micro, steps = batch_of(given_train, given_micro, given_steps, data_ranks)
-    if micro >= 1 and steps >= 1 and train == micro * steps * data_ranks:
+    if _holds(train, micro, steps, data_ranks):
         return False
     name, detail = "world size", ""
     if ranks.sequence_size > 1:
         name, detail = "data ranks", f" (world size {ranks.world_size} / {ranks.sequence_size} per sequence)"
-    shown = [
-        f"{value} ({key}{'' if given is not None else ', derived'})"
-        for key, value, given in ((TRAIN, train, given_train), (MICRO, micro, given_micro), (STEPS, steps, given_steps))
-    ]
+    sizes = ((TRAIN, train, given_train), (MICRO, micro, given_micro), (STEPS, steps, given_steps))
+    shown = [f"{size} ({key}{'' if given is not None else ', derived'})" for key, size, given in sizes]
     equation = f"{shown[0]} != {shown[1]} x {shown[2]} x {data_ranks} ({name}{detail}) = {micro * steps * data_ranks}"
-    known = [f"{key} {value}" for key, value in ((MICRO, given_micro), (STEPS, given_steps)) if value is not None]
     unit = (given_micro or 1) * (given_steps or 1) * data_ranks
-    nearest = max(unit, round(train / unit) * unit)
-    parts = " x ".join([*known, f"{name} {data_ranks}"])
-    fix = f"give a {TRAIN} that is a multiple of {parts} = {unit}, for example {nearest}"
-    follows = given_micro is not None and given_steps is not None
-    if follows:
-        fix = f"remove {TRAIN} (it follows: {unit}), or write {unit}"
-    edit = Edit((TRAIN,)) if follows else None
-    return {"value": train, "ranks": name, "equation": equation, "how": fix, "edit": edit}
+    if given_micro is not None and given_steps is not None:
+        how, edit = f"remove {TRAIN} (it follows: {unit}), or write {unit}", Edit((TRAIN,))
+    else:
+        parts = " x ".join([*(f"{key} {size}" for key, size, given in sizes[1:] if given), f"{name} {data_ranks}"])
+        nearest = max(unit, round(train / unit) * unit)
+        how, edit = f"give a {TRAIN} that is a multiple of {parts} = {unit}, for example {nearest}", None
+    return {"value": train, "ranks": name, "equation": equation, "how": how, "edit": edit}
+
+
+def _holds(train: int, micro: int, steps: int, data_ranks: int) -> bool:
+    return micro >= 1 and steps >= 1 and train == micro * steps * data_ranks
 
 
 class BatchSizes(Section):
@@ -90,7 +86,7 @@ class BatchSizes(Section):
     )
     gradient_accumulation_steps: Positive | None = supported(None, "Forwards per update.", unit="forwards", **_SIZE)
 
-    rules: ClassVar[tuple[Check, ...]] = (
+    rules: ClassVar[tuple[AnyRule, ...]] = (
         Rule(
             keys=(MICRO, TRAIN, RANKS),
             broken=_nobody_fills,
@@ -98,6 +94,7 @@ class BatchSizes(Section):
             fix="Trainer fills it from per_device_train_batch_size, Accelerate from the dataloader given to prepare() "
             f"together with the model; otherwise {_GIVE}",
             at=f"{MICRO}, {TRAIN}",
+            shows="auto",
             raises=TypeError,  # of Python, which DeepSpeed lets compute with the text
         ),
         Rule(
@@ -106,15 +103,28 @@ class BatchSizes(Section):
             rule="at least one of the two batch sizes must be given",
             fix=_GIVE,
             at=f"{MICRO}, {TRAIN}",
+            shows=ABSENT,
             raises=AssertionError,
             words=f"{TRAIN} or {MICRO} needs to be provided",
         ),
         Rule(
             keys=(TRAIN, MICRO, STEPS, SEQUENCE, TENSOR, RANKS),
             broken=_unequal,
+            needs_agreement=True,
             rule=f"{TRAIN} = {MICRO} x {STEPS} x {{ranks}} does not hold: {{equation}}",
             fix="{how}",
             raises=AssertionError,
             words=f"{TRAIN} is not equal to micro_batch_per_gpu * gradient_acc_step * world_size",
         ),
     )
+
+    def batch(self, ranks: Ranks) -> BatchPolicy | None:
+        """Return the policy; None if too little is known, or the equation does not hold."""
+        train, micro, data_ranks = self.train_batch_size, self.train_micro_batch_size_per_gpu, ranks.world_size
+        if train is None and micro is None:
+            return None
+        data_ranks //= ranks.sequence_size
+        train, micro, steps = batch_of(train, micro, self.gradient_accumulation_steps, data_ranks)
+        if not _holds(train, micro, steps, data_ranks):
+            return None
+        return BatchPolicy(train_batch_size=train, micro_batch_size=micro, accumulation_steps=steps)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 if TYPE_CHECKING:
-    from hf_zero.config.rules import Check
+    from hf_zero.config.rules import AnyRule
 
 Kind = Literal["supported", "ignored", "unsupported", "detail", "check"]
 ALL_STAGES = (0, 1, 2, 3)
@@ -31,7 +31,7 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, protected_namespaces=())
-    rules: ClassVar[tuple[Check, ...]] = ()
+    rules: ClassVar[tuple[AnyRule, ...]] = ()
     unknown_words: ClassVar[str] = ""
 
     def section(self, kind: type[S]) -> S:
@@ -131,7 +131,7 @@ def all_paths(section: type[Section], prefix: str = "") -> Iterator[str]:
 
 
 @functools.cache
-def rules_of(schema: type[Section]) -> tuple[Check, ...]:
+def rules_of(schema: type[Section]) -> tuple[AnyRule, ...]:
     """Return the rules of a schema: those of a section follow those of the sections in it."""
     below = [kind for kind in _subsections(schema).values() if kind is not None]
     return tuple(dict.fromkeys([*(rule for kind in below for rule in rules_of(kind)), *schema.rules]))

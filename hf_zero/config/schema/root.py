@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator
 
 from hf_zero.config.features import Extra
-from hf_zero.config.rules import RANKS, Advice, Check, Ranks, Rule, needs
+from hf_zero.config.rules import RANKS, Advice, AnyRule, Ranks, Rule, needs
 from hf_zero.config.schema.batch import SEQUENCE, BatchSizes
 from hf_zero.config.schema.checkpoint import Aio, Checkpoint, OurCheckpoints
 from hf_zero.config.schema.fields import (
@@ -185,14 +185,14 @@ class Root(Observation, BatchSizes):
     tensor_parallel: TensorParallel | None = detail(None, "Tensor parallelism.")
     pipeline: Free | None = ignored(None, "Only for PipelineModule.", why="pipeline modules are not supported")
 
-    optimizer: Optimizer | None = supported(None, "The optimizer to build.")
-    scheduler: Scheduler | None = supported(None, "The schedule to build.")
     fp16: Fp16 | None = detail(None, "fp16 training.")
     bf16: Bf16 | None = detail(None, "bf16 training.", names=("bfloat16",))
     torch_autocast: TorchAutocast | None = detail(None, "Forward under torch.autocast.")
     amp: Amp | None = detail(None, "Apex mixed precision, through torch.autocast.")
     msamp: Free | None = unsupported(None, "fp8 through MS-AMP.", why="MS-AMP is retired; use bf16.enabled")
     data_types: DataTypes | None = detail(None, "Dtypes.")
+    optimizer: Optimizer | None = supported(None, "The optimizer to build.")
+    scheduler: Scheduler | None = supported(None, "The schedule to build.")
     zero_optimization: Zero | None = detail(None, "Sharding.")
     aio: Aio | None = detail(None, "File access under NVMe offload.")
     activation_checkpointing: ActivationCheckpointing | None = detail(
@@ -215,7 +215,7 @@ class Root(Observation, BatchSizes):
 
     hf_zero: HfZero | None = detail(None, "hf_zero's own settings.")
 
-    rules: ClassVar[tuple[Check, ...]] = (
+    rules: ClassVar[tuple[AnyRule, ...]] = (
         Rule(
             keys=(SEQUENCE, RANKS),
             broken=lambda size, ranks: ranks.world_size % ranks.sequence_size and _shared(ranks),

@@ -153,7 +153,7 @@ def _not_divided(size: GroupSize, stage: int, tensor_size: int, ranks: Ranks) ->
 
 
 def _second_shards(config: Root, ranks: Ranks) -> Iterator[Problem]:
-    """Check that hpZ's groups lie in one host and one shard group. On a single host, larger values mean all ranks."""
+    """AnyRule that hpZ's groups lie in one host and one shard group. On a single host, larger values mean all ranks."""
     zero, own = config.section(Zero), config.own
     size, shard, hosts = gather_size_in(zero, own), shard_size_in(zero, own), ranks.hosts
     if not isinstance(size, int) or not ranks.divides:
