@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_zero.config.errors import ABSENT, Finding, Problem
+from hf_zero.config.errors import ABSENT, ConfigError, Finding, Problem
 from hf_zero.config.schema.root import Root
 from hf_zero.config.sources import Source, source_in
 from hf_zero.config.views import Views
@@ -70,6 +70,13 @@ class Draft:
                 origin = ", ".join(str(source) for source in sources if source.kind not in ("dict", "default"))
                 problems.append(dataclasses.replace(problem, origin=problem.origin or origin))
         return tuple(problems)
+
+    def without_problems(self) -> Draft:
+        """Return the draft, or raise ConfigError with all of its problems."""
+        problems = self.problems()
+        if problems:
+            raise ConfigError(problems)
+        return self
 
 
 def value_in(tree: Mapping[str, Any], path: Path) -> Any:

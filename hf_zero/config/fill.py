@@ -32,7 +32,6 @@ _AUTO_IS_A_VALUE = ("data_types.keep_in_fp32_modules", "pipeline", "zero_optimiz
 # Sources that may replace a value that they filled in earlier: Trainer, when its arguments or the number of steps have
 # changed, and the model. Values from a launcher or a script are final.
 _MAY_RETURN = ({"training", "flag"}, {"model"})
-_ARGUMENTS = ("lr", "betas", "eps", "weight_decay")
 _STAND_IN_DEFAULTS = {"lr": 0.001, "weight_decay": 0}  # the defaults of DummyOptim
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.draft import Path, value_in
-from hf_zero.config.errors import ABSENT, ConfigError
+from hf_zero.config.errors import ABSENT
 from hf_zero.config.extras import section_names
 from hf_zero.config.pipeline import typed
 from hf_zero.config.policies import Findings
@@ -40,9 +40,7 @@ def normalise(config: dict[str, Any]) -> None:
     sections = [name for name, field in Root.model_fields.items() if subsection(field) is not None]
     for path in (*((name,) for name in (*sections, *section_names())), *_INNER):
         if not isinstance(value_in(config, path), (Mapping, type(ABSENT))):
-            problems = typed(config).problems()
-            if problems:
-                raise ConfigError(problems)
+            typed(config).without_problems()
     for path in _NUMBERS:
         holder, value = value_in(config, path[:-1]), value_in(config, path)
         if isinstance(value, (str, float)) and not is_auto(value):

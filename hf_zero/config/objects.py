@@ -13,11 +13,11 @@ from typing import Any, TypeVar, cast
 
 from pydantic import model_validator
 
-from hf_zero.config.errors import ConfigError, Remark
+from hf_zero.config.errors import Remark
 from hf_zero.config.extras import section_names
 from hf_zero.config.fill import fill
-from hf_zero.config.pipeline import examine, typed
-from hf_zero.config.policies import Findings, Resolved
+from hf_zero.config.pipeline import resolve, typed
+from hf_zero.config.policies import Resolved
 from hf_zero.config.read import load_config
 from hf_zero.config.rename import ZERO, rename
 from hf_zero.config.schema.checkpoint import Aio, Checkpoint
@@ -37,9 +37,7 @@ def _as_in_file(section: str, given: Any) -> Any:
     and "auto" for a value that is left out."""
     if not isinstance(given, Mapping):
         return given
-    draft = fill(rename({section: dict(given)}, Views(world_size=1)))
-    if draft.problems():
-        raise ConfigError(draft.problems())
+    draft = fill(rename({section: dict(given)}, Views(world_size=1))).without_problems()
     for remark in draft.findings:
         if isinstance(remark, Remark) and remark.text.startswith("old "):
             warnings.warn(str(remark), FutureWarning, stacklevel=4)
@@ -117,9 +115,7 @@ def section_of(kind: type[S], param_dict: Mapping[str, Any], name: str) -> S:
         ConfigError: the section has problems.
     """
     keys = {"bf16": ("bf16", "bfloat16")}.get(name, (name,))
-    draft = typed({key: param_dict[key] for key in keys if key in param_dict})
-    if draft.problems():
-        raise ConfigError(draft.problems())
+    draft = typed({key: param_dict[key] for key in keys if key in param_dict}).without_problems()
     return _as(kind, getattr(draft.config, name))
 
 
@@ -152,11 +148,8 @@ class ConfigView:
             ConfigError: the config is invalid; lists all problems.
         """
         self._param_dict: Mapping[str, Any] = load_config(config)
-        findings = examine(self._param_dict, Views(world_size=world_size))
-        if findings.problems:
-            raise ConfigError(findings.problems)
         self.world_size = world_size
-        self._show(findings)
+        self._show(resolve(self._param_dict, world_size=world_size))
 
     @classmethod
     def of(cls, resolved: Resolved, world_size: int) -> ConfigView:
@@ -167,9 +160,8 @@ class ConfigView:
         view._show(resolved)
         return view
 
-    def _show(self, findings: Findings) -> None:
-        root, batch = findings.config, findings.batch
-        assert batch is not None
+    def _show(self, resolved: Resolved) -> None:
+        root, batch = resolved.config, resolved.batch
         self._root = root
         self.train_batch_size = batch.train_batch_size
         self.train_micro_batch_size_per_gpu = batch.micro_batch_size
@@ -192,7 +184,7 @@ class ConfigView:
         self.checkpoint_tag_validation_fail = checkpoint.tag_validation == "Fail"
         self.load_universal_checkpoint = checkpoint.load_universal
         self.use_node_local_storage = checkpoint.use_node_local_storage
-        optimizer, scheduler = findings.optimizer, findings.scheduler
+        optimizer, scheduler = resolved.optimizer, resolved.scheduler
         self.optimizer_name = None if optimizer is None else optimizer.type.lower()
         self.optimizer_params = None if optimizer is None else dict(optimizer.params)
         self.scheduler_name = None if scheduler is None else scheduler.type

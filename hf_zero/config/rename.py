@@ -96,18 +96,19 @@ class _Names:
         elif not is_auto(wanted):
             del zero[old]
             if wanted is not None and wanted is not False:
-                rule, fix = (
-                    "must be true or false (it is the old name)",
-                    f'use {new}: {{"device": "cpu"}}, or remove it',
+                fix = f'use {new}: {{"device": "cpu"}}, or remove it'
+                self.findings.append(
+                    Problem(f"{ZERO}.{old}", wanted, "must be true or false (it is the old name)", fix)
                 )
-                self.findings.append(Problem(f"{ZERO}.{old}", wanted, rule, fix))
 
     def _nested_aio(self, zero: dict[str, Any]) -> None:
-        nested = zero.pop("aio", "auto")
-        if self.tree.get("aio") and not is_auto(nested):
+        if is_auto(zero.get("aio", "auto")):
+            return
+        nested = zero.pop("aio")
+        if self.tree.get("aio"):
             rule = "aio belongs at the top level, where it is also given"
             self.findings.append(Problem(f"{ZERO}.aio", nested, rule, "keep only the top-level aio"))
-        elif not is_auto(nested):
+        else:
             self.tree["aio"], self.renamed["aio"] = nested, f"{ZERO}.aio"
             text = "read as the top-level section aio, where it belongs"
             self.findings.append(Remark(f"{ZERO}.aio", text, edit=Edit((ZERO, "aio"), to=("aio",))))

@@ -255,6 +255,22 @@ def test_old_and_new_together_is_an_error(config: dict[str, Any], path: str, fix
     assert fix in found[0][2]
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"zero_optimization": {"cpu_offload": "auto"}},
+        {"zero_optimization": {"aio": "auto"}},
+        {"zero_optimization": {"prefetch_bucket_size": "auto"}},
+        {"bfloat16": "auto"},
+        {"allgather_size": "auto"},
+    ],
+)
+def test_an_auto_under_another_name_is_reported_as_unfilled(config: dict[str, Any]) -> None:
+    """Names are translated before autos are filled: one that a shorthand had was refused as "must be true or false"."""
+    resolved = resolve({**BASE, **config}, world_size=1)
+    assert any('"auto" was not filled in' in note for note in resolved.notes)
+
+
 def test_aio_inside_zero_optimization_is_read_as_top_level() -> None:
     resolved = given("zero_optimization", {"stage": 2, "aio": {"block_size": 262144, "thread_count": 1}})
     assert any("read as the top-level section aio" in note for note in resolved.notes)
