@@ -159,6 +159,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")  # torchrun's, for output that pytest captures
 def test_commands_on_pages_can_be_typed(folder: Path, read: Read, capsys: pytest.CaptureFixture[str]) -> None:
     """The troubleshooting page had `explain ds.json --fix mended.json`, which did not write mended.json: --fix took no
     path, and the word counted as a flag of TrainingArguments. So valid values contradicted those defaults and became
