@@ -28,8 +28,8 @@ from tests.integration.evaluated import (
     padded,
     samples,
 )
+from tests.integration.flows import clean
 from tests.sequence.hugging_face import parallelism
-from tests.sequence.test_hugging_face import fresh
 from tests.support.ranks import run_ranks
 from tests.tensor.training import model_of
 
@@ -52,7 +52,7 @@ def _under_trainer(folder: Path, config: dict[str, Any], data_ranks: int, number
     found["stream"] = difference(of_trainer(trainer, Stream(rows)), plain)
     if data_ranks > 2:  # the last batches of a stream are smaller than Trainer assumes for their losses
         found["stream"].pop("loss", None)
-    fresh()
+    clean()
     return {name: differences for name, differences in found.items() if differences}
 
 
@@ -115,7 +115,7 @@ def _before_the_model(rows: list[Batch]) -> None:
 def _tensor(rank: int, folder: str, world: int) -> dict[str, Any]:
     found = _under_trainer(Path(folder), config_of(**TENSOR), world // 2)
     found |= _in_a_loop(TENSOR, world // 2)
-    fresh()
+    clean()
     _before_the_model(samples(7))
     return found
 
@@ -132,13 +132,13 @@ def test_ranks_that_hold_parts_of_matrices(tmp_path: Path, world: int) -> None:
 def _hybrid_and_sequences(rank: int, folder: str) -> dict[str, Any]:
     found = _under_trainer(Path(folder) / "hybrid", config_of(**HYBRID), 4, number=11)
     found |= _in_a_loop(HYBRID, 4)
-    fresh()
+    clean()
     shared: dict[str, Any] = {"parallelism_config": parallelism(2, 2)}
     found |= {f"sequences, {name}": value for name, value in _under_trainer(
         Path(folder) / "sequences", config_of(), 4, number=11, **shared
     ).items()}  # fmt: skip
     found |= _in_a_loop({}, 4, **shared)
-    fresh()
+    clean()
     _parts_are_not_evaluated(shared)
     return found
 

@@ -20,7 +20,6 @@ from hf_zero import ConfigError  # noqa: E402
 from hf_zero.extras.data_efficiency.layers import ProgressiveLayerDrop, RandomLTD  # noqa: E402
 from hf_zero.features import Progress  # noqa: E402
 from tests.extras.data_efficiency.test_stream import SampleStream, analyse, metric, policy  # noqa: E402
-from tests.sequence.test_hugging_face import fresh as fresh_state  # noqa: E402
 from tests.support.models import stack, tiny_llama, token_rows  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
@@ -220,7 +219,6 @@ def _resumed_on_two_ranks(rank: int, folder: str, tensor: int) -> dict[str, Any]
             losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
             seen += [trainer.notes, losses]  # type: ignore[attr-defined]
             clean()
-            fresh_state()
         found[f"losses at stage {stage}"] = [pair for pair in zip(whole[1], again[1], strict=True) if len({*pair}) > 1]
         found[f"batches at stage {stage}"] = [] if whole[0][4:] == again[0] else (whole[0], again[0])
         if tensor > 1:
