@@ -53,6 +53,7 @@ def stored() -> dict[str, float]:
     return {row["case"]: float(row["s_per_step"]) for row in rows if row["size"] == "1.5b"}
 
 
+@cache
 def numel_of(size: str) -> int:
     hidden, heads, layers, _, _ = gpu_train.SIZES[size]
     with torch.device("meta"):
