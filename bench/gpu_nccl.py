@@ -565,12 +565,12 @@ def failing(case: str, place: Place) -> Found:
     finally:
         running.end()
     if not fault.exists():
-        return Found(f"no rank came to step 3: {running.last_words(0)}", False)
+        return Found(f"no rank came to step 3: {running.last_output(0)}", False)
     log = running.logs[0].read_text(errors="replace")
     seconds = ended.get(0, time.time()) - float(fault.read_text())
     names = "rank 1" in log
     how = f"after {seconds:.1f} s with {running.codes()[0]}" if 0 in ended else f"not within {seconds:.0f} s"
-    words = f"rank 0 ended {how}, {'naming' if names else 'without naming'} rank 1: {running.last_words(0)}"
+    words = f"rank 0 ended {how}, {'naming' if names else 'without naming'} rank 1: {running.last_output(0)}"
     holds = 0 in ended and seconds <= ENDS_WITHIN_S[place.kind] and names and bool(running.codes()[0])
     return Found(words, holds, figures={"seconds": seconds})
 

@@ -249,7 +249,7 @@ class Running:
         for process in self.processes:
             process.wait()
 
-    def last_words(self, rank: int) -> str:
+    def last_output(self, rank: int) -> str:
         """What a rank's log says of its last case: collectives that have not ended, where it hangs, or an error."""
         said = self.logs[rank].read_text(errors="replace").rpartition(MARK)[2]
         lines = [line.strip() for line in said.splitlines() if line.strip()]
@@ -346,7 +346,7 @@ class Programme:
                 if rows.read_text(encoding="utf-8").count("\n") > num_lines:
                     continue
                 rank = (failed or ended)[0]
-                words = f"rank {rank} ended with {codes[rank]}: {running.last_words(rank)}"
+                words = f"rank {rank} ended with {codes[rank]}: {running.last_output(rank)}"
                 self.note(Row(part.name, case.name, case.expected, words, MISS, self._look(case, running), seconds))
                 return done + 1
             if seconds > limit or self.left_s < 0:
@@ -368,7 +368,7 @@ class Programme:
         return judged(part, case, Found(**line["found"]), self.kind, seconds)
 
     def _look(self, case: Case, running: Running) -> str:
-        words = "; ".join(f"rank {rank}: {running.last_words(rank)}" for rank in range(len(running.logs)))
+        words = "; ".join(f"rank {rank}: {running.last_output(rank)}" for rank in range(len(running.logs)))
         return f"{case.look}; logs {running.logs[0].name} ({words})"
 
 

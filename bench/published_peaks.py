@@ -29,7 +29,7 @@ from hf_zero.planning.memory import (
     plan_units,
     trained_specs,
 )
-from hf_zero.planning.model import PlannedModel, Tiling
+from hf_zero.planning.model import PlannedModel, TilingChoice
 
 SUB_GROUP_NUMEL = 10**9  # DeepSpeed's default; Lightning's is 10**12
 # Copies of all second moments that torch's Adam has at once: its `foreach` form, the default on GPUs, has their square
@@ -104,7 +104,7 @@ def _moments(
     """
     answers = resolve(estimate.config, model=model.view, world_size=machine.ranks)
     keys, checkpointing = answers.section(TilingKeys), estimate.candidate.checkpointing
-    tiling = Tiling(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
+    tiling = TilingChoice(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
     seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not machine.separate)
     gathered, ahead = [0] * len(seen.segments), 0
     unit_of: dict[str, int] = {}
@@ -300,7 +300,7 @@ def left_over(
     if run["meter"] not in ("reserved", "device"):
         return 0.0
     tiled = resolve(estimate.config, model=model.view, world_size=machine.ranks).section(TilingKeys)
-    tiling = Tiling(mlp=tiled.tiled_mlp, loss=tiled.tiled_loss)
+    tiling = TilingChoice(mlp=tiled.tiled_mlp, loss=tiled.tiled_loss)
     with recording() as events:
         traced.__wrapped__(model, training, checkpointing=estimate.candidate.checkpointing, tiling=tiling)
     kept = _kept(run, estimate, model, machine.ranks)

@@ -185,7 +185,7 @@ class ForwardPrecision:
 _FACTOR = 2.0
 
 
-class LossScaler:
+class LossScale:
     """A static loss scale; 1.0 if no scaling is needed.
 
     Attributes:
@@ -213,7 +213,7 @@ class LossScaler:
         """Do nothing: a static scale comes from the config."""
 
 
-class DynamicLossScaler(LossScaler):
+class DynamicLossScale(LossScale):
     """A dynamic loss scale: it is halved at overflows and doubled after a window of clean updates.
 
     The first `hysteresis - 1` overflows since the last growth are ignored; with `consecutive`, since the last clean
@@ -275,8 +275,8 @@ class DynamicLossScaler(LossScaler):
         self._left = min(self._patience, max(1, int(state.get("cur_hysteresis", self._patience))))
 
 
-def loss_scaler_from(policy: LossScalePolicy | None) -> LossScaler:
+def loss_scaler_from(policy: LossScalePolicy | None) -> LossScale:
     """Create the loss scaler; None means no scaling."""
     if policy is None:
-        return LossScaler()
-    return DynamicLossScaler(policy) if policy.fixed is None else LossScaler(policy.fixed)
+        return LossScale()
+    return DynamicLossScale(policy) if policy.fixed is None else LossScale(policy.fixed)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hf_zero.config import LossScalePolicy
-from hf_zero.precision import DynamicLossScaler, LossScaler, loss_scaler_from
+from hf_zero.precision import DynamicLossScale, LossScale, loss_scaler_from
 from tests.config.deepspeed_answers import ask_deepspeed
 
 
-def trace(scaler: LossScaler, overflows: str) -> list[float]:
+def trace(scaler: LossScale, overflows: str) -> list[float]:
     """The scale after each update of a script: x is an overflow, any other letter a clean update."""
     scales = []
     for letter in overflows:
@@ -24,33 +24,33 @@ def trace(scaler: LossScaler, overflows: str) -> list[float]:
 
 def test_halves_and_doubles() -> None:
     """Window 2: growth at the third clean update after the start or an overflow, then every second."""
-    scaler = DynamicLossScaler(LossScalePolicy(initial=8, window=2, hysteresis=1))
+    scaler = DynamicLossScale(LossScalePolicy(initial=8, window=2, hysteresis=1))
     assert trace(scaler, "....x....x") == [8, 8, 16, 16, 8, 8, 8, 16, 16, 8]
-    assert trace(DynamicLossScaler(LossScalePolicy(initial=8, window=2, hysteresis=1)), "......") == [
+    assert trace(DynamicLossScale(LossScalePolicy(initial=8, window=2, hysteresis=1)), "......") == [
         8, 8, 16, 16, 32, 32,
     ]  # fmt: skip
 
 
 def test_hysteresis_forgives_until_the_next_growth() -> None:
-    scaler = DynamicLossScaler(LossScalePolicy(initial=64, window=3, hysteresis=2))
+    scaler = DynamicLossScale(LossScalePolicy(initial=64, window=3, hysteresis=2))
     assert trace(scaler, "x.x.x....x") == [64, 64, 32, 32, 16, 16, 16, 16, 32, 32]
     assert scaler.state_dict()["cur_hysteresis"] == 1
 
 
 def test_consecutive_hysteresis_forgives_after_every_clean_update() -> None:
-    scaler = DynamicLossScaler(LossScalePolicy(initial=64, window=100, hysteresis=2, consecutive=True))
+    scaler = DynamicLossScale(LossScalePolicy(initial=64, window=100, hysteresis=2, consecutive=True))
     assert trace(scaler, "x.x.xx") == [64, 64, 64, 64, 64, 32]
 
 
 def test_no_hysteresis_counts_as_one() -> None:
     """DeepSpeed counts below zero and never lowers the scale: every later step is skipped, forever."""
-    assert trace(DynamicLossScaler(LossScalePolicy(initial=8, hysteresis=0)), "xx") == [4, 2]
+    assert trace(DynamicLossScale(LossScalePolicy(initial=8, hysteresis=0)), "xx") == [4, 2]
 
 
 def test_the_minimum() -> None:
-    scaler = DynamicLossScaler(LossScalePolicy(initial=12, minimum=5, hysteresis=1))
+    scaler = DynamicLossScale(LossScalePolicy(initial=12, minimum=5, hysteresis=1))
     assert not scaler.is_at_minimum and trace(scaler, "xx") == [6, 5] and scaler.is_at_minimum
-    patient = DynamicLossScaler(LossScalePolicy(initial=4, minimum=4, hysteresis=2))
+    patient = DynamicLossScale(LossScalePolicy(initial=4, minimum=4, hysteresis=2))
     assert not patient.is_at_minimum, "one overflow is forgiven even there"
     patient.update(True)
     assert patient.is_at_minimum
@@ -64,10 +64,10 @@ def test_a_fixed_scale_stays() -> None:
 
 def test_saved_and_restored_in_the_middle() -> None:
     policy = LossScalePolicy(initial=64, window=3, hysteresis=2)
-    whole, first = DynamicLossScaler(policy), DynamicLossScaler(policy)
+    whole, first = DynamicLossScale(policy), DynamicLossScale(policy)
     trace(whole, "x.x..")
     trace(first, "x.x..")
-    second = DynamicLossScaler(policy)
+    second = DynamicLossScale(policy)
     second.load_state_dict(first.state_dict())
     assert trace(second, "..x....x") == trace(whole, "..x....x")
     second.load_state_dict({"cur_scale": 1.0, "dynamic": False})
@@ -116,7 +116,7 @@ def test_the_same_trace_as_deepspeed(tmp_path: Path) -> None:
     questions = [(settings, script) for settings in SETTINGS for script in scripts]
     ended = 0
     for (settings, script), (theirs, values) in zip(questions, ask_deepspeed(ORACLE_PROGRAM, questions, tmp_path)):
-        scaler = DynamicLossScaler(policy_of(settings))
+        scaler = DynamicLossScale(policy_of(settings))
         for step, (letter, scale) in enumerate(zip(script, theirs)):
             if scale == "ends":
                 assert letter == "x" and scaler.is_at_minimum, (settings, script, step)

@@ -27,10 +27,10 @@ def activation_checkpointing_of(model: nn.Module, resolved: Resolved) -> Trainin
     """The feature for a config with this section."""
     policy = resolved.section(Section)
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
-    return ActivationCheckpointing(layers, CheckpointedCalls(policy, num_slots=len(layers)))
+    return CheckpointedInputs(layers, CheckpointedCalls(policy, num_slots=len(layers)))
 
 
-class ActivationCheckpointing(TrainingFeature):
+class CheckpointedInputs(TrainingFeature):
     """The feature described above."""
 
     name = _SECTION

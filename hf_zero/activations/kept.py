@@ -164,7 +164,7 @@ def can_be_flat(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class InputStorage:
     """Where inputs are kept.
 
     Attributes:
@@ -183,7 +183,7 @@ class Place:
 class KeptInput:
     """An input that is kept as described above. Its memory is returned when it is garbage collected."""
 
-    def __init__(self, tensor: Tensor, place: Place, *, position: int, owner: Tensor) -> None:
+    def __init__(self, tensor: Tensor, place: InputStorage, *, position: int, owner: Tensor) -> None:
         """
         Args:
             tensor: must be dense (see `can_be_flat`).
@@ -327,7 +327,7 @@ class CheckpointedCalls:
         self._group = group if group is not None and policy.partition_activations else LoneCollectives()
         self._num_slots = policy.number_checkpoints or num_slots or 1
         self._buffers: dict[Any, Buffers] = {}
-        self._places: dict[torch.device, Place] = {}
+        self._places: dict[torch.device, InputStorage] = {}
         self._order: list[list[weakref.ref[KeptInput]]] = []  # kept inputs by call, in order
         self._known: weakref.WeakValueDictionary[_Key, KeptInput] = weakref.WeakValueDictionary()
         self._times: dict[torch.device, Times] = {}
@@ -367,13 +367,13 @@ class CheckpointedCalls:
 
     # Kept inputs
 
-    def _place(self, device: torch.device) -> Place:
+    def _place(self, device: torch.device) -> InputStorage:
         runtime = runtime_of(device)
         place = self._places.get(device)
         if place is None or place.runtime is not runtime:
             on_host = self.policy.cpu_checkpointing and runtime.has_own_memory
             moves = on_host or self.policy.contiguous_memory_optimization
-            place = Place(
+            place = InputStorage(
                 runtime=runtime,
                 buffers=(lambda position: self._make(position, device, on_host)) if moves else None,
                 on_host=on_host,
@@ -399,7 +399,7 @@ class CheckpointedCalls:
         return OneBuffer(make, self._num_slots)
 
     @contextmanager
-    def _kept(self, args: Sequence[Any], place: Place) -> Iterator[None]:
+    def _kept(self, args: Sequence[Any], place: InputStorage) -> Iterator[None]:
         """Context that keeps the tensors in `args` that autograd saves."""
         for ref in self._order[-1] if self._order else ():  # the last call's, which backward no longer needs first
             if (kept := ref()) is not None:

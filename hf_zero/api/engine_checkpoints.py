@@ -80,7 +80,7 @@ class EngineCheckpoints:
 
     def _continue_from(self, view: CheckpointView, *, with_schedule: bool, with_optimizer: bool) -> None:
         engine = self._engine
-        counters = checkpoint.Counters.of(view, engine.settings.samples_per_update())
+        counters = checkpoint.RunCounters.of(view, engine.settings.samples_per_update())
         engine.global_steps, engine.skipped_steps = counters.global_steps, counters.skipped_steps
         engine.global_samples = counters.global_samples
         engine.gradients.continue_from(engine.global_steps * engine.settings.gradient_accumulation_steps())

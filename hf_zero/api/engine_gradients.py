@@ -14,7 +14,7 @@ from hf_zero.api.engine_module import EngineSettings, Phases
 from hf_zero.api.joint_backward import AT_WORK
 from hf_zero.api.nonfinite import NonfiniteWatch
 from hf_zero.comm import ledger
-from hf_zero.comm.progress import Progress
+from hf_zero.comm.progress import MicroBatchCounts
 from hf_zero.errors import WrongMoment
 from hf_zero.grads.boundary import Boundaries, Boundary, BoundaryAtStep, CountedBoundaries, GivenBoundaries
 from hf_zero.step.assemble import Assembly
@@ -78,7 +78,7 @@ class EngineGradients:
         self.micro_batches = MicroBatches()
         self.offloaded: OffloadStates | None = None
         self.number = next(_numbers)
-        self.progress = Progress(self.number)
+        self.progress = MicroBatchCounts(self.number)
         self._settings = settings
         settings.before_change = self._refuse_change
         self._first_nan = first_nan

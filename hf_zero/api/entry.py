@@ -17,7 +17,7 @@ from hf_zero.api.engine import ZeroEngine
 from hf_zero.api.inputs import model_view, training_loader
 from hf_zero.api.joint_backward import AT_WORK
 from hf_zero.api.parameter_access import attach_fragments, safe_get_full_grad
-from hf_zero.api.run_words import Run, start
+from hf_zero.api.run_words import RunSummary, start
 from hf_zero.comm import (
     ParallelGroups,
     ProgramGroups,
@@ -40,7 +40,7 @@ from hf_zero.params.store import of, suspended
 from hf_zero.precision import can_be_cut, cast_buffers, precision_from
 from hf_zero.step.assemble import (
     Assembly,
-    Plan,
+    EnginePlan,
     assemble,
     place_model,
     place_unsharded,
@@ -147,7 +147,7 @@ def _build(given: _Given, resolved: Resolved, groups: ParallelGroups, features: 
         client_optimizer=base if given.optimizer is not None else None,
         features=features,
     )
-    Run(engine)
+    RunSummary(engine)
     return engine
 
 
@@ -189,7 +189,7 @@ def _as_groups(model_parameters: Iterable[Any] | None, model: nn.Module) -> list
     return groups
 
 
-def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> Plan:
+def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> EnginePlan:
     rules = StepRules(
         gradients=resolved.gradients,
         skip_nonfinite=resolved.precision.skip_nonfinite,
@@ -199,10 +199,12 @@ def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> P
     )
     precision = precision_from(resolved.precision)
     accumulates = resolved.batch.accumulation_steps > 1
-    return Plan(resolved.zero, precision, rules, groups, device, accumulates=accumulates)
+    return EnginePlan(resolved.zero, precision, rules, groups, device, accumulates=accumulates)
 
 
-def _prepare_model(model: nn.Module, base: torch.optim.Optimizer | None, plan: Plan, device: torch.device) -> None:
+def _prepare_model(
+    model: nn.Module, base: torch.optim.Optimizer | None, plan: EnginePlan, device: torch.device
+) -> None:
     """Set the device and dtype, and synchronise the values, of all tensors that no store manages."""
     if plan.sharding.shards_parameters:
         place_unsharded(model, plan.precision, device)

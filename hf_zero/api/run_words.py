@@ -46,7 +46,7 @@ def end(engine: ZeroEngine) -> None:
     _RUNS[engine].tell()
 
 
-class Run:
+class RunSummary:
     """Logs a summary of an engine's updates, at the latest when it is freed; explains out-of-memory errors."""
 
     def __init__(self, engine: ZeroEngine) -> None:
@@ -70,7 +70,7 @@ class Run:
         log_dist(f"{done}; peak of this rank: {peak}")
 
 
-_RUNS: weakref.WeakKeyDictionary[ZeroEngine, Run] = weakref.WeakKeyDictionary()
+_RUNS: weakref.WeakKeyDictionary[ZeroEngine, RunSummary] = weakref.WeakKeyDictionary()
 
 
 def _explain(engine: Any, phase: str, error: Exception) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.stream import Record, Streamed
 from hf_zero.checkpoint.files.torch_file import IN_PIECES
-from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
+from hf_zero.checkpoint.files.writer import MemoryPiece, Order, Writer, name_of
 
 _ALIGN_BYTES = 64
 _SEGMENT_BYTES = 64 << 20
@@ -98,14 +98,14 @@ class Arena:
         segment.used = min(segment.used, segment.bytes.numel())
         return tensor
 
-    def piece(self, part: Tensor) -> Piece | None:
+    def piece(self, part: Tensor) -> MemoryPiece | None:
         """The location of a contiguous part for the writer; None if it is not in the arena's memory."""
         num_bytes = part.numel() * part.element_size()
         if part.numel() > 1 and part.stride() == (0,) and not part[0]:
-            return Piece("", 0, num_bytes)
+            return MemoryPiece("", 0, num_bytes)
         base = part.untyped_storage().data_ptr()
         name = self._names.get(base)
-        return None if name is None else Piece(name, part.data_ptr() - base, num_bytes)
+        return None if name is None else MemoryPiece(name, part.data_ptr() - base, num_bytes)
 
     def holds(self, part: Tensor) -> bool:
         return part.untyped_storage().data_ptr() in self._names
@@ -117,14 +117,14 @@ class Arena:
             target.copy_(source)
             self._unchanged[target.data_ptr()] = state
 
-    def elsewhere(self, piece: Piece, num_bytes: int, dtype: torch.dtype) -> Tensor:
+    def elsewhere(self, piece: MemoryPiece, num_bytes: int, dtype: torch.dtype) -> Tensor:
         """A placeholder for a piece of another host's rank in a file of `num_bytes`; only for descriptions."""
         key = f"{piece.path}:{num_bytes}"
         if key not in self._theirs:
             self._map(key, piece.path, mmap.mmap(-1, num_bytes))  # never accessed
         return self._theirs[key].narrow(0, piece.start, piece.num_bytes).view(dtype)
 
-    def of_other(self, piece: Piece, dtype: torch.dtype) -> Tensor:
+    def of_other(self, piece: MemoryPiece, dtype: torch.dtype) -> Tensor:
         if piece.path not in self._theirs:
             with open(piece.path, "rb") as file:
                 # Read-only by convention, because torch warns about read-only memory.
@@ -151,7 +151,7 @@ class Arena:
             checksums |= zip(orders, self._writer.write(file, list(orders.values())), strict=True)
         return [checksums[number] for number in range(len(records))]
 
-    def _pieces(self, record: Record) -> list[Piece] | None:
+    def _pieces(self, record: Record) -> list[MemoryPiece] | None:
         content = record.content
         if not isinstance(content, Streamed) or not isinstance(content.parts, tuple):
             return None

@@ -28,7 +28,7 @@ from torch import Tensor
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.checkpoint.files import stream
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
-from hf_zero.checkpoint.files.writer import Piece
+from hf_zero.checkpoint.files.writer import MemoryPiece
 from hf_zero.comm import Collectives, hosts
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
@@ -112,7 +112,7 @@ class Snapshot:
             for rank, (_, theirs, place) in enumerate(gathered)
         ]
 
-    def _of_other(self, pieces: Sequence[tuple[Piece, torch.dtype]], *, is_here: bool) -> list[Tensor]:
+    def _of_other(self, pieces: Sequence[tuple[MemoryPiece, torch.dtype]], *, is_here: bool) -> list[Tensor]:
         if is_here:
             return [self._arena.of_other(piece, dtype) for piece, dtype in pieces]
         ends = {piece.path: piece.start + piece.num_bytes for piece, _ in pieces}  # places in a file are ascending

@@ -294,13 +294,13 @@ def feature_states(view: CheckpointView) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class RunCounters:
     global_steps: int
     skipped_steps: int
     global_samples: int
 
     @classmethod
-    def of(cls, view: CheckpointView, train_batch_size: int) -> Counters:
+    def of(cls, view: CheckpointView, train_batch_size: int) -> RunCounters:
         steps = int(view.meta.get(ds.GLOBAL_STEPS, 0))
         samples = int(view.meta.get(ds.GLOBAL_SAMPLES, steps * train_batch_size))
         return cls(steps, int(view.meta.get(ds.SKIPPED_STEPS, 0)), samples)

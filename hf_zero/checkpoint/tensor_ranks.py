@@ -97,7 +97,7 @@ def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> C
         first,
         shapes={name: cuts[name].shape if name in cuts else shape for name, shape in first.shapes.items()},
         frozen=frozen,
-        elements={kind: _Joined(kind, tuple(views), cuts) for kind in kinds},
+        elements={kind: _JoinedStates(kind, tuple(views), cuts) for kind in kinds},
         whole_states={},
         shard_states={},
         gradient_errors=(),
@@ -156,7 +156,7 @@ def _refuse_bound_states(views: Sequence[CheckpointView], by: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
+class _JoinedStates:
     """One kind of state of whole parameters, from the files of all tensor ranks."""
 
     kind: str

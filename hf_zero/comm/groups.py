@@ -357,9 +357,9 @@ def in_hops(groups: ParallelGroups, hops: Literal["auto", 1, 2], device: torch.d
     """`groups` with the requested number of hops in `shard`; "auto": the faster number on CPUs, else one."""
     if not takes_hops(hops, device) or groups.host.size == 1 or groups.across_hosts.size == 1:
         return groups
-    from hf_zero.comm.hops import Links, TwoHops  # only needed for several hosts
+    from hf_zero.comm.hops import LinkSpeed, TwoHops  # only needed for several hosts
 
-    links = None if hops == 2 else Links()
+    links = None if hops == 2 else LinkSpeed()
     return replace(groups, shard=TwoHops(groups.shard, groups.host, groups.across_hosts, links))
 
 

@@ -21,7 +21,7 @@ from hf_zero.comm.rows import Pending, Rows, Then, TwoRounds, num_bytes, own_sha
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class LinkSpeed:
     """Speed of links: bytes per second, and seconds of the smallest exchange.
 
     The defaults are shared memory, and 10 Gbit/s between hosts. They only determine the size below which a second
@@ -41,7 +41,9 @@ class Links:
 class TwoHops(Collectives):
     """Large sums and gathers in two hops; everything else uses `direct`."""
 
-    def __init__(self, direct: Collectives, host: Collectives, across: Collectives, links: Links | None = None) -> None:
+    def __init__(
+        self, direct: Collectives, host: Collectives, across: Collectives, links: LinkSpeed | None = None
+    ) -> None:
         """`links`: speeds to choose the faster way; None: always two hops."""
         super().__init__(direct.rank, direct.size, direct.ranks)
         self.num_beside = direct.num_beside

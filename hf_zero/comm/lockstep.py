@@ -226,7 +226,7 @@ class PassHistory:
 
 
 @dataclass(slots=True)
-class Plan:
+class FollowedPlan:
     """The collectives that all ranks issue in the current pass.
 
     Attributes:
@@ -264,7 +264,7 @@ class Pass:
 
     first: int = 0
     base: int | None = None
-    plan: Plan | None = None
+    plan: FollowedPlan | None = None
     followed: Start | None = None
     num_sure: int = 0
     start: Start | None = None
@@ -274,7 +274,7 @@ class Pass:
     has_served_gone: bool = False
 
     def follow(self, start: Start, route: Route, *, issued: int = 0) -> None:
-        self.plan, self.followed = Plan(start, route, issued), start
+        self.plan, self.followed = FollowedPlan(start, route, issued), start
         self.num_sure = (self.base or 0) + route.num_launched
 
     def num_since(self, launched: int) -> int:
@@ -314,7 +314,7 @@ class _Head:
         return cls(Request.of(fields[:NUM_FIELDS]), fields[NUM_FIELDS], tuple(fields[NUM_FIELDS + 1 :]))
 
 
-class _Exchange:
+class _HeadExchange:
     """One small all-gather of all ranks' heads, started when this rank's head is known."""
 
     def __init__(self, hosts: Collectives, head: _Head) -> None:
@@ -349,7 +349,7 @@ class LockstepNegotiation(Negotiation):
         self._shapes: dict[int, list[tuple[int, torch.dtype, torch.device]]] = {}  # rows of units in plans
         # Negotiated
         self._rows: dict[Gathering, Sequence[Tensor]] = {}
-        self._exchange: _Exchange | None = None
+        self._exchange: _HeadExchange | None = None
         self._heads = [_Head(Request(Kind.WAIT), 0, ())]  # heads of the last decision
 
     # Following a plan
@@ -365,7 +365,7 @@ class LockstepNegotiation(Negotiation):
         num_due = sum(1 for _ in takewhile(lambda place: self._due(plan, place) <= num_started, places))
         return Upcoming(plan.left, num_due)
 
-    def _due(self, plan: Plan, place: int) -> int:
+    def _due(self, plan: FollowedPlan, place: int) -> int:
         return plan.route.due(place, self._max_in_flight)
 
     def note_use(self, request: Request) -> None:
@@ -399,14 +399,14 @@ class LockstepNegotiation(Negotiation):
         if plan is not None:
             self._finish(plan)
 
-    def _finish(self, plan: Plan) -> None:
+    def _finish(self, plan: FollowedPlan) -> None:
         """Issue the rest of the plan, which the other ranks need."""
         while plan.left:
             self._serve_next(plan)
         self._pass.plan = None
         self._start_due(plan.route.num_launched)
 
-    def _serve_next(self, plan: Plan) -> None:
+    def _serve_next(self, plan: FollowedPlan) -> None:
         self._start_due(self._due(plan, plan.issued))
         plan.issued += 1
         self._serve(plan.route.units[plan.issued - 1])
@@ -470,7 +470,7 @@ class LockstepNegotiation(Negotiation):
         asked = self._mine[0]
         is_end = asked.request.kind is Kind.END
         used = digest(self._pass.start, self._pass.route(asked.request.launched)) if is_end else 0
-        self._exchange = _Exchange(self._hosts, _Head(asked.request, used, asked.facts))
+        self._exchange = _HeadExchange(self._hosts, _Head(asked.request, used, asked.facts))
 
     def _take_heads(self) -> list[_Head]:
         """Wait for the heads of all ranks."""

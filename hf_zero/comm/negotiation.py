@@ -146,7 +146,7 @@ def _are_alike(heads: Sequence[Request]) -> bool:
     )
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Provides the rows of some units."""
 
     def name(self, unit: int) -> str:
@@ -176,9 +176,9 @@ class Sources:
 
     def __init__(self) -> None:
         # The source of each unit and its number there; weak references, so that dropped engines are freed.
-        self._known: list[tuple[weakref.ref[Source], int] | None] = []
+        self._known: list[tuple[weakref.ref[RowSource], int] | None] = []
 
-    def register(self, source: Source, num_units: int) -> int:
+    def register(self, source: RowSource, num_units: int) -> int:
         """Register units and return the number of the first. Ranks register the same units in the same order."""
         first = len(self._known)
         self._known.extend((weakref.ref(source), unit) for unit in range(num_units))
@@ -192,7 +192,7 @@ class Sources:
         known = self._known[unit]
         return known is None or known[0]() is None
 
-    def find(self, unit: int) -> tuple[Source, int]:
+    def find(self, unit: int) -> tuple[RowSource, int]:
         """The source of a unit's rows, and the unit's number there."""
         known = self._known[unit]
         source = known[0]() if known is not None else None

@@ -24,7 +24,7 @@ _PATIENCE_S = 0.2  # a rank records its reason before its connections close
 _MAX_NAMED = 8
 
 
-class Progress:
+class MicroBatchCounts:
     """The counts of one engine, which has the same number on all ranks."""
 
     def __init__(self, number: int) -> None:
@@ -60,11 +60,11 @@ class Progress:
         return {rank: int(store.get(key)) if store.check([key]) else 0 for rank, key in keys.items()}
 
 
-_ALL: weakref.WeakSet[Progress] = weakref.WeakSet()
+_ALL: weakref.WeakSet[MicroBatchCounts] = weakref.WeakSet()
 
 
 def explain(error: BaseException) -> None:
-    """Like `Progress.explain`, for an error outside of an engine's phases."""
+    """Like `MicroBatchCounts.explain`, for an error outside of an engine's phases."""
     for progress in list(_ALL):
         if isinstance(error, RuntimeError):
             progress.explain(error)

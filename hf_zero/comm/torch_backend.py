@@ -42,13 +42,15 @@ class NativeCollectives(Collectives):
         return gathered
 
     def _all_reduce(self, flat: Tensor) -> Pending:
-        return _Work(dist.all_reduce(flat, group=self._group, async_op=True))
+        return _BackendWork(dist.all_reduce(flat, group=self._group, async_op=True))
 
     def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
-        return _Work(_reduce_scatter_flat(shard, flat, group=self._group, async_op=True))
+        return _BackendWork(_reduce_scatter_flat(shard, flat, group=self._group, async_op=True))
 
     def _all_gather(self, flat: Tensor) -> Pending:
-        return _Work(_all_gather_flat(flat, own_shard(flat, self.rank, self.size), group=self._group, async_op=True))
+        return _BackendWork(
+            _all_gather_flat(flat, own_shard(flat, self.rank, self.size), group=self._group, async_op=True)
+        )
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         sizes = [tensor.numel() for tensor in received]
@@ -60,7 +62,7 @@ class NativeCollectives(Collectives):
     def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
         buffer = take(flat.numel())
         rows = buffer.narrow(0, 0, flat.numel())
-        work = _Work(dist.all_to_all_single(rows, flat, group=self._group, async_op=True))
+        work = _BackendWork(dist.all_to_all_single(rows, flat, group=self._group, async_op=True))
         return FlatRows(buffer, rows, self.size, work)
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
@@ -114,7 +116,7 @@ class _Recorded(Pending):
         self._runtime.wait(self._event)
 
 
-class _Work(Pending):
+class _BackendWork(Pending):
     """A collective that the backend completes by itself."""
 
     def __init__(self, handle: dist.Work | None) -> None:

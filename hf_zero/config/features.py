@@ -29,7 +29,7 @@ class OwnSection:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class BatchSizesOfExtra:
     """The batch sizes of a config whose extra determines them; None if it has problems."""
 
     batch: BatchPolicy | None = None
@@ -56,6 +56,6 @@ class Extra:
     rules: tuple[AnyRule, ...] = ()
     policy: Callable[[Any], Any] | None = None
     features: tuple[str, ...] = ()
-    sizes: Callable[[Any, Ranks], Sizes | None] | None = None
+    sizes: Callable[[Any, Ranks], BatchSizesOfExtra | None] | None = None
     optimizers: tuple[OptimizerType, ...] = ()
     services: Mapping[str, str] = field(default_factory=dict)

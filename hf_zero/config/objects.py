@@ -24,7 +24,7 @@ from hf_zero.config.schema.checkpoint import Aio, Checkpoint
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.long_sequences import ActivationCheckpointing
 from hf_zero.config.schema.precision import Bf16, DataTypes, Fp16, TorchAutocast
-from hf_zero.config.schema.profiling import Comet, CsvMonitor, FlopsProfiler, TensorBoard, WandB
+from hf_zero.config.schema.profiling import Comet, CsvMonitor, FlopsProfilerSection, TensorBoard, WandB
 from hf_zero.config.schema.zero import LeafModule, Zero
 from hf_zero.config.views import Views
 
@@ -173,7 +173,7 @@ class ConfigView:
         self.bfloat16_config = _as(DeepSpeedBF16Config, root.bf16)
         self.activation_checkpointing_config = root.activation_checkpointing or ActivationCheckpointing()
         self.aio_config = root.aio or Aio()
-        self.flops_profiler_config = root.flops_profiler or FlopsProfiler()
+        self.flops_profiler_config = root.flops_profiler or FlopsProfilerSection()
         self.monitor_config = MonitorSections(**cast("dict[str, Any]", root.monitors))
         autocast = root.torch_autocast or TorchAutocast()
         self.torch_autocast_enabled, self.torch_autocast_dtype = autocast.enabled, autocast.dtype

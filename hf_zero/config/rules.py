@@ -16,7 +16,7 @@ from hf_zero.config.schema.fields import ALL_STAGES, Section, Verdict, rules_of,
 
 if TYPE_CHECKING:
     from hf_zero.config.draft import Draft
-    from hf_zero.config.features import Sizes
+    from hf_zero.config.features import BatchSizesOfExtra
 
 RANKS = "(ranks)"  # among the keys of a rule: it also reads the `Ranks`
 Path = tuple[str, ...]
@@ -44,7 +44,7 @@ class Ranks:
     autos: frozenset[str] = frozenset()
     is_complete: bool = True
     is_written: Callable[[str], bool] = lambda path: True
-    sizes: Sizes | None = None
+    sizes: BatchSizesOfExtra | None = None
 
     @property
     def data_ranks(self) -> int:

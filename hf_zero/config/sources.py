@@ -17,7 +17,7 @@ MAX_DEPTH = 24  # deeper than any real config; keeps recursion shallow
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TextPlace:
     """A position in a text, counted from 1."""
 
     line: int
@@ -50,7 +50,7 @@ class ConfigDict(dict[str, Any]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.name = ""  # the file; "" for a dict
-        self.places: dict[str, Place] = {}  # by dotted path
+        self.places: dict[str, TextPlace] = {}  # by dotted path
         self.filled: dict[str, Source] = {}  # by dotted path: keys that were "auto", and the source of their value
         self._assumed: dict[str, object] = {}
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_zero.config.errors import ConfigError, Problem
-from hf_zero.config.sources import MAX_DEPTH, ConfigDict, Place, dotted
+from hf_zero.config.sources import MAX_DEPTH, ConfigDict, TextPlace, dotted
 
 FORMS = "give a dict, the path of a JSON file, JSON text, or urlsafe-base64 of JSON text"
 WORDS = "Expected a string path to an existing deepspeed config, or a dictionary"  # DeepSpeed's
@@ -130,24 +130,24 @@ class Document:
     """The parsed value, and the place of each key by path, for example ("zero_optimization", "stage")."""
 
     value: object
-    places: dict[tuple[str | int, ...], Place]
+    places: dict[tuple[str | int, ...], TextPlace]
 
 
 class SyntaxProblem(ValueError):
     """The text is not JSON; the error has the place, the problem and the fix."""
 
-    def __init__(self, place: Place, what: str, fix: str, *, is_final: bool = True) -> None:
+    def __init__(self, place: TextPlace, what: str, fix: str, *, is_final: bool = True) -> None:
         super().__init__(f"{place}: {what}")
         self.place, self.what, self.fix = place, what, fix
         self.is_final = is_final  # whether it is also an error in Hjson
 
 
-def place_in(text: str, at: int) -> Place:
+def place_in(text: str, at: int) -> TextPlace:
     """Return the place of an offset."""
-    return Place(text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at))
+    return TextPlace(text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at))
 
 
-def repeated_key(path: tuple[str | int, ...], place: Place, first: Place) -> SyntaxProblem:
+def repeated_key(path: tuple[str | int, ...], place: TextPlace, first: TextPlace) -> SyntaxProblem:
     """Return the error for a repeated key, because parsers disagree about which value to use."""
     name = ".".join(str(part) for part in path)
     return SyntaxProblem(place, f"key {name!r} is given twice, first at {first}", "keep one of the two")
@@ -169,9 +169,9 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
-        self.places: dict[tuple[str | int, ...], Place] = {}
+        self.places: dict[tuple[str | int, ...], TextPlace] = {}
 
-    def place(self, at: int | None = None) -> Place:
+    def place(self, at: int | None = None) -> TextPlace:
         return place_in(self.text, self.at if at is None else at)
 
     def fail(self, what: str, fix: str, at: int | None = None) -> NoReturn:
@@ -324,7 +324,7 @@ class _Pairs(list[tuple[str, Any]]):
 
 def _plain(value: object, path: tuple[str | int, ...], locator: _Locator) -> object:
     if len(path) > MAX_DEPTH:
-        raise SyntaxProblem(Place(1, 1), f"nested more than {MAX_DEPTH} levels deep", "flatten it")
+        raise SyntaxProblem(TextPlace(1, 1), f"nested more than {MAX_DEPTH} levels deep", "flatten it")
     if isinstance(value, _Pairs):
         result: dict[str, object] = {}
         for key, inner in value:
@@ -346,9 +346,9 @@ class _Locator:
     def __init__(self, text: str) -> None:
         self._text = "".join(_without_comments(text))
         self._at = 0
-        self.places: dict[tuple[str | int, ...], Place] = {}
+        self.places: dict[tuple[str | int, ...], TextPlace] = {}
 
-    def next(self, path: tuple[str | int, ...]) -> Place:
+    def next(self, path: tuple[str | int, ...]) -> TextPlace:
         key = re.escape(str(path[-1]))
         match = re.compile(rf"(?:^|[\s{{,])(?P<key>[\"']?{key}[\"']?)\s*:").search(self._text, self._at)
         if match is not None:

@@ -18,7 +18,7 @@ from hf_zero.config.schema.precision import model_dtype
 from hf_zero.config.schema.root import HfZero
 from hf_zero.config.schema.zero import Zero, gather_size_in, shard_size_in
 from hf_zero.integration.huggingface.views import training_view
-from hf_zero.layout.traffic import Sizes, Wiring, across_bytes, traffic_of, with_same_weights, within_bytes
+from hf_zero.layout.traffic import ModelSizes, Wiring, across_bytes, traffic_of, with_same_weights, within_bytes
 from hf_zero.quantities import count_of
 
 _NUM_IN_NAME = re.compile(r"(?<![\w.])\d+(\.\d+)?[bBmM](?![a-zA-Z0-9])")
@@ -212,7 +212,7 @@ def traffic_rows(findings: Findings, per_host: int | None, parameters: float | N
     return tuple(_sent(name, sizes, wiring, unit, links) for name, wiring in _variants(_wiring(findings, per_host)))
 
 
-def _sizes(findings: Findings, parameters: float | None) -> Sizes:
+def _sizes(findings: Findings, parameters: float | None) -> ModelSizes:
     zero = findings.config.zero_optimization or Zero()
     num = int(parameters) if parameters is not None else _UNIT_NUMEL
     num_bytes = 4 if model_dtype(findings.config) == "fp32" else 2
@@ -221,7 +221,7 @@ def _sizes(findings: Findings, parameters: float | None) -> Sizes:
     communication = findings.config.communication_data_type
     sent = num_bytes if communication is None else 4 if communication == "fp32" else 2
     num //= findings.tensor_size  # a rank's part of the matrices; parameters that are not cut are small
-    return Sizes(gathered=num, trained=num, kept=kept, weight_bytes=num_bytes, gradient_bytes=sent)
+    return ModelSizes(gathered=num, trained=num, kept=kept, weight_bytes=num_bytes, gradient_bytes=sent)
 
 
 def _wiring(findings: Findings, per_host: int) -> Wiring:
@@ -259,7 +259,7 @@ def _variants(this: Wiring) -> Iterator[tuple[str, Wiring]]:
     yield "all of ZeRO++", everything
 
 
-def _sent(name: str, sizes: Sizes, wiring: Wiring, unit: float, links: Links) -> Sent:
+def _sent(name: str, sizes: ModelSizes, wiring: Wiring, unit: float, links: Links) -> Sent:
     transfers = traffic_of(sizes, wiring)
     within, across = within_bytes(transfers), across_bytes(transfers)
     seconds = within / links.within + across / links.across if unit == 1.0 else None

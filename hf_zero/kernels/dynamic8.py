@@ -41,15 +41,15 @@ class Blocks(NamedTuple):
     codes: Tensor
     scales: Tensor
 
-    def runs(self, first: int, last: int, count: int) -> list[Run]:
+    def runs(self, first: int, last: int, count: int) -> list[CodeRun]:
         """Split blocks [first, last) into runs of `count` blocks."""
         codes, scales = self.codes[first * BLOCK : last * BLOCK], self.scales[first:last].unsqueeze(1)
         pairs = codes.view(torch.uint16)
         parts = codes.split(count * BLOCK), pairs.split(count * BLOCK // 2), scales.split(count)
-        return [Run(*views) for views in zip(*parts, strict=True)] if len(scales) else []
+        return [CodeRun(*views) for views in zip(*parts, strict=True)] if len(scales) else []
 
 
-class Run(NamedTuple):
+class CodeRun(NamedTuple):
     """Consecutive blocks: codes, the same as pairs in uint16, and scales (blocks, 1)."""
 
     codes: Tensor
@@ -155,13 +155,13 @@ class Coder:
         self._factors = torch.empty(count, 1, device=device)
         self._pair_values, self._nearest_codes = _pair_values(signed, device), _nearest_codes(signed, device)
 
-    def decode(self, run: Run) -> None:
+    def decode(self, run: CodeRun) -> None:
         """Dequantize `run` into `values`."""
         self._indices.copy_(run.pairs)
         _on_threads(_select, self._pair_values, self._indices, self._doubles)
         self._rows.mul_(run.scales)
 
-    def encode(self, run: Run) -> None:
+    def encode(self, run: CodeRun) -> None:
         """Quantize `values` into `run`, and overwrite them."""
         if self._signed:
             largest, smallest = (reduce(self._rows, dim=1, keepdim=True) for reduce in (torch.amax, torch.amin))
@@ -236,7 +236,7 @@ def dequantize(packed: Tensor, numel: int, *, signed: bool) -> Tensor:
     return out
 
 
-def _runs(packed: Tensor, *, signed: bool) -> Iterator[tuple[Coder, Run, int]]:
+def _runs(packed: Tensor, *, signed: bool) -> Iterator[tuple[Coder, CodeRun, int]]:
     """Iterate over a packed tensor: a coder, a run of blocks for it, and the index of the run's first element."""
     coders: dict[int, Coder] = {}
     blocks = blocks_of(packed)

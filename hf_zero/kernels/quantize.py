@@ -134,7 +134,7 @@ def sum_messages(parts: Sequence[Tensor] | Tensor, values: Tensor, bits: int) ->
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _RowPiece:
     """Elements of a row that are processed together: whole blocks, except at the end of the row."""
 
     start: int
@@ -157,13 +157,13 @@ def _rows(values: Tensor) -> range:
     return range(0 if values.is_meta else values.shape[0])
 
 
-def _pieces(numel: int, device: torch.device) -> Iterator[_Piece]:
+def _pieces(numel: int, device: torch.device) -> Iterator[_RowPiece]:
     step = chunk_numel(device) // BLOCK * BLOCK
     for start in range(0, numel, step):
-        yield _Piece(start, min(start + step, numel))
+        yield _RowPiece(start, min(start + step, numel))
 
 
-def _encode(blocks: Tensor, codes: Tensor, scales: Tensor, piece: _Piece, bits: int) -> Tensor:
+def _encode(blocks: Tensor, codes: Tensor, scales: Tensor, piece: _RowPiece, bits: int) -> Tensor:
     """Quantize `blocks` (fp32) into a row's codes and scales; overwrites it with decoded values, and returns it."""
     low, high = torch.aminmax(blocks, dim=1)
     largest = torch.maximum(high, low.neg_())
@@ -178,7 +178,7 @@ def _encode(blocks: Tensor, codes: Tensor, scales: Tensor, piece: _Piece, bits: 
     return blocks.mul_(steps.unsqueeze(1))
 
 
-def _decode(codes: Tensor, scales: Tensor, piece: _Piece, bits: int) -> Tensor:
+def _decode(codes: Tensor, scales: Tensor, piece: _RowPiece, bits: int) -> Tensor:
     """Values of a piece from a row's codes and scales: (blocks, BLOCK) in fp32, the last one padded."""
     packed = codes[piece.of_codes(bits)]
     values = packed.view(torch.int8) if bits == 8 else _unpack(packed)

@@ -18,7 +18,7 @@ from hf_zero.config.extras import service
 from hf_zero.launch import LaunchError
 from hf_zero.launch.job import Job
 from hf_zero.launch.ranks import report_to_user, run_ranks
-from hf_zero.launch.relay import Backend, Command, Request, own_node_rank, python_variables, task_words
+from hf_zero.launch.relay import Backend, BackendOptions, Command, own_node_rank, python_variables, task_words
 from hf_zero.launch.restarts import TOKEN, Restarts
 from hf_zero.launch.world import VISIBLE_DEVICES
 
@@ -30,7 +30,7 @@ class Pdsh(Backend):
     programs = (("pdsh",), ("ssh",))
     package = "pdsh"
 
-    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
         environment = {**os.environ, "PDSH_RCMD_TYPE": "ssh"}
         if request.ssh_port is not None:
             appended = environment.get("PDSH_SSH_ARGS_APPEND", "")
@@ -41,7 +41,7 @@ class Pdsh(Backend):
         return Command(words, environment, ends_children=True)
 
 
-def remote_command(job: Job, request: Request) -> str:
+def remote_command(job: Job, request: BackendOptions) -> str:
     """The command line for a remote host's shell. The encoded job contains all variables except Python's own."""
     variables = [f"{name}={value}" for name, value in sorted(python_variables(job).items())]
     start = ["env", *variables] if variables else []
@@ -58,7 +58,7 @@ class OpenMpi(Backend):
     programs = (("mpirun.openmpi", "mpirun"), ("ompi_info",))
     package = "openmpi-bin"
 
-    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
         hosts = ",".join(f"{node.name}:{len(node.slots)}" for node in job.world.nodes)
         words = [programs[0], "-n", str(job.world.num_ranks), "--host", hosts]
         # Assign ranks in host order, and do not bind them: with one core per rank, their threads would be very slow.
@@ -79,7 +79,7 @@ class Mpich(Backend):
     own_variables: Mapping[str, str] = {}  # environment variables that configure this MPI
     only_even = False  # whether it accepts only one number of ranks for all hosts
 
-    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
         words = [programs[0], "-n", str(job.world.num_ranks), *self._placement(job), *request.launcher_args]
         for name, value in sorted({**python_variables(job), **self.own_variables}.items()):
             words += ["-genv", name, value]
@@ -124,7 +124,7 @@ class Slurm(Backend):
     package = "slurm-client"
     refuses = {"ssh_port": "srun uses no ssh", "force_multi": "srun is also used for a single node"}
 
-    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
         per_node = job.world.slots_per_node()
         if per_node is None:
             raise LaunchError("--launcher slurm needs the same number of slots on every node: limit it with --num_gpus")
@@ -156,7 +156,7 @@ class Torchrun(Backend):
         "ssh_port": "torchrun uses no ssh",
     }
 
-    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
         nodes = job.world.nodes
         node_rank = 0 if len(nodes) == 1 else own_node_rank(job, request, f"--launcher {self.name}")
         node = nodes[node_rank]
@@ -187,7 +187,7 @@ class NoSsh(Backend):
     name = "nossh"
     is_remote = False
 
-    def run(self, job: Job, request: Request) -> int:
+    def run(self, job: Job, request: BackendOptions) -> int:
         node_rank = None if request.is_spare else own_node_rank(job, request, "--no_ssh")
         restarts = None
         if request.max_restarts:
@@ -216,7 +216,7 @@ class Local(NoSsh):
 
     name = "local"
 
-    def run(self, job: Job, request: Request) -> int:
+    def run(self, job: Job, request: BackendOptions) -> int:
         if len(job.world.nodes) > 1:
             raise LaunchError(
                 f"--launcher local starts ranks on this machine only, and the job has {len(job.world.nodes)} hosts: "

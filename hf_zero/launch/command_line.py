@@ -21,7 +21,7 @@ from typing import NoReturn
 from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.backends import BACKENDS, Backend
 from hf_zero.launch.job import Job, Program, inherited, read_env_files
-from hf_zero.launch.relay import Request
+from hf_zero.launch.relay import BackendOptions
 from hf_zero.launch.world import (
     MAX_SLOTS,
     VISIBLE_DEVICES,
@@ -272,7 +272,7 @@ def _run(options: argparse.Namespace) -> int:
     listed = listed_world(options, os.environ)
     world = chosen_world(options, listed, os.environ)
     backend = choose_backend(options, world, has_hosts=listed is not None)
-    request = Request(
+    request = BackendOptions(
         has_hosts=listed is not None,
         launcher_args=_split(options.launcher_args),
         node_rank=options.node_rank,

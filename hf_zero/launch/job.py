@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hf_zero.device.cores import Cores, usable_cores
 from hf_zero.launch import LaunchError, shown
-from hf_zero.launch.world import VISIBLE_DEVICES, Node, Place, World
+from hf_zero.launch.world import VISIBLE_DEVICES, Node, RankPlace, World
 from hf_zero.rank_environment import LOCAL_ADDRESS
 
 _MAX_CORE = 1 << 16
@@ -145,7 +145,7 @@ class Job:
         """The command of one rank; `first_host` is rank 0's host, if the job does not have its address."""
         return self._rank(list(self.world.places())[rank], first_host)
 
-    def _rank(self, place: Place, first_host: str | None = None) -> RankCommand:
+    def _rank(self, place: RankPlace, first_host: str | None = None) -> RankCommand:
         node = self.world.nodes[place.node_rank]
         environment = {
             **(self.variables or {}),

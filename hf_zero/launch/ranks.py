@@ -44,7 +44,7 @@ from hf_zero.rank_environment import RankEnvironment, find_rank_environment
 GRACE_S = 15.0  # between asking a rank to end and killing it
 _TICK_S = 0.2
 _TICK_OF_RESTARTS_S = 0.05  # stopped ranks are found by polling
-_LAST_WORDS_S = 1.0  # limit for reading the output of an ended rank, whose children may keep the pipe open
+_LAST_OUTPUT_S = 1.0  # limit for reading the output of an ended rank, whose children may keep the pipe open
 
 
 @dataclass
@@ -246,7 +246,7 @@ class Supervisor:
 
     def _drain(self, only: _Rank | None = None) -> None:
         """Read the remaining output in the pipes."""
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _LAST_OUTPUT_S
         ranks = self._ranks if only is None else [only]
         while any(rank.open_pipes for rank in ranks) and time.monotonic() < deadline:
             for key, _ in self._selector.select(_TICK_S):

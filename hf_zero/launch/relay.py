@@ -135,7 +135,7 @@ class Relay:
 
 
 @dataclass(frozen=True)
-class Request:
+class BackendOptions:
     """Options of a backend in addition to the job.
 
     Attributes:
@@ -197,17 +197,17 @@ class Backend:
                 )
         return [str(path) for path in found]
 
-    def command(self, job: Job, request: Request, programs: Sequence[str]) -> Command:
+    def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
         """The program that starts the ranks. This only builds the command and does not inspect the system."""
         raise NotImplementedError("this backend starts ranks without another program")
 
-    def run(self, job: Job, request: Request) -> int:
+    def run(self, job: Job, request: BackendOptions) -> int:
         """Start the ranks and wait for them; returns the exit status for a shell."""
         command = self.command(job, request, self.find_programs())
         return Relay(job.token, ends_children=command.ends_children).run(command.words, command.environment)
 
 
-def own_node_rank(job: Job, request: Request, options: str) -> int:
+def own_node_rank(job: Job, request: BackendOptions, options: str) -> int:
     """The index of this host, for backends that start the ranks of one host; `options` names the backend in errors.
 
     Raises:

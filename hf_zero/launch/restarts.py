@@ -120,7 +120,7 @@ class Restarts:
         self.peers = peers
         self.stopped_s = stopped_s
         self._most, self._left = most, most
-        self._nursery: Nursery | None = None
+        self._fork_server: ForkServer | None = None
         self._stands_by, self._standby = stands_by, dict[int, ForkedRank]()
         self._turn = Path()  # the file that standby ranks wait for
         self._failed: tuple[int | None, str] | None = None  # update and last output line of the last failure
@@ -128,11 +128,11 @@ class Restarts:
 
     def start(self, command: RankCommand) -> subprocess.Popen[bytes] | ForkedRank:
         command = self._own(command)
-        if not Nursery.can_run(command):
+        if not ForkServer.can_run(command):
             return start(command)
         try:
-            self._nursery = self._nursery or Nursery(command)
-            rank = self._standby.pop(command.rank, None) or self._nursery.ask(command)
+            self._fork_server = self._fork_server or ForkServer(command)
+            rank = self._standby.pop(command.rank, None) or self._fork_server.ask(command)
             rank.await_start()
             return rank
         except OSError:  # the forking process was killed too; the next call creates a new one
@@ -145,7 +145,7 @@ class Restarts:
     def stand_by(self, commands: Sequence[RankCommand]) -> None:
         """After these ranks have kept an update, start standby ranks, which run the script up to training and wait
         there. Does not block."""
-        if not self._stands_by or self._standby or self._nursery is None:
+        if not self._stands_by or self._standby or self._fork_server is None:
             return
         folder = folder_in_memory(os.getpid())
         has_imported = any(folder.glob(f"training-*/{MODULES}"))  # so that standby ranks have these modules
@@ -154,7 +154,7 @@ class Restarts:
         self._turn = folder / f"turn-{self._left}"
         more = {"MASTER_PORT": _free_port(), _TURN: str(self._turn)}
         with suppress(OSError):  # the forking process was killed; the next start creates a new one
-            self._standby = {each.rank: self._nursery.ask(self._own(each, **more)) for each in commands}
+            self._standby = {each.rank: self._fork_server.ask(self._own(each, **more)) for each in commands}
             for pipe in (pipe for rank in self._standby.values() for pipe in (rank.stdout, rank.stderr)):
                 fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _MESSAGE_BYTES)  # their output is not read until then
 
@@ -175,7 +175,7 @@ class Restarts:
 
     def prepare(self, command: RankCommand) -> None:
         """Import the modules of `command` before it is started."""
-        self._nursery = Nursery(command) if Nursery.can_run(command) else None
+        self._fork_server = ForkServer(command) if ForkServer.can_run(command) else None
 
     def refusal(self, failure: Failure) -> str:
         """Why ranks do not restart after this failure; empty if they do."""
@@ -221,9 +221,9 @@ class Restarts:
     def close(self) -> None:
         """End the forking process and the standby ranks."""
         self._end_standby()
-        if self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
 
 
 def _free_port() -> str:
@@ -250,7 +250,7 @@ def newest_update(folder: Path) -> int | None:
     return max(kept)[1] if kept else None
 
 
-class Nursery:
+class ForkServer:
     """The launcher's handle of the process that forks ranks."""
 
     def __init__(self, command: RankCommand) -> None:
@@ -330,15 +330,15 @@ class Nursery:
 
 
 class ForkedRank:
-    """A rank from `Nursery.ask`, with the part of `subprocess.Popen` that the launcher needs.
+    """A rank from `ForkServer.ask`, with the part of `subprocess.Popen` that the launcher needs.
 
     Attributes:
         pid: 0 until the rank has started.
     """
 
-    def __init__(self, nursery: Nursery, stdout: BinaryIO, stderr: BinaryIO) -> None:
+    def __init__(self, fork_server: ForkServer, stdout: BinaryIO, stderr: BinaryIO) -> None:
         self.pid, self.stdout, self.stderr = 0, stdout, stderr
-        self._nursery = nursery
+        self._fork_server = fork_server
 
     def await_start(self) -> None:
         """
@@ -346,13 +346,13 @@ class ForkedRank:
             OSError: if the forking process has ended.
         """
         while not self.pid:
-            self._nursery.receive()
+            self._fork_server.receive()
 
     def poll(self) -> int | None:
-        return self._nursery.code(self, waits=False)
+        return self._fork_server.code(self, waits=False)
 
     def wait(self) -> int | None:
-        return self._nursery.code(self, waits=True)
+        return self._fork_server.code(self, waits=True)
 
 
 def _words(command: RankCommand) -> list[str]:

@@ -28,7 +28,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """The node and local rank of one rank."""
 
     rank: int
@@ -50,12 +50,12 @@ class World:
     def names(self) -> tuple[str, ...]:
         return tuple(node.name for node in self.nodes)
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[RankPlace]:
         """The place of every rank, in rank order."""
         rank = 0
         for node_rank, node in enumerate(self.nodes):
             for local_rank in range(len(node.slots)):
-                yield Place(rank, node_rank, local_rank)
+                yield RankPlace(rank, node_rank, local_rank)
                 rank += 1
 
     def slots_per_node(self) -> int | None:

@@ -32,7 +32,7 @@ WEIGHT_BITS = 8  # per element of a quantized gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """Sizes of a model, in elements and bytes.
 
     Attributes:
@@ -99,7 +99,7 @@ class Transfer:
     across: int
 
 
-def traffic_of(sizes: Sizes, wiring: Wiring) -> list[Transfer]:
+def traffic_of(sizes: ModelSizes, wiring: Wiring) -> list[Transfer]:
     """All significant transfers of one update."""
     return [each for each in _transfers(sizes, wiring) if each.payload and each.group > 1]
 
@@ -159,7 +159,7 @@ def within_bytes(transfers: list[Transfer]) -> int:
     return sum(each.within for each in transfers)
 
 
-def _transfers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
+def _transfers(sizes: ModelSizes, wiring: Wiring) -> Iterator[Transfer]:
     if wiring.stage == 3:
         yield from _gathers(sizes, wiring)
         yield from _persistent(sizes, wiring)
@@ -191,7 +191,7 @@ def _in_hops(phase: str, operation: str, payload: int, group: int, wiring: Wirin
         yield _collective(phase, transfer, payload, local, 1, wiring)
 
 
-def _gathers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
+def _gathers(sizes: ModelSizes, wiring: Wiring) -> Iterator[Transfer]:
     shard, second = wiring.shard_ranks, wiring.second_shard
     group = second if 1 < second < shard else shard
     yield _gather("forward", sizes, sizes.gathered, group, wiring)
@@ -201,7 +201,7 @@ def _gathers(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
         yield _collective("step", "all_gather", updated, shard // group, group, wiring)
 
 
-def _gather(phase: str, sizes: Sizes, numel: int, group: int, wiring: Wiring) -> Transfer:
+def _gather(phase: str, sizes: ModelSizes, numel: int, group: int, wiring: Wiring) -> Transfer:
     payload = numel * sizes.weight_bytes
     if wiring.quantized_weights:
         shard = wiring.shard_ranks
@@ -209,7 +209,7 @@ def _gather(phase: str, sizes: Sizes, numel: int, group: int, wiring: Wiring) ->
     return _collective(phase, "all_gather", payload * wiring.accumulation, group, 1, wiring)
 
 
-def _persistent(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
+def _persistent(sizes: ModelSizes, wiring: Wiring) -> Iterator[Transfer]:
     """Transfers of persistent parameters, which are not quantized."""
     gradients = sizes.persistent * sizes.gradient_bytes
     shard = wiring.shard_ranks
@@ -225,7 +225,7 @@ def _replicas(gradients: int, wiring: Wiring) -> Iterator[Transfer]:
         yield _collective("step", "all_reduce", gradients // shard, wiring.ranks // shard, shard, wiring)
 
 
-def _quantized_reduction(sizes: Sizes, wiring: Wiring) -> Iterator[Transfer]:
+def _quantized_reduction(sizes: ModelSizes, wiring: Wiring) -> Iterator[Transfer]:
     """One hop if the shard group is on one host or has one rank per host; else two hops."""
     assert wiring.gradient_bits is not None
     shard, local, k = wiring.shard_ranks, min(wiring.per_host, wiring.shard_ranks), wiring.accumulation

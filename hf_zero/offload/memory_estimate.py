@@ -42,7 +42,7 @@ class MemoryEstimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class StateSizes:
     """Sizes that determine the memory needs, besides the parameters.
 
     Attributes:
@@ -60,7 +60,7 @@ class Sizes:
 
 
 def estimate_memory(
-    specs: Sequence[ParameterSpec], zero: ZeroPolicy, sharding: Sharding, device: torch.device, sizes: Sizes
+    specs: Sequence[ParameterSpec], zero: ZeroPolicy, sharding: Sharding, device: torch.device, sizes: StateSizes
 ) -> MemoryEstimate:
     """Estimate masters, optimizer states, reduced gradients and buffers; at stage 3 also parameters on a drive, and
     second shards of trained parameters."""

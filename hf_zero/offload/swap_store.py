@@ -56,7 +56,7 @@ class FileAccess:
 
 
 @dataclass(slots=True)
-class Traffic:
+class DriveTraffic:
     """The bytes transferred, and the time spent waiting for them."""
 
     bytes_read: int = 0
@@ -65,7 +65,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FilePiece:
     """`memory` and its place in a file; both are page-aligned."""
 
     path: Path
@@ -108,18 +108,18 @@ class Requests:
 
     policy: Aio
     access: FileAccess = field(default_factory=FileAccess)
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: DriveTraffic = field(default_factory=DriveTraffic)
     failure: StorageError | None = None
     trace: list[tuple[str, int, Completion]] | None = None  # (read or write, bytes, when), if enabled
     _queue: SimpleQueue[_Job | None] = field(default_factory=SimpleQueue)
     _threads: list[threading.Thread] = field(default_factory=list)
 
-    def read(self, piece: Piece) -> Completion:
+    def read(self, piece: FilePiece) -> Completion:
         """Start reading `piece.memory` from the file."""
         self.traffic.bytes_read += piece.memory.nbytes
         return self._submit("read", self.access.read_at, piece)
 
-    def write(self, piece: Piece) -> Completion:
+    def write(self, piece: FilePiece) -> Completion:
         """Start writing `piece.memory` to the file; it must not change until the write is done."""
         self.traffic.bytes_written += piece.memory.nbytes
         return self._submit("write", self.access.write_at, piece)
@@ -139,7 +139,7 @@ class Requests:
             thread.join()
         self._threads = []
 
-    def _submit(self, verb: str, move: Callable[[int, memoryview, int], int], piece: Piece) -> Completion:
+    def _submit(self, verb: str, move: Callable[[int, memoryview, int], int], piece: FilePiece) -> Completion:
         self._start()
         step = round_to_page(self.policy.block_size)
         starts = range(0, piece.memory.nbytes, step)
@@ -158,7 +158,7 @@ class Requests:
         self.failure = self.failure or failure
 
     def _carry_out(
-        self, verb: str, move: Callable[[int, memoryview, int], int], block: Piece, completion: Completion
+        self, verb: str, move: Callable[[int, memoryview, int], int], block: FilePiece, completion: Completion
     ) -> None:
         done = 0
         try:
@@ -184,7 +184,7 @@ class Requests:
             del job  # and with it the buffer, which its owner may have released meanwhile
 
 
-def _explain(verb: str, block: Piece, error: OSError) -> StorageError:
+def _explain(verb: str, block: FilePiece, error: OSError) -> StorageError:
     try:
         free = f"{disk_available(str(block.path.parent)):,} bytes are free there"
     except OSError:
@@ -257,8 +257,8 @@ class SwapFile:
         )
         return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
 
-    def _piece(self, offset: int, memory: Tensor) -> Piece:
-        return Piece(self.path, self._file, offset, memory.numpy().data, owner=self)
+    def _piece(self, offset: int, memory: Tensor) -> FilePiece:
+        return FilePiece(self.path, self._file, offset, memory.numpy().data, owner=self)
 
 
 def _open(path: Path) -> int:

@@ -27,12 +27,12 @@ from hf_zero.optim.traits import Sees, Traits
 from hf_zero.optim.updater import (
     OF_WHOLE_TENSORS,
     Peers,
-    Ranks,
     Spread,
     StateSlice,
     StepGradients,
     SubGroup,
     Updater,
+    UpdaterRanks,
     WholeStates,
 )
 
@@ -581,7 +581,7 @@ def adafactor_traits(optimizer: torch.optim.Optimizer) -> Traits | None:
     if flavour is None:
         return None
 
-    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
+    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: UpdaterRanks | None) -> Updater:
         assert peers is not None, "with whole tensors Adafactor runs its own step"
         return AdafactorUpdater(optimizer, sub_groups, flavour, peers)
 

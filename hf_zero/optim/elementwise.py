@@ -148,7 +148,7 @@ def refuse_amsgrad(name: str, amsgrad: bool) -> None:
         )
 
 
-class Run(NamedTuple):
+class StepRun(NamedTuple):
     """Elements `start` to `stop` of a shard, with `step` updates including the current one."""
 
     start: int
@@ -157,7 +157,7 @@ class Run(NamedTuple):
 
 
 @dataclass(slots=True)
-class Counters:
+class StepCounts:
     """Counts updates per piece of a sub-group: bias correction is per parameter, and not all are used in each step.
 
     Attributes:
@@ -181,10 +181,10 @@ class Counters:
         steps = zip(pieces, self.steps or [start] * len(pieces), strict=True)
         self.steps = [step + change * (piece.parameter in used) for piece, step in steps]
 
-    def advance(self, pieces: Sequence[Piece], used: Set[int], start: int = 0) -> list[Run]:
+    def advance(self, pieces: Sequence[Piece], used: Set[int], start: int = 0) -> list[StepRun]:
         """Count one step for the used pieces and return maximal runs to update."""
         self.count(pieces, used, start)
-        runs: list[Run] = []
+        runs: list[StepRun] = []
         joins_previous = False
         for piece, step in zip(pieces, self.steps, strict=True):
             is_used = piece.parameter in used
@@ -192,12 +192,12 @@ class Counters:
                 begin, stop = piece.in_shard, piece.in_shard + piece.numel
                 if joins_previous and runs[-1].step == step:
                     begin = runs.pop().start
-                runs.append(Run(begin, stop, step))
+                runs.append(StepRun(begin, stop, step))
             joins_previous = is_used
         return runs
 
 
-def with_padding(runs: Sequence[Run], sub_group: SubGroup) -> list[Run]:
+def with_padding(runs: Sequence[StepRun], sub_group: SubGroup) -> list[StepRun]:
     """Extend every run to the next piece, or to the sub-group's end.
 
     Vectorised kernels round the last few elements of a vector differently. With padding, which is always zero, these
@@ -219,7 +219,7 @@ class CountingUpdater(Updater):
 
     def state_replaced(self) -> None:
         """Continue counting from the loaded `step` in the optimizer's state."""
-        self._counters = {sub_group: Counters() for sub_group in self.sub_groups}
+        self._counters = {sub_group: StepCounts() for sub_group in self.sub_groups}
         self._counted: list[tuple[SubGroup, int, Set[int]]] = []  # last step: sub-group, previous `step`, used
 
     def roll_back(self) -> None:
@@ -321,7 +321,7 @@ class ElementwiseUpdater(CountingUpdater):
             self._family.update(self.optimizer, group, part, run.step, Applied(gradients.scale, gradients.skip, seed))
 
     @staticmethod
-    def _seed(sub_group: SubGroup, run: Run) -> int:
+    def _seed(sub_group: SubGroup, run: StepRun) -> int:
         """A seed that differs for every run and step, but is equal on ranks that update the same weights."""
         first = next(piece for piece in sub_group.pieces if piece.in_shard == run.start)
         return zlib.crc32(f"{first.parameter} {first.in_parameter} {run.step}".encode()) & 0x7FFFFFFF

@@ -100,7 +100,7 @@ def rule_of(group: dict[str, Any]) -> LambRule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _ShardWork:
     """One shard between the two passes of a step."""
 
     rule: LambRule
@@ -138,7 +138,7 @@ class LambUpdater(CountingUpdater):
             return
         device = self.sub_groups[0].master.device
         squares = torch.zeros(max(gradients.used) + 1, 2, dtype=torch.float64, device=device)
-        work: dict[SubGroup, _Work] = {}
+        work: dict[SubGroup, _ShardWork] = {}
         for batch in self.stager.batches(gradients.wanted):
             for sub_group in batch:
                 item = work[sub_group] = self._prepare(sub_group, gradients)
@@ -164,7 +164,7 @@ class LambUpdater(CountingUpdater):
             weight=sub_group.master, gradient=gradients.of(sub_group), states=states, lp_param=sub_group.lp_param
         )
 
-    def _prepare(self, sub_group: SubGroup, gradients: StepGradients) -> _Work:
+    def _prepare(self, sub_group: SubGroup, gradients: StepGradients) -> _ShardWork:
         state = state_of(self.optimizer, sub_group.tensors[0].parameter, _STATES)
         rule = rule_of(self.optimizer.param_groups[sub_group.group])
         known, counters, used = int(state["step"]), self._counters[sub_group], gradients.used
@@ -174,10 +174,10 @@ class LambUpdater(CountingUpdater):
         counters.count(sub_group.pieces, used, known)
         steps = {piece: n for piece, n in zip(sub_group.pieces, counters.steps, strict=True) if piece.parameter in used}
         self._write_step(sub_group, max([known, *steps.values()]))
-        return _Work(rule, tuple(steps), tuple(map(rule.rate, steps.values())))
+        return _ShardWork(rule, tuple(steps), tuple(map(rule.rate, steps.values())))
 
     @staticmethod
-    def _apply(item: _Work, vectors: Vectors, squares: Tensor, skip: Tensor | None) -> None:
+    def _apply(item: _ShardWork, vectors: Vectors, squares: Tensor, skip: Tensor | None) -> None:
         if not item.pieces:
             return
         rates = on_device(item.rates, squares.dtype, squares.device)

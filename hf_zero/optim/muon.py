@@ -23,7 +23,7 @@ from hf_zero.layout import Piece
 from hf_zero.optim.adam import AdamFamily
 from hf_zero.optim.elementwise import ElementwiseUpdater, LoneOptimizer, check_rates
 from hf_zero.optim.traits import Sees, Traits
-from hf_zero.optim.updater import Peers, Ranks, StepGradients, SubGroup, Updater
+from hf_zero.optim.updater import Peers, StepGradients, SubGroup, Updater, UpdaterRanks
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _STEPS = 5
@@ -115,7 +115,7 @@ class Muon(LoneOptimizer):
     def traits(self) -> Traits:
         """An own updater if a rank has parts of matrices, the plain step if it has whole ones."""
 
-        def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
+        def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: UpdaterRanks | None) -> Updater:
             assert peers is not None, "with whole tensors Muon runs its own step"
             return MuonUpdater(self, sub_groups, peers)
 

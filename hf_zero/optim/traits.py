@@ -33,11 +33,11 @@ from hf_zero.optim.elementwise import ElementwiseUpdater, Family
 from hf_zero.optim.updater import (
     OwnStepUpdater,
     Peers,
-    Ranks,
     Spread,
     StepGradients,
     SubGroup,
     Updater,
+    UpdaterRanks,
     WholeStepUpdater,
 )
 
@@ -190,7 +190,7 @@ class WholeTensorUpdater(OwnStepUpdater):
         return nan.expand(self._spread[parameter].shape)
 
 
-Make = Callable[[Sequence[SubGroup], "Peers | None", "Ranks | None"], Updater]
+Make = Callable[[Sequence[SubGroup], "Peers | None", "UpdaterRanks | None"], Updater]
 
 
 class Sees(Enum):
@@ -269,7 +269,7 @@ def updater_for(
     optimizer: torch.optim.Optimizer,
     sub_groups: Sequence[SubGroup],
     peers: Peers | None = None,
-    ranks: Ranks | None = None,
+    ranks: UpdaterRanks | None = None,
     choice: OptimizerSees | None = None,
 ) -> Updater:
     """Create an updater: an own implementation if it computes the same, else the optimizer's own step on its inputs.

@@ -83,7 +83,7 @@ class Peers:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class UpdaterRanks:
     """The ranks, for an updater that communicates by itself.
 
     Attributes:

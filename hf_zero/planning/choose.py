@@ -15,7 +15,7 @@ from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, Problem, re
 from hf_zero.config.policies import Resolved
 from hf_zero.config.schema.long_sequences import ActivationCheckpointing, on_host
 from hf_zero.config.schema.long_sequences import Tiling as TilingKeys
-from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, exchanges_of, traffic_of, with_same_weights
+from hf_zero.layout.traffic import ModelSizes, Traffic, Transfer, Wiring, exchanges_of, traffic_of, with_same_weights
 from hf_zero.log import tracked
 from hf_zero.optim.registry import build_optimizer, states_per_element, stored_bytes_per_element
 from hf_zero.planning.candidates import (
@@ -31,8 +31,8 @@ from hf_zero.planning.candidates import (
 from hf_zero.planning.event_model import Setup, Shape, Step, exchange_seconds, simulate
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import KINDS, OptimizerSize, RankMemory, Setting, rank_memory
-from hf_zero.planning.model import PlannedModel, Tiling, trace
-from hf_zero.planning.trace import Trace, in_place_of
+from hf_zero.planning.model import PlannedModel, TilingChoice, trace
+from hf_zero.planning.trace import ModelTrace, in_place_of
 from hf_zero.precision import precision_from
 
 ALIKE = 1.05  # step times closer than this ratio are too close to distinguish
@@ -68,7 +68,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RankedPlans:
     """All candidates in order of preference, and the chosen one (None: nothing fits).
 
     Attributes:
@@ -89,7 +89,7 @@ class Plan:
         return (*self.yours, *self.estimates)
 
 
-def plan(model: PlannedModel, hardware: Hardware, training: Training, given: ConfigDict | None = None) -> Plan:
+def plan(model: PlannedModel, hardware: Hardware, training: Training, given: ConfigDict | None = None) -> RankedPlans:
     """Estimate all candidates and choose.
 
     Args:
@@ -104,7 +104,7 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     assert (model.tensor_size, model.expert_size) == sizes, "the model is of another plan"
     check_sizes(training, hardware.ranks)
     model.check_shares(training.sequence_parallel)
-    traces: dict[bool, Trace] = {}
+    traces: dict[bool, ModelTrace] = {}
     estimates: list[Estimate] = []
     refused: dict[str, ConfigError] = {}
     alike, per_host = with_same_weights(hardware.ranks, hardware.per_host, training.tensor_parallel)
@@ -126,10 +126,10 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     yours = () if given is None else tuple(given_estimates(model, hardware, training, given))
     notes += [_of_experts(model, hardware, training, traces)] if training.expert_parallel > 1 else []
     notes += [_ROUNDED] if any(_rounds(each.config) for each in yours) else []
-    return Plan(model, hardware, training, tuple(estimates), choose(estimates), reasons, tuple(notes), yours)
+    return RankedPlans(model, hardware, training, tuple(estimates), choose(estimates), reasons, tuple(notes), yours)
 
 
-def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, traces: Mapping[bool, Trace]) -> str:
+def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, traces: Mapping[bool, ModelTrace]) -> str:
     tokens, size = training.micro_batch * training.local_length, model.dtype.itemsize
     sent = [
         f"{Traffic.of(_exchanges(hardware, training, seen)).total / tokens:,.0f}"
@@ -137,7 +137,7 @@ def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, tra
         for checkpointing, seen in traces.items()
     ]
     whole, trained = (numel * model.expert_size for numel in model.apart)
-    sizes = Sizes(gathered=whole, trained=trained, weight_bytes=size, gradient_bytes=size)
+    sizes = ModelSizes(gathered=whole, trained=trained, weight_bytes=size, gradient_bytes=size)
     plain = Traffic.of(traffic_of(sizes, Wiring(ranks=hardware.ranks, per_host=hardware.per_host))).total
     return (
         f"experts over {model.expert_size} ranks, evenly routed: per token a rank sends {' or '.join(sent)} bytes in "
@@ -162,7 +162,7 @@ def given_estimates(
         tensor_size=training.tensor_parallel,
     )
     keys = answers.section(TilingKeys)
-    tiling = Tiling(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
+    tiling = TilingChoice(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
     for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
         seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
         candidate = candidate_of(answers, checkpointing=checkpointing)
@@ -176,14 +176,19 @@ def _rounds(config: dict[str, Any]) -> bool:
 
 @lru_cache(maxsize=32)  # `remedies` needs the same traces again
 def traced(
-    model: PlannedModel, training: Training, *, checkpointing: bool, tiling: Tiling | None = None, on_cpu: bool = False
-) -> Trace:
+    model: PlannedModel,
+    training: Training,
+    *,
+    checkpointing: bool,
+    tiling: TilingChoice | None = None,
+    on_cpu: bool = False,
+) -> ModelTrace:
     return trace(
         model,
         micro_batch=training.micro_batch,
         length=training.length,
         checkpointing=checkpointing,
-        tiling=tiling or Tiling(),
+        tiling=tiling or TilingChoice(),
         sequence_size=training.sequence_parallel,
         on_cpu=on_cpu,
     )
@@ -203,7 +208,7 @@ def _estimate(
     candidate: Candidate,
     config: dict[str, Any],
     answers: Resolved,
-    seen: Trace,
+    seen: ModelTrace,
 ) -> Estimate:
     setting = setting_of(answers, training, hardware)
     if setting.shard_ranks % model.expert_size:
@@ -234,14 +239,14 @@ def kept_by_layers(model: PlannedModel, training: Training) -> int:
     return on_host(tokens * model.hidden * model.dtype.itemsize, model.layers)
 
 
-def _exchanges(hardware: Hardware, training: Training, seen: Trace, accumulation: int = 1) -> list[Transfer]:
+def _exchanges(hardware: Hardware, training: Training, seen: ModelTrace, accumulation: int = 1) -> list[Transfer]:
     return exchanges_of(seen.messages, group=training.exchanging, per_host=hardware.per_host, accumulation=accumulation)
 
 
 def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> list[Transfer]:
     size, (apart, trained_apart) = model.dtype.itemsize, model.apart
     rest = model.num_parameters - apart
-    sizes = Sizes(
+    sizes = ModelSizes(
         gathered=rest,
         trained=model.num_trained - trained_apart,
         kept=min(rest, answers.zero.keys.stage3_max_live_parameters),
@@ -292,7 +297,13 @@ def second_shard(answers: Resolved, hardware: Hardware) -> int:
 
 
 def _step(
-    model: PlannedModel, hardware: Hardware, training: Training, answers: Resolved, seen: Trace, *, recomputes: bool
+    model: PlannedModel,
+    hardware: Hardware,
+    training: Training,
+    answers: Resolved,
+    seen: ModelTrace,
+    *,
+    recomputes: bool,
 ) -> Step:
     zero, shard = answers.zero, shard_ranks(answers, hardware)
     optimizer, parameters = zero.offload_optimizer, zero.offload_param if zero.stage == 3 else None

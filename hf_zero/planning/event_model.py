@@ -121,7 +121,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlannedOperation:
     lane: str
     what: str
     start: float
@@ -132,7 +132,7 @@ class Piece:
 class Step:
     """Tasks in the order in which they are submitted."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[PlannedOperation] = field(default_factory=list)
     _free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
 
     def do(self, lane: str, what: str, seconds: float, *after: float) -> float:
@@ -140,7 +140,7 @@ class Step:
         start = max(self._free[lane], *after, 0.0)
         self._free[lane] = start + seconds
         if seconds:
-            self.pieces.append(Piece(lane, what, start, start + seconds))
+            self.pieces.append(PlannedOperation(lane, what, start, start + seconds))
         return start + seconds
 
     @property

@@ -93,7 +93,7 @@ class _MLP(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
 
 
-class _Place:
+class _LayerPlace:
     value: Tensor | None = None
 
 
@@ -104,14 +104,14 @@ class _Enough(Exception):  # noqa: N818  # not an error
 def _checkpointed(run: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """Like non-reentrant torch.utils.checkpoint: when backward needs the first saved value, all are recomputed, up to
     the last one that is needed."""
-    saved: list[weakref.ref[_Place]] = []
+    saved: list[weakref.ref[_LayerPlace]] = []
 
-    def keep(_: Tensor) -> _Place:
-        place = _Place()
+    def keep(_: Tensor) -> _LayerPlace:
+        place = _LayerPlace()
         saved.append(weakref.ref(place))
         return place
 
-    def find(place: _Place) -> Tensor:
+    def find(place: _LayerPlace) -> Tensor:
         if place.value is None:
             left = saved[::-1]
 
@@ -189,7 +189,7 @@ def ForCausalLMLoss(logits: Tensor, labels: Tensor, vocab_size: int) -> Tensor: 
     return functional.cross_entropy(wide.view(-1, vocab_size), following.view(-1))
 
 
-class Output(NamedTuple):
+class LayerOutput(NamedTuple):
     loss: Tensor
     logits: Tensor
 
@@ -217,9 +217,9 @@ class LlamaForCausalLM(nn.Module):
         for layer in self.model.layers:
             layer.checkpoints = True  # type: ignore[assignment]
 
-    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool = False) -> Output:
+    def forward(self, input_ids: Tensor, labels: Tensor, use_cache: bool = False) -> LayerOutput:
         logits = self.lm_head(self.model(input_ids))
-        return Output(self.loss_function(logits, labels, self.config.vocab_size), logits)
+        return LayerOutput(self.loss_function(logits, labels, self.config.vocab_size), logits)
 
 
 # Outputs of operators: shape, strides and dtype. For meta tensors, torch computes them in Python, which takes as long

@@ -21,9 +21,9 @@ from hf_zero.planning.candidates import Candidate, Training, candidates, check_s
 from hf_zero.planning.choose import gigabytes, setting_of, traced
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import rank_memory
-from hf_zero.planning.model import PlannedModel, Tiling
+from hf_zero.planning.model import PlannedModel, TilingChoice
 from hf_zero.planning.show import new_console, new_table, sequence_sizes, show_choice
-from hf_zero.planning.trace import Trace
+from hf_zero.planning.trace import ModelTrace
 
 _TILES = 16, 32  # lengths that are traced, in units of a tile, so that buffers of one tile matter little
 _LEAST_TILE = 1024
@@ -84,7 +84,7 @@ def longest_sequences(model: PlannedModel, hardware: Hardware, training: Trainin
     check_sizes(training, hardware.ranks)
     model.check_shares(training.sequence_parallel)
     training, shared = replace(training, checkpointing=True), training.sequence_parallel
-    tiling = Tiling.that_fits(model.module)
+    tiling = TilingChoice.that_fits(model.module)
     tile = max(_LEAST_TILE, model.hidden)
     lengths = tuple(count * tile for count in _TILES)
     on_cpu = not hardware.separate
@@ -118,7 +118,7 @@ def most_sharing(model: PlannedModel, hardware: Hardware, training: Training) ->
     return replace(training, sequence_parallel=sequence_sizes(model, hardware)[-1])
 
 
-def _config(candidate: Candidate, training: Training, tiling: Tiling, on_host: bool) -> dict[str, Any]:
+def _config(candidate: Candidate, training: Training, tiling: TilingChoice, on_host: bool) -> dict[str, Any]:
     config = ds_config(candidate, training)
     if candidate.optimizer == "nvme":  # small buffers in host memory, to leave space for the inputs of layers
         config["zero_optimization"]["sub_group_size"] = _SUB_GROUP
@@ -133,7 +133,7 @@ def _lines(
     training: Training,
     config: dict[str, Any],
     lengths: Sequence[int],
-    traces: Sequence[Trace],
+    traces: Sequence[ModelTrace],
 ) -> tuple[Line, Line]:
     """Return the memory of a device, and of one rank on the host, with all inputs of layers on the device."""
     answers = resolved(config, training, model, hardware.ranks)

@@ -35,7 +35,7 @@ from hf_zero.offload.memory_estimate import AT_ONCE, FP32_BYTES, GRADIENT_BUFFER
 from hf_zero.params.gather_plan import GatherPlan, Use, plan_gathers
 from hf_zero.params.gathered_modules import assign_units
 from hf_zero.planning.model import PlannedModel, is_apart
-from hf_zero.planning.trace import Trace
+from hf_zero.planning.trace import ModelTrace
 from hf_zero.precision import Precision, precision_from
 
 # Stage 3's units of a model without weights: rows, buckets, and which units are gathered when.
@@ -101,7 +101,7 @@ class PlannedUnits:
     def longest_receive_bytes(self) -> int:
         return self.world * self.longest_row_bytes
 
-    def live(self, trace: Trace) -> list[int]:
+    def live(self, trace: ModelTrace) -> list[int]:
         """Return the bytes of gathered units per segment: units in use, prefetched, or kept for backward."""
         position_of = {name: position for position, (name, _) in enumerate(self.uses)}
         whole = [unit.whole_bytes for unit in self.units]
@@ -323,7 +323,7 @@ class Setting:
         return self.resolved.batch.accumulation_steps > 1
 
 
-def rank_memory(model: PlannedModel, setting: Setting, trace: Trace) -> RankMemory:
+def rank_memory(model: PlannedModel, setting: Setting, trace: ModelTrace) -> RankMemory:
     """Return the memory of rank 0; all ranks have the same, because shards are padded to one length."""
     layout, units = _layouts(model, setting)
     ledger = _Ledger()
@@ -534,14 +534,16 @@ def _buffers(
 # The peak of a step
 
 
-def worst_moment(layout: FlatLayout, units: PlannedUnits | None, trace: Trace, sums: Sequence[int]) -> dict[str, int]:
+def worst_moment(
+    layout: FlatLayout, units: PlannedUnits | None, trace: ModelTrace, sums: Sequence[int]
+) -> dict[str, int]:
     """Return the temporary memory by kind at its peak; `sums`: bytes of each bucket's reduced gradients."""
     gathered = [0] * len(trace.segments) if units is None else units.live(trace)
     moments = zip((segment.peak for segment in trace.segments), _waiting(layout, trace, sums), gathered)
     return dict(zip((ACTIVATIONS, GRADIENTS, GATHERED), max(moments, key=sum)))
 
 
-def _waiting(layout: FlatLayout, trace: Trace, sums: Sequence[int]) -> Iterator[int]:
+def _waiting(layout: FlatLayout, trace: ModelTrace, sums: Sequence[int]) -> Iterator[int]:
     """Yield the bytes of gradients per segment: those of incomplete buckets, and reduced ones."""
     index_of = {spec.name: index for index, spec in enumerate(layout.specs)}
     bucket_of = layout.bucket_of()

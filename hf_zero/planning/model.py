@@ -21,7 +21,7 @@ from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature, text_config, unwrapped
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
 from hf_zero.planning import collector_off, llama
-from hf_zero.planning.trace import FEW, AbsentRanks, NotAlike, Segment, Trace, Ulysses, stretch, trace_step
+from hf_zero.planning.trace import FEW, AbsentRanks, ModelTrace, NotAlike, Segment, Ulysses, stretch, trace_step
 from hf_zero.quantities import count_of
 from hf_zero.sequence.attention import check_config, check_model
 from hf_zero.tensor.shard import cut_model
@@ -33,14 +33,14 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class TilingChoice:
     """Which of `hf_zero.tiled_mlp` and `hf_zero.tiled_loss` are on."""
 
     mlp: bool = False
     loss: bool = False
 
     @classmethod
-    def that_fits(cls, module: nn.Module) -> Tiling:
+    def that_fits(cls, module: nn.Module) -> TilingChoice:
         """Both, if the model supports them. A sharded head gathers its logits before the loss, so a tiled loss saves
         nothing there."""
         base: Any = unwrapped(module)
@@ -194,10 +194,10 @@ def trace(
     micro_batch: int,
     length: int,
     checkpointing: bool,
-    tiling: Tiling = Tiling(),
+    tiling: TilingChoice = TilingChoice(),
     sequence_size: int = 1,
     on_cpu: bool = False,
-) -> Trace:
+) -> ModelTrace:
     """Trace one micro-batch: a few layers if all are equal, else all; a formula if a model's shapes depend on values.
 
     Args:
@@ -206,7 +206,7 @@ def trace(
     """
     ulysses, length = Ulysses(sequence_size, model.heads[1]), -(-length // sequence_size)
 
-    def run(module: nn.Module) -> Trace:
+    def run(module: nn.Module) -> ModelTrace:
         if checkpointing:
             _enable_checkpointing(module)
         inputs = sample_inputs(module, micro_batch, length, torch.device("meta"))
@@ -226,7 +226,7 @@ def trace(
     return replace(seen, segments=tuple(replace(each, peak=each.peak + copied) for each in seen.segments))
 
 
-def _from_few_layers(model: PlannedModel, run: Callable[[nn.Module], Trace]) -> Trace | None:
+def _from_few_layers(model: PlannedModel, run: Callable[[nn.Module], ModelTrace]) -> ModelTrace | None:
     layers = getattr(text_config(model.config), "num_hidden_layers", None)
     if not isinstance(layers, int) or layers <= FEW + 2:
         return None
@@ -282,7 +282,7 @@ def _trains_embeddings(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in embeddings.parameters())
 
 
-def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: str, ulysses: Ulysses) -> Trace:
+def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: str, ulysses: Ulysses) -> ModelTrace:
     """Estimate activations: 34 bytes per token, layer and hidden unit (Korthikanti et al. 2022, arXiv 2205.05198,
     without scores, which fused attention does not keep). 24 of them are inside attention and MLP, which tensor
     parallelism divides. With checkpointing, 2 bytes plus one whole layer. Logits in 16 bits, in fp32, and their
@@ -300,7 +300,7 @@ def _by_formula(model: PlannedModel, tokens: int, checkpointing: bool, reason: s
         Segment("begin", "", saved, forward, tuple(sent.items())),
         Segment("loss", "", saved, backward, again),
     )
-    return Trace(segments, f"activations are from a formula, since the model needs values to run ({reason[:120]})")
+    return ModelTrace(segments, f"activations are from a formula, since the model needs values to run ({reason[:120]})")
 
 
 def _sent_by_formula(model: PlannedModel, tokens: int, ulysses: Ulysses) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from hf_zero.planning.choose import Estimate, Plan, gigabytes
+from hf_zero.planning.choose import Estimate, RankedPlans, gigabytes
 from hf_zero.planning.memory import KINDS
 from hf_zero.planning.show import config_text, or_none, reasoning, title
 
@@ -34,11 +34,11 @@ td:first-child, th:first-child { text-align: left; white-space: normal; min-widt
 """
 
 
-def as_html(plan: Plan) -> str:
+def as_html(plan: RankedPlans) -> str:
     return "\n".join(_page(plan)) + "\n"
 
 
-def _page(plan: Plan) -> Iterator[str]:
+def _page(plan: RankedPlans) -> Iterator[str]:
     yield '<!doctype html><html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{escape(plan.model.name)}: memory and speed</title><style>{_STYLE}</style></head><body>"
@@ -60,7 +60,7 @@ def _page(plan: Plan) -> Iterator[str]:
     yield "</body></html>"
 
 
-def _answer(plan: Plan) -> Iterator[str]:
+def _answer(plan: RankedPlans) -> Iterator[str]:
     chosen = plan.chosen
     if chosen is None:
         yield f"<p><strong>{escape(reasoning(plan)[-1])}</strong></p>"
@@ -78,7 +78,7 @@ def _flags(text: str) -> str:
     return " ".join(f"<code>--{escape(flag)}</code>" for flag in flags)
 
 
-def _scale(plan: Plan) -> float:
+def _scale(plan: RankedPlans) -> float:
     """Return the bytes of a full bar: enough for all that fit, the limit, and most of the others."""
     sizes = sorted(each.memory.device_total for each in plan.rows)
     middle = sizes[len(sizes) // 2] if sizes else 0
@@ -86,7 +86,7 @@ def _scale(plan: Plan) -> float:
     return max(1.0, 1.6 * plan.hardware.limit, middle, *fitting)
 
 
-def _bar(each: Estimate, plan: Plan, scale: float) -> Iterator[str]:
+def _bar(each: Estimate, plan: RankedPlans, scale: float) -> Iterator[str]:
     kind = "chosen" if each is plan.chosen else "" if each.fits else "no"
     yield f'<div class="row {kind}"><div class="name">{escape(each.candidate.name)}</div><div class="bar">'
     start = 0.0
@@ -105,7 +105,7 @@ def _bar(each: Estimate, plan: Plan, scale: float) -> Iterator[str]:
     yield f'<div class="total">{gigabytes(each.memory.device_total)}{mark}</div></div>'
 
 
-def _table(plan: Plan) -> Iterator[str]:
+def _table(plan: RankedPlans) -> Iterator[str]:
     names = ("candidate", "device", "host", "disk", "sent within hosts", "sent across", "step", "tokens/s")
     yield '<div class="scroll"><table><tr>' + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
     for each in plan.rows:

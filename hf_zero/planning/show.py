@@ -15,11 +15,11 @@ from rich.table import Table
 
 from hf_zero.config import ConfigError
 from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved
-from hf_zero.planning.choose import Estimate, Plan, gigabytes, kept_by_layers, setting_of, traced
+from hf_zero.planning.choose import Estimate, RankedPlans, gigabytes, kept_by_layers, setting_of, traced
 from hf_zero.planning.event_model import LANES
 from hf_zero.planning.machine import Hardware
 from hf_zero.planning.memory import RankMemory, rank_memory
-from hf_zero.planning.model import PlannedModel, Tiling
+from hf_zero.planning.model import PlannedModel, TilingChoice
 
 # The reasons for a choice and, if nothing fits, what would make it fit, by the same sums.
 
@@ -36,7 +36,7 @@ class Remedy:
     device: int
 
 
-def reasoning(plan: Plan) -> list[str]:
+def reasoning(plan: RankedPlans) -> list[str]:
     """Return a line for each candidate, in order of preference: why it is chosen or not."""
     lines = []
     for each in plan.rows:
@@ -51,12 +51,12 @@ def reasoning(plan: Plan) -> list[str]:
     return [*lines, *plan.refused]
 
 
-def _speed(each: Estimate, plan: Plan) -> str:
+def _speed(each: Estimate, plan: RankedPlans) -> str:
     rate = each.tokens_per_s(plan.training, plan.hardware.ranks)
     return f"{gigabytes(each.memory.device_total)} per device, about {rate:,.0f} tokens/s, bound by {LANES[each.bound]}"
 
 
-def what_else(plan: Plan) -> str:
+def what_else(plan: RankedPlans) -> str:
     """Return what would make a candidate fit: remedies up to the first that is enough, the cheapest first."""
     least = min(plan.estimates, key=lambda each: each.memory.device_total)
     words, limit = [f"nothing fits ({least.candidate.name} needs the least device memory)"], plan.hardware.limit
@@ -80,7 +80,7 @@ def what_else(plan: Plan) -> str:
     return "; ".join(words)
 
 
-def less_on_the_host(plan: Plan) -> Iterator[tuple[str, float]]:
+def less_on_the_host(plan: RankedPlans) -> Iterator[tuple[str, float]]:
     """Yield settings with which streaming needs less host memory, each on top of those before, and the bytes per host.
     All of them change the training (docs/offload.md)."""
     fitting = [each for each in plan.estimates if each.candidate.streams]
@@ -105,7 +105,7 @@ def less_on_the_host(plan: Plan) -> Iterator[tuple[str, float]]:
         yield what, float(memory.host_total * plan.hardware.per_host)
 
 
-def sums(plan: Plan) -> Iterator[str]:
+def sums(plan: RankedPlans) -> Iterator[str]:
     """Yield the sums of the chosen candidate's memory, if it uses host memory."""
     if plan.chosen is None or not plan.chosen.memory.host_total:
         return
@@ -119,11 +119,11 @@ def sums(plan: Plan) -> Iterator[str]:
         yield f"{place}: {parts} = {gigabytes(sum(kinds.values()) * ranks)} of {gigabytes(limit)}"
 
 
-def remedies(plan: Plan, least: Estimate) -> Iterator[Remedy]:
+def remedies(plan: RankedPlans, least: Estimate) -> Iterator[Remedy]:
     """Yield remedies, each on top of those before, in order of cost: accumulation (free), recomputation, smaller
     kernels, PCIe traffic, other ranks."""
     training, hardware, candidate = plan.training, plan.hardware, least.candidate
-    tiling = kept_tiling = Tiling()
+    tiling = kept_tiling = TilingChoice()
     on_host = False
 
     def then(what: str) -> Remedy:
@@ -137,8 +137,8 @@ def remedies(plan: Plan, least: Estimate) -> Iterator[Remedy]:
     if not candidate.checkpointing:
         candidate = replace(candidate, checkpointing=True)
         yield then("gradient checkpointing")
-    whole, fits = then(""), Tiling.that_fits(plan.model.module)
-    for tiling, key in ((Tiling(loss=fits.loss), "tiled_loss"), (fits, "tiled_mlp")):
+    whole, fits = then(""), TilingChoice.that_fits(plan.model.module)
+    for tiling, key in ((TilingChoice(loss=fits.loss), "tiled_loss"), (fits, "tiled_mlp")):
         tiled = then(f"hf_zero.{key}")
         if tiled.device < whole.device:  # a tile's own buffers may need more than it saves
             whole, kept_tiling = tiled, tiling
@@ -152,7 +152,7 @@ def remedies(plan: Plan, least: Estimate) -> Iterator[Remedy]:
     yield from _other_ranks(plan, candidate, tiling, on_host)
 
 
-def _other_ranks(plan: Plan, candidate: Candidate, tiling: Tiling, on_host: bool) -> Iterator[Remedy]:
+def _other_ranks(plan: RankedPlans, candidate: Candidate, tiling: TilingChoice, on_host: bool) -> Iterator[Remedy]:
     """Yield sequence parallelism with as few ranks as are enough; if there are none, tensor parallelism instead."""
     training, hardware, best = plan.training, plan.hardware, None
     if training.tensor_parallel == 1:
@@ -196,13 +196,15 @@ def sequence_sizes(model: PlannedModel, hardware: Hardware) -> list[int]:
     return sizes
 
 
-def _device_bytes(plan: Plan, candidate: Candidate, tiling: Tiling, on_host: bool) -> int:
+def _device_bytes(plan: RankedPlans, candidate: Candidate, tiling: TilingChoice, on_host: bool) -> int:
     config, kept = ds_config(candidate, plan.training), kept_by_layers(plan.model, plan.training) if on_host else 0
     memory = _memory(plan, config, checkpointing=candidate.checkpointing, tiling=tiling)
     return memory.with_activations_on_host(kept).device_total
 
 
-def _memory(plan: Plan, config: dict[str, Any], *, checkpointing: bool, tiling: Tiling | None = None) -> RankMemory:
+def _memory(
+    plan: RankedPlans, config: dict[str, Any], *, checkpointing: bool, tiling: TilingChoice | None = None
+) -> RankMemory:
     model, training, hardware = plan.model, plan.training, plan.hardware
     setting = setting_of(resolved(config, training, model, hardware.ranks), training, hardware)
     seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
@@ -212,7 +214,7 @@ def _memory(plan: Plan, config: dict[str, Any], *, checkpointing: bool, tiling: 
 _WIDTH_IN_FILES = 150
 
 
-def show(plan: Plan, *, everything: bool = False, console: Console | None = None) -> None:
+def show(plan: RankedPlans, *, everything: bool = False, console: Console | None = None) -> None:
     """Print the table, the reasons, the chosen config and how to start it.
 
     Args:
@@ -251,7 +253,7 @@ def show_choice(
         console.print(escape(words), soft_wrap=True)
 
 
-def _short_reasons(plan: Plan) -> list[str]:
+def _short_reasons(plan: RankedPlans) -> list[str]:
     """Return the lines of the user's config, of candidates before the chosen one, and of the chosen one."""
     lines = reasoning(plan)
     if plan.chosen is None:
@@ -263,7 +265,7 @@ def config_text(config: dict[str, Any]) -> str:
     return json.dumps(config, indent=4)
 
 
-def title(plan: Plan) -> str:
+def title(plan: RankedPlans) -> str:
     model, training = plan.model, plan.training
     total, num_trained = model.whole
     trained = "" if num_trained == total else f" ({num_trained / 1e6:,.1f}M trained)"
@@ -288,7 +290,7 @@ def new_table(title: str, *numbers: str) -> Table:
     return table
 
 
-def _table(plan: Plan, everything: bool) -> Table:
+def _table(plan: RankedPlans, everything: bool) -> Table:
     names = ("device", "states", "activations", "host", "disk", "sent within", "across", "step", "tokens/s")
     table = new_table(title(plan), *names)
     for each in plan.rows:
@@ -299,7 +301,7 @@ def _table(plan: Plan, everything: bool) -> Table:
     return table
 
 
-def _cells(each: Estimate, plan: Plan) -> tuple[str, ...]:
+def _cells(each: Estimate, plan: RankedPlans) -> tuple[str, ...]:
     memory, per_host = each.memory, plan.hardware.per_host
     states = memory.device_total - memory.device.get("activations", 0)
     return (
@@ -322,7 +324,7 @@ def or_none(size: float) -> str:
     return gigabytes(size) if size >= 1 else "-"
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: RankedPlans) -> dict[str, Any]:
     hardware, training, model = plan.hardware, plan.training, plan.model
     return {
         "model": {
@@ -365,7 +367,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _as_dict(each: Estimate, plan: Plan) -> dict[str, Any]:
+def _as_dict(each: Estimate, plan: RankedPlans) -> dict[str, Any]:
     candidate, memory = each.candidate, each.memory
     return {
         "name": candidate.name,

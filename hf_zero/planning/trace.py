@@ -127,7 +127,7 @@ class Ulysses:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ModelTrace:
     """The trace of one micro-batch.
 
     Attributes:
@@ -434,7 +434,7 @@ def trace_step(
     ulysses: Ulysses = Ulysses(),
     *,
     on_cpu: bool = False,
-) -> Trace:
+) -> ModelTrace:
     """Run forward and backward of `model` (on the meta device, in training mode) on `inputs`, which contain labels.
 
     Args:
@@ -463,7 +463,7 @@ def trace_step(
         loss.backward()
     recorder.event("begin")  # ends the last segment
     is_unseen = ulysses.size > 1 and not attention.calls
-    return Trace(tuple(recorder.segments), UNSEEN_ATTENTION if is_unseen else "")
+    return ModelTrace(tuple(recorder.segments), UNSEEN_ATTENTION if is_unseen else "")
 
 
 @contextmanager
@@ -499,7 +499,7 @@ class NotAlike(ValueError):
     """Layers differ from one another."""
 
 
-def stretch(trace: Trace, layers: int, prefix: str) -> Trace:
+def stretch(trace: ModelTrace, layers: int, prefix: str) -> ModelTrace:
     """Extend the trace of `FEW` layers to `layers` layers (at least as many).
 
     Args:
@@ -511,7 +511,7 @@ def stretch(trace: Trace, layers: int, prefix: str) -> Trace:
     loss = next(i for i, segment in enumerate(trace.segments) if segment.event == "loss")
     parts = (trace.segments[:loss], True), (trace.segments[loss:], False)
     stretched = [each for segments, rising in parts for each in _stretched(segments, layers, prefix, rising=rising)]
-    return Trace(tuple(stretched), trace.note)
+    return ModelTrace(tuple(stretched), trace.note)
 
 
 def _stretched(segments: Sequence[Segment], layers: int, prefix: str, *, rising: bool) -> Iterator[Segment]:

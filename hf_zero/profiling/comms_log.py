@@ -21,7 +21,7 @@ _SHARED = ("all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(slots=True)
-class Record:
+class CallRecord:
     """Calls of one operation and size."""
 
     latencies_ms: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class CommsLog:
     def __init__(self, policy: CommsLogger) -> None:
         self.policy = policy
         self.is_on = policy.enabled
-        self.records: dict[str, dict[int, Record]] = {}
+        self.records: dict[str, dict[int, CallRecord]] = {}
 
     def on_update(self, update: Update) -> None:
         self.take(update.calls)
@@ -70,7 +70,7 @@ class CommsLog:
 
     def _note(self, call: FinishedCall) -> None:
         name = f"{call.operation} | [Caller Func: {call.caller}]" if self.policy.debug else call.operation
-        record = self.records.setdefault(name, {}).setdefault(call.num_bytes, Record())
+        record = self.records.setdefault(name, {}).setdefault(call.num_bytes, CallRecord())
         algorithm, bus = bandwidth_gbps(call.operation, call.num_bytes, call.num_ranks, call.latency_ms)
         record.latencies_ms.append(call.latency_ms)
         record.algorithm_gbps.append(algorithm)
@@ -116,7 +116,7 @@ class CommsLog:
         self.is_on = False
 
 
-def _summary(size: int, record: Record) -> dict[str, Any]:
+def _summary(size: int, record: CallRecord) -> dict[str, Any]:
     return {
         "count": record.count,
         "total_latency_ms": sum(record.latencies_ms),

@@ -48,7 +48,7 @@ WARM_UP = 2  # number of updates excluded from the average
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _WaitingReport:
     samples: int
     events: list[Event]
     loss: HostCopy | None
@@ -63,7 +63,7 @@ class RunEvents:
         self._monitors = monitors
         self._with_times = with_times
         self._loss: torch.Tensor | None = None
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_WaitingReport] = deque()
         self._samples: dict[int, int] = {}  # by update number
 
     def add_loss(self, loss: Any) -> None:
@@ -84,7 +84,7 @@ class RunEvents:
         loss, self._loss = self._loss, None
         if self._with_times:
             self._samples[number] = samples
-        self._waiting.append(_Waiting(samples, events, None if loss is None else HostCopy(loss.reshape(1))))
+        self._waiting.append(_WaitingReport(samples, events, None if loss is None else HostCopy(loss.reshape(1))))
         self._write(wait=False)
 
     def on_update(self, update: Update) -> None:
@@ -186,10 +186,10 @@ class Profiling(TrainingFeature):
     name = "profiling"
     waits_for_outcome = False
 
-    def __init__(self, model: nn.Module, policy: sections.Observation, trace: sections.Trace) -> None:
+    def __init__(self, model: nn.Module, policy: sections.Observation, trace: sections.TraceSection) -> None:
         """Raises ConfigError if a monitor's library is not installed."""
         self.policy = policy
-        self._flops_policy = policy.section(sections.FlopsProfiler)
+        self._flops_policy = policy.section(sections.FlopsProfilerSection)
         self._trace_policy = trace
         self.recorder: Recorder | None = None
         self.comms: CommsLog | None = None
@@ -328,7 +328,7 @@ class Profiling(TrainingFeature):
 
 
 def profiling_of(model: nn.Module, resolved: Resolved) -> Profiling:
-    return Profiling(model, resolved.section(sections.Observation), resolved.section(sections.Trace))
+    return Profiling(model, resolved.section(sections.Observation), resolved.section(sections.TraceSection))
 
 
 def dump_state(engine: Any) -> None:

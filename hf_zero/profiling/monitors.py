@@ -34,7 +34,7 @@ class Monitor(ABC):
         """Close the monitor after the last event."""
 
 
-class TensorBoardMonitor(Monitor):
+class TensorBoardWriter(Monitor):
     """Writes scalars over samples to output_path/job_name."""
 
     def __init__(self, policy: sections.TensorBoard) -> None:
@@ -51,7 +51,7 @@ class TensorBoardMonitor(Monitor):
         self.summary_writer.close()
 
 
-class CsvMonitor(Monitor):
+class CsvWriter(Monitor):
     """Writes one file per name to output_path/job_name, with a header: step, and the last part of the name.
 
     Files of an earlier run are continued; rows from after the checkpoint that the run resumed from are removed.
@@ -82,7 +82,7 @@ def _cut(path: Path, samples: int, title: str) -> None:
         csv.writer(file).writerows([["step", title], *rows])
 
 
-class WandbMonitor(Monitor):
+class WandbWriter(Monitor):
     """Logs all events with the same number of samples in one call."""
 
     def __init__(self, policy: sections.WandB) -> None:
@@ -102,7 +102,7 @@ class WandbMonitor(Monitor):
         self._run.finish()
 
 
-class CometMonitor(Monitor):
+class CometWriter(Monitor):
     """Logs each name at most once per `samples_log_interval` samples."""
 
     def __init__(self, policy: sections.Comet) -> None:
@@ -125,10 +125,10 @@ class CometMonitor(Monitor):
 
 
 MONITORS: dict[str, Callable[[Any], Monitor]] = {
-    "tensorboard": TensorBoardMonitor,
-    "csv_monitor": CsvMonitor,
-    "wandb": WandbMonitor,
-    "comet": CometMonitor,
+    "tensorboard": TensorBoardWriter,
+    "csv_monitor": CsvWriter,
+    "wandb": WandbWriter,
+    "comet": CometWriter,
 }
 
 

@@ -100,7 +100,7 @@ def _in_use(device: torch.device) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ConfigChange:
     """A change of ds.json or of the arguments, and the bytes that it would free on the device."""
 
     what: str
@@ -130,7 +130,7 @@ def requested_bytes(message: str) -> int:
     return round(float(match[1]) * _UNITS[match[2]]) if match else 0
 
 
-def explanation(phase: str, kinds: Kinds, lacks: int, changes: list[Change], cached: int = 0) -> str:
+def explanation(phase: str, kinds: Kinds, lacks: int, changes: list[ConfigChange], cached: int = 0) -> str:
     """Format the message: what held the memory, and which change would help.
 
     Args:
@@ -150,13 +150,13 @@ def explanation(phase: str, kinds: Kinds, lacks: int, changes: list[Change], cac
     return "\n".join(lines)
 
 
-def _advice(lacks: int, changes: list[Change]) -> str:
+def _advice(lacks: int, changes: list[ConfigChange]) -> str:
     """The first change that is enough, or else the shortest list of changes that are enough together."""
     short = f"{amount(lacks)} more were needed"
     enough = next((change for change in changes if change.frees >= lacks), None)
     if enough is not None:
         return f"{short}. One change would have made it fit: {enough.what} (frees about {amount(enough.frees)})"
-    taken: list[Change] = []
+    taken: list[ConfigChange] = []
     for change in changes:
         taken.append(change)
         if sum(each.frees for each in taken) >= lacks:
@@ -167,7 +167,7 @@ def _advice(lacks: int, changes: list[Change]) -> str:
     return f"{short}, and no change of the config frees as much: use more ranks, or a smaller model{available}"
 
 
-def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
+def changes(engine: Any, kinds: Kinds) -> Iterator[ConfigChange]:
     """Changes that are still possible for this engine, cheapest first."""
     zero, world = engine.settings.resolved.zero, engine.groups.shard.size
     _, micro_batch, steps = engine.settings.get_batch_info()
@@ -177,23 +177,23 @@ def changes(engine: Any, kinds: Kinds) -> Iterator[Change]:
             f"train_micro_batch_size_per_gpu (per_device_train_batch_size) {micro_batch // 2 or 1} and "
             f"gradient_accumulation_steps {steps * 2}, which computes the same update"
         )
-        yield Change(what, kinds.get(REST, 0) // 2)
+        yield ConfigChange(what, kinds.get(REST, 0) // 2)
     yield from _activation_changes(engine, kinds.get(REST, 0))
     states = kinds.get(MASTERS, 0) + kinds.get(STATES, 0)
     # The states and gradients that every rank still has in full.
     whole = (states if zero.stage == 0 else 0) + (kinds.get(GRADIENTS, 0) if zero.stage < 2 else 0)
     if zero.stage < 2 and world > 1:
-        yield Change("zero_optimization.stage 2", int(whole * left))
+        yield ConfigChange("zero_optimization.stage 2", int(whole * left))
     if zero.offload_optimizer is None and runtime_is_separate(engine):
-        yield Change('zero_optimization.offload_optimizer {"device": "cpu"}', states + kinds.get(GRADIENTS, 0))
+        yield ConfigChange('zero_optimization.offload_optimizer {"device": "cpu"}', states + kinds.get(GRADIENTS, 0))
     if zero.stage < 3 and world > 1:
-        yield Change("zero_optimization.stage 3", int((whole + kinds.get(GATHERED, 0)) * left))
+        yield ConfigChange("zero_optimization.stage 3", int((whole + kinds.get(GATHERED, 0)) * left))
     yield from _shared_sequences(engine, kinds.get(REST, 0))
     if zero.stage == 3 and zero.offload_param is None and runtime_is_separate(engine):
-        yield Change('zero_optimization.offload_param {"device": "cpu"}', kinds.get(SHARDS, 0))
+        yield ConfigChange('zero_optimization.offload_param {"device": "cpu"}', kinds.get(SHARDS, 0))
 
 
-def _activation_changes(engine: Any, rest: int) -> Iterator[Change]:
+def _activation_changes(engine: Any, rest: int) -> Iterator[ConfigChange]:
     """Changes that free activations: gradient checkpointing, tiling, and layer inputs in host memory."""
     config, shape = text_config(getattr(engine.module, "config", None)), tuple(engine.input_shape or ())
     blocks = int(getattr(config, "num_hidden_layers", None) or _BLOCKS_WITHOUT_A_NUMBER)
@@ -201,28 +201,28 @@ def _activation_changes(engine: Any, rest: int) -> Iterator[Change]:
     tiling = resolved.section(Tiling)
     is_off = _can_checkpoint(engine.module)
     if is_off:
-        yield Change("gradient checkpointing (--gradient_checkpointing)", int(rest * (1 - 2 / (blocks + 1))))
+        yield ConfigChange("gradient checkpointing (--gradient_checkpointing)", int(rest * (1 - 2 / (blocks + 1))))
     size = next((parameter.element_size() for parameter in engine.module.parameters()), 4)
     cut = max(0, tokens - _TILE_TOKENS)  # tokens whose memory is saved when only one tile exists at a time
     logits = cut * int(getattr(config, "vocab_size", None) or 0) * (size + LOSS_BYTES)
     if logits and not tiling.tiled_loss:
-        yield Change('hf_zero {"tiled_loss": true}', min(rest, logits))
+        yield ConfigChange('hf_zero {"tiled_loss": true}', min(rest, logits))
     inner = cut * int(getattr(config, "intermediate_size", None) or 0) * size * _MLP_TENSORS
     if inner and not tiling.tiled_mlp:
-        yield Change('hf_zero {"tiled_mlp": true}', min(rest, inner * (blocks if is_off else 1)))
+        yield ConfigChange('hf_zero {"tiled_mlp": true}', min(rest, inner * (blocks if is_off else 1)))
     inputs = tokens * int(getattr(config, "hidden_size", None) or 0) * size
     inputs = on_host(inputs, blocks)
     if inputs and not resolved.section(ActivationCheckpointing).cpu_checkpointing and runtime_is_separate(engine):
         also = "gradient checkpointing and " if is_off else ""
-        yield Change(also + 'activation_checkpointing {"cpu_checkpointing": true}', min(rest, inputs))
+        yield ConfigChange(also + 'activation_checkpointing {"cpu_checkpointing": true}', min(rest, inputs))
 
 
-def _shared_sequences(engine: Any, rest: int) -> Iterator[Change]:
+def _shared_sequences(engine: Any, rest: int) -> Iterator[ConfigChange]:
     config = text_config(getattr(engine.module, "config", None))
     heads, ranks = int(getattr(config, "num_attention_heads", None) or 0), engine.groups.shard.size
     shared = max((n for n in range(1, ranks + 1) if heads and ranks % n == 0 and heads % n == 0), default=1)
     if shared > 1 and engine.settings.resolved.sequence_size == 1:
-        yield Change(f"sequence_parallel_size {shared}", int(rest * (1 - 1 / shared)))
+        yield ConfigChange(f"sequence_parallel_size {shared}", int(rest * (1 - 1 / shared)))
 
 
 def runtime_is_separate(engine: Any) -> bool:

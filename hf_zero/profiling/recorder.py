@@ -52,7 +52,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class TimeInterval:
     """A completed span."""
 
     kind: str
@@ -63,14 +63,14 @@ class Interval:
 
 def divide(
     edges: Iterable[Edge], start: Event, elapsed_ns: Callable[[Event, Event], int], start_ns: int, *, wants: bool
-) -> tuple[Parts, list[Interval], int]:
+) -> tuple[Parts, list[TimeInterval], int]:
     """Nanoseconds by (phase, kind); the spans, if `wants`; total nanoseconds from `start` to the last edge.
 
     Args:
         start_ns: the host's clock at `start`.
     """
     parts: Parts = {}
-    intervals: list[Interval] = []
+    intervals: list[TimeInterval] = []
     stack: list[tuple[str, str, int]] = []
     at, now_ns = start, start_ns
     for edge in edges:
@@ -86,12 +86,12 @@ def divide(
         elif stack:
             kind, name, begin_ns = stack.pop()
             if wants:
-                intervals.append(Interval(kind, name, begin_ns, now_ns))
+                intervals.append(TimeInterval(kind, name, begin_ns, now_ns))
     return parts, intervals, now_ns - start_ns
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TimedTransfer:
     """A transfer between host memory and the device (in, out) or a drive (read, write)."""
 
     lane: str
@@ -114,9 +114,9 @@ class Update:
     begin_ns: int
     end_ns: int
     parts: Parts
-    intervals: Sequence[Interval]
+    intervals: Sequence[TimeInterval]
     calls: Sequence[FinishedCall]
-    transfers: Sequence[Transfer]
+    transfers: Sequence[TimedTransfer]
 
 
 class Listener(Protocol):
@@ -132,7 +132,7 @@ class Listener(Protocol):
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingUpdate:
     """An update whose marks may not have passed."""
 
     number: int
@@ -155,8 +155,8 @@ class Recorder:
         self._cursor_ns = time.perf_counter_ns()
         self._device_free_ns = 0
         self._has_begun = False  # the first update begins with its first forward
-        self._now = _Waiting(0, [], [], [])
-        self._waiting: deque[_Waiting] = deque()
+        self._now = _WaitingUpdate(0, [], [], [])
+        self._waiting: deque[_WaitingUpdate] = deque()
 
     def attach(self) -> None:
         SPANS.watcher = ledger.watcher = self
@@ -200,7 +200,7 @@ class Recorder:
 
     def end_update(self, number: int) -> None:
         """Record the end of update `number`."""
-        done, self._now = self._now, _Waiting(0, [], [], [])
+        done, self._now = self._now, _WaitingUpdate(0, [], [], [])
         done.number = number
         self._waiting.append(done)
         self._read_passed()
@@ -223,7 +223,7 @@ class Recorder:
             for listener in self.listeners:
                 listener.on_update(update)
 
-    def _read(self, waiting: _Waiting) -> Update:
+    def _read(self, waiting: _WaitingUpdate) -> Update:
         edges = waiting.edges
         if not self._has_begun:
             first = next((index for index, edge in enumerate(edges) if edge.kind == "forward"), len(edges))
@@ -250,7 +250,7 @@ class Recorder:
                 if call.is_on_device:
                     self._device_free_ns = finished.intervals[-1][1]
 
-    def _over(self, waiting: _Waiting) -> list[TimedCall]:
+    def _over(self, waiting: _WaitingUpdate) -> list[TimedCall]:
         """Calls that are complete or too old; the others are reported with the next update."""
         over = [call for call in waiting.calls if call.is_over or call.is_old]
         for call in waiting.calls:
@@ -260,24 +260,24 @@ class Recorder:
         return over
 
     @property
-    def _next(self) -> _Waiting:
+    def _next(self) -> _WaitingUpdate:
         return self._waiting[0] if self._waiting else self._now
 
-    def _copies(self, waiting: _Waiting) -> list[Transfer]:
+    def _copies(self, waiting: _WaitingUpdate) -> list[TimedTransfer]:
         copies = []
         for lane, num_bytes, begin, end in waiting.transfers:
             if self.clock.has_passed(end):
-                copies.append(Transfer(lane, num_bytes, self._ns(begin), self._ns(end)))
+                copies.append(TimedTransfer(lane, num_bytes, self._ns(begin), self._ns(end)))
             else:
                 self._next.transfers.append((lane, num_bytes, begin, end))
         return copies
 
-    def _requests(self, waiting: _Waiting) -> list[Transfer]:
+    def _requests(self, waiting: _WaitingUpdate) -> list[TimedTransfer]:
         requests = []
         for verb, num_bytes, completion in waiting.requests:
             if completion.is_done:
                 begin, end = round(completion.started_at * 1e9), round(completion.ended_at * 1e9)
-                requests.append(Transfer(verb, num_bytes, begin, end))
+                requests.append(TimedTransfer(verb, num_bytes, begin, end))
             else:
                 self._next.requests.append((verb, num_bytes, completion))
         return requests

@@ -30,10 +30,10 @@ def exchange(group: Collectives, tensors: Sequence[Tensor], split: int, join: in
         tensors: of any shapes, which must be the same on all ranks, and one dtype; the size along `split` must be a
             multiple of `group.size`.
     """
-    return list(cast("tuple[Tensor, ...]", _Exchange.apply(group, split, join, *tensors)))
+    return list(cast("tuple[Tensor, ...]", _HeadsForPositions.apply(group, split, join, *tensors)))
 
 
-class _Exchange(torch.autograd.Function):
+class _HeadsForPositions(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Collectives, split: int, join: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.split, ctx.join = group, split, join

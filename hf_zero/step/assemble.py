@@ -32,7 +32,7 @@ from hf_zero.optim.registry import (
 )
 from hf_zero.optim.states import guard_states
 from hf_zero.optim.traits import Sees, Traits, adopt_masters, lists_beside, traits_of, updater_for
-from hf_zero.optim.updater import Peers, Ranks, Spread
+from hf_zero.optim.updater import Peers, Spread, UpdaterRanks
 from hf_zero.params.flat import FlatParameters
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.store import ParameterStore, Trained
@@ -149,7 +149,7 @@ class Assembly:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EnginePlan:
     """All decisions about an engine, made before any tensor moves."""
 
     zero: ZeroPolicy
@@ -249,7 +249,7 @@ OptimizerClass = Callable[[int, torch.dtype], type[ZeroOptimizer]]
 
 
 def assemble(
-    module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, optimizer_class: OptimizerClass
+    module: nn.Module, optimizer: torch.optim.Optimizer, plan: EnginePlan, optimizer_class: OptimizerClass
 ) -> Assembly:
     """Shard `optimizer`'s trainable parameters by `plan`. Collective.
 
@@ -299,7 +299,7 @@ def assemble(
     guard_states(optimizer, store.parameters, [spec.name for spec in store.layout.specs])
     _suit(optimizer, plan)
     buckets = [bucket.bucket for bucket in store.buckets]
-    ranks = Ranks(shard, buckets, is_sharded=sharding.shards_optimizer)
+    ranks = UpdaterRanks(shard, buckets, is_sharded=sharding.shards_optimizer)
     peers = _peers(store, plan.groups, sharding) if asks_peers else None
     updater = updater_for(optimizer, sub_groups, peers, ranks, plan.zero.optimizer_sees)
     if isinstance(updater, ElementwiseUpdater):
@@ -326,14 +326,14 @@ def assemble(
     return Assembly(wrapped, step, reducer, store, placements, members)
 
 
-def _suit(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+def _suit(optimizer: torch.optim.Optimizer, plan: EnginePlan) -> None:
     """Set the optimizer's state dtype from the config."""
     suit_precision(optimizer, plan.precision)
     if plan.zero.streaming is not None and plan.zero.streaming.states == "bf16":
         keep_states_in(optimizer, torch.bfloat16, "hf_zero.streaming.states")
 
 
-def _streamed(plan: Plan, reducer: GradientReducer, updater: Updater, placements: Placements) -> Any:
+def _streamed(plan: EnginePlan, reducer: GradientReducer, updater: Updater, placements: Placements) -> Any:
     """The updates during backward, if the config enables them."""
     if plan.zero.streaming is None:
         return None
@@ -368,7 +368,7 @@ def _refuse_lists(optimizer: torch.optim.Optimizer, keys: Sequence[str]) -> NoRe
     )
 
 
-def _sparse(module: nn.Module, plan: Plan) -> set[int]:
+def _sparse(module: nn.Module, plan: EnginePlan) -> set[int]:
     """Ids of parameters whose gradients are reduced by rows."""
     sparse = parameters_of_embeddings(module, all_of_them=plan.zero.sparse_gradients)
     if plan.zero.sparse_gradients and not sparse and not plan.sharding.shards_optimizer:
@@ -402,18 +402,18 @@ def _check_order(store: ParameterStore, groups: ParallelGroups) -> None:
         )
 
 
-def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained, plan: Plan) -> None:
+def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Trained, plan: EnginePlan) -> None:
     """Raise DoesNotFit on all ranks if the offloaded states do not fit."""
-    from hf_zero.offload.memory_estimate import Sizes, check_memory, estimate_memory
+    from hf_zero.offload.memory_estimate import StateSizes, check_memory, estimate_memory
 
     longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
     stored_bytes, keeps = stored_bytes_per_element(optimizer), plan.keeps_gradients
-    sizes = Sizes(num_states, longest, plan.precision, stored_bytes, keeps_gradients=keeps)
+    sizes = StateSizes(num_states, longest, plan.precision, stored_bytes, keeps_gradients=keeps)
     estimate = estimate_memory(trained.specs, plan.zero, plan.sharding, plan.device, sizes)
     check_memory(estimate, plan.zero, plan.device, plan.groups.world)
 
 
-def _sharded(module: nn.Module, trained: Trained, plan: Plan, placements: Placements) -> ParameterStore:
+def _sharded(module: nn.Module, trained: Trained, plan: EnginePlan, placements: Placements) -> ParameterStore:
     """The store of stage 3, which other stages do not import."""
     from hf_zero.params.sharded import ShardedParameters
 
@@ -423,7 +423,7 @@ def _sharded(module: nn.Module, trained: Trained, plan: Plan, placements: Placem
     )
 
 
-def shard_for_inference(module: nn.Module, plan: Plan) -> ParameterStore:
+def shard_for_inference(module: nn.Module, plan: EnginePlan) -> ParameterStore:
     """Shard a model that is not trained. Collective."""
     placements = placements_for(plan.zero, plan.device, plan.groups.world, 0, cuts=False, hosts=plan.groups.mesh.hosts)
     store = _sharded(module, Trained((), ()), plan, placements)
@@ -454,7 +454,7 @@ def keep_trainable(groups: Sequence[dict[str, Any]]) -> None:
         raise ValueError("the optimizer has no trainable parameter: every one is frozen (requires_grad=False) or empty")
 
 
-def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], plan: Plan) -> Trained:
+def _trained(module: nn.Module, groups: Sequence[dict[str, Any]], plan: EnginePlan) -> Trained:
     """Trainable parameters in the model's registration order, then those of other modules in group order."""
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group["params"]}
     names = {id(parameter): name for name, parameter in module.named_parameters() if id(parameter) in group_of}
@@ -490,7 +490,7 @@ def _refuse_complex(trained: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def _longest_bucket(module: nn.Module, trained: Trained, plan: Plan) -> int:
+def _longest_bucket(module: nn.Module, trained: Trained, plan: EnginePlan) -> int:
     """Number of elements of the largest bucket, computed before buckets exist."""
     if not plan.sharding.shards_parameters:
         return max(bucket.numel for bucket in _flat_layout(trained.specs, plan).buckets)
@@ -499,7 +499,7 @@ def _longest_bucket(module: nn.Module, trained: Trained, plan: Plan) -> int:
     return max((sum(numel_of.get(id(parameter), 0) for parameter in members) for _, members in units), default=0)
 
 
-def _flat_layout(specs: Sequence[ParameterSpec], plan: Plan) -> FlatLayout:
+def _flat_layout(specs: Sequence[ParameterSpec], plan: EnginePlan) -> FlatLayout:
     zero, world = plan.zero, plan.sharding.world
     total = sum(spec.numel for spec in specs)
     numel = effective_bucket_numel(total, zero.bucket_numel, world, is_given=zero.bucket_is_given)

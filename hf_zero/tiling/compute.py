@@ -94,7 +94,7 @@ Call = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
+class TiledFunction:
     """A function, and how its inputs are cut.
 
     Attributes:
@@ -120,7 +120,7 @@ def chunk_rows(length: int, num_tiles: int) -> tuple[int, ...]:
 
 
 def tiled(
-    tiling: Tiling,
+    tiling: TiledFunction,
     sliced: Sequence[Tensor],
     passed: Sequence[Tensor] = (),
     parameters: Sequence[Tensor] = (),
@@ -157,7 +157,7 @@ def tiled(
 class _Pass:
     """State that forward passes to backward."""
 
-    tiling: Tiling
+    tiling: TiledFunction
     needs: tuple[bool, ...]  # whether each of sliced, passed and parameters needs a gradient
     num_sliced: int
     num_passed: int
@@ -217,16 +217,16 @@ class _Tiles(torch.autograd.Function):
 # --- forward -----------------------------------------------------------------------------------------------------
 
 
-def _run(tiling: Tiling, sliced: Sequence[Tensor], passed: Sequence[Tensor]) -> Tensor:
+def _run(tiling: TiledFunction, sliced: Sequence[Tensor], passed: Sequence[Tensor]) -> Tensor:
     """Run all tiles without a graph."""
-    joined = _Joined(tiling)
+    joined = _JoinedTiles(tiling)
     with torch.no_grad(), uncached(sliced[0].device.type):
         for place in _places(tiling):
             joined.add(tiling.call([_tile(tensor, tiling, place) for tensor in sliced], passed), place)
     return joined.output()
 
 
-def _plain(tiling: Tiling, sliced: Sequence[Tensor], passed: Sequence[Tensor]) -> Tensor:
+def _plain(tiling: TiledFunction, sliced: Sequence[Tensor], passed: Sequence[Tensor]) -> Tensor:
     """Run all tiles with autograd's graph, which keeps all activations."""
     outputs = [tiling.call([_tile(tensor, tiling, place) for tensor in sliced], passed) for place in _places(tiling)]
     if tiling.join is None:
@@ -235,33 +235,33 @@ def _plain(tiling: Tiling, sliced: Sequence[Tensor], passed: Sequence[Tensor]) -
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TilePlace:
     offset: int
     rows: int
 
 
-def _places(tiling: Tiling) -> Iterator[_Place]:
+def _places(tiling: TiledFunction) -> Iterator[_TilePlace]:
     offset = 0
     for rows in tiling.rows:
-        yield _Place(offset, rows)
+        yield _TilePlace(offset, rows)
         offset += rows
 
 
-def _tile(tensor: Tensor, tiling: Tiling, place: _Place) -> Tensor:
+def _tile(tensor: Tensor, tiling: TiledFunction, place: _TilePlace) -> Tensor:
     """A tile of an input, contiguous if the input is, because functions may call `view`."""
     tile = tensor.narrow(tiling.dim, place.offset, place.rows)
     return tile.contiguous() if tensor.is_contiguous() else tile
 
 
-class _Joined:
+class _JoinedTiles:
     """Collects outputs of tiles in one preallocated tensor, so that there is never a second copy."""
 
-    def __init__(self, tiling: Tiling) -> None:
+    def __init__(self, tiling: TiledFunction) -> None:
         self._tiling = tiling
         self._whole: Tensor | None = None
         self._apart: list[Tensor] = []
 
-    def add(self, output: Tensor, place: _Place) -> None:
+    def add(self, output: Tensor, place: _TilePlace) -> None:
         dim = self._tiling.join
         if not isinstance(output, Tensor):
             raise TypeError(f"a tiled function must return one tensor, not {type(output).__name__}")
@@ -350,7 +350,7 @@ def _differentiate(
     Args:
         gradient: gradient of the output; None: 1, for summed outputs, whose sum is then returned.
     """
-    tiling, needs, sums, unlisted, joined = work.tiling, work.needs, _Sums(), _Unlisted(), _Joined(work.tiling)
+    tiling, needs, sums, unlisted, joined = work.tiling, work.needs, _Sums(), _Unlisted(), _JoinedTiles(work.tiling)
     buffers = [torch.zeros_like(t) if need else None for t, need in zip(sliced, needs, strict=False)]
     whole = [_leaf(t, need) for t, need in zip(passed, needs[len(sliced) :], strict=False)]
     listed = [t for t in (*whole, *work.parameters) if t.requires_grad]
@@ -386,7 +386,7 @@ def _leaf(tensor: Tensor, needs_gradient: bool) -> Tensor:
     return tensor.detach().requires_grad_(needs_gradient)
 
 
-def _of_tile(gradient: Tensor | None, output: Tensor, tiling: Tiling, place: _Place, number: int) -> Tensor:
+def _of_tile(gradient: Tensor | None, output: Tensor, tiling: TiledFunction, place: _TilePlace, number: int) -> Tensor:
     """A tile's part of the output's gradient."""
     if gradient is None:
         return torch.ones_like(output)

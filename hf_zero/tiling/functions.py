@@ -18,7 +18,7 @@ from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.config.schema import long_sequences
 from hf_zero.features import TrainingFeature
 from hf_zero.log import logger
-from hf_zero.tiling.compute import Tiling, chunk_rows, tiled
+from hf_zero.tiling.compute import TiledFunction, chunk_rows, tiled
 
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     None: lambda output: output,
@@ -48,7 +48,7 @@ class TiledMLP:
             compute_params: parameters that `fn` reads; None: those of `self` if it is a module.
         """
         rows = chunk_rows(x.shape[-2], shards)
-        tiling = Tiling(call=lambda tiles, _: fn(self, tiles[0]), dim=x.dim() - 2, rows=rows, join=-2)
+        tiling = TiledFunction(call=lambda tiles, _: fn(self, tiles[0]), dim=x.dim() - 2, rows=rows, join=-2)
         return tiled(tiling, [x], parameters=_parameters(self, compute_params), may_read_others=True)
 
 
@@ -85,7 +85,7 @@ class TiledFusedLogitsLoss:
         # In fp16, gradients of an unscaled loss would underflow; only backward knows the scale.
         eager = x.dtype != torch.float16 and not _autocasts_to(x, torch.float16)
         rows = chunk_rows(flat[0].shape[0], shards)
-        tiling = Tiling(call=lambda tiles, _: fn(self, *tiles), dim=0, rows=rows, join=None, eager=eager)
+        tiling = TiledFunction(call=lambda tiles, _: fn(self, *tiles), dim=0, rows=rows, join=None, eager=eager)
         total = tiled(tiling, flat, parameters=_parameters(self, compute_params), may_read_others=True)
         return total / len(rows) if output_reduction == "mean" else total
 
@@ -161,7 +161,7 @@ def sequence_tiled_compute(
         arguments = tree_unflatten([places.get(position, leaf) for position, leaf in enumerate(leaves)], structure)
         return fn(**dict(zip(cut, tiles, strict=True)), **arguments)
 
-    tiling = Tiling(call=call, dim=1, rows=chunk_rows(seqlen, shards), join=output_unshard_dimension)
+    tiling = TiledFunction(call=call, dim=1, rows=chunk_rows(seqlen, shards), join=output_unshard_dimension)
     output = tiled(
         tiling,
         [kwargs_to_shard[name] for name in cut],
@@ -289,7 +289,7 @@ def _tiled_forward(module: nn.Module, width: int | None = None) -> Any:
         if len(rows) < 2:
             return own(*args, **kwargs)
         x: Tensor = args[0]
-        tiling = Tiling(call=lambda tiles, _: own(tiles[0]), dim=x.dim() - 2, rows=rows, join=-2)
+        tiling = TiledFunction(call=lambda tiles, _: own(tiles[0]), dim=x.dim() - 2, rows=rows, join=-2)
         return tiled(tiling, [x], parameters=list(module.parameters()))
 
     return forward

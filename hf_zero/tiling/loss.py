@@ -29,7 +29,7 @@ from hf_zero.config import ConfigError, Problem, Resolved
 from hf_zero.config.schema import long_sequences
 from hf_zero.features import Progress, TrainingFeature, unwrapped
 from hf_zero.log import logger
-from hf_zero.tiling.compute import Tiling, autocasts, chunk_rows, tiled
+from hf_zero.tiling.compute import TiledFunction, autocasts, chunk_rows, tiled
 
 Step = Callable[[Tensor], Tensor]
 
@@ -194,7 +194,7 @@ class _Job:
         tokens = len(self.labels)
         size = loss_tile_tokens(self.width, self.hidden.shape[-1])
         rows = chunk_rows(tokens, -(-tokens // size))
-        tiling = Tiling(call=call, dim=0, rows=rows, join=None, eager=self.eager)
+        tiling = TiledFunction(call=call, dim=0, rows=rows, join=None, eager=self.eager)
         return tiled(tiling, [self.hidden, self.labels], parameters=parameters)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero import initialize
-from hf_zero.activations.feature import ActivationCheckpointing
+from hf_zero.activations.feature import CheckpointedInputs
 from tests.support.architectures import LLAMA
 from tests.support.late import Late, use
 
@@ -106,7 +106,7 @@ def test_transformers_own_offload_is_left_alone_unless_we_keep_inputs_on_the_hos
         model.activation_checkpointing_enable(offload=True)
         config = {"train_micro_batch_size_per_gpu": 2, "activation_checkpointing": section}
         engine, _, _, _ = initialize(model=model, config=config)
-        feature: ActivationCheckpointing = engine.training_features.named("activation_checkpointing")
+        feature: CheckpointedInputs = engine.training_features.named("activation_checkpointing")
         feature.before_forward(None, {})  # type: ignore[arg-type]
         around = vars(model.model.layers[0])[_FUNCTION]
         assert (around._checkpoint.func.__name__ == "checkpoint_func") == stays

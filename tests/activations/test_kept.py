@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.activations.kept import CheckpointedCalls, KeptInput, Place, Times, can_be_flat, watched
+from hf_zero.activations.kept import CheckpointedCalls, InputStorage, KeptInput, Times, can_be_flat, watched
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config.schema.long_sequences import ActivationCheckpointing
 from hf_zero.device.registry import runtime_of
@@ -117,7 +117,7 @@ def test_what_lies_side_by_side(tensor: Tensor, flat: bool) -> None:
 
 
 def test_one_that_stays_where_it_is() -> None:
-    place = Place(runtime=runtime_of(HOST), buffers=None, on_host=False, group=LoneCollectives())
+    place = InputStorage(runtime=runtime_of(HOST), buffers=None, on_host=False, group=LoneCollectives())
     x = torch.arange(12.0).view(3, 4).t()
     kept = KeptInput(x.detach(), place, position=0, owner=x)
     kept.send()

@@ -21,7 +21,7 @@ from hf_zero import initialize
 from hf_zero.api.parameter_access import safe_set_full_optimizer_state
 from hf_zero.checkpoint import CheckpointError, background, open_checkpoint, service, transaction
 from hf_zero.checkpoint.arena import Arena
-from hf_zero.checkpoint.files.writer import Order, Piece, Writer, name_of
+from hf_zero.checkpoint.files.writer import MemoryPiece, Order, Writer, name_of
 from hf_zero.comm import ledger
 from tests.checkpoint.training import new_engine, train
 from tests.support.launch import ROOT
@@ -203,9 +203,9 @@ def test_the_writer_puts_pieces_of_memory_where_they_belong(writer: Writer, tmp_
     memory, file = os.memfd_create("test"), os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     content = os.urandom(9 << 20)  # more than two blocks
     os.pwrite(memory, content, 0)
-    pieces = [Piece(name_of(memory), 64, 8 << 20), Piece("", 0, 100), Piece(name_of(memory), 0, 5)]
+    pieces = [MemoryPiece(name_of(memory), 64, 8 << 20), MemoryPiece("", 0, 100), MemoryPiece(name_of(memory), 0, 5)]
     expected = content[64 : 64 + (8 << 20)] + bytes(100) + content[:5]
-    checksums = writer.write(file, [Order(10, pieces), Order(0, [Piece(name_of(memory), 7, 2)])])
+    checksums = writer.write(file, [Order(10, pieces), Order(0, [MemoryPiece(name_of(memory), 7, 2)])])
     assert checksums == [zlib.crc32(expected), zlib.crc32(content[7:9])]
     assert (tmp_path / "file").read_bytes() == content[7:9] + bytes(8) + expected
     os.close(memory)
@@ -216,11 +216,11 @@ def test_the_writer_puts_pieces_of_memory_where_they_belong(writer: Writer, tmp_
 def test_what_goes_wrong_in_the_writer_is_an_error_here(writer: Writer, tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(OSError, match="No space left") as caught:
-        writer.write(full, [Order(0, [Piece("", 0, 10)])])
+        writer.write(full, [Order(0, [MemoryPiece("", 0, 10)])])
     assert caught.value.errno == errno.ENOSPC
     writer._process.kill()
     with pytest.raises(OSError, match="the process that writes checkpoints has exited with status -9"):
-        writer.write(full, [Order(0, [Piece("", 0, 10)])])
+        writer.write(full, [Order(0, [MemoryPiece("", 0, 10)])])
     os.close(full)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_zero.comm import Hosts, in_hops, ledger
-from hf_zero.comm.hops import Links, TwoHops
+from hf_zero.comm.hops import LinkSpeed, TwoHops
 from tests.support.groups import groups_of
 from tests.support.in_process import InProcessWorld
 
@@ -84,4 +84,4 @@ def test_where_there_is_nothing_to_choose() -> None:
 )
 def test_the_cost_model(payload: int, across: float, expected: bool) -> None:
     """Small buffers, and links between hosts that are as fast as memory, are better with one hop."""
-    assert Links(across=across).two_are_faster(payload, per_host=4, hosts=2) == expected
+    assert LinkSpeed(across=across).two_are_faster(payload, per_host=4, hosts=2) == expected

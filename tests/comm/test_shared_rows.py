@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hf_zero.comm.cpu.blocks import ALIGN_BYTES, Block, OwnBlocks
+from hf_zero.comm.cpu.blocks import ALIGN_BYTES, MemoryBlock, OwnBlocks
 from hf_zero.comm.cpu.host import Arrival, GroupLink, SharedRows, filled, offsets
 
 OWN, PEER = 0, 1
@@ -17,12 +17,12 @@ class OneEnd(GroupLink):
 
     def __init__(self) -> None:
         self.blocks = OwnBlocks()
-        self.finished: list[Mapping[int, Block]] = []
+        self.finished: list[Mapping[int, MemoryBlock]] = []
 
-    def take(self, num_bytes: int, *, is_held: bool = False) -> Block:
+    def take(self, num_bytes: int, *, is_held: bool = False) -> MemoryBlock:
         return self.blocks.take(num_bytes, lambda *_: None, is_held=is_held)
 
-    def finish(self, blocks: Mapping[int, Block]) -> None:
+    def finish(self, blocks: Mapping[int, MemoryBlock]) -> None:
         self.finished.append(blocks)
 
 
@@ -30,9 +30,9 @@ def test_rows_lie_aligned_and_are_read_there_until_the_last_is_given_back() -> N
     link = OneEnd()
     theirs = [torch.arange(3.0), torch.arange(5, dtype=torch.bfloat16), torch.empty(0)]
     assert offsets(theirs) == [0, ALIGN_BYTES, 2 * ALIGN_BYTES]
-    claims: list[Block] = []
+    claims: list[MemoryBlock] = []
 
-    def claim() -> dict[int, Block]:
+    def claim() -> dict[int, MemoryBlock]:
         claims.append(filled(link, theirs))
         return {PEER: claims[-1]}
 
@@ -52,7 +52,7 @@ def test_a_block_is_free_when_the_last_reader_and_the_holder_are_done() -> None:
     shown: list[tuple[int, int]] = []
     own = OwnBlocks()
 
-    def take(num_bytes: int, *, is_held: bool = False) -> Block:
+    def take(num_bytes: int, *, is_held: bool = False) -> MemoryBlock:
         return own.take(num_bytes, lambda number, size, _: shown.append((number, size)), is_held=is_held)
 
     block = take(5000, is_held=True)

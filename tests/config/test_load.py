@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.config import ConfigError, load_config, resolve
-from hf_zero.config.sources import Place
+from hf_zero.config.sources import TextPlace
 from hf_zero.config.text import parse
 
 WANTED = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}, "steps": [1, 2]}
@@ -56,10 +56,10 @@ def test_a_dict_is_copied() -> None:
 def test_places_of_keys_are_known() -> None:
     document = parse('{"a": 1,\n "b": {"c": [ {"d": 2} ]}}')
     assert document.places == {
-        ("a",): Place(1, 2),
-        ("b",): Place(2, 2),
-        ("b", "c"): Place(2, 8),
-        ("b", "c", 0, "d"): Place(2, 16),
+        ("a",): TextPlace(1, 2),
+        ("b",): TextPlace(2, 2),
+        ("b", "c"): TextPlace(2, 8),
+        ("b", "c", 0, "d"): TextPlace(2, 16),
     }
 
 

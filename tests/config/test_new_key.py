@@ -19,7 +19,7 @@ from hf_zero.config.features import Extra, OwnSection
 from hf_zero.config.rules import RANKS, Advice, Rule
 from hf_zero.config.schema.fields import Section, Whole, all_paths, rules_of, supported
 from hf_zero.config.schema.long_sequences import ActivationCheckpointing, Tiling
-from hf_zero.config.schema.profiling import Comet, CommsLogger, FlopsProfiler, Observation, Trace
+from hf_zero.config.schema.profiling import Comet, CommsLogger, FlopsProfilerSection, Observation, TraceSection
 from hf_zero.config.schema.root import HfZero, Root
 from hf_zero.config.schema.whole import whole_schema
 from hf_zero.features import Progress, TrainingFeature
@@ -143,13 +143,13 @@ def test_a_section_is_found_by_its_class_wherever_it_stands() -> None:
     )
     assert resolved.section(Tiling) is resolved.config.hf_zero and resolved.section(Tiling).tiled_mlp
     assert resolved.section(Observation) is resolved.config and resolved.section(Observation).memory_breakdown
-    assert resolved.section(Trace).enabled and resolved.section(CommsLogger) == CommsLogger()
+    assert resolved.section(TraceSection).enabled and resolved.section(CommsLogger) == CommsLogger()
     assert list(resolved.extras) == ["tiling", "profiling"], "what is asked for, in the order of Root.features"
     assert resolve({"train_batch_size": 1}, world_size=1).section(HfZero) == HfZero()
 
 
 @pytest.mark.parametrize(
-    "kind", [Tiling, ActivationCheckpointing, Observation, FlopsProfiler, CommsLogger, Comet, Trace]
+    "kind", [Tiling, ActivationCheckpointing, Observation, FlopsProfilerSection, CommsLogger, Comet, TraceSection]
 )
 def test_a_key_of_a_feature_stands_in_one_file_of_config(kind: type[Section]) -> None:
     """`tiled_loss` was in five files here: section, two policies, their construction and the list of features."""

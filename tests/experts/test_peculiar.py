@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_zero.comm import ledger
-from hf_zero.layout.traffic import Sizes, Traffic, Wiring, traffic_of
+from hf_zero.layout.traffic import ModelSizes, Traffic, Wiring, traffic_of
 from tests.experts.training import (
     EXPERTS,
     HIDDEN,
@@ -124,6 +124,6 @@ def test_ranks_generate_texts_of_other_lengths(stage: int) -> None:
 def test_tokens_are_less_than_the_experts_that_stage_3_gathers() -> None:
     """Mixtral-8x7B on four ranks in bf16, with 8,192 tokens per rank: in each layer 8 experts of three matrices."""
     experts = 8 * 3 * 4096 * 14336
-    gathered = Traffic.of(traffic_of(Sizes(gathered=experts, trained=experts), Wiring(ranks=4, per_host=4))).total
+    gathered = Traffic.of(traffic_of(ModelSizes(gathered=experts, trained=experts), Wiring(ranks=4, per_host=4))).total
     tokens = 8192 * bytes_per_token(hidden=4096, itemsize=2, top_k=2, computed_again=True) * 3 // 4
     assert tokens < 0.1 * gathered

@@ -11,7 +11,7 @@ import torch
 
 from hf_zero import initialize
 from hf_zero.config import ConfigError
-from hf_zero.integration.compat.accelerator import Accelerator, get_accelerator
+from hf_zero.integration.compat.accelerator import AcceleratorQueries, get_accelerator
 from hf_zero.integration.compat.arguments import add_config_arguments
 from hf_zero.integration.compat.comms import log_summary
 from hf_zero.integration.compat.utils import OnDevice, RepeatingLoader, clone_tensors_for_torch_save
@@ -73,7 +73,7 @@ def test_on_device_builds_without_memory_and_restores_the_dtype() -> None:
 
 
 def test_the_accelerator_answers_on_a_cpu() -> None:
-    device = Accelerator("cpu")
+    device = AcceleratorQueries("cpu")
     assert (device.device_name(), device.device_name(1), device.current_device_name()) == ("cpu", "cpu", "cpu")
     assert (device.communication_backend_name(), device.device_count(), device.current_device()) == ("gloo", 1, 0)
     assert device.is_available() and device.is_bf16_supported() and device.memory_allocated() > 0

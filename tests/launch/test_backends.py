@@ -12,7 +12,7 @@ from hf_zero.launch import LaunchError
 from hf_zero.launch.backends import BACKENDS
 from hf_zero.launch.job import Job, Program
 from hf_zero.launch.ranks import rank_command
-from hf_zero.launch.relay import Command, Request
+from hf_zero.launch.relay import BackendOptions, Command
 from hf_zero.launch.world import Node, World
 from hf_zero.rank_environment import RankEnvironment
 
@@ -28,7 +28,7 @@ def job(world: World = EVEN, **more: object) -> Job:
 
 
 def command(name: str, the_job: Job, **request: object) -> Command:
-    return BACKENDS[name]().command(the_job, Request(has_hosts=True, **request), [f"/bin/{name}", "x"])  # type: ignore[arg-type]
+    return BACKENDS[name]().command(the_job, BackendOptions(has_hosts=True, **request), [f"/bin/{name}", "x"])  # type: ignore[arg-type]
 
 
 def test_every_launcher_has_a_backend_of_its_name() -> None:

@@ -19,7 +19,7 @@ import pytest
 from hf_zero.launch import LaunchError
 from hf_zero.launch.backends import BACKENDS
 from hf_zero.launch.job import Job, Program, inherited, parse_env_file
-from hf_zero.launch.relay import Request
+from hf_zero.launch.relay import BackendOptions
 from hf_zero.launch.world import World, exclude, include, parse_hostfile
 
 CASES = 500
@@ -105,7 +105,7 @@ def test_hostile_files_of_variables_reach_a_remote_shell_as_they_are(tmp_path: P
         assert all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) and "\0" not in value for name, value in found.items())
         job = Job(Program("train.py", ()), world, "node1", 29500, token="t", variables=found)
         assert Job.decode(job.encode()).variables == found
-        remote = BACKENDS["pdsh"]().command(job, Request(has_hosts=True), ["pdsh", "ssh"]).words[-1]
+        remote = BACKENDS["pdsh"]().command(job, BackendOptions(has_hosts=True), ["pdsh", "ssh"]).words[-1]
         remote = remote.removesuffix(" %h").replace("%%", "%")
         known = [f"{name}={value}" for name, value in sorted(found.items()) if name.startswith(("PYTHON", "HF_ZERO"))]
         expected = ["exec", *(["env", *known] if known else []), sys.executable]

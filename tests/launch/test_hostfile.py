@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.launch import LaunchError
-from hf_zero.launch.world import Node, Place, World, exclude, include, limit, parse_hostfile, read_hostfile
+from hf_zero.launch.world import Node, RankPlace, World, exclude, include, limit, parse_hostfile, read_hostfile
 
 TWO = parse_hostfile(b"worker-0 slots=2\nworker-1 slots=3\n")
 
@@ -119,5 +119,5 @@ def test_limits() -> None:
 
 def test_ranks_go_through_the_nodes_in_order() -> None:
     world = World((Node("a", ("3",)), Node("b", ("0", "2"))))
-    assert list(world.places()) == [Place(0, 0, 0), Place(1, 1, 0), Place(2, 1, 1)]
+    assert list(world.places()) == [RankPlace(0, 0, 0), RankPlace(1, 1, 0), RankPlace(2, 1, 1)]
     assert world.num_ranks == 3 and world.slots_per_node() is None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hf_zero.layout.traffic import Sizes, Traffic, Transfer, Wiring, across_bytes, traffic_of, within_bytes
+from hf_zero.layout.traffic import ModelSizes, Traffic, Transfer, Wiring, across_bytes, traffic_of, within_bytes
 
 NUMEL = 1 << 30
 M = 2 * NUMEL  # one flat 16-bit collective
-MODEL = Sizes(gathered=NUMEL, trained=NUMEL)
+MODEL = ModelSizes(gathered=NUMEL, trained=NUMEL)
 HOSTS, LOCAL = 16, 8
 SHARE = (HOSTS - 1) / HOSTS  # share of a flat gather that comes from other hosts
 
@@ -65,7 +65,7 @@ def test_small_worlds() -> None:
 
 def test_a_hundred_thousand_ranks() -> None:
     """70 billion parameters on 100,000 ranks: a rank keeps little, but receives much."""
-    model = Sizes(gathered=70 * 10**9, trained=70 * 10**9)
+    model = ModelSizes(gathered=70 * 10**9, trained=70 * 10**9)
     plain = Wiring(ranks=100_000, per_host=8)
     best = Wiring(ranks=100_000, per_host=8, second_shard=8, quantized_weights=True, gradient_bits=4)
     assert across_bytes(traffic_of(model, plain)) == pytest.approx(3 * 140e9, rel=1e-3)
@@ -74,7 +74,7 @@ def test_a_hundred_thousand_ranks() -> None:
 
 def test_what_a_rank_gets_by_hand() -> None:
     def of(stage: int, *, kept: int = 0, accumulation: int = 1, ranks: int = 4, per_host: int = 4) -> Traffic:
-        sizes = Sizes(gathered=100, trained=100, kept=kept, weight_bytes=1, gradient_bytes=1)
+        sizes = ModelSizes(gathered=100, trained=100, kept=kept, weight_bytes=1, gradient_bytes=1)
         wiring = Wiring(ranks=ranks, per_host=per_host, stage=stage, accumulation=accumulation)
         return Traffic.of(traffic_of(sizes, wiring))
 

@@ -12,7 +12,7 @@ from hf_zero.config import resolve
 from hf_zero.layout import ParameterSpec
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload import memory_estimate as needs_module
-from hf_zero.offload.memory_estimate import DoesNotFit, MemoryEstimate, Sizes, estimate_memory
+from hf_zero.offload.memory_estimate import DoesNotFit, MemoryEstimate, StateSizes, estimate_memory
 from hf_zero.precision import Precision
 from tests.offload.offload_runs import Run, engine_for
 from tests.offload.test_offload import CPU, on_drive
@@ -29,7 +29,7 @@ def needs(
 ) -> MemoryEstimate:
     config = {"train_batch_size": world, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **zero}}
     policy = resolve(config, world_size=world).zero
-    sizes = Sizes(num_states=2, longest=100 * M, precision=precision)
+    sizes = StateSizes(num_states=2, longest=100 * M, precision=precision)
     return estimate_memory(BILLION, policy, Sharding(stage, 0, world), device, sizes)
 
 

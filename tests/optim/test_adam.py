@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.config import ConfigError, OptimizerPolicy
 from hf_zero.layout import Piece
 from hf_zero.optim.adam import DeepSpeedCPUAdam, FusedAdam
-from hf_zero.optim.elementwise import Counters
+from hf_zero.optim.elementwise import StepCounts
 from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.lion import DeepSpeedCPULion, FusedLion
 from hf_zero.optim.registry import build_optimizer
@@ -145,7 +145,7 @@ def test_a_type_nobody_has() -> None:
 def test_bias_correction_counts_per_parameter() -> None:
     """`a` and `b` are contiguous, `c` follows padding; runs are joined while their step counts agree."""
     pieces = (Piece(0, 0, 0, 32), Piece(1, 32, 0, 10), Piece(2, 64, 5, 7))
-    counters = Counters()
+    counters = StepCounts()
     assert counters.advance(pieces, {0, 1, 2}) == [(0, 71, 1)]
     assert counters.advance(pieces, {0, 2}) == [(0, 32, 2), (64, 71, 2)]
     assert counters.advance(pieces, {0, 1, 2}) == [(0, 32, 3), (32, 42, 2), (64, 71, 3)]

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from hf_zero.planning.candidates import Training
-from hf_zero.planning.choose import Plan, plan
+from hf_zero.planning.choose import RankedPlans, plan
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import PlannedModel, load_model
 
@@ -29,7 +29,9 @@ def config_folder(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
-def planned(source: str, training: Training | None = None, model: PlannedModel | None = None, **machine: Any) -> Plan:
+def planned(
+    source: str, training: Training | None = None, model: PlannedModel | None = None, **machine: Any
+) -> RankedPlans:
     """The plan for a model on given machines."""
     given = {"gpu": "h100", "gpus_per_node": 8, "host_memory": "1T", **machine}
     training = training or Training(length=64)

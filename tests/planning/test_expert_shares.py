@@ -16,7 +16,7 @@ from hf_zero.__main__ import main
 from hf_zero.comm import ledger
 from hf_zero.config import ConfigDict
 from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved, training_of
-from hf_zero.planning.choose import Plan
+from hf_zero.planning.choose import RankedPlans
 from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
 from hf_zero.planning.model import load_model, trace
 from hf_zero.planning.show import as_dict, title
@@ -82,7 +82,7 @@ def test_states_and_messages_are_those_of_engines_to_the_byte(world: int, tmp_pa
         assert sent == world * sum(message.payload for message in seen.messages) == world * (rows + counts)
 
 
-def plan_with(folder: str, size: int, **training: Any) -> Plan:
+def plan_with(folder: str, size: int, **training: Any) -> RankedPlans:
     model = load_model(folder, "bf16", 0, 1, size)
     training = {"length": 128, "checkpointing": False, "expert_parallel": size, **training}
     return planned("", Training(**training), model, gpus_per_node=4)

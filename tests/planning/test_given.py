@@ -17,7 +17,7 @@ from hf_zero.extras.autotuning.measure import measure
 from hf_zero.extras.autotuning.tuning import Experiment, Result
 from hf_zero.optim.registry import states_per_element
 from hf_zero.planning.candidates import Training, training_of
-from hf_zero.planning.choose import Plan, given_estimates, optimizer_size, plan
+from hf_zero.planning.choose import RankedPlans, given_estimates, optimizer_size, plan
 from hf_zero.planning.machine import hardware
 from hf_zero.planning.model import PlannedModel, load_model
 from hf_zero.planning.page import as_html
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> PlannedModel:
     return load_model(config_folder(tmp_path_factory.mktemp("model"), num_hidden_layers=8))
 
 
-def with_config(model: PlannedModel, config: dict[str, Any], training: Training) -> Plan:
+def with_config(model: PlannedModel, config: dict[str, Any], training: Training) -> RankedPlans:
     given = load_config(config)
     return plan(model, MACHINE, training_of(given, training, MACHINE.ranks), given)
 

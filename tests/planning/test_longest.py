@@ -16,8 +16,8 @@ from hf_zero.planning.candidates import Candidate, Training
 from hf_zero.planning.choose import traced
 from hf_zero.planning.longest import Line, Reach, longest_sequences, most_sharing, sums
 from hf_zero.planning.machine import hardware
-from hf_zero.planning.model import PlannedModel, Tiling, load_model, trace
-from hf_zero.planning.trace import Trace
+from hf_zero.planning.model import PlannedModel, TilingChoice, load_model, trace
+from hf_zero.planning.trace import ModelTrace
 from tests.planning.material import config_folder
 
 pytestmark = pytest.mark.lengthy
@@ -26,14 +26,14 @@ ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"gpu": "h100", "gpus_per_node": 1, "device_memory": "8G", "host_memory": "64G", "disk": "1T"}
 
 
-_TRACES: dict[str, Trace] = {}
+_TRACES: dict[str, ModelTrace] = {}
 
 
 @pytest.fixture(autouse=True)
 def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces are cached: tracing takes seconds, and most tests need the same model and samples."""
 
-    def kept(model: PlannedModel, training: Training, **options: Any) -> Trace:
+    def kept(model: PlannedModel, training: Training, **options: Any) -> ModelTrace:
         run = training.micro_batch, training.length, training.sequence_parallel
         config = {name: value for name, value in model.config.to_dict().items() if not name.startswith("_")}
         key = repr((config, model.dtype, model.num_parameters, run, sorted(options.items())))
@@ -82,8 +82,8 @@ def test_streaming_leaves_more_of_the_host_to_inputs(model: PlannedModel) -> Non
 
 @pytest.mark.slow
 def test_the_line_is_that_of_longer_traces(model: PlannedModel) -> None:
-    tiling = Tiling.that_fits(model.module)
-    assert tiling == Tiling(mlp=True, loss=True)
+    tiling = TilingChoice.that_fits(model.module)
+    assert tiling == TilingChoice(mlp=True, loss=True)
     lengths = (2**14, 2**15, 2**17)
     peaks = {n: trace(model, micro_batch=1, length=n, checkpointing=True, tiling=tiling).peak for n in lengths}
     per_token = (peaks[2**15] - peaks[2**14]) / 2**14
@@ -122,7 +122,7 @@ def test_ranks_that_share_sequences_reach_as_many_times_as_far(model: PlannedMod
 
 def test_a_head_in_parts_has_no_tiles(model: PlannedModel) -> None:
     """Its logits are gathered before the loss; the MLPs' tiles are unchanged."""
-    assert Tiling.that_fits(model.cut(2).module) == Tiling(mlp=True)
+    assert TilingChoice.that_fits(model.cut(2).module) == TilingChoice(mlp=True)
 
 
 def test_experts_are_not_tiled(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_experts_are_not_tiled(tmp_path: Path) -> None:
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     experts = load_model(str(tmp_path))
-    assert Tiling.that_fits(experts.module) == Tiling(loss=True)
+    assert TilingChoice.that_fits(experts.module) == TilingChoice(loss=True)
 
 
 def test_sums_in_words() -> None:

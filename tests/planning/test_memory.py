@@ -14,7 +14,7 @@ from bench.states import state_bytes
 from hf_zero import initialize
 from hf_zero.api import run_words
 from hf_zero.config import resolve
-from hf_zero.offload.memory_estimate import AT_ONCE, FP32_BYTES, Sizes, estimate_memory
+from hf_zero.offload.memory_estimate import AT_ONCE, FP32_BYTES, StateSizes, estimate_memory
 from hf_zero.planning.candidates import Candidate, Training, candidates, ds_config, resolved
 from hf_zero.planning.memory import STATES, OptimizerSize, Setting, rank_memory, trained_specs
 from hf_zero.planning.model import load_model, trace
@@ -95,7 +95,7 @@ def test_the_estimate_at_the_start_of_a_run_says_the_same(separate: bool, tmp_pa
         answers = resolved(ds_config(way, training), training, model, 4)
         setting = Setting(answers, OptimizerSize(), 4, separate)
         found = rank_memory(model, setting, traced)
-        sizes = Sizes(num_states=2, longest=10**6, precision=setting.precision)
+        sizes = StateSizes(num_states=2, longest=10**6, precision=setting.precision)
         device = torch.device("cuda" if separate else "cpu")
         said = estimate_memory(trained_specs(model.module), answers.zero, setting.sharding, device, sizes)
         assert found.disk_total == pytest.approx(said.disk, rel=0.01, abs=1e4), way

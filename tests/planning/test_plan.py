@@ -25,7 +25,7 @@ from hf_zero.planning import model as model_module
 from hf_zero.planning import show as show_module
 from hf_zero.planning.arguments import GPUS
 from hf_zero.planning.candidates import PREFERRED, Candidate, Training, candidates, ds_config, training_of
-from hf_zero.planning.choose import ALIKE, Plan, choose, gigabytes
+from hf_zero.planning.choose import ALIKE, RankedPlans, choose, gigabytes
 from hf_zero.planning.choose import plan as make_plan
 from hf_zero.planning.machine import calibrated, hardware, parse_bytes
 from hf_zero.planning.model import load_model
@@ -100,7 +100,7 @@ def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Pa
     training = Training(length=1024, checkpointing=True, nvme_path=str(tmp_path))
     plain, streaming = (f"stage 3, optimizer cpu, parameters cpu{more}, checkpointing" for more in ("", ", streaming"))
 
-    def planned_with(host_memory: str, training: Training) -> Plan:
+    def planned_with(host_memory: str, training: Training) -> RankedPlans:
         machine = {"gpu": "gh200", "gpus_per_node": 1, "device_memory": "12G"}  # one GPU has the host's memory alone
         return planned("", training, model, **machine, host_memory=host_memory, disk="2T")
 
@@ -128,7 +128,7 @@ def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Pa
     assert 'clipping "last_norm"' in reasoning(less)[-1] and reasoning(less)[-1].endswith("changes the training")
 
 
-def shown(plan: Plan) -> str:
+def shown(plan: RankedPlans) -> str:
     """The command's output."""
     console = Console(file=io.StringIO(), width=150)
     show(plan, console=console)
@@ -260,18 +260,18 @@ def test_a_config_json_by_its_own_name(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def plan() -> Plan:
+def plan() -> RankedPlans:
     return planned("8b", Training(length=1024, nvme_path="/d"), device_memory="24G", disk="1T")
 
 
-def test_the_page_fetches_nothing(plan: Plan) -> None:
+def test_the_page_fetches_nothing(plan: RankedPlans) -> None:
     page = as_html(plan)
     assert not re.search(r"<script|<link|<img|https?://|url\(|@import", page)
     assert page.count('class="row') == len(plan.estimates) and "limit: " in page
     assert "Use <strong>" in page and plan.chosen is not None and plan.chosen.candidate.name in page
 
 
-def test_bars_that_are_longer_than_is_drawn_are_drawn_as_cut(plan: Plan) -> None:
+def test_bars_that_are_longer_than_is_drawn_are_drawn_as_cut(plan: RankedPlans) -> None:
     """Stage 0 of a large model looked as if it needed no more than a model that almost fits."""
     page = as_html(plan)
     largest = max(plan.estimates, key=lambda each: each.memory.device_total)
@@ -297,7 +297,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         config_file("nobody/Model-8B")
 
 
-def test_json_has_what_the_table_has(plan: Plan) -> None:
+def test_json_has_what_the_table_has(plan: RankedPlans) -> None:
     found = json.loads(json.dumps(as_dict(plan)))
     assert [each["name"] for each in found["candidates"]] == [each.candidate.name for each in plan.estimates]
     for each in found["candidates"]:

@@ -24,7 +24,7 @@ from hf_zero.extras.autotuning import measure as measuring
 from hf_zero.extras.autotuning.measure import measure
 from hf_zero.extras.autotuning.tuning import Experiment, Result
 from hf_zero.planning.candidates import Candidate, Training, ds_config, resolved
-from hf_zero.planning.choose import Plan
+from hf_zero.planning.choose import RankedPlans
 from hf_zero.planning.memory import OptimizerSize, Setting, rank_memory
 from hf_zero.planning.model import PlannedModel, load_model, trace
 from hf_zero.planning.page import as_html
@@ -200,7 +200,7 @@ def test_inside_of_layers_each_rank_has_its_part(llama: PlannedModel) -> None:
 MACHINE = {"gpu": "h100", "gpus_per_node": 4, "nodes": 2}
 
 
-def plan_with(model: PlannedModel, **sizes: int) -> Plan:
+def plan_with(model: PlannedModel, **sizes: int) -> RankedPlans:
     cut = model.cut(sizes["tensor_parallel"]) if "tensor_parallel" in sizes else model
     return planned("", Training(length=256, checkpointing=False, **sizes), cut, **MACHINE)
 
@@ -231,7 +231,7 @@ def test_parts_of_matrices_in_a_plan(llama: PlannedModel) -> None:
     assert "create the model before" in as_dict(planned_at_stage_3(cut))["needs"][0]
 
 
-def planned_at_stage_3(found: Plan) -> Plan:
+def planned_at_stage_3(found: RankedPlans) -> RankedPlans:
     return replace(found, chosen=next(each for each in found.estimates if each.candidate.stage == 3))
 
 

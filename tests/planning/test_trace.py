@@ -28,8 +28,8 @@ from hf_zero.planning import trace as tracing
 from hf_zero.planning.choose import optimizer_size
 from hf_zero.planning.llama import SHAPES, LlamaShape
 from hf_zero.planning.llama import LlamaForCausalLM as Llama
-from hf_zero.planning.model import Tiling, build_model, load_model, trace
-from hf_zero.planning.trace import FEW, NotAlike, Segment, Trace, flops_of, stretch, trace_step
+from hf_zero.planning.model import TilingChoice, build_model, load_model, trace
+from hf_zero.planning.trace import FEW, ModelTrace, NotAlike, Segment, flops_of, stretch, trace_step
 from hf_zero.quantities import count_of
 from tests.planning.material import config_folder
 
@@ -50,7 +50,7 @@ class TwoLayers(nn.Module):
         return Output()
 
 
-def traced(layers: int, *, checkpointing: bool) -> Trace:
+def traced(layers: int, *, checkpointing: bool) -> ModelTrace:
     config = LlamaConfig(
         vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4
     )
@@ -118,9 +118,9 @@ def test_layers_that_differ_are_not_stretched() -> None:
     layers = [Segment("forward", f"h.{i}.x", 10 * i + (i > 1), 1.0 + (i == 2)) for i in range(4)]
     backward = [Segment("backward", f"h.{i}.x", 10 * i, 1.0) for i in reversed(range(4))]
     with pytest.raises(NotAlike):
-        stretch(Trace((*layers, Segment("loss", "", 40, 0.0), *backward)), 9, "model.h.")
+        stretch(ModelTrace((*layers, Segment("loss", "", 40, 0.0), *backward)), 9, "model.h.")
     with pytest.raises(NotAlike):
-        stretch(Trace((*layers, Segment("loss", "", 40, 0.0), *backward)), 9, "h.")
+        stretch(ModelTrace((*layers, Segment("loss", "", 40, 0.0), *backward)), 9, "h.")
 
 
 def test_numbers_of_parameters() -> None:
@@ -134,8 +134,8 @@ def test_numbers_of_parameters() -> None:
     parse(transformers.__version__) < parse("5.24"), reason="earlier ones turn positions and recompute layers otherwise"
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("tiling", [Tiling(), Tiling(mlp=True, loss=True)], ids=["whole", "tiles"])
-def test_the_plain_llama_is_that_of_transformers(checkpointing: bool, tiling: Tiling, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiling", [TilingChoice(), TilingChoice(mlp=True, loss=True)], ids=["whole", "tiles"])
+def test_the_plain_llama_is_that_of_transformers(checkpointing: bool, tiling: TilingChoice, tmp_path: Path) -> None:
     plain = load_model("300M")
     (tmp_path / "config.json").write_text(json.dumps(plain.config.to_dict()))
     theirs = load_model(str(tmp_path))
@@ -145,7 +145,11 @@ def test_the_plain_llama_is_that_of_transformers(checkpointing: bool, tiling: Ti
         for model in (plain, theirs)
     ]
     assert shapes[0] == shapes[1] and (plain.heads, plain.hidden) == (theirs.heads, theirs.hidden)
-    assert Tiling.that_fits(plain.module) == Tiling.that_fits(theirs.module) == Tiling(mlp=True, loss=True)
+    assert (
+        TilingChoice.that_fits(plain.module)
+        == TilingChoice.that_fits(theirs.module)
+        == TilingChoice(mlp=True, loss=True)
+    )
     ours, reference = (
         trace(model, micro_batch=2, length=128, checkpointing=checkpointing, tiling=tiling) for model in (plain, theirs)
     )
@@ -250,7 +254,7 @@ def test_the_plain_llama_computes_again_what_torch_would(device: str, monkeypatc
         torch.nn.init.normal_(model.get_input_embeddings().weight)
     modules = {each.name: each.module for each in find_gathered_modules(model)}
 
-    def run() -> tuple[Trace, list[torch.Tensor]]:
+    def run() -> tuple[ModelTrace, list[torch.Tensor]]:
         gradients: list[torch.Tensor] = []
         handles = [p.register_hook(lambda gradient: gradients.append(gradient.detach())) for p in model.parameters()]
         with nullcontext() if device == "meta" else patch.object(tracing, "in_place_of", lambda *_: nullcontext()):
@@ -345,7 +349,7 @@ def test_bytes_of_a_real_run_on_a_cpu(kind: str, checkpointing: bool, tmp_path: 
     assert found.saved == pytest.approx(real.saved, rel=0.01)
 
 
-def _traced_for_real(model: nn.Module, inputs: Any, modules: dict[str, nn.Module]) -> Trace:
+def _traced_for_real(model: nn.Module, inputs: Any, modules: dict[str, nn.Module]) -> ModelTrace:
     """With real values, and torch's own attention and products."""
     with patch.object(tracing, "in_place_of", lambda *_: nullcontext()):
         return trace_step(model, inputs, modules)

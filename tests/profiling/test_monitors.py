@@ -18,7 +18,7 @@ from hf_zero.config.schema.profiling import CsvMonitor as CsvSection
 from hf_zero.integration.compat.comms import MonitorMaster, csvMonitor, get_monitor_config
 from hf_zero.profiling import monitors
 from hf_zero.profiling.feature import RunEvents
-from hf_zero.profiling.monitors import CometMonitor, CsvMonitor, WandbMonitor
+from hf_zero.profiling.monitors import CometWriter, CsvWriter, WandbWriter
 from tests.api.test_engine import ROWS, new_engine, one_step
 
 
@@ -114,9 +114,9 @@ def test_wandb_and_comet_get_what_they_take(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "comet_ml", comet)
     events = [("lr", 0.1, 50), ("loss", 2.0, 50), ("lr", 0.2, 100), ("lr", 0.3, 149), ("lr", 0.4, 150)]
-    WandbMonitor(WandB(project="p", team="t")).write_events(events[:3])
+    WandbWriter(WandB(project="p", team="t")).write_events(events[:3])
     assert run.calls == [{"lr": 0.1, "loss": 2.0, "Train/Samples": 50}, {"lr": 0.2, "Train/Samples": 100}]
-    CometMonitor(Comet(project="p", experiment_name="n")).write_events(events)
+    CometWriter(Comet(project="p", experiment_name="n")).write_events(events)
     assert experiment.calls == ["n", ("lr", 0.1, 50), ("loss", 2.0, 50), ("lr", 0.4, 150)]
     assert given == {"wandb": {"project": "p", "group": None, "entity": "t"}, "comet": {"project_name": "p"}}
 
@@ -130,8 +130,8 @@ def test_tensorboard_files_are_written(tmp_path: Path) -> None:
 
 
 def test_an_earlier_runs_file_is_cut_where_the_run_went_back(tmp_path: Path) -> None:
-    monitor = CsvMonitor(CsvSection(output_path=str(tmp_path), job_name="j"))
+    monitor = CsvWriter(CsvSection(output_path=str(tmp_path), job_name="j"))
     monitor.write_events([("a/x", 1, 8), ("a/x", 2, 16)])
-    CsvMonitor(CsvSection(output_path=str(tmp_path), job_name="j")).write_events([("a/x", 3, 16), ("a/x", 4, 24)])
+    CsvWriter(CsvSection(output_path=str(tmp_path), job_name="j")).write_events([("a/x", 3, 16), ("a/x", 4, 24)])
     assert rows_of(tmp_path / "j/a_x.csv") == [["step", "x"], ["8", "1"], ["16", "3"], ["24", "4"]]
     assert RunEvents.wants_intervals is False

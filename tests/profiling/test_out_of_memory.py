@@ -16,7 +16,7 @@ from hf_zero.profiling.out_of_memory import (
     MASTERS,
     REST,
     STATES,
-    Change,
+    ConfigChange,
     changes,
     explanation,
     is_out_of_memory,
@@ -89,7 +89,11 @@ def test_kinds_are_those_of_the_live_tensors() -> None:
 
 def test_the_first_change_that_is_enough_is_named() -> None:
     kinds = {REST: 10 * GIB, STATES: 30 * GIB}
-    found = [Change("a smaller micro-batch", 5 * GIB), Change("stage 2", 15 * GIB), Change("stage 3", 25 * GIB)]
+    found = [
+        ConfigChange("a smaller micro-batch", 5 * GIB),
+        ConfigChange("stage 2", 15 * GIB),
+        ConfigChange("stage 3", 25 * GIB),
+    ]
     text = explanation("backward", kinds, 12 * GIB, found)
     assert text.splitlines()[1].split() == ["optimizer", "states", "30.00", "GB", "75.0%"]
     assert text.endswith("One change would have made it fit: stage 2 (frees about 15.00 GB)")

@@ -16,7 +16,7 @@ from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm import ledger
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.kernels.message import message_bytes
-from hf_zero.layout.traffic import Sizes, Wiring, traffic_of
+from hf_zero.layout.traffic import ModelSizes, Wiring, traffic_of
 from tests.support.in_process import InProcessWorld, engines_in
 from tests.support.ranks import run_ranks
 
@@ -126,7 +126,7 @@ def test_bytes_are_those_of_the_messages(name: str) -> None:
         else:
             expected["backward all_to_all"] = in_4 * DEPTH
         assert seen == expected
-        sizes = Sizes(gathered=LAYER * DEPTH, trained=LAYER * DEPTH, kept=LAYER)
+        sizes = ModelSizes(gathered=LAYER * DEPTH, trained=LAYER * DEPTH, kept=LAYER)
         bits = None if name == "qwZ" else 4
         wiring = Wiring(ranks=WORLD, per_host=WORLD, quantized_weights=gathered == in_8, gradient_bits=bits)
         on_paper = {f"{each.phase} {each.operation}": each.payload for each in traffic_of(sizes, wiring)}

@@ -16,7 +16,7 @@ from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 from hf_zero.comm import Hosts, ledger
 from hf_zero.kernels.message import message_bytes
-from hf_zero.layout.traffic import Sizes, Wiring, across_bytes, traffic_of
+from hf_zero.layout.traffic import ModelSizes, Wiring, across_bytes, traffic_of
 from tests.step.test_hybrid_sharding import on_two_hosts
 from tests.step.test_quantized_wire import DEPTH, KINDS, LAYER, WEIGHTS, WIDTH, Stack, batch, config_for, train
 from tests.support.in_process import InProcessWorld, engines_in
@@ -209,7 +209,7 @@ def test_between_hosts(tmp_path: Path) -> None:
     for counted, (plain, *others) in run_ranks(run_between_hosts, WORLD, str(tmp_path)):
         assert all(torch.equal(weights, plain) for weights in others)
         for seen, (_, wiring, crossing) in zip(counted, WIRES, strict=True):
-            sizes = Sizes(gathered=LAYER * DEPTH, trained=LAYER * DEPTH, kept=LAYER)
+            sizes = ModelSizes(gathered=LAYER * DEPTH, trained=LAYER * DEPTH, kept=LAYER)
             on_paper = traffic_of(sizes, Wiring(ranks=WORLD, per_host=2, second_shard=SIZE, accumulation=2, **wiring))
             for number, of in enumerate(("payload", "within", "across")):
                 found: Counter[str] = Counter()

@@ -11,7 +11,7 @@ import torch
 from hf_zero import initialize
 from hf_zero.comm import ledger
 from hf_zero.comm.hops import TwoHops
-from hf_zero.layout.traffic import Sizes, Wiring, traffic_of
+from hf_zero.layout.traffic import ModelSizes, Wiring, traffic_of
 from tests.step.test_hybrid_sharding import (
     CLIP,
     TOLERANCE,
@@ -69,7 +69,7 @@ def run_between_hosts(rank: int) -> list[tuple[Trace, int, dict[str, tuple[int, 
 def test_bytes_between_hosts() -> None:
     for found in run_ranks(run_between_hosts, WORLD):
         for stage, (_, numel, seen) in zip((0, 2), found, strict=True):
-            sizes = Sizes(gathered=numel, trained=numel, weight_bytes=4, gradient_bytes=4)
+            sizes = ModelSizes(gathered=numel, trained=numel, weight_bytes=4, gradient_bytes=4)
             on_paper = traffic_of(sizes, Wiring(ranks=WORLD, per_host=2, stage=stage, hops=2))
             direct = traffic_of(sizes, Wiring(ranks=WORLD, per_host=2, stage=stage))
             for number, of in enumerate(("payload", "within", "across")):

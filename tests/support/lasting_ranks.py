@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.support.nursery import START_S, Child, nursery
+from tests.support.fork_server import START_S, Child, fork_server
 from tests.support.ranks import free_port, redirect_output
 
 SETTLE_S = 2.0  # after the first failure, for the other ranks to report theirs
@@ -127,7 +127,7 @@ class _Group:
         self._folder = tempfile.mkdtemp(prefix="lasting-")
         port = free_port()
         seats = [_Seat(rank, world, port, self._folder, play) for rank in range(world)]
-        self._ranks: list[Child] = nursery(modules).fork(_rank_main, seats)
+        self._ranks: list[Child] = fork_server(modules).fork(_rank_main, seats)
         self._pipes = [rank.pipe for rank in self._ranks]
         self._log_starts = [0] * world
         self.start(self._collect(START_S))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.checkpoint.files import crc
-from hf_zero.checkpoint.files.writer import BLOCK_BYTES, Output, write_at
+from hf_zero.checkpoint.files.writer import BLOCK_BYTES, DirectFile, write_at
 from hf_zero.staging import staging_file
 
 CHUNK_BYTES = BLOCK_BYTES  # memory of one thread for casts
@@ -167,7 +167,7 @@ def write_records(file: int, records: Sequence[Record], progress: Callable[[int]
 
     `progress` is called with the number of bytes of each write, from any thread.
     """
-    with Output(file) as output:
+    with DirectFile(file) as output:
 
         def write(record: Record) -> int:
             return output.write(record.offset, _blocks(record.content), record.num_bytes, progress)

@@ -63,7 +63,7 @@ _PROTOCOL = 2  # torch's own choice, which its restricted reader supports best
 
 
 @dataclass(frozen=True, slots=True)
-class Member(Record):
+class ArchiveRecord(Record):
     """One record of the archive, with its name and the place of its header."""
 
     name: bytes
@@ -104,7 +104,7 @@ def write_torch_file_as_it_comes(path: Path, arriving: Arriving) -> Written:
         return _finish(file, path, members, checksums)
 
 
-def _plan(value: object, path: Path) -> tuple[Member, ...]:
+def _plan(value: object, path: Path) -> tuple[ArchiveRecord, ...]:
     pickled, contents = _pickle(value, path.name)
     stem = path.name.split(".")[0] or "archive"
     return place_records(
@@ -117,7 +117,7 @@ def _plan(value: object, path: Path) -> tuple[Member, ...]:
     )
 
 
-def _finish(file: int, path: Path, members: Sequence[Member], checksums: Sequence[int]) -> Written:
+def _finish(file: int, path: Path, members: Sequence[ArchiveRecord], checksums: Sequence[int]) -> Written:
     """Write headers and directory, which need the checksums."""
     heads = archive_headers(members, checksums)
     all_checksums = [*checksums, *write_records(file, heads)]
@@ -253,20 +253,20 @@ def plain(value: Any) -> Any:
     return value
 
 
-def place_records(contents: Sequence[tuple[str, Streamed | Awaited | bytes]]) -> tuple[Member, ...]:
+def place_records(contents: Sequence[tuple[str, Streamed | Awaited | bytes]]) -> tuple[ArchiveRecord, ...]:
     """Assign offsets to all records, in order."""
     members, cursor = [], 0
     for name, content in contents:
         encoded = name.encode()
         fixed = _LOCAL.size + len(encoded) + _SIZES64.size
         padding = -(cursor + fixed + 4) % ALIGN_BYTES + 4  # including the padding's 4-byte header
-        member = Member(cursor + fixed + padding, content, encoded, header_offset=cursor)
+        member = ArchiveRecord(cursor + fixed + padding, content, encoded, header_offset=cursor)
         members.append(member)
         cursor = member.offset + member.num_bytes
     return tuple(members)
 
 
-def archive_headers(members: Sequence[Member], checksums: Sequence[int]) -> list[Record]:
+def archive_headers(members: Sequence[ArchiveRecord], checksums: Sequence[int]) -> list[Record]:
     """Everything except the records' data: local headers, and the directory at the end."""
     headers = [
         Record(m.header_offset, _local_header(m, checksum)) for m, checksum in zip(members, checksums, strict=True)
@@ -276,7 +276,7 @@ def archive_headers(members: Sequence[Member], checksums: Sequence[int]) -> list
     return [*headers, Record(start, entries + _directory_end(len(members), start, len(entries)))]
 
 
-def _local_header(member: Member, checksum: int) -> bytes:
+def _local_header(member: ArchiveRecord, checksum: int) -> bytes:
     size = member.num_bytes
     sizes = _SIZES64.pack(1, 16, size, size)
     padding = member.offset - member.header_offset - _LOCAL.size - len(member.name) - len(sizes)
@@ -285,7 +285,7 @@ def _local_header(member: Member, checksum: int) -> bytes:
     return _LOCAL.pack(*fields, len(member.name), len(extra)) + member.name + extra
 
 
-def _directory_entry(member: Member, checksum: int) -> bytes:
+def _directory_entry(member: ArchiveRecord, checksum: int) -> bytes:
     size = member.num_bytes
     is_large = size >= _LIMIT32 or member.header_offset >= _LIMIT32
     extra = _ENTRY64.pack(1, 24, size, size, member.header_offset) if is_large else b""

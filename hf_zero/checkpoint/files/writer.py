@@ -28,7 +28,7 @@ _DIRECT_BYTES = 256 << 10
 _LEAST_NICE = 19
 
 
-class Piece(NamedTuple):
+class MemoryPiece(NamedTuple):
     """`num_bytes` from `start` on in the shared memory that can be opened as `path`; zeros if `path` is empty."""
 
     path: str
@@ -40,7 +40,7 @@ class Order(NamedTuple):
     """Consecutive pieces at `offset` of a file."""
 
     offset: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[MemoryPiece]
 
 
 class Writer:
@@ -92,7 +92,7 @@ def name_of(descriptor: int) -> str:
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-class Output:
+class DirectFile:
     """An open file to which large records are written directly (O_DIRECT), if the file system supports that.
 
     Writing through the page cache takes several times as much CPU time, which training needs. Thread-safe.
@@ -106,7 +106,7 @@ class Output:
         # Threads share casts and checksums, but only one writes: a second writer of a file would spin in the kernel.
         self._turn = Lock()
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> DirectFile:
         return self
 
     def __exit__(
@@ -219,7 +219,7 @@ def main() -> None:
 def _carry_out(path: str, orders: Sequence[Sequence[Any]], memories: dict[str, mmap.mmap]) -> list[int]:
     file = os.open(path, os.O_WRONLY)
     try:
-        with Output(file) as output:
+        with DirectFile(file) as output:
             return [
                 output.write(offset, _blocks(pieces, memories), sum(num_bytes for _, _, num_bytes in pieces))
                 for offset, pieces in orders

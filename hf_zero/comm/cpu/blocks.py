@@ -24,7 +24,7 @@ def aligned_bytes(piece: Tensor) -> int:
     return round_up(num_bytes(piece), ALIGN_BYTES)
 
 
-class Block:
+class MemoryBlock:
     """One piece of shared memory, mapped into this process.
 
     Attributes:
@@ -52,17 +52,17 @@ class OwnBlocks:
     """The blocks that this rank has created: which are free, and which ranks still have to read the others."""
 
     def __init__(self) -> None:
-        self._all: dict[int, Block] = {}
+        self._all: dict[int, MemoryBlock] = {}
         self._num_made = 0
         self._num_takes = 0
-        self._free: list[Block] = []
+        self._free: list[MemoryBlock] = []
         self._readers: dict[int, set[int]] = {}  # remaining readers of blocks that are not free
 
     @property
     def tensors(self) -> list[Tensor]:
         return [block.bytes for block in self._all.values()]
 
-    def take(self, num_bytes: int, show: Callable[[int, int, int], None], *, is_held: bool) -> Block:
+    def take(self, num_bytes: int, show: Callable[[int, int, int], None], *, is_held: bool) -> MemoryBlock:
         """Return a block that no rank reads; `show` is called with number, size and descriptor of a new one.
 
         A block with `is_held` is not free again before `release`.
@@ -80,22 +80,22 @@ class OwnBlocks:
         self._readers[block.number] = {_HOLDER} if is_held else set()
         return block
 
-    def _make(self, size: int, show: Callable[[int, int, int], None]) -> Block:
+    def _make(self, size: int, show: Callable[[int, int, int], None]) -> MemoryBlock:
         descriptor = anonymous_file(size)
         number, self._num_made = self._num_made, self._num_made + 1
         show(number, size, descriptor)
-        block = self._all[number] = Block(number, descriptor, size)
+        block = self._all[number] = MemoryBlock(number, descriptor, size)
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: MemoryBlock) -> None:
         """Release `block` on behalf of its holder."""
         self.strike_reader(block.number, _HOLDER)
 
-    def readers(self, block: Block) -> AbstractSet[int]:
+    def readers(self, block: MemoryBlock) -> AbstractSet[int]:
         """Ranks that have not read the block yet."""
         return self._readers.get(block.number, set())
 
-    def add_readers(self, block: Block, readers: Iterable[int]) -> None:
+    def add_readers(self, block: MemoryBlock, readers: Iterable[int]) -> None:
         self._readers[block.number].update(readers)
 
     def strike_reader(self, number: int, reader: int) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.comm.collectives import MAX_SEND_BUFFERS
-from hf_zero.comm.cpu.blocks import ALIGN_BYTES, Block, OwnBlocks, aligned_bytes
+from hf_zero.comm.cpu.blocks import ALIGN_BYTES, MemoryBlock, OwnBlocks, aligned_bytes
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.cpu.shared_memory import NO_LABEL, Label, Mail, Mismatch, SharedMemoryLink, call_number
 from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
@@ -63,20 +63,20 @@ class GroupLink:
         self.link.calls[channel] += 1
         return call_number(channel, self.link.calls[channel])
 
-    def take(self, num_bytes: int, *, is_held: bool = False) -> Block:
+    def take(self, num_bytes: int, *, is_held: bool = False) -> MemoryBlock:
         return self.link.take(num_bytes, is_held=is_held)
 
-    def wait_until_read(self, block: Block, take: int) -> None:
+    def wait_until_read(self, block: MemoryBlock, take: int) -> None:
         self.link.wait_until_read(block, take)
 
-    def post(self, block: Block, call: int, label: Label = NO_LABEL) -> None:
+    def post(self, block: MemoryBlock, call: int, label: Label = NO_LABEL) -> None:
         """Let the whole group read `block`."""
         self.link.post(self._peers, block, call, label)
 
-    def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> Block:
+    def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> MemoryBlock:
         return self.link.claim(self.ranks[peer], call, label)
 
-    def finish(self, blocks: Mapping[int, Block]) -> None:
+    def finish(self, blocks: Mapping[int, MemoryBlock]) -> None:
         self.link.finish({self.ranks[peer]: block for peer, block in blocks.items()})
 
     def has_heard(self, peer: int, call: int) -> bool:
@@ -85,7 +85,7 @@ class GroupLink:
     # Mail
 
     def mail(
-        self, peers: Iterable[int], kind: int, block: Block | None, argument: int, details: Sequence[int] = ()
+        self, peers: Iterable[int], kind: int, block: MemoryBlock | None, argument: int, details: Sequence[int] = ()
     ) -> None:
         self.link.mail([self.ranks[peer] for peer in peers], self._number, kind, block, argument, details)
 
@@ -104,7 +104,7 @@ class GroupLink:
         self.link.wait_for(lambda: {self.ranks[peer] for peer in missing()}, purpose=purpose)
 
 
-def filled(link: GroupLink, rows: Sequence[Tensor]) -> Block:
+def filled(link: GroupLink, rows: Sequence[Tensor]) -> MemoryBlock:
     """A block of this rank that holds all `rows` (1-D) at `offsets`."""
     block = link.take(sum(map(aligned_bytes, rows)))
     for row, offset in zip(rows, offsets(rows), strict=True):
@@ -123,7 +123,7 @@ class Arrival:
     def __init__(
         self,
         link: GroupLink,
-        claim: Callable[[], Mapping[int, Block]],
+        claim: Callable[[], Mapping[int, MemoryBlock]],
         num_parts: int = 1,
         is_here: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -132,12 +132,12 @@ class Arrival:
         self._claim = claim
         self._left = num_parts
         self._is_here = is_here
-        self._blocks: Mapping[int, Block] | None = None
+        self._blocks: Mapping[int, MemoryBlock] | None = None
 
     def is_ready(self) -> bool:
         return self._blocks is not None or self._is_here()
 
-    def blocks(self) -> Mapping[int, Block]:
+    def blocks(self) -> Mapping[int, MemoryBlock]:
         if self._blocks is None:
             self._blocks = self._claim()
         return self._blocks
@@ -221,8 +221,8 @@ class HostCollectives(ExchangeCollectives):
         super().__init__(group, channel)
         self._link = link
         self._subject: tuple[int, ...] = ()
-        self._filled: dict[int, Block] = {}  # by address: blocks in use as send buffers
-        self._sent: deque[tuple[Block, int]] = deque()
+        self._filled: dict[int, MemoryBlock] = {}  # by address: blocks in use as send buffers
+        self._sent: deque[tuple[MemoryBlock, int]] = deque()
 
     def buffers(self) -> list[Tensor]:
         return self._link.own.tensors
@@ -334,7 +334,7 @@ class HostCollectives(ExchangeCollectives):
     def _all_have_posted(self, call: int) -> bool:
         return all(self._link.has_heard(peer, call) for peer in self._peers())
 
-    def _claim(self, call: int, label: Label) -> dict[int, Block]:
+    def _claim(self, call: int, label: Label) -> dict[int, MemoryBlock]:
         try:
             return {peer: self._link.claim(peer, call, label) for peer in self._peers()}
         except Mismatch as mismatch:

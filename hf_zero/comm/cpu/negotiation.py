@@ -20,7 +20,7 @@ from functools import partial
 
 from torch import Tensor
 
-from hf_zero.comm.cpu.blocks import Block
+from hf_zero.comm.cpu.blocks import MemoryBlock
 from hf_zero.comm.cpu.host import Arrival, GroupLink, SharedRows, filled, offsets
 from hf_zero.comm.cpu.shared_memory import Mail
 from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Request
@@ -36,7 +36,7 @@ class _Word(IntEnum):
 @dataclass(slots=True)
 class _Asked:
     request: Request
-    block: Block | None  # the rows of a peer's GATHER
+    block: MemoryBlock | None  # the rows of a peer's GATHER
 
 
 class HostNegotiation(Negotiation):
@@ -51,7 +51,7 @@ class HostNegotiation(Negotiation):
         self._nudged = -1  # number of the request that a peer waits for
         self._nudges: dict[int, int] = {}  # number of the last request that each peer was nudged for
         self._num_decisions = 0
-        self._served: dict[tuple[int, int], Block] = {}  # (peer, decision)
+        self._served: dict[tuple[int, int], MemoryBlock] = {}  # (peer, decision)
         self._is_waiting = False  # for others' requests or rows, not for something else
         self._acts: list[weakref.WeakMethod[Callable[[], object]]] = []
         link.listen(self._take_in, self._attend)
@@ -105,7 +105,7 @@ class HostNegotiation(Negotiation):
         if decision.unit is not None:
             self._serve(decision.unit, number, blocks)
 
-    def _serve(self, unit: int, number: int, blocks: dict[int, Block]) -> None:
+    def _serve(self, unit: int, number: int, blocks: dict[int, MemoryBlock]) -> None:
         """Send this rank's rows to the ranks that gather `unit`, and return theirs unread."""
         source, local = self.sources.find(unit)
         rows = source.open_rows(local)
@@ -117,7 +117,7 @@ class HostNegotiation(Negotiation):
 
     # Waiting
 
-    def _claim(self, number: int, blocks: dict[int, Block]) -> dict[int, Block]:
+    def _claim(self, number: int, blocks: dict[int, MemoryBlock]) -> dict[int, MemoryBlock]:
         """All peers' rows for decision `number`: `blocks`, and those that others send because of it."""
         others = [peer for peer in self._peers if peer not in blocks]
         self._wait(lambda: {peer for peer in others if (peer, number) not in self._served}, "to send its shard")

@@ -22,7 +22,7 @@ from hf_zero.comm.torch_backend import NativeCollectives
 from hf_zero.kernels.accumulate import sum_parts
 
 
-class _Exchange(Pending):
+class _Transfers(Pending):
     """Sends and receives in flight, and a function for the pieces that have arrived."""
 
     def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
@@ -74,21 +74,21 @@ class ExchangeCollectives(NativeCollectives):
             sum_parts([parts[rank] for rank in range(self.size)], shard)
             self._scratch.append(received)
 
-        return _Exchange(works, finish)
+        return _Transfers(works, finish)
 
     def _all_gather(self, flat: Tensor) -> Pending:
         mine = own_shard(flat, self.rank, self.size)
-        return _Exchange(self._swap(lambda peer: own_shard(flat, peer, self.size), lambda _peer: mine))
+        return _Transfers(self._swap(lambda peer: own_shard(flat, peer, self.size), lambda _peer: mine))
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        _Exchange(self._swap(received.__getitem__, sent.__getitem__)).wait()
+        _Transfers(self._swap(received.__getitem__, sent.__getitem__)).wait()
 
     def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
         buffer = take(flat.numel())
         rows = buffer.narrow(0, 0, flat.numel())
         own_shard(rows, self.rank, self.size).copy_(own_shard(flat, self.rank, self.size))
         works = self._swap(lambda peer: own_shard(rows, peer, self.size), lambda peer: own_shard(flat, peer, self.size))
-        return FlatRows(buffer, rows, self.size, _Exchange(works))
+        return FlatRows(buffer, rows, self.size, _Transfers(works))
 
     def _peers(self) -> list[int]:
         # Starting after the own rank spreads the load: no rank is the first target of all others.

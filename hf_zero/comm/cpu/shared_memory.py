@@ -27,7 +27,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from hf_zero.comm.cpu.blocks import Block, OwnBlocks, anonymous_file
+from hf_zero.comm.cpu.blocks import MemoryBlock, OwnBlocks, anonymous_file
 from hf_zero.comm.mesh import Hosts
 from hf_zero.log import logger
 
@@ -158,7 +158,7 @@ class Mail(NamedTuple):
 
     peer: int
     kind: int
-    block: Block | None
+    block: MemoryBlock | None
     argument: int
     details: tuple[int, ...]
 
@@ -200,7 +200,7 @@ class SharedMemoryLink:
         self.own = OwnBlocks()
         self._wires = wires
         self._peers = wires.peers
-        self._theirs: dict[tuple[int, int], Block] = {}
+        self._theirs: dict[tuple[int, int], MemoryBlock] = {}
         self._posted: dict[tuple[int, int], tuple[int, Label]] = {}  # (peer, call) -> block, label; until claimed
         self._last_call: dict[tuple[int, int], int] = {}  # last call received, by (peer, channel)
         self._gone: set[int] = set()
@@ -211,7 +211,7 @@ class SharedMemoryLink:
 
     # Blocks
 
-    def take(self, num_bytes: int, *, is_held: bool = False) -> Block:
+    def take(self, num_bytes: int, *, is_held: bool = False) -> MemoryBlock:
         """Return an unused block of this rank; with `is_held` it is not free again before `own.release`."""
         self._listen_to_all()
         block = self.own.take(num_bytes, self._show, is_held=is_held)
@@ -220,7 +220,7 @@ class SharedMemoryLink:
                 self._send(peer, pack_word(_Kind.DROPPED, number), optional=True)
         return block
 
-    def wait_until_read(self, block: Block, take: int) -> None:
+    def wait_until_read(self, block: MemoryBlock, take: int) -> None:
         """Wait until all peers have read the contents of `block` from that take. It must have been released."""
 
         def readers() -> AbstractSet[int]:
@@ -233,14 +233,14 @@ class SharedMemoryLink:
 
         self.wait_for(readers, not_posted)
 
-    def finish(self, blocks: Mapping[int, Block]) -> None:
+    def finish(self, blocks: Mapping[int, MemoryBlock]) -> None:
         """Return these blocks, by peer, which have been read."""
         for peer, block in blocks.items():
             self._send(peer, pack_word(_Kind.READ, block.number), optional=True)
 
     # Calls
 
-    def post(self, peers: Sequence[int], block: Block, call: int, label: Label = NO_LABEL) -> None:
+    def post(self, peers: Sequence[int], block: MemoryBlock, call: int, label: Label = NO_LABEL) -> None:
         """Let `peers` read `block` as the data of `call`; `label` is compared with theirs."""
         self.own.add_readers(block, peers)
         block.last_call, block.receivers = call, peers
@@ -248,7 +248,7 @@ class SharedMemoryLink:
         for peer in peers:
             self._send(peer, word)
 
-    def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> Block:
+    def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> MemoryBlock:
         """Wait for the block that `peer` posts as `call`.
 
         Raises:
@@ -276,7 +276,7 @@ class SharedMemoryLink:
         peers: Iterable[int],
         group: int,
         kind: int,
-        block: Block | None,
+        block: MemoryBlock | None,
         argument: int,
         details: Sequence[int] = (),
     ) -> None:
@@ -416,7 +416,7 @@ class SharedMemoryLink:
         elif kind == _Kind.READ:
             self.own.strike_reader(number, peer)
         elif kind == _Kind.BLOCK:
-            self._theirs[peer, number] = Block(number, descriptors.pop(), argument)
+            self._theirs[peer, number] = MemoryBlock(number, descriptors.pop(), argument)
         elif kind == _Kind.DROPPED:
             del self._theirs[peer, number]
         elif kind == _Kind.BLAMED:

@@ -37,7 +37,7 @@ Interval = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_as_int
 Depth = Annotated[int, BeforeValidator(as_whole), Field(ge=-1)]
 
 
-class FlopsProfiler(Section):
+class FlopsProfilerSection(Section):
     """Counts the FLOPs of one update's forward on rank 0."""
 
     enabled: Flag = supported(False, "Profile one update.")
@@ -111,7 +111,7 @@ class Comet(Section):
 Monitor = TensorBoard | CsvMonitor | WandB | Comet
 
 
-class Trace(Section):
+class TraceSection(Section):
     """Writes a file per rank for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
     enabled: Flag = supported(False, "Write it.")
@@ -120,7 +120,7 @@ class Trace(Section):
     num_steps: Positive = supported(5, "Updates in it.", unit="updates")
 
 
-class ThroughputTimer(Section):
+class ThroughputTimerSection(Section):
     """Logs samples per second every steps_per_print updates."""
 
     enabled: Flag = supported(True, "Log samples per second; needs steps_per_print.")
@@ -132,7 +132,7 @@ class ThroughputTimer(Section):
 class Timers(Section):
     """Timers besides wall_clock_breakdown."""
 
-    throughput: ThroughputTimer | None = supported(None, "The throughput timer.")
+    throughput: ThroughputTimerSection | None = supported(None, "The throughput timer.")
 
 
 class Observation(Section):
@@ -145,7 +145,7 @@ class Observation(Section):
     memory_breakdown: Flag = supported(False, "Log memory before and after forward, backward and step.")
     dump_state: Flag = supported(False, "Log the engine's attributes once.")
     timers: Timers | None = detail(None, "Further timers.")
-    flops_profiler: FlopsProfiler | None = detail(None, "Operation counts (docs/profiling.md).")
+    flops_profiler: FlopsProfilerSection | None = detail(None, "Operation counts (docs/profiling.md).")
     comms_logger: CommsLogger | None = detail(None, "Times of collectives (docs/profiling.md).")
     tensorboard: TensorBoard | None = detail(None, "Monitor.")
     csv_monitor: CsvMonitor | None = detail(None, "Monitor.")
@@ -155,7 +155,7 @@ class Observation(Section):
     @property
     def throughput_every(self) -> int | None:
         """The number of updates between lines of samples per second; None: no lines."""
-        return self.steps_per_print if self.section(ThroughputTimer).enabled else None
+        return self.steps_per_print if self.section(ThroughputTimerSection).enabled else None
 
     @property
     def monitors(self) -> Mapping[str, Monitor]:
@@ -170,12 +170,12 @@ class Observation(Section):
     @property
     def is_on(self) -> bool:
         switches = (self.wall_clock_breakdown, self.memory_breakdown, self.dump_state, self.throughput_every)
-        sections = (self.section(FlopsProfiler), self.section(CommsLogger), *self.monitors.values())
+        sections = (self.section(FlopsProfilerSection), self.section(CommsLogger), *self.monitors.values())
         return any(switches) or any(section.enabled for section in sections)
 
 
 def _profiling(config: Root) -> Root | None:
-    return config if config.is_on or config.section(Trace).enabled else None
+    return config if config.is_on or config.section(TraceSection).enabled else None
 
 
 PROFILING = Extra(name="profiling", policy=_profiling, features=("hf_zero.profiling.feature:profiling_of",))

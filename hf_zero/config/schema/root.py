@@ -31,7 +31,7 @@ from hf_zero.config.schema.long_sequences import ACTIVATIONS, TILING, Activation
 from hf_zero.config.schema.optimizer import Optimizer, Scheduler
 from hf_zero.config.schema.parallel import TensorParallel
 from hf_zero.config.schema.precision import MASTERS, Amp, Bf16, DataTypes, Fp16, TorchAutocast
-from hf_zero.config.schema.profiling import PROFILING, Observation, Trace
+from hf_zero.config.schema.profiling import PROFILING, Observation, TraceSection
 from hf_zero.config.schema.zero import OptimizerSees, Zero
 
 
@@ -117,7 +117,7 @@ class HfZero(Tiling):
         stages=(0, 1, 2),
     )
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
-    trace: Trace | None = detail(None, "A trace file of some updates (docs/profiling.md).")
+    trace: TraceSection | None = detail(None, "A trace file of some updates (docs/profiling.md).")
 
     rules = (needs("hf_zero.stochastic_rounding", MASTERS),)
 

@@ -18,7 +18,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.extras.autotuning import TrialPolicy
 from hf_zero.extras.autotuning.tuning import Experiment, Result, run_experiment, show_table
 from hf_zero.features import EngineTools, Progress, TrainingFeature
-from hf_zero.planning.choose import Estimate, Plan
+from hf_zero.planning.choose import Estimate, RankedPlans
 
 # A trial run of autotuning: times a few updates, writes the results on rank 0, and exits.
 
@@ -80,7 +80,7 @@ class Measured:
 class MeasuredPlan:
     """A plan that chooses the fastest measured candidate."""
 
-    plan: Plan
+    plan: RankedPlans
     measured: tuple[Measured, ...]
 
     def as_list(self) -> list[dict[str, Any]]:
@@ -106,13 +106,13 @@ class MeasuredPlan:
         show_table("measured on this machine", ("candidate", "outcome", "tokens/s", "estimated", "reason"), rows)
 
 
-def measured_plan(plan: Plan, number: int, folder: Path) -> MeasuredPlan:
+def measured_plan(plan: RankedPlans, number: int, folder: Path) -> MeasuredPlan:
     """Run `measure`, and rank the plan by its results."""
     measured = measure(plan, number, folder)
     return MeasuredPlan(ranked(plan, measured), measured)
 
 
-def measure(plan: Plan, number: int, folder: Path) -> tuple[Measured, ...]:
+def measure(plan: RankedPlans, number: int, folder: Path) -> tuple[Measured, ...]:
     """Run the user's own candidates and the `number` candidates with the fastest estimates, as far as they fit, on this
     machine. Configs, logs and results are written to `folder`.
 
@@ -132,7 +132,7 @@ def measure(plan: Plan, number: int, folder: Path) -> tuple[Measured, ...]:
     return tuple(measured)
 
 
-def experiment_of(plan: Plan, each: Estimate, folder: Path) -> Experiment:
+def experiment_of(plan: RankedPlans, each: Estimate, folder: Path) -> Experiment:
     """The trial of a candidate, with all "auto" values filled in, because trials run without Trainer."""
     training = plan.training
     config: dict[str, Any] = {key: value for key, value in each.config.items() if key != "scheduler"}
@@ -153,7 +153,7 @@ def experiment_of(plan: Plan, each: Estimate, folder: Path) -> Experiment:
     return Experiment(each.candidate.short, config, tuple(words), place)
 
 
-def ranked(plan: Plan, measured: Sequence[Measured]) -> Plan:
+def ranked(plan: RankedPlans, measured: Sequence[Measured]) -> RankedPlans:
     """The plan with the fastest measured candidate as its choice."""
     known = [each for each in measured if each.tokens_per_s is not None]
     if not known:

@@ -41,7 +41,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class DimensionChange:
     """A changed dimension of the model; `is_heads`: it is a number of attention heads."""
 
     before: int
@@ -49,7 +49,7 @@ class Change:
     is_heads: bool = False
 
 
-def follow(model: nn.Module, changes: Sequence[Change]) -> bool:
+def follow(model: nn.Module, changes: Sequence[DimensionChange]) -> bool:
     """Update `model.config` to the model's new shapes; returns False, unchanged, if no config can express them."""
     config = getattr(model, "config", None)
     if config is None or not changes:
@@ -62,7 +62,7 @@ def follow(model: nn.Module, changes: Sequence[Change]) -> bool:
     return False
 
 
-def _edits(config: Any, changes: Sequence[Change]) -> Iterator[dict[str, int]]:
+def _edits(config: Any, changes: Sequence[DimensionChange]) -> Iterator[dict[str, int]]:
     """Candidate sets of new config values, most likely first."""
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     choices = [list(_edits_of(config, values, change)) for change in changes]
@@ -70,7 +70,7 @@ def _edits(config: Any, changes: Sequence[Change]) -> Iterator[dict[str, int]]:
         yield {name: value for part in parts for name, value in part.items()}
 
 
-def _edits_of(config: Any, values: Mapping[str, Any], change: Change) -> Iterator[dict[str, int]]:
+def _edits_of(config: Any, values: Mapping[str, Any], change: DimensionChange) -> Iterator[dict[str, int]]:
     if change.is_heads:
         counts = [name for name in _HEADS if isinstance(values.get(name), int)]
         scaled = {n: values[n] * change.after // change.before for n in counts if values[n] % change.before == 0}
@@ -204,7 +204,7 @@ def clean(compressed: CompressedModel) -> CleaningReport:
     weights = [layer.weight_bits for layer in compressed.layers if layer.weight_bits is not None]
     bits = {id(weight.layer.parameter): (weight.rule.bits, weight.num_groups) for weight in weights}
     compressed.close()
-    before_cut, changes = describe(model), list[Change]()
+    before_cut, changes = describe(model), list[DimensionChange]()
     for technique in ("row_pruning", "channel_pruning", "head_pruning"):
         for match in compressed.matches.get(technique, ()):
             if not match.related:
@@ -214,7 +214,7 @@ def clean(compressed: CompressedModel) -> CleaningReport:
                 cut_heads(model, match, mask)
             else:
                 cut_rows(match, mask)
-            changes.append(Change(mask.numel(), int(mask.sum()), is_heads))
+            changes.append(DimensionChange(mask.numel(), int(mask.sum()), is_heads))
     _tell_config(model, before_cut, changes)
     report = CleaningReport(before, size_of(model, bits))
     logger.info("%s", report)
@@ -253,7 +253,7 @@ def _bake(compressed: CompressedModel) -> dict[tuple[str, str], torch.Tensor]:
     return masks
 
 
-def _tell_config(model: nn.Module, before_cut: dict[str, Any], changes: list[Change]) -> None:
+def _tell_config(model: nn.Module, before_cut: dict[str, Any], changes: list[DimensionChange]) -> None:
     if not changes or not hasattr(model, "config") or follow(model, changes):
         return
     if hasattr(model, "save_pretrained"):

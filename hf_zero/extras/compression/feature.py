@@ -1,6 +1,6 @@
 """Compression as a training feature, which follows the engine's forwards and steps.
 
-`Distillation` is a loss that also pulls the model towards a teacher. It replaces `output.loss`, so that Trainer and
+`TeacherLoss` is a loss that also pulls the model towards a teacher. It replaces `output.loss`, so that Trainer and
 custom loops train with it.
 
     loss = labels * the model's own loss
@@ -144,7 +144,7 @@ _IGNORED = -100
 _NOT_FOR_TEACHERS = ("labels", "num_items_in_batch", "return_loss")
 
 
-class Distillation:
+class TeacherLoss:
     """Adds a teacher's terms to the loss.
 
     Args:
@@ -253,7 +253,7 @@ def _squared_errors(pairs: Any) -> Tensor:
 _TEACHER, _LEAVES = "_hf_zero_teacher", "_leaves_model"
 
 
-class Compression(TrainingFeature):
+class CompressionFeature(TrainingFeature):
     """Advances a compressed model with the engine's updates, and adds the teacher's terms to the loss."""
 
     name = "compression"
@@ -263,7 +263,7 @@ class Compression(TrainingFeature):
         self.policy = policy
         self.compressed = compression_of(model) or CompressedModel(model, policy)
         self._teacher = teacher
-        self._distillation: Distillation | None = None
+        self._distillation: TeacherLoss | None = None
         self._tools: EngineTools | None = None
 
     def adjust_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -283,7 +283,7 @@ class Compression(TrainingFeature):
         self.compressed.advance(self.compressed.updates)
         if self._teacher is not None and self.policy.distillation is not None:
             layers = self.policy.layers.teacher_layer if self.policy.layers is not None else ()
-            self._distillation = Distillation(self.policy.distillation, tools.forward_only(self._teacher), layers)
+            self._distillation = TeacherLoss(self.policy.distillation, tools.forward_only(self._teacher), layers)
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         if self._distillation is not None and progress.training:
@@ -361,13 +361,13 @@ def _mark_leaving(model: nn.Module, *, leaves: bool = True) -> None:
         vars(parameter)[_LEAVES] = leaves
 
 
-def compression_feature(model: nn.Module, resolved: Resolved) -> Compression | None:
+def compression_feature(model: nn.Module, resolved: Resolved) -> CompressionFeature | None:
     """The feature, if the config enables compression or `init_compression` has been applied; else None."""
     known, policy = compression_of(model), resolved.extras.get("compression", CompressionPolicy())
     if known is None and not policy.is_on:
         return None
     compress(model, policy)
-    return Compression(model, known.policy if known is not None else policy, model.__dict__.pop(_TEACHER, None))
+    return CompressionFeature(model, known.policy if known is not None else policy, model.__dict__.pop(_TEACHER, None))
 
 
 def compression_words(findings: Findings, model: str | None) -> tuple[list[str], list[Problem]]:

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import nn
 
 from hf_zero.config import ConfigError, Problem
-from hf_zero.extras.compression.section import EVERYTHING, CompressionPolicy, Rule
+from hf_zero.extras.compression.section import EVERYTHING, CompressionPolicy, TechniqueGroup
 
 LayerKind = Literal["linear", "conv", "embedding", "packed"]
 _ADAPTERS = (".lora_", "lora_embedding")
@@ -111,7 +111,7 @@ class Match:
     """
 
     layer: Layer
-    rule: Rule
+    rule: TechniqueGroup
     related: tuple[tuple[str, nn.Module], ...] = ()
 
 
@@ -145,7 +145,9 @@ def listing(matches: Mapping[str, Sequence[Match]]) -> dict[str, list[str]]:
     return names
 
 
-def _match(model: nn.Module, rules: Sequence[Rule], usable: Sequence[Layer], problems: list[Problem]) -> list[Match]:
+def _match(
+    model: nn.Module, rules: Sequence[TechniqueGroup], usable: Sequence[Layer], problems: list[Problem]
+) -> list[Match]:
     matches: dict[str, Match] = {}
     for rule in rules:
         for index, pattern in enumerate(rule.modules):
@@ -168,7 +170,7 @@ def _match(model: nn.Module, rules: Sequence[Rule], usable: Sequence[Layer], pro
 
 
 def _related(
-    model: nn.Module, rule: Rule, meant: Sequence[Layer], expressions: Sequence[str], problems: list[Problem]
+    model: nn.Module, rule: TechniqueGroup, meant: Sequence[Layer], expressions: Sequence[str], problems: list[Problem]
 ) -> Iterator[list[tuple[str, nn.Module]]]:
     """For each expression, its modules, of which there must be as many as layers."""
     named = [(name, module) for name, module in model.named_modules() if list(module.parameters(recurse=False))]

@@ -36,8 +36,8 @@ from hf_zero.extras.compression.section import (
     ActivationShared,
     HeadShared,
     PruningShared,
-    Rule,
     SparseShared,
+    TechniqueGroup,
     WeightShared,
 )
 
@@ -122,7 +122,7 @@ class WeightBits:
     an update and on all ranks."""
 
     layer: Layer
-    rule: Rule
+    rule: TechniqueGroup
     policy: WeightShared
     is_on: bool = False
     updates: int = 0  # since the technique began
@@ -191,7 +191,7 @@ class ActivationBits:
     """
 
     layer: Layer
-    rule: Rule
+    rule: TechniqueGroup
     policy: ActivationShared
     is_on: bool = False
     notes: bool = False
@@ -265,7 +265,7 @@ class Pruned(ABC):
 
     scores_name: ClassVar[str]
 
-    def __init__(self, layer: Layer, rule: Rule, policy: PruningShared | SparseShared | HeadShared) -> None:
+    def __init__(self, layer: Layer, rule: TechniqueGroup, policy: PruningShared | SparseShared | HeadShared) -> None:
         self.layer = layer
         self.rule = rule
         self.policy = policy
@@ -379,7 +379,7 @@ class SnipWeights(SparseWeights):
 
     policy: SparseShared
 
-    def __init__(self, layer: Layer, rule: Rule, policy: SparseShared) -> None:
+    def __init__(self, layer: Layer, rule: TechniqueGroup, policy: SparseShared) -> None:
         super().__init__(layer, rule, policy)
         pattern = BLOCK_PATTERN.fullmatch(policy.block_pattern)
         assert pattern is not None, "checked before"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.extras.compression.section import Rule, SparseShared
+from hf_zero.extras.compression.section import SparseShared, TechniqueGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class BitsNow:
     since: int
 
 
-def bits_at(rule: Rule, since_start: int) -> BitsNow:
+def bits_at(rule: TechniqueGroup, since_start: int) -> BitsNow:
     """Bits after `since_start` updates of the technique: one less after `period`, the next after twice as long, ...
 
     12 to 8 bits with period 10: 11 bits from update 10 on, 10 from 20, 9 from 40, 8 from 80.

@@ -267,7 +267,7 @@ BLOCK_PATTERN = re.compile(r"([1-9][0-9]*)([x:])([1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class TechniqueGroup:
     """One group of a technique: its modules and parameters.
 
     Attributes:
@@ -289,7 +289,7 @@ class Technique:
     """An enabled technique: its shared parameters, and the rules of its groups."""
 
     shared: Any
-    rules: tuple[Rule, ...]
+    rules: tuple[TechniqueGroup, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,9 +326,9 @@ def enabled_techniques(section: Compression) -> Iterator[tuple[str, Any]]:
             yield name, technique
 
 
-def _rules(name: str, technique: Any) -> tuple[Rule, ...]:
+def _rules(name: str, technique: Any) -> tuple[TechniqueGroup, ...]:
     rules = tuple(
-        Rule(
+        TechniqueGroup(
             path=f"{ROOT}.{name}.different_groups.{group_name}",
             modules=tuple(group.modules),
             related=tuple(map(tuple, group.related_modules)),
@@ -339,7 +339,11 @@ def _rules(name: str, technique: Any) -> tuple[Rule, ...]:
     if rules:
         return rules
     # Only snip_momentum may have no groups.
-    return (Rule(path=f"{ROOT}.{name}", modules=(EVERYTHING,), dense_ratio=technique.shared_parameters.dense_ratio),)
+    return (
+        TechniqueGroup(
+            path=f"{ROOT}.{name}", modules=(EVERYTHING,), dense_ratio=technique.shared_parameters.dense_ratio
+        ),
+    )
 
 
 def _numbers(params: Any) -> dict[str, Any]:

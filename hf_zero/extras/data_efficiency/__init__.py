@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_zero.config.features import Extra, OwnSection
 from hf_zero.extras.data_efficiency.rules import RULES, policy_of
-from hf_zero.extras.data_efficiency.section import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+from hf_zero.extras.data_efficiency.section import CurriculumLearning, DataEfficiency, ProgressiveLayerDropSection
 
 _HERE = "hf_zero.extras.data_efficiency"
 EXTRA = Extra(
@@ -17,7 +17,9 @@ EXTRA = Extra(
             path="curriculum_learning", kind=CurriculumLearning, doc="Short sequences first (docs/data_efficiency.md)."
         ),
         OwnSection(
-            path="progressive_layer_drop", kind=ProgressiveLayerDrop, doc="Layer dropping (docs/data_efficiency.md)."
+            path="progressive_layer_drop",
+            kind=ProgressiveLayerDropSection,
+            doc="Layer dropping (docs/data_efficiency.md).",
         ),
     ),
     rules=RULES,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.config import ConfigError, Problem, Resolved
-from hf_zero.extras.data_efficiency.section import ProgressiveLayerDrop as LayerDropSection
+from hf_zero.extras.data_efficiency.section import ProgressiveLayerDropSection as LayerDropSection
 from hf_zero.extras.data_efficiency.section import RandomLTDPolicy, data_policy
 from hf_zero.features import Progress, TrainingFeature
 

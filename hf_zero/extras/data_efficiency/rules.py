@@ -22,8 +22,8 @@ from hf_zero.extras.data_efficiency.section import (
     LtdScheduleConfig,
     MetricPolicy,
     PackingPolicy,
-    RandomLTD,
     RandomLTDPolicy,
+    RandomLTDSection,
     SamplingPolicy,
     ScheduleConfig,
 )
@@ -243,7 +243,7 @@ def _random_ltd(section: DataRouting | None, seed: int, examined: Examined) -> R
     path = "data_efficiency.data_routing.random_ltd"
     if section is None or section.random_ltd is None or not section.random_ltd.enabled:
         return None
-    own: RandomLTD = section.random_ltd
+    own: RandomLTDSection = section.random_ltd
     schedule = own.random_ltd_schedule or LtdSchedule()
     numbers = schedule.schedule_config or LtdScheduleConfig()
     required: dict[str, Any] = {
@@ -273,7 +273,7 @@ def _random_ltd(section: DataRouting | None, seed: int, examined: Examined) -> R
     )
 
 
-def _ltd_problems(own: RandomLTD, schedule: LtdSchedule, path: str) -> Iterator[Problem]:
+def _ltd_problems(own: RandomLTDSection, schedule: LtdSchedule, path: str) -> Iterator[Problem]:
     ids, total = own.random_ltd_layer_id, own.total_layer_num
     if ids is not None and own.random_ltd_layer_num not in (None, len(ids)):
         rule = f"random_ltd_layer_id lists {len(ids)} layers"

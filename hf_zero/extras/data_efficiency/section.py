@@ -141,7 +141,7 @@ class LayerTokenLr(Section):
     )
 
 
-class RandomLTD(Section):
+class RandomLTDSection(Section):
     """Random layerwise token dropping."""
 
     enabled: Flag = supported(False, "Drop tokens in the listed layers.")
@@ -165,7 +165,7 @@ class DataRouting(Section):
     """Token dropping in layers."""
 
     enabled: Flag | None = supported(None, "false disables the whole section.")
-    random_ltd: RandomLTD | None = detail(None, "Random token dropping.")
+    random_ltd: RandomLTDSection | None = detail(None, "Random token dropping.")
 
 
 class DataEfficiency(Section):
@@ -177,7 +177,7 @@ class DataEfficiency(Section):
     data_routing: DataRouting | None = detail(None, "Token dropping in layers.")
 
 
-class ProgressiveLayerDrop(Section):
+class ProgressiveLayerDropSection(Section):
     """Random layer dropping (arXiv 2010.13369)."""
 
     enabled: Flag = supported(False, "Drop layers at random: deeper ones more often, and more as training proceeds.")
@@ -276,7 +276,7 @@ class DataPolicy:
     sampling: SamplingPolicy | None = None
     packing: PackingPolicy | None = None
     random_ltd: RandomLTDPolicy | None = None
-    layer_drop: ProgressiveLayerDrop | None = None
+    layer_drop: ProgressiveLayerDropSection | None = None
 
 
 def data_policy(resolved: Resolved) -> DataPolicy:

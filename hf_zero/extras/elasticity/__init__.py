@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.config.errors import ABSENT, Edit, Problem
-from hf_zero.config.features import Extra, OwnSection, Sizes
+from hf_zero.config.features import BatchSizesOfExtra, Extra, OwnSection
 from hf_zero.config.pipeline import typed
 from hf_zero.config.rules import Ranks
 from hf_zero.config.schema.batch import MICRO, STEPS, TRAIN, BatchPolicy
@@ -317,7 +317,7 @@ def scheduler_problems(rule: Elasticity) -> Iterator[Problem]:
             yield Problem(f"elasticity.{name}", ours, f"{SCHEDULERS}, set by the scheduler, says {their}", fix)
 
 
-def elastic_sizes(config: Any, ranks: Ranks) -> Sizes | None:
+def elastic_sizes(config: Any, ranks: Ranks) -> BatchSizesOfExtra | None:
     """The batch sizes of a job. Explicit sizes that differ are problems."""
     section: Elasticity | None = config.elasticity
     data_ranks = ranks.data_ranks
@@ -330,13 +330,13 @@ def elastic_sizes(config: Any, ranks: Ranks) -> Sizes | None:
         problems.append(Problem("elasticity.model_parallel_size", section.model_parallel_size, why, "write 1"))
     problems += scheduler_problems(section) if is_complete else ()
     if problems:
-        return Sizes(problems=tuple(problems))
+        return BatchSizesOfExtra(problems=tuple(problems))
     try:
         chosen = elastic_batch(section, data_ranks)
     except ElasticProblem as error:
         paths = ", ".join(f"elasticity.{key}" if key != "elasticity" else key for key in error.key.split(", "))
         fix = "start a compatible number of ranks, or change the section"
-        return Sizes(problems=(Problem(paths, section.model_dump(exclude_unset=True), str(error), fix),))
+        return BatchSizesOfExtra(problems=(Problem(paths, section.model_dump(exclude_unset=True), str(error), fix),))
     assert chosen.micro is not None, "asked for a number of ranks"
     sizes = BatchPolicy(
         train_batch_size=chosen.batch * ranks.tensor_size,
@@ -344,8 +344,8 @@ def elastic_sizes(config: Any, ranks: Ranks) -> Sizes | None:
         accumulation_steps=chosen.batch // (chosen.micro * data_ranks),
     )
     if section.ignore_non_elastic_batch_info:
-        return Sizes(sizes)
-    return Sizes(sizes, tuple(_contradictions(config, sizes, ranks)))
+        return BatchSizesOfExtra(sizes)
+    return BatchSizesOfExtra(sizes, tuple(_contradictions(config, sizes, ranks)))
 
 
 def _contradictions(config: Any, sizes: BatchPolicy, ranks: Ranks) -> Iterator[Problem]:

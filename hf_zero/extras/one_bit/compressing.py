@@ -29,15 +29,15 @@ from hf_zero.kernels.signs import PER_BYTE, pack_signs_with_error, unpack_signs
 from hf_zero.kernels.vectors import Vectors, fp32_chunks
 from hf_zero.layout import Bucket, Interval, Slot
 from hf_zero.layout.buckets import round_up
-from hf_zero.optim.elementwise import Counters, check_rates, refuse_amsgrad, state_of, with_padding
+from hf_zero.optim.elementwise import StepCounts, check_rates, refuse_amsgrad, state_of, with_padding
 from hf_zero.optim.traits import Sees, Traits
-from hf_zero.optim.updater import Peers, Ranks, StepGradients, SubGroup, Updater
+from hf_zero.optim.updater import Peers, StepGradients, SubGroup, Updater, UpdaterRanks
 
 _ALIGN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ChunkPiece:
     """A tensor's part of one chunk: elements [start, stop) of the flat tensor, of which `numel` are not padding."""
 
     tensor: int
@@ -64,7 +64,7 @@ class CompressedMean:
         assert all(tensor.start % PER_BYTE == 0 for tensor in tensors)
         self._collectives = collectives
         self._chunk = flat.numel() // collectives.size
-        self._whole = [_Piece(i, t.start, round_up(t.stop, PER_BYTE), t.numel) for i, t in enumerate(tensors)]
+        self._whole = [_ChunkPiece(i, t.start, round_up(t.stop, PER_BYTE), t.numel) for i, t in enumerate(tensors)]
         self._pieces = [list(self._pieces_of(rank)) for rank in range(collectives.size)]
         self._head = round_up(max(map(len, self._pieces)) * flat.element_size(), _ALIGN_BYTES)
         self.worker_error = torch.zeros_like(flat)
@@ -146,17 +146,17 @@ class CompressedMean:
         scales = row.narrow(0, 0, len(self._pieces[rank]) * dtype.itemsize).view(dtype)
         return scales, row.narrow(0, self._head, self._chunk // PER_BYTE)
 
-    def _part(self, signs: Tensor, piece: _Piece, rank: int) -> Tensor:
+    def _part(self, signs: Tensor, piece: _ChunkPiece, rank: int) -> Tensor:
         start = piece.start - rank * self._chunk
         return signs.narrow(0, start // PER_BYTE, (piece.stop - piece.start) // PER_BYTE)
 
-    def _pieces_of(self, rank: int) -> Iterator[_Piece]:
+    def _pieces_of(self, rank: int) -> Iterator[_ChunkPiece]:
         low, high = rank * self._chunk, (rank + 1) * self._chunk
         for whole in self._whole:
             start, stop = max(low, whole.start), min(high, whole.stop)
             if start < stop:
                 end = min(whole.start + whole.numel, high)
-                yield _Piece(whole.tensor, start, stop, max(0, end - start))
+                yield _ChunkPiece(whole.tensor, start, stop, max(0, end - start))
 
 
 MOMENT, VARIANCE, ERROR_FEEDBACK = "exp_avg", "exp_avg_sq", "error_feedback"
@@ -210,7 +210,7 @@ class CompressingUpdater(Updater):
     may_take_local = True
     stays = "keeps the momentum of all ranks on the device, so there would be little to offload"
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: UpdaterRanks) -> None:
         super().__init__(optimizer, sub_groups)
         self.ranks = ranks
         self._means: dict[SubGroup, CompressedMean] = {}
@@ -265,7 +265,7 @@ class CompressingUpdater(Updater):
 
     def runs(self, sub_group: SubGroup, gradients: StepGradients) -> list[Interval]:
         """Maximal intervals of the sub-group to update, including padding."""
-        runs = Counters().advance(sub_group.pieces, gradients.used)
+        runs = StepCounts().advance(sub_group.pieces, gradients.used)
         return [Interval(run.start, run.stop) for run in with_padding(runs, sub_group)]
 
     def vectors(self, sub_group: SubGroup, gradient: Tensor, states: Sequence[str]) -> Vectors:
@@ -333,7 +333,7 @@ class CompressingUpdater(Updater):
 def averaging(optimizer: CompressingOptimizer, updater: type[CompressingUpdater]) -> Traits:
     """The traits of an optimizer that averages full gradients itself, which limits the stage."""
 
-    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: Ranks | None) -> Updater:
+    def make(sub_groups: Sequence[SubGroup], peers: Peers | None, ranks: UpdaterRanks | None) -> Updater:
         assert ranks is not None, "averaging needs the ranks"
         return updater(optimizer, sub_groups, ranks)
 

@@ -34,7 +34,7 @@ from hf_zero.kernels.vectors import fp32_chunks
 from hf_zero.layout import Piece, Slot
 from hf_zero.optim.lamb import rule_of
 from hf_zero.optim.traits import Traits
-from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
+from hf_zero.optim.updater import StepGradients, SubGroup, UpdaterRanks
 
 FRESH = "exp_avg_sq_fresh"
 RATIOS, FACTORS = "lamb_coeff_freeze", "last_factor"
@@ -80,7 +80,7 @@ class OneBitLambUpdater(CompressingUpdater):
 
     optimizer: OneBitLamb
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: UpdaterRanks) -> None:
         super().__init__(optimizer, sub_groups, ranks)
         self._num_parameters = 1 + max(slot.parameter for bucket in ranks.buckets for slot in bucket.slots)
         self._load_ratios()

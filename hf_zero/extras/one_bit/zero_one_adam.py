@@ -43,7 +43,7 @@ from hf_zero.kernels.adam import adam
 from hf_zero.kernels.vectors import Applied
 from hf_zero.optim.adam import rule_of
 from hf_zero.optim.traits import Traits
-from hf_zero.optim.updater import Ranks, StepGradients, SubGroup
+from hf_zero.optim.updater import StepGradients, SubGroup, UpdaterRanks
 
 
 class OneBitAdam(CompressingOptimizer):
@@ -144,7 +144,7 @@ class ZeroOneAdamUpdater(CompressingUpdater):
     def takes_local_gradients(self) -> bool:
         return self.compresses and not self._is_exact(self.num_updates + 1)
 
-    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: Ranks) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], ranks: UpdaterRanks) -> None:
         super().__init__(optimizer, sub_groups, ranks)
         self._all = frozenset(slot.parameter for bucket in ranks.buckets for slot in bucket.slots)
         self._moved: set[int] = set()

@@ -157,7 +157,7 @@ class _Lead:
                 _say(link, message)
 
 
-class Peers:
+class PeerLaunchers:
     """One launcher's connections to the other hosts."""
 
     def __init__(self, names: Sequence[str], host: int | None, master: str, port: int, token: str) -> None:

@@ -1,6 +1,6 @@
 """The device this process trains on, as the object that `deepspeed.accelerator.get_accelerator()` returns.
 
-`HostRuntime` is the CPU with the interface of torch.cuda, so that `Accelerator` can query both in the same way.
+`HostRuntime` is the CPU with the interface of torch.cuda, so that `AcceleratorQueries` can query both in the same way.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "hpu"
 
 
 class DeepSpeedAccelerator:
-    """The base class of accelerators, which programs may subclass; `Accelerator` implements it.
+    """The base class of accelerators, which programs may subclass; `AcceleratorQueries` implements it.
 
     The name is DeepSpeed's: programs test for it with isinstance.
     """
 
 
-class Accelerator(DeepSpeedAccelerator):
+class AcceleratorQueries(DeepSpeedAccelerator):
     """One kind of device ("cuda", "cpu", ...). Queries that are meaningless on a CPU return a harmless value.
 
     Sizes are in bytes. One-line methods are in `_ANSWERS` below.
@@ -194,7 +194,7 @@ class Accelerator(DeepSpeedAccelerator):
 def _asks(name: str) -> Callable[..., Any]:
     """Create a method that calls the device's torch module."""
 
-    def ask(self: Accelerator, *given: Any, **named: Any) -> Any:
+    def ask(self: AcceleratorQueries, *given: Any, **named: Any) -> Any:
         # By position: DeepSpeed calls the argument device_index, torch calls it device.
         return getattr(self._runtime, name)(*given, *named.values())
 
@@ -260,9 +260,9 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 }
 for _name, _answer in _ANSWERS.items():
     _answer.__name__ = _name
-    setattr(Accelerator, _name, _answer)
+    setattr(AcceleratorQueries, _name, _answer)
 for _name, _same in _ALIASES.items():
-    setattr(Accelerator, _name, _ANSWERS[_same])
+    setattr(AcceleratorQueries, _name, _ANSWERS[_same])
 
 _TENSORS = {
     "BFloat16Tensor": torch.bfloat16,
@@ -277,8 +277,8 @@ _TENSORS = {
 
 def _class(name: str) -> Any:
     """DeepSpeed's class for a kind of device."""
-    members = {"__init__": partialmethod(Accelerator.__init__, name), "__module__": __name__}
-    return type(f"{name.upper()}_Accelerator", (Accelerator,), members)
+    members = {"__init__": partialmethod(AcceleratorQueries.__init__, name), "__module__": __name__}
+    return type(f"{name.upper()}_Accelerator", (AcceleratorQueries,), members)
 
 
 _CLASSES = {name: _class(name) for name in ("cpu", "cuda", "xpu", "npu", "hpu")}
@@ -292,7 +292,7 @@ def get_accelerator() -> Any:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         # Apple's mps has no process group backend; training with several processes is not possible there.
         kind = "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
-        _chosen.append(_CLASSES[kind]() if kind in _CLASSES else Accelerator(kind))
+        _chosen.append(_CLASSES[kind]() if kind in _CLASSES else AcceleratorQueries(kind))
     return _chosen[0]
 
 

@@ -19,7 +19,7 @@ from hf_zero.profiling.recorder import Recorder
 from hf_zero.spans import SPANS
 
 
-class CommsLogger(CommsLog):
+class ProgramCommsLog(CommsLog):
     """A log created by a program, which records the engine's collectives while it is the active listener."""
 
     def __init__(self, config: Section | None = None) -> None:

@@ -211,7 +211,7 @@ def around_optim_sched(
 ) -> Any:
     """With an optimizer from ds.json, exclude biases and norms from weight decay; without one, use the optimizer that
     the caller passed to Trainer."""
-    config, given = hf_deepspeed_config.config, vars(trainer).get(_GIVEN, Given())
+    config, given = hf_deepspeed_config.config, vars(trainer).get(_GIVEN, GivenOptimizers())
     for line in given.overruled(config):
         logger.warning(line)
     if "optimizer" not in config:
@@ -225,7 +225,7 @@ def around_optim_sched(
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class GivenOptimizers:
     """The caller's `Trainer(optimizers=...)`. With an engine upstream drops both, and creates those that
     TrainingArguments name.
 
@@ -267,10 +267,10 @@ def _note_given(trainer: Any) -> None:
 
     optimizer = trainer.optimizer
     if isinstance(optimizer, AcceleratedOptimizer):  # of an earlier train()
-        vars(trainer).get(_GIVEN, Given()).renew()
+        vars(trainer).get(_GIVEN, GivenOptimizers()).renew()
         return
     groups = [] if optimizer is None else [(group, tuple(group["params"])) for group in optimizer.param_groups]
-    vars(trainer)[_GIVEN] = Given(optimizer, trainer.lr_scheduler, groups)
+    vars(trainer)[_GIVEN] = GivenOptimizers(optimizer, trainer.lr_scheduler, groups)
 
 
 def wants_groups(config: Mapping[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from hf_zero.config import ConfigError, resolve, resolve_extra
 from hf_zero.extras.compression.export import init_compression
 from hf_zero.extras.compression.matching import match_all, nearest
-from hf_zero.extras.compression.section import CompressionPolicy, Rule
+from hf_zero.extras.compression.section import CompressionPolicy, TechniqueGroup
 from tests.extras.compression.models import (
     BERT_OUT,
     BERT_QKV,
@@ -46,8 +46,8 @@ def test_what_is_asked_for() -> None:
     assert weights.shared.quantize_groups == 64 and weights.shared.quantization_type == "symmetric"
     path = "compression_training.weight_quantization.different_groups"
     assert weights.rules == (
-        Rule(path=f"{path}.first", modules=("query",), start_bits=12, bits=4, period=50),
-        Rule(path=f"{path}.second", modules=("*",), start_bits=8, bits=8),
+        TechniqueGroup(path=f"{path}.first", modules=("query",), start_bits=12, bits=4, period=50),
+        TechniqueGroup(path=f"{path}.second", modules=("*",), start_bits=8, bits=8),
     )
     assert policy.is_on and list(policy.techniques) == ["weight_quantization"]
 

@@ -13,7 +13,7 @@ from hf_zero import initialize
 from hf_zero.config import ConfigError
 from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.export import init_compression, student_initialization
-from hf_zero.extras.compression.feature import Distillation, logit_loss
+from hf_zero.extras.compression.feature import TeacherLoss, logit_loss
 from hf_zero.extras.compression.section import Distillation as DistillationSection
 from tests.extras.compression.models import bert_batches, ds_config, tiny_bert
 
@@ -67,7 +67,7 @@ def test_parts_of_the_loss() -> None:
     teacher, student = tiny_bert(4, seed=1).eval(), tiny_bert(2, seed=2)
     batch = bert_batches(1)[0]
     policy = DistillationSection(label_weight=0.5, logit_weight=2.0, hidden_weight=3.0)
-    distillation = Distillation(policy, teacher, (1, 3))
+    distillation = TeacherLoss(policy, teacher, (1, 3))
     keywords = distillation.keywords(batch)
     output = student(**keywords)
     own_loss = output.loss.detach().clone()
@@ -84,7 +84,7 @@ def test_the_teachers_part_is_this_batchs_share_of_the_update() -> None:
     logits = torch.randn(1, 4, 3)
     output = {"loss": torch.tensor(0.0), "logits": logits}
     teacher = SimpleNamespace(logits=torch.randn(1, 4, 3))
-    distillation = Distillation(DistillationSection(), lambda **_: teacher)
+    distillation = TeacherLoss(DistillationSection(), lambda **_: teacher)
     labels = torch.tensor([[-100, 1, 2, -100]])
 
     class Output(dict[str, Any]):

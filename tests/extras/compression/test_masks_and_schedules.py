@@ -24,7 +24,7 @@ from hf_zero.extras.compression.schedule import (
     top_mask,
     trained_mask,
 )
-from hf_zero.extras.compression.section import Rule, SparseShared
+from hf_zero.extras.compression.section import SparseShared, TechniqueGroup
 from tests.extras.compression.models import ds_config
 
 
@@ -80,7 +80,7 @@ def test_n_of_m() -> None:
 
 
 def test_bits_fall_ever_more_slowly() -> None:
-    rule = Rule(path="a", modules=("*",), start_bits=12, bits=8, period=10)
+    rule = TechniqueGroup(path="a", modules=("*",), start_bits=12, bits=8, period=10)
     at = {updates: bits_at(rule, updates) for updates in (0, 9, 10, 19, 20, 39, 40, 79, 80, 1000)}
     assert [now.bits for now in at.values()] == [12, 12, 11, 11, 10, 10, 9, 9, 8, 8]
     assert [now.since for now in at.values()] == [0, 0, 10, 10, 20, 20, 40, 40, 80, 80]

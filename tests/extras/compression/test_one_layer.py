@@ -21,9 +21,9 @@ from hf_zero.extras.compression.pruning import (
     learn_together,
     sums_along,
 )
-from hf_zero.extras.compression.section import ActivationShared, HeadShared, Rule, SparseShared, WeightShared
+from hf_zero.extras.compression.section import ActivationShared, HeadShared, SparseShared, TechniqueGroup, WeightShared
 
-HALF = Rule(path="group", modules=("*",), dense_ratio=0.5)
+HALF = TechniqueGroup(path="group", modules=("*",), dense_ratio=0.5)
 L1 = HeadShared(schedule_offset=0, method="l1", num_heads=2)
 
 
@@ -49,7 +49,7 @@ def test_what_can_be_compressed() -> None:
 
 
 def test_bits_of_a_weight_fall_and_begin_when_they_are_due() -> None:
-    rule = Rule(path="a", modules=("*",), start_bits=9, bits=8)
+    rule = TechniqueGroup(path="a", modules=("*",), start_bits=9, bits=8)
     bits = WeightBits(_linear([[1.0, 0.4], [0.2, -1.0]]), rule, WeightShared(schedule_offset=2))
     weight = bits.layer.parameter.detach()
     assert bits.advance(0) is None and torch.equal(bits.apply(weight), weight)
@@ -60,7 +60,7 @@ def test_bits_of_a_weight_fall_and_begin_when_they_are_due() -> None:
 
 
 def test_groups_that_do_not_divide_a_weight() -> None:
-    rule = Rule(path="a", modules=("*",), start_bits=8, bits=8)
+    rule = TechniqueGroup(path="a", modules=("*",), start_bits=8, bits=8)
     problem = WeightBits(_linear([[1.0, 0.4]]), rule, WeightShared(quantize_groups=3)).problem()
     assert problem is not None and "must divide the number of elements" in problem.rule
 
@@ -68,7 +68,7 @@ def test_groups_that_do_not_divide_a_weight() -> None:
 def test_a_static_range_is_learnt_before_it_is_needed() -> None:
     """An update moves the range by 0.05 towards what it has seen, and the first one sets it; evaluation does not."""
     policy = ActivationShared(schedule_offset=1, quantization_type="asymmetric", range_calibration="static")
-    bits = ActivationBits(_linear([[1.0, 0.4]]), Rule(path="a", modules=("*",), bits=8), policy)
+    bits = ActivationBits(_linear([[1.0, 0.4]]), TechniqueGroup(path="a", modules=("*",), bits=8), policy)
     lone = collectives_for(torch.device("cpu"))
     bits.advance(0)
     inputs = torch.tensor([[-1.0, 0.3], [0.1, 3.0]])

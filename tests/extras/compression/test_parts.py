@@ -13,8 +13,8 @@ from torch import nn
 from hf_zero.config import ConfigError, resolve, resolve_extra
 from hf_zero.errors import WrongArgument
 from hf_zero.extras.compression.clean import (
-    Change,
     CleaningReport,
+    DimensionChange,
     clean,
     cut,
     cut_heads,
@@ -30,10 +30,10 @@ from hf_zero.extras.compression.clean import (
 from hf_zero.extras.compression.compressed_model import compression_of
 from hf_zero.extras.compression.feature import compress, compression_feature, is_reduced, reduce_layers, take_over
 from hf_zero.extras.compression.matching import Match, layers_of
-from hf_zero.extras.compression.section import LayerReduction, Rule
+from hf_zero.extras.compression.section import LayerReduction, TechniqueGroup
 from tests.extras.compression.models import EIGHT_BITS, HEADS, ds_config, tiny_bert, tiny_gpt2
 
-RULE = Rule(path="group", modules=("*",))
+RULE = TechniqueGroup(path="group", modules=("*",))
 PREFIX = "bert.encoder.layer"
 
 
@@ -88,9 +88,9 @@ def test_a_config_follows_where_it_can() -> None:
     for layer in range(2):
         names = f"{PREFIX}.{layer}.intermediate.dense", f"{PREFIX}.{layer}.output.dense"
         cut_rows(_match(model, *names), torch.arange(24) < 12)
-    assert follow(model, [Change(24, 12)]) and model.config.intermediate_size == 12
+    assert follow(model, [DimensionChange(24, 12)]) and model.config.intermediate_size == 12
     cut_outputs(model.get_submodule(f"{PREFIX}.0.intermediate.dense"), torch.arange(6))
-    assert not follow(model, [Change(12, 6)]) and model.config.intermediate_size == 12
+    assert not follow(model, [DimensionChange(12, 6)]) and model.config.intermediate_size == 12
 
 
 def test_code_says_what_no_config_can(tmp_path: Path) -> None:

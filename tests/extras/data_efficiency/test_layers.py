@@ -23,7 +23,7 @@ from hf_zero.extras.data_efficiency.layers import (
     save_without_random_ltd,
     theta_at,
 )
-from hf_zero.extras.data_efficiency.section import ProgressiveLayerDrop as LayerDropSection
+from hf_zero.extras.data_efficiency.section import ProgressiveLayerDropSection as LayerDropSection
 from hf_zero.extras.data_efficiency.section import RandomLTDPolicy
 from hf_zero.features import Progress
 from tests.extras.sparse_attention.test_registered import bert, gpt2

@@ -1,11 +1,11 @@
 """A process that imports everything once, and then forks ranks that start in milliseconds.
 
 It is separate from the server of `run_ranks`, because ranks of other tests must only find modules imported that they
-have requested. There is one nursery per list of modules.
+have requested. There is one fork server per list of modules.
 
-    parent    a socket in a folder | "fork these" to the nursery's stdin        takes connections, one per rank
-    nursery   python -m tests.support.nursery: imports, then forks on demand
-    rank      forked: connects to the parent, sends its index, calls its function
+    parent       a socket in a folder | "fork these" to the fork server's stdin        takes connections, one per rank
+    fork server   python -m tests.support.fork_server: imports, then forks on demand
+    rank         forked: connects to the parent, sends its index, calls its function
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Child:
         os.close(self._handle)
 
 
-class Nursery:
+class ForkServer:
     """Forks processes; one is enough for a program. Thread-safe."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        self._folder = tempfile.mkdtemp(prefix="nursery-")
+        self._folder = tempfile.mkdtemp(prefix="fork-server-")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"{self._folder}/socket")
         self._listener.listen(16)
@@ -90,7 +90,9 @@ class Nursery:
             return Connection(self._listener.accept()[0].detach())
         except TimeoutError as error:
             state = self._process.poll()
-            raise RuntimeError(f"no rank has called for {START_S:g} s; the nursery's exit status: {state}") from error
+            raise RuntimeError(
+                f"no rank has called for {START_S:g} s; exit status of the fork server: {state}"
+            ) from error
 
     def close(self) -> None:
         self._process.kill()
@@ -99,20 +101,20 @@ class Nursery:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-_nurseries: dict[tuple[str, ...], Nursery] = {}
+_fork_servers: dict[tuple[str, ...], ForkServer] = {}
 _lock = threading.Lock()
 
 
-def nursery(modules: tuple[str, ...]) -> Nursery:
-    """The nursery of this process that has imported these modules."""
+def fork_server(modules: tuple[str, ...]) -> ForkServer:
+    """The fork server of this process that has imported these modules."""
     with _lock:
-        if modules not in _nurseries:
-            _nurseries[modules] = Nursery(modules)
-        return _nurseries[modules]
+        if modules not in _fork_servers:
+            _fork_servers[modules] = ForkServer(modules)
+        return _fork_servers[modules]
 
 
 def main(address: str, modules: Sequence[str]) -> None:
-    """The nursery's own process: forks until its stdin is closed."""
+    """The fork server's own process: forks until its stdin is closed."""
     for module in modules:
         __import__(module)
     gc.freeze()  # garbage collections of forked processes need not scan it
