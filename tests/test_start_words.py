@@ -31,10 +31,10 @@ BLOCK = """\
   device: cpu, collectives by gloo
   model: Linear, 20 parameters, 20 trained
   optimizer: FusedAdam
-  weights: whole on each rank, 40 bytes in host memory
+  weights: whole on each rank, 0.13 kB in host memory
   gradients: whole on each rank, 0.13 kB in host memory
   optimizer states: whole on each rank, 0.77 kB in host memory
-  expected peak of this rank: 0.94 kB in host memory; activations, Python and libraries come on top
+  expected peak of this rank: 1.02 kB in host memory; activations, Python and libraries come on top
   remark: zero_optimization.contiguous_gradients: no effect, gradients always go to contiguous buckets"""
 END = (
     "[Rank 0] 2 updates in N s, of these gathers N s, reductions N s, updates N s, saves N s; peak of this rank: N of "

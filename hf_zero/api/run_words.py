@@ -9,31 +9,52 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zero.api.engine import ZeroEngine
-from hf_zero.comm import MAX_SEND_BUFFERS
 from hf_zero.comm.process_group import backend_of
 from hf_zero.deepspeed_version import announcement
 from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Runtime
+from hf_zero.layout.memory import (
+    BUFFERS,
+    DEVICE,
+    DISK,
+    GATHERED,
+    GRADIENTS,
+    HOST,
+    OPTIMIZER,
+    PARAMETERS,
+    RankSizes,
+    Sizes,
+    UnitSizes,
+    buffer_sizes,
+    gathered_at_most,
+    gradient_sizes,
+    optimizer_sizes,
+    parameter_sizes,
+    receive_buffers,
+    update_buffers,
+)
+from hf_zero.layout.sharding import Sharding
 from hf_zero.log import log_dist
+from hf_zero.offload.memory_estimate import SizesByPolicy
 from hf_zero.optim.registry import states_per_element, stored_bytes_per_element
 from hf_zero.optim.updater import OwnStepUpdater, Updater
+from hf_zero.params.store import of
 from hf_zero.precision import explain_dtypes, precision_from
 from hf_zero.spans import SPANS
 
-WEIGHTS, GRADIENTS, STATES, PASSING = "weights", "gradients", "optimizer states", "gathered weights and buffers"
-_PLACES = {None: "device", "none": "device", "cpu": "host", "nvme": "disk"}
-_SHARDED_FROM = {WEIGHTS: 3, GRADIENTS: 2, STATES: 1}  # stage
+if TYPE_CHECKING:
+    from hf_zero.params.unit import Unit
+
+_SHARDED = {PARAMETERS: ("weights", 3), GRADIENTS: ("gradients", 2), OPTIMIZER: ("optimizer states", 1)}  # from stage
 _PARTS = (("gather", "gathers"), ("reduce", "reductions"), ("step", "updates"), ("save", "saves"))
 NOT_GATHERED = (
     "save_model() and save_16bit_model() write no model file, as stage3_gather_16bit_weights_on_model_save is false: "
     "set it to true, or make one of a checkpoint with python -m hf_zero zero_to_fp32"
 )
 _WRITTEN = ("file", "text", "dict", "default", "derived")  # sources other than filled "auto" values
-
-Sizes = Counter[tuple[str, str]]
-"""(kind, place) -> bytes of one rank; place is "device", "host" or "disk"."""
 
 
 def start(engine: ZeroEngine) -> None:
@@ -84,46 +105,68 @@ def _explain(engine: Any, phase: str, error: Exception) -> None:
 
 
 def expected_sizes(engine: ZeroEngine) -> Sizes:
-    """Memory per rank without activations, by the rules of `hf_zero.planning.memory` applied to the existing layout.
-    Temporary buffers count at their peak."""
-    assembly, sizes = engine.gradients.assembly, Sizes()
-    zero, precision = engine.settings.resolved.zero, precision_from(engine.settings.resolved.precision)
-    units: Any = getattr(engine.module_view.store, "units", ())
-    if not units:
-        sizes[WEIGHTS, "device"] = sum(parameter.nbytes for parameter in engine.module.parameters())
-    whole = longest = itemsize = 0
-    for unit in units:
-        num_bytes = sum(part.layout.full_numel * part.dtype.itemsize for part in unit.parts)
-        whole, longest = whole + num_bytes, max(longest, num_bytes)
-        itemsize = max(itemsize, *(part.dtype.itemsize for part in unit.parts))
-        place = "device" if zero.offload_param is None else _PLACES[zero.offload_param.device]
-        sizes[WEIGHTS, place] += sum(part.stored.num_bytes for part in unit.parts)
-        sizes[WEIGHTS, "device"] += num_bytes if unit.is_persistent else 0
-    kept = zero.keys.stage3_max_live_parameters + zero.keys.stage3_prefetch_bucket_size
-    sizes[PASSING, "device"] = min(whole, 2 * longest + kept * itemsize)  # the unit in use, the next, and kept ones
-    if assembly is None:
-        return +sizes
-    optimizer, sharding = assembly.optimizer.optimizer, assembly.optimizer.sharding
-    per_state = 2 if precision.low_precision_states else 4
-    if zero.streaming is not None:
-        per_state = zero.streaming.state_bytes(per_state)
-    states = states_per_element(optimizer) * per_state + stored_bytes_per_element(optimizer)
-    is_whole = not sharding.shards_gradients and engine.settings.gradient_accumulation_steps() > 1
-    largest = 0
-    for bucket in assembly.store.buckets:
-        is_far = bucket.placement.work != runtime_of(engine.device).own or bucket.placement.gradients.can_fail
-        place = _PLACES[zero.offload_optimizer.device] if is_far and zero.offload_optimizer is not None else "device"
-        master = precision.master_dtype(bucket.dtype).itemsize if bucket.has_masters else 0
-        if zero.streaming is not None:
-            master = zero.streaming.master_bytes(bucket.dtype.itemsize, master)
-        sizes[STATES, place] += round(bucket.owned.numel * (master + states))
-        summed, owned = precision.accumulation_dtype(bucket.dtype).itemsize, bucket.owned.numel
-        if assembly.step.keeps_gradients or engine.settings.gradient_accumulation_steps() > 1:
-            sizes[GRADIENTS, "device" if is_whole else place] += summed * (bucket.bucket.numel if is_whole else owned)
-        largest = max(largest, bucket.bucket.numel * precision.communication_dtype(bucket.dtype).itemsize)
-    if engine.groups.shard.size > 1:
-        sizes[PASSING, "device"] += MAX_SEND_BUFFERS * largest
+    """Memory of this rank without activations, by `hf_zero.layout.memory`. Temporary buffers count at their peak."""
+    rank, keys = _rank_sizes(engine), engine.settings.resolved.zero.keys
+    sizes = parameter_sizes(rank) + optimizer_sizes(rank) + gradient_sizes(rank) + buffer_sizes(rank)
+    units = getattr(engine.module_view.store, "units", ())
+    itemsize = max((part.dtype.itemsize for unit in units for part in unit.parts), default=0)
+    kept = (keys.stage3_max_live_parameters + keys.stage3_prefetch_bucket_size) * itemsize
+    sizes[GATHERED, DEVICE] += gathered_at_most(rank, kept)
+    sizes[BUFFERS, DEVICE] += receive_buffers(rank)
+    sizes[BUFFERS, rank.host] += update_buffers(rank)
     return +sizes
+
+
+def _rank_sizes(engine: ZeroEngine) -> RankSizes:
+    """Describe the existing store."""
+    resolved, assembly, store = engine.settings.resolved, engine.gradients.assembly, engine.module_view.store
+    own, accumulates = runtime_of(engine.device), engine.settings.gradient_accumulation_steps() > 1
+    sharding = Sharding(resolved.zero.stage, engine.groups.shard.rank, engine.groups.shard.size)
+    optimizer = None if assembly is None else assembly.optimizer.optimizer
+    policies = SizesByPolicy(
+        zero=resolved.zero,
+        precision=precision_from(resolved.precision),
+        separate=own.has_own_memory,
+        num_states=0 if optimizer is None else states_per_element(optimizer),
+        stored_bytes=0.0 if optimizer is None else stored_bytes_per_element(optimizer),
+    )
+    units = [_unit_sizes(unit, own) for unit in getattr(store, "units", ())]
+    buckets = []
+    for trained in () if assembly is None else assembly.store.buckets:
+        bucket, placement = trained.bucket, trained.placement
+        is_far = placement.work != own.own or placement.gradients.can_fail
+        buckets.append(
+            policies.bucket(
+                bucket.dtype,
+                bucket.numel,
+                trained.owned.numel,
+                place=policies.far if is_far else DEVICE,
+                has_master=trained.has_masters,
+            )
+        )
+    held = set() if assembly is None or units else {id(parameter) for parameter in assembly.store.parameters}
+    others = [p for p in engine.module.parameters() if id(p) not in held and of(p) is None]
+    return policies.rank(
+        buckets,
+        units,
+        sharding if assembly is None else assembly.optimizer.sharding,
+        accumulates=accumulates,
+        keeps_sums=assembly is None or assembly.step.keeps_gradients or accumulates,
+        other_weights=sum(parameter.nbytes for parameter in others),
+    )
+
+
+def _unit_sizes(unit: Unit, runtime: Runtime) -> UnitSizes:
+    stored = Counter[str]()
+    for part in unit.parts:
+        on_drive = part.stored.tensor is None
+        stored[DISK if on_drive else DEVICE if part.stored.memory == runtime.own else HOST] += part.stored.num_bytes
+    return UnitSizes(
+        row=sum(part.stored.num_bytes // part.rows.count for part in unit.parts),
+        stored=stored,
+        whole=sum(part.layout.full_numel * part.dtype.itemsize for part in unit.parts),
+        is_persistent=unit.is_persistent,
+    )
 
 
 def size(num_bytes: float) -> str:
@@ -155,8 +198,8 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
     if assembly is not None:
         yield f"optimizer: {type(assembly.optimizer.optimizer).__name__}{_sees(assembly.optimizer.updater)}"
     sizes = expected_sizes(engine)
-    for what, from_stage in _SHARDED_FROM.items():
-        there = [(where, num_bytes) for (kind, where), num_bytes in sizes.items() if kind == what]
+    for kind, (what, from_stage) in _SHARDED.items():
+        there = [(where, num_bytes) for (each, where), num_bytes in sizes.items() if each == kind]
         how = f"1/{shard}" if stage >= from_stage and shard > 1 else "whole"
         if there:
             yield f"{what}: {how} on each rank, " + ", ".join(f"{size(n)} {_words(engine, w)}" for w, n in there)

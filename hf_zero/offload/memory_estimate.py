@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hf_zero.comm import Collectives
+from hf_zero.comm import MAX_SEND_BUFFERS, Collectives
 from hf_zero.config import ZeroPolicy
 from hf_zero.device.host_memory import disk_available, host_available
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import ParameterSpec
+from hf_zero.layout.memory import (
+    DEVICE,
+    DISK,
+    FP32_BYTES,
+    HOST,
+    PARAMETERS,
+    STREAMED_NUMEL,
+    BucketSizes,
+    RankSizes,
+    Sizes,
+    UnitSizes,
+    buffer_sizes,
+    gradient_sizes,
+    optimizer_sizes,
+    parameter_sizes,
+    place_of,
+    up_to,
+    update_buffers,
+    within,
+)
 from hf_zero.layout.sharding import Sharding
 from hf_zero.log import log_dist
 from hf_zero.precision import Precision
 
-FP32_BYTES, LP_BYTES = 4, 2  # bytes of a master or of one optimizer state
-GRADIENT_BUFFERS = 3  # bucket buffers with a drive: two being reduced, one being written
-STREAMED_NUMEL = 1 << 23  # maximum sub-group under streaming, whose masters are joined for the update
-AT_ONCE = 3  # minimum parameter shards in memory: one in use, one being fetched, one being written
 _HINTS = {
     "host memory": "use more ranks, device nvme, a smaller sub_group_size, or a larger limit of memory",
     "device memory": "use more ranks, a ratio nearer to 1, or offload_param",
@@ -49,6 +66,7 @@ class StateSizes:
         num_states: state values of the optimizer per element.
         stored_bytes: bytes per element of states with their own storage format.
         longest: elements of the largest bucket that is reduced (and at stage 3 gathered) in one collective.
+        accumulates: whether an update has several micro-batches.
         keeps_gradients: whether all gradients are kept until the step; otherwise updates during backward free them.
     """
 
@@ -56,61 +74,161 @@ class StateSizes:
     longest: int
     precision: Precision
     stored_bytes: float = 0.0
+    accumulates: bool = False
     keeps_gradients: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizesByPolicy:
+    """Converts what is known of buckets and units to `hf_zero.layout.memory`, by an engine's policies.
+
+    Attributes:
+        separate: whether the device has its own memory.
+        num_states, stored_bytes: as in `StateSizes`.
+    """
+
+    zero: ZeroPolicy
+    precision: Precision
+    separate: bool
+    num_states: int
+    stored_bytes: float
+
+    @property
+    def far(self) -> str:
+        """The place of offloaded masters, states and reduced gradients."""
+        policy = self.zero.offload_optimizer
+        return DEVICE if policy is None else place_of(policy.device, self.separate)
+
+    def places(self, owned: Sequence[int]) -> list[str]:
+        """The place of each bucket's states, by the elements that this rank owns (`Placements.next`)."""
+        policy = self.zero.offload_optimizer
+        chosen = up_to(owned, 0 if policy is None else round(sum(owned) * policy.ratio))
+        return [self.far if is_far else DEVICE for is_far in chosen]
+
+    def row_places(self, numels: Sequence[int]) -> list[str]:
+        """The place of each part's rows, by their elements (`CappedStore`)."""
+        policy = self.zero.offload_param
+        if policy is None or policy.device != "nvme":
+            return [DEVICE if policy is None else place_of(policy.device, self.separate)] * len(numels)
+        return [place_of("cpu" if is_in else "nvme", self.separate) for is_in in within(numels, policy.max_in_cpu)]
+
+    def needs_master(self, dtype: str, weights_at: str, place: str) -> bool:
+        """Whether masters are separate: of another dtype, or because the update cannot reach the weights."""
+        own, works_at = getattr(torch, dtype), place_of("cpu", self.separate) if place == DISK else place
+        return self.precision.master_dtype(own) != own or weights_at != works_at
+
+    def bucket(self, dtype: str, numel: int, owned: int, *, place: str, has_master: bool) -> BucketSizes:
+        """A bucket of parameters of `dtype`."""
+        own, streaming = getattr(torch, dtype), self.zero.streaming
+        master = self.precision.master_dtype(own).itemsize
+        state = master if self.precision.low_precision_states else FP32_BYTES
+        if streaming is not None:
+            master, state = streaming.master_bytes(own.itemsize, master), streaming.state_bytes(state)
+        return BucketSizes(
+            numel=numel,
+            owned=owned,
+            weight=own.itemsize,
+            master=master if has_master else 0,
+            states=self.num_states * state + self.stored_bytes,
+            summed=self.precision.accumulation_dtype(own).itemsize,
+            sent=self.precision.communication_dtype(own).itemsize,
+            place=place,
+        )
+
+    def rank(
+        self,
+        buckets: Sequence[BucketSizes],
+        units: Sequence[UnitSizes],
+        sharding: Sharding,
+        *,
+        accumulates: bool,
+        keeps_sums: bool,
+        other_weights: int = 0,
+        ahead: int = 0,
+        is_limit: bool = False,
+    ) -> RankSizes:
+        """`is_limit`: count the buffers that a slow drive may need; otherwise those of an update."""
+        states, rows, streaming = self.zero.offload_optimizer, self.zero.offload_param, self.zero.streaming
+        vectors = 0
+        if states is not None and states.device == "nvme":
+            asked = states.buffer_count if is_limit else min(states.buffer_count, 1 + self.num_states)
+            vectors = asked * (1 + states.reads_ahead + states.writes_behind)
+        joins = streaming is not None and streaming.masters == "split"
+        return RankSizes(
+            buckets=buckets,
+            units=units,
+            other_weights=other_weights,
+            ranks=sharding.world,
+            separate=self.separate,
+            shards_states=sharding.shards_optimizer,
+            keeps_local=accumulates and not sharding.shards_gradients,
+            accumulates=accumulates,
+            keeps_sums=keeps_sums,
+            send_buffers=MAX_SEND_BUFFERS,
+            sub_group_numel=self.zero.sub_group_numel,
+            state_vectors=vectors,
+            joined_numel=min(self.zero.sub_group_numel or STREAMED_NUMEL, STREAMED_NUMEL) if joins else 0,
+            row_buffers=0 if rows is None else rows.buffer_count,
+            row_buffer_numel=0 if rows is None else rows.buffer_numel,
+            ahead=ahead,
+        )
 
 
 def estimate_memory(
     specs: Sequence[ParameterSpec], zero: ZeroPolicy, sharding: Sharding, device: torch.device, sizes: StateSizes
 ) -> MemoryEstimate:
-    """Estimate masters, optimizer states, reduced gradients and buffers; at stage 3 also parameters on a drive, and
-    second shards of trained parameters."""
-    parts = sharding.world if sharding.shards_optimizer else 1
-    numel, weights, fp32 = (
-        sum(sum(map(of, together)) // (world if parts > 1 and world else parts) for world, together in _by_world(specs))
-        for of in (
-            lambda spec: spec.numel,
-            lambda spec: spec.numel * _size(spec),
-            lambda spec: spec.numel * (_size(spec) == FP32_BYTES),
-        )
+    """Estimate masters, optimizer states, gradients and buffers; at stage 3 also parameters that are not stored on the
+    device, and second shards of trained parameters."""
+    separate = runtime_of(device).has_own_memory
+    policies = SizesByPolicy(
+        zero=zero,
+        precision=sizes.precision,
+        separate=separate,
+        num_states=sizes.num_states,
+        stored_bytes=sizes.stored_bytes,
     )
-    bucket = sizes.longest // parts * max((_size(spec) for spec in specs), default=0)
-    place, rest = zero.offload_optimizer, zero.offload_param
-    on_host = not runtime_of(device).has_own_memory
-    master_bytes, state_bytes = FP32_BYTES, LP_BYTES if sizes.precision.low_precision_states else FP32_BYTES
-    if sizes.precision.low_precision_masters:  # the weights themselves, unless these are needed on another device
-        master_bytes = LP_BYTES if place is not None and not on_host else 0
-    gradients, buffers, streaming = weights, 0, zero.streaming  # gradients are as large as weights
-    if streaming is not None:
-        master_bytes, state_bytes = streaming.master_bytes(LP_BYTES, master_bytes), streaming.state_bytes(state_bytes)
-        buffers = AT_ONCE * FP32_BYTES * min(sizes.longest // parts, STREAMED_NUMEL)
-        if not sizes.keeps_gradients:
-            gradients = AT_ONCE * bucket
-    states = state_bytes * sizes.num_states * numel + master_bytes * (numel - fp32) + round(sizes.stored_bytes * numel)
-    kept = states + gradients + buffers
-    far = 0 if place is None else round(kept * place.ratio)
-    near, host, disk = kept - far, 0, 0
-    rows = weights * sharding.kept_rows
-    if rest is None or (on_host and rest.device == "cpu"):
-        near += rows - weights
-    if place is not None and place.device == "nvme":
-        disk += far
-        longest = sizes.longest // parts
-        sub_group = FP32_BYTES * min(zero.sub_group_numel or longest, longest)
-        host += sub_group * place.buffer_count * (1 + place.reads_ahead + place.writes_behind)
-        host += GRADIENT_BUFFERS * bucket
-    else:
-        host += far
-    if rest is not None and rest.device == "nvme":
-        share = min(1.0, rest.max_in_cpu / max(1, numel * sharding.kept_rows))
-        disk += round(rows * (1 - share))
-        host += 0 if on_host else round(rows * share)
-        if share < 1.0:
-            row = bucket * sharding.kept_rows
-            allowed = min(rest.buffer_numel * bucket // max(1, sizes.longest // parts), rest.buffer_count * row)
-            host += max(allowed, AT_ONCE * row)
-    elif rest is not None:
-        host += 0 if on_host else rows
-    return MemoryEstimate(device=0 if on_host else near, host=host + near if on_host else host, disk=disk)
+    parts = list(_cut(specs, sharding, sizes.longest))
+    places = policies.places([owned for *_, owned in parts])
+    rows_at = [DEVICE] * len(parts)
+    if sharding.shards_parameters:
+        rows_at = policies.row_places([owned * sharding.kept_rows for *_, owned in parts])
+    buckets, units = [], []
+    for (dtype, numel, owned), place, row_at in zip(parts, places, rows_at, strict=True):
+        has_master = policies.needs_master(dtype, row_at, place)
+        bucket = policies.bucket(dtype, numel, owned, place=place, has_master=has_master)
+        row = owned * bucket.weight
+        buckets.append(bucket)
+        units.append(UnitSizes(row=row, stored={row_at: row * sharding.kept_rows}, whole=numel * bucket.weight))
+    rank = policies.rank(
+        buckets,
+        units if sharding.shards_parameters else (),
+        sharding,
+        accumulates=sizes.accumulates,
+        keeps_sums=sizes.keeps_gradients,
+        is_limit=True,
+    )
+    needed = parameter_sizes(rank) + optimizer_sizes(rank) + gradient_sizes(rank) + buffer_sizes(rank)
+    exists = sum(unit.row for unit in rank.units if DEVICE in unit.stored)
+    needed[PARAMETERS, DEVICE] -= exists if rank.units else needed[PARAMETERS, DEVICE]
+    needed[PARAMETERS, rank.host] += update_buffers(rank)
+    device_total, host, disk = (_total(needed, place) for place in (DEVICE, HOST, DISK))
+    return MemoryEstimate(device_total if separate else 0, host if separate else device_total, disk)
+
+
+def _cut(specs: Sequence[ParameterSpec], sharding: Sharding, longest: int) -> Iterator[tuple[str, int, int]]:
+    """Yield (dtype, elements, owned elements) of buckets of up to `longest` elements, without padding."""
+    totals = Counter[tuple[str, int]]()
+    for spec in specs:
+        totals[spec.dtype, spec.world or sharding.world] += spec.numel
+    for (dtype, world), left in totals.items():
+        parts = world if sharding.shards_optimizer else 1
+        for start in range(0, left, max(1, longest)):
+            numel = min(max(1, longest), left - start)
+            yield dtype, numel, -(-numel // parts)
+
+
+def _total(sizes: Sizes, place: str) -> int:
+    return sum(num_bytes for (_, where), num_bytes in sizes.items() if where == place)
 
 
 def check_memory(estimate: MemoryEstimate, zero: ZeroPolicy, device: torch.device, collectives: Collectives) -> None:
@@ -170,12 +288,3 @@ def _amount(num_bytes: int) -> str:
         if num_bytes >= size / 10:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes} bytes"
-
-
-def _by_world(specs: Sequence[ParameterSpec]) -> list[tuple[int, list[ParameterSpec]]]:
-    """Group specs by the number of ranks that shard them; 0: the default number."""
-    return [(world, [spec for spec in specs if spec.world == world]) for world in {spec.world for spec in specs}]
-
-
-def _size(spec: ParameterSpec) -> int:
-    return int(getattr(torch, spec.dtype).itemsize)

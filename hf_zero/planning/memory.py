@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import nn
 
-from hf_zero.comm.collectives import MAX_SEND_BUFFERS
 from hf_zero.config import Zero
 from hf_zero.config.policies import Resolved
 from hf_zero.layout import (
@@ -30,13 +29,32 @@ from hf_zero.layout import (
     plan_layout,
     stay_gathered,
 )
+from hf_zero.layout.memory import (
+    BUFFERS,
+    DEVICE,
+    DISK,
+    GATHERED,
+    GRADIENTS,
+    HOST,
+    OPTIMIZER,
+    PARAMETERS,
+    RankSizes,
+    Sizes,
+    UnitSizes,
+    buffer_sizes,
+    gradient_sizes,
+    optimizer_sizes,
+    parameter_sizes,
+    receive_buffers,
+    update_buffers,
+)
 from hf_zero.layout.sharding import Sharding
-from hf_zero.offload.memory_estimate import AT_ONCE, FP32_BYTES, GRADIENT_BUFFERS
+from hf_zero.offload.memory_estimate import SizesByPolicy
 from hf_zero.params.gather_plan import GatherPlan, Use, plan_gathers
 from hf_zero.params.gathered_modules import assign_units
 from hf_zero.planning.model import PlannedModel, is_apart
 from hf_zero.planning.trace import ModelTrace
-from hf_zero.precision import Precision, precision_from
+from hf_zero.precision import precision_from
 
 # Stage 3's units of a model without weights: rows, buckets, and which units are gathered when.
 
@@ -81,25 +99,10 @@ class PlannedUnits:
     looks_far: bool = False
 
     @property
-    def row_bytes(self) -> int:
-        return sum(unit.row_bytes for unit in self.units)
-
-    @property
-    def row_numel(self) -> int:
-        return sum(layout.row_numel for unit in self.units for layout, _ in unit.parts)
-
-    @property
-    def persistent_bytes(self) -> int:
-        """Bytes of shard and whole values."""
-        return 0 if self.persistent is None else self.persistent.row_bytes + self.persistent.whole_bytes
-
-    @property
-    def longest_row_bytes(self) -> int:
-        return max((unit.row_bytes for unit in self.units), default=0)
-
-    @property
-    def longest_receive_bytes(self) -> int:
-        return self.world * self.longest_row_bytes
+    def trained_parts(self) -> list[RowLayout]:
+        """The part of each bucket, in the same order."""
+        units = [*reversed(self.units), *([] if self.persistent is None else [self.persistent])]
+        return [layout for unit in units for layout, _ in unit.parts if layout.trained_numel]
 
     def live(self, trace: ModelTrace) -> list[int]:
         """Return the bytes of gathered units per segment: units in use, prefetched, or kept for backward."""
@@ -129,10 +132,10 @@ class PlannedUnits:
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes of receive buffers that may be filled while another one is read."""
+        """Bytes of receive buffers that plans may fill while another one is read."""
         whole = sum(unit.whole_bytes for unit in self.units)
         share = self.plan.prefetch_numel / max(1, sum(unit.numel for unit in self.units)) if self.looks_far else 0.0
-        return max(self.longest_receive_bytes, int(whole * min(1.0, share)))
+        return int(whole * min(1.0, share))
 
     def _numel(self, units: Iterable[int]) -> int:
         return sum(self.units[unit].numel for unit in units)
@@ -228,13 +231,10 @@ def _uses(model: PlannedModel, units: Sequence[PlannedUnit], unit_of: dict[int, 
     return uses
 
 
-PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-GATHERED, BUFFERS, ACTIVATIONS = "gathered", "buffers", "activations"
+ACTIVATIONS = "activations"
 KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS, ACTIVATIONS)
 """`gathered`: whole units of stage 3. `buffers`: those of the model, and those for communication and copies."""
 STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
-STAGING_BUFFERS = 3  # for rows, and for weights updated on the host
-RESULTS = 2  # reduced buckets that are being copied from the device to host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,30 +315,48 @@ class Setting:
         return Sharding(self.resolved.zero.stage, 0, self.shard_ranks, alone=elsewhere, kept_rows=kept)
 
     @property
-    def precision(self) -> Precision:
-        return precision_from(self.resolved.precision)
-
-    @property
     def accumulates(self) -> bool:
         return self.resolved.batch.accumulation_steps > 1
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether reduced gradients are kept until the step (`EnginePlan.keeps_gradients`)."""
+        streaming, resolved = self.resolved.zero.streaming, self.resolved
+        if streaming is None or self.accumulates:
+            return True
+        return bool(streaming.why_gradients_stay(resolved.gradients.clip_norm, resolved.precision.skip_nonfinite))
+
+    @property
+    def policies(self) -> SizesByPolicy:
+        return SizesByPolicy(
+            zero=self.resolved.zero,
+            precision=precision_from(self.resolved.precision),
+            separate=self.separate,
+            num_states=self.optimizer.num_states,
+            stored_bytes=self.optimizer.stored_bytes,
+        )
 
 
 def rank_memory(model: PlannedModel, setting: Setting, trace: ModelTrace) -> RankMemory:
     """Return the memory of rank 0; all ranks have the same, because shards are padded to one length."""
     layout, units = _layouts(model, setting)
-    ledger = _Ledger()
-    _parameters(model, setting, layout, units, ledger)
-    _optimizer(setting, layout, ledger)
-    moment = worst_moment(layout, units, trace, _gradients(setting, layout, ledger))
-    _buffers(model, setting, layout, units, ledger)
-    update = _update_buffers(setting, layout)
+    rank = rank_sizes(model, setting, layout, units)
+    passing = _passing_sums(rank)
+    kept = replace(rank, buckets=[bucket for bucket, num_bytes in zip(rank.buckets, passing) if not num_bytes])
+    sizes = parameter_sizes(rank) + optimizer_sizes(rank) + gradient_sizes(kept) + buffer_sizes(rank)
+    moment, update = worst_moment(layout, units, trace, passing), update_buffers(rank)
     if setting.separate:
-        ledger.add("host", BUFFERS, update)
+        sizes[BUFFERS, HOST] += update
     elif update > sum(moment.values()):  # activations are freed before updates begin
         moment = {BUFFERS: update}
-    for kind, size in moment.items():
-        ledger.add("device", kind, size)
-    return ledger.result(setting)
+    moment[BUFFERS] = moment.get(BUFFERS, 0) + model.num_buffer_bytes + receive_buffers(rank)
+    for kind, num_bytes in moment.items():
+        sizes[kind, DEVICE] += num_bytes
+    return RankMemory(*(_by_kind(sizes, place) for place in (DEVICE, HOST, DISK)))
+
+
+def _by_kind(sizes: Sizes, place: str) -> dict[str, int]:
+    return {kind: sizes[kind, place] for kind in KINDS if sizes[kind, place]}
 
 
 def trained_specs(module: nn.Module, ranks_with_same: int = 0) -> list[ParameterSpec]:
@@ -386,149 +404,61 @@ def _specs(model: PlannedModel, ranks: int) -> tuple[ParameterSpec, ...]:
     return tuple(trained_specs(model.module, ranks // model.expert_size))
 
 
-class _Ledger:
-    def __init__(self) -> None:
-        self.places: dict[str, Counter[str]] = {"device": Counter(), "host": Counter(), "disk": Counter()}
-
-    def add(self, place: str, kind: str, size: float) -> None:
-        self.places[place][kind] += round(size)
-
-    def result(self, setting: Setting) -> RankMemory:
-        places = {name: {kind: sizes[kind] for kind in KINDS if sizes[kind]} for name, sizes in self.places.items()}
-        if not setting.separate:
-            both = Counter(places["device"]) + Counter(places["host"])
-            places["device"], places["host"] = {kind: both[kind] for kind in KINDS if both[kind]}, {}
-        return RankMemory(**places)
-
-
 def _size(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
 
 
-def _owned(setting: Setting, layout: FlatLayout) -> list[tuple[str, int]]:
-    return [(bucket.dtype, setting.sharding.owned(bucket).numel) for bucket in layout.buckets]
-
-
-def _far(setting: Setting) -> str:
-    """Return the place of masters, states and reduced gradients."""
-    policy = setting.resolved.zero.offload_optimizer
-    return "device" if policy is None else "disk" if policy.device == "nvme" else "host"
-
-
-def _parameters(
-    model: PlannedModel, setting: Setting, layout: FlatLayout, units: PlannedUnits | None, ledger: _Ledger
-) -> None:
-    if units is None:
-        flat = sum(bucket.numel * _size(bucket.dtype) for bucket in layout.buckets)
-        frozen = sum(p.nbytes for p in model.module.parameters() if not p.requires_grad)
-        ledger.add("device", PARAMETERS, flat + frozen)
-        return
-    policy, count = setting.resolved.zero.offload_param, setting.sharding.kept_rows
-    rows = units.row_bytes * count
-    ledger.add("device", PARAMETERS, units.persistent_bytes)
-    if policy is None:
-        ledger.add("device", PARAMETERS, rows)
-    elif policy.device == "cpu":
-        ledger.add("host", PARAMETERS, rows)
-    else:  # as in CappedStore: units are kept in host memory up to its limit
-        share = min(1.0, policy.max_in_cpu / max(1, units.row_numel * count))
-        ledger.add("host", PARAMETERS, rows * share)
-        ledger.add("disk", PARAMETERS, rows * (1 - share))
-        if share < 1:
-            longest = units.longest_row_bytes * count
-            allowed = min(policy.buffer_numel * model.dtype.itemsize, policy.buffer_count * longest)
-            ledger.add("host", BUFFERS, max(allowed, AT_ONCE * longest))
-
-
-def _optimizer(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> None:
-    precision, far = setting.precision, _far(setting)
-    state, streaming = 2 if precision.low_precision_states else FP32_BYTES, setting.resolved.zero.streaming
-    if streaming is not None:
-        state = streaming.state_bytes(state)
-    at_hand = _weights_are_at_hand(setting, layout)
-    for dtype, numel in _owned(setting, layout):
-        master = precision.master_dtype(getattr(torch, dtype)).itemsize
-        is_weight = master == _size(dtype) and at_hand  # the master is a view of the flat buffer, or the shard
-        if streaming is not None:
-            master = streaming.master_bytes(_size(dtype), master)
-        kept = (0 if is_weight else master) + setting.optimizer.num_states * state + setting.optimizer.stored_bytes
-        ledger.add(far, OPTIMIZER, kept * numel)
-
-
-def _weights_are_at_hand(setting: Setting, layout: FlatLayout) -> bool:
-    """Whether the weights are in the memory in which the update runs."""
-    policy = setting.resolved.zero.offload_param
-    numel = sum(numel for _, numel in _owned(setting, layout))
-    if policy is not None and policy.device == "nvme" and numel > policy.max_in_cpu:
-        return False
-    on_device, updates_on_device = policy is None, _far(setting) == "device"
-    return not setting.separate or on_device == updates_on_device
-
-
-def _update_buffers(setting: Setting, layout: FlatLayout) -> int:
-    """Bytes of host buffers for states that are kept on a drive."""
-    zero = setting.resolved.zero
-    policy = zero.offload_optimizer
-    if policy is None or policy.device != "nvme":
-        return 0
-    longest = max((numel for _, numel in _owned(setting, layout)), default=0)
-    # The pool grows on demand, for masters and states of a sub-group; gradients have their own buffers.
-    asked = min(policy.buffer_count, 1 + setting.optimizer.num_states)
-    vectors = asked * (1 + policy.reads_ahead + policy.writes_behind)
-    return FP32_BYTES * min(zero.sub_group_numel or longest, longest) * vectors
-
-
-def _gradients(setting: Setting, layout: FlatLayout, ledger: _Ledger) -> list[int]:
-    """Add reduced gradients of the owned part or, if stages 0 and 1 accumulate, whole gradients. Returns the bytes per
-    bucket that exist only from its reduction to the update (`ReducedGradient.clear`)."""
-    sharding, precision, far = setting.sharding, setting.precision, _far(setting)
-    whole = setting.accumulates and not sharding.shards_gradients
-    streaming, resolved = setting.resolved.zero.streaming, setting.resolved
-    clip_norm, skips = resolved.gradients.clip_norm, resolved.precision.skip_nonfinite
-    streams = streaming is not None and not (setting.accumulates or streaming.why_gradients_stay(clip_norm, skips))
-    sizes = [precision.accumulation_dtype(getattr(torch, bucket.dtype)).itemsize for bucket in layout.buckets]
-    owned = [sharding.owned(bucket).numel * size for bucket, size in zip(layout.buckets, sizes, strict=True)]
-    if far == "device" and setting.separate and not (streams or setting.accumulates):
-        return owned
-    for bucket, size, part in zip(layout.buckets, sizes, owned, strict=True) if not streams else ():
-        is_whole = whole and (part < bucket.numel * size or far != "device")
-        if is_whole:
-            ledger.add("device", GRADIENTS, bucket.numel * size)
-        if not is_whole or far != "device":
-            ledger.add(far, GRADIENTS, part)
-    return [0] * len(layout.buckets)  # while streaming, gradients in flight count as buffers
-
-
-def _buffers(
-    model: PlannedModel, setting: Setting, layout: FlatLayout, units: PlannedUnits | None, ledger: _Ledger
-) -> None:
-    ledger.add("device", BUFFERS, model.num_buffer_bytes)
-    sharding, precision, far = setting.sharding, setting.precision, _far(setting)
-    sent = owned = longest = 0
-    for bucket in layout.buckets:
-        dtype = getattr(torch, bucket.dtype)
-        travels, summed = precision.communication_dtype(dtype), precision.accumulation_dtype(dtype)
-        in_place = travels == summed and (
-            (setting.accumulates and not sharding.shards_gradients) or not sharding.shards_optimizer
+def rank_sizes(model: PlannedModel, setting: Setting, layout: FlatLayout, units: PlannedUnits | None) -> RankSizes:
+    """Describe a planned layout to `hf_zero.layout.memory`."""
+    policies, sharding = setting.policies, setting.sharding
+    rows_at: dict[int, str] = {}
+    sizes = [] if units is None else list(_unit_sizes(units, policies, sharding.kept_rows, rows_at))
+    owned = [sharding.owned(bucket).numel for bucket in layout.buckets]
+    weights_at = [DEVICE] * len(owned) if units is None else [rows_at[id(part)] for part in units.trained_parts]
+    buckets = [
+        policies.bucket(
+            bucket.dtype,
+            bucket.numel,
+            numel,
+            place=place,
+            has_master=policies.needs_master(bucket.dtype, row_at, place),
         )
-        sent = max(sent, 0 if in_place else bucket.numel * travels.itemsize)
-        owned = max(owned, sharding.owned(bucket).numel * travels.itemsize)
-        longest = max(longest, bucket.numel * travels.itemsize)
-    if setting.shard_ranks > 1:  # on CPUs, gradients reduced in place also go through shared memory
-        ledger.add("device", BUFFERS, MAX_SEND_BUFFERS * (sent if setting.separate else longest))
-    if far != "device" and setting.separate:
-        apart = units is not None and setting.shard_ranks == 1 and not setting.accumulates  # BucketGradients.send
-        ledger.add("device", BUFFERS, 0 if apart and far == "host" else RESULTS * owned)
-        ledger.add("host", BUFFERS, (RESULTS + STAGING_BUFFERS) * owned)
-    if far == "disk":
-        ledger.add("host", BUFFERS, GRADIENT_BUFFERS * owned)
-    if units is not None and setting.shard_ranks > 1:  # for the current and the next unit; on CPUs in shared memory
-        received = units.longest_receive_bytes + units.ahead_bytes
-        ledger.add("device", BUFFERS, received if setting.separate else 2 * units.longest_row_bytes)
-    if units is not None and setting.resolved.zero.offload_param is not None and setting.separate:
-        ledger.add("device", BUFFERS, STAGING_BUFFERS * units.longest_row_bytes * sharding.kept_rows)
-    if units is None and sharding.shards_optimizer and not setting.separate and setting.shard_ranks > 1:
-        ledger.add("device", BUFFERS, owned)  # ranks of a host gather from shared memory
+        for bucket, numel, row_at, place in zip(layout.buckets, owned, weights_at, policies.places(owned), strict=True)
+    ]
+    frozen = sum(p.nbytes for p in model.module.parameters() if not p.requires_grad) if units is None else 0
+    return policies.rank(
+        buckets,
+        sizes,
+        sharding,
+        accumulates=setting.accumulates,
+        keeps_sums=setting.keeps_sums,
+        other_weights=frozen,
+        ahead=0 if units is None else units.ahead_bytes,
+    )
+
+
+def _unit_sizes(
+    units: PlannedUnits, policies: SizesByPolicy, kept_rows: int, rows_at: dict[int, str]
+) -> Iterator[UnitSizes]:
+    """Yield the sizes of all units; fills `rows_at`: id of a part -> place of its rows."""
+    parts = [layout for unit in units.units for layout, _ in unit.parts]
+    places = policies.row_places([layout.row_numel * kept_rows for layout in parts])
+    rows_at.update(zip(map(id, parts), places, strict=True))
+    for unit in units.units:
+        stored = Counter[str]()
+        for layout, members in unit.parts:
+            stored[rows_at[id(layout)]] += layout.row_numel * members[0].itemsize * kept_rows
+        yield UnitSizes(row=unit.row_bytes, stored=stored, whole=unit.whole_bytes)
+    if units.persistent is not None:
+        rows_at.update((id(layout), DEVICE) for layout, _ in units.persistent.parts)
+        row, whole = units.persistent.row_bytes, units.persistent.whole_bytes
+        yield UnitSizes(row=row, stored={DEVICE: row}, whole=whole, is_persistent=True)
+
+
+def _passing_sums(rank: RankSizes) -> list[int]:
+    """Return the bytes per bucket that exist only from its reduction to the update (`ReducedGradient.clear`)."""
+    passes = rank.separate and rank.keeps_sums and not rank.accumulates
+    return [bucket.owned * bucket.summed if passes and bucket.place == DEVICE else 0 for bucket in rank.buckets]
 
 
 # The peak of a step

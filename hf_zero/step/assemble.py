@@ -406,9 +406,14 @@ def _check_room(module: nn.Module, optimizer: torch.optim.Optimizer, trained: Tr
     """Raise DoesNotFit on all ranks if the offloaded states do not fit."""
     from hf_zero.offload.memory_estimate import StateSizes, check_memory, estimate_memory
 
-    longest, num_states = _longest_bucket(module, trained, plan), states_per_element(optimizer)
-    stored_bytes, keeps = stored_bytes_per_element(optimizer), plan.keeps_gradients
-    sizes = StateSizes(num_states, longest, plan.precision, stored_bytes, keeps_gradients=keeps)
+    sizes = StateSizes(
+        num_states=states_per_element(optimizer),
+        longest=_longest_bucket(module, trained, plan),
+        precision=plan.precision,
+        stored_bytes=stored_bytes_per_element(optimizer),
+        accumulates=plan.accumulates,
+        keeps_gradients=plan.keeps_gradients,
+    )
     estimate = estimate_memory(trained.specs, plan.zero, plan.sharding, plan.device, sizes)
     check_memory(estimate, plan.zero, plan.device, plan.groups.world)
 

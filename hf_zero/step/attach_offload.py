@@ -13,6 +13,7 @@ from hf_zero.device.cores import Cores
 from hf_zero.device.registry import runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import ParameterSpec
+from hf_zero.layout.memory import GRADIENT_BUFFERS, STREAMED_NUMEL
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import (
     Placement,
@@ -85,8 +86,6 @@ def _placements(
     drives, policy, rest = _open_drives(zero), zero.offload_optimizer, zero.offload_param
     longest = zero.sub_group_numel or None
     if zero.streaming is not None:
-        from hf_zero.offload.memory_estimate import STREAMED_NUMEL
-
         longest = min(longest or STREAMED_NUMEL, STREAMED_NUMEL)
     return Placements(
         device,
@@ -130,8 +129,6 @@ def _far_placement(
     stages = 1 + policy.reads_ahead + policy.writes_behind
     sub_groups = BufferPool(limit=policy.buffer_count * stages, pinned=pinned)
     states = drive.store(drive.file("optimizer"), sub_groups, writes_first=not policy.fast_init)
-    from hf_zero.offload.memory_estimate import GRADIENT_BUFFERS
-
     gradients = drive.store(drive.file("gradients"), BufferPool(limit=GRADIENT_BUFFERS, pinned=pinned))
     return host_placement(device, states, states, gradients, pinned=pinned)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from hf_zero.layout.memory import AT_ONCE, GRADIENT_BUFFERS
 from hf_zero.offload import swap_store
-from hf_zero.offload.memory_estimate import AT_ONCE, GRADIENT_BUFFERS
 from tests.offload.offload_runs import Run, engine_for, train
 from tests.offload.test_offload import CPU, on_drive
 from tests.support.launch import ROOT

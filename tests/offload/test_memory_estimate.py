@@ -33,32 +33,44 @@ def needs(
     return estimate_memory(BILLION, policy, Sharding(stage, 0, world), device, sizes)
 
 
+PORTION, WHOLE = 2 * 100 * M // 4, 2 * 100 * M  # bytes of a bucket's weights or gradients: owned, and all
+SENT = 2 * WHOLE  # reductions in flight
+LEAVING, ARRIVING = 2 * PORTION, 5 * PORTION  # copies to the host: results on the device, and buffers there
+
+
 @pytest.mark.at_once
 def test_adam_on_a_billion_parameters_in_bf16() -> None:
     cpu, nvme = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 3}
     # 12 bytes of master and states, 2 of gradient
-    assert needs(CUDA, 2, 4) == MemoryEstimate(device=3500 * M)
-    assert needs(CUDA, 2, 4, offload_optimizer=cpu) == MemoryEstimate(host=3500 * M)
-    assert needs(CUDA, 0, 4, offload_optimizer=cpu) == MemoryEstimate(host=14_000 * M)
-    assert needs(CUDA, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == MemoryEstimate(device=1750 * M, host=1750 * M)
-    assert needs(HOST, 2, 4, offload_optimizer={**cpu, "ratio": 0.5}) == MemoryEstimate(host=3500 * M)
-    portions, bucket = 4 * 10 * M * 3, 2 * 100 * M // 4
-    small = {"sub_group_size": 10 * M}
-    assert needs(CUDA, 3, 4, offload_optimizer=nvme, **small) == MemoryEstimate(
-        host=3 * portions + 3 * bucket, disk=3500 * M
+    assert needs(CUDA, 2, 4) == MemoryEstimate(device=3500 * M + SENT)
+    on_host = needs(CUDA, 2, 4, offload_optimizer=cpu)
+    assert on_host == MemoryEstimate(device=SENT + LEAVING, host=3500 * M + ARRIVING)
+    assert needs(CUDA, 0, 4, offload_optimizer=cpu) == MemoryEstimate(
+        device=4 * LEAVING, host=14_000 * M + 4 * ARRIVING
     )
+    half = {**cpu, "ratio": 0.5}
+    assert needs(CUDA, 2, 4, offload_optimizer=half) == MemoryEstimate(
+        device=1750 * M + SENT + LEAVING, host=1750 * M + ARRIVING
+    )
+    assert needs(HOST, 2, 4, offload_optimizer=half) == MemoryEstimate(host=3500 * M + SENT + PORTION)
+    vectors = 4 * 10 * M * 3
+    small = {"sub_group_size": 10 * M}
+    from_drive = needs(CUDA, 3, 4, offload_optimizer=nvme, **small)
+    assert from_drive == MemoryEstimate(device=SENT + LEAVING, host=3 * vectors + 3 * PORTION + ARRIVING, disk=3500 * M)
     without = {**nvme, "pipeline_read": False, "pipeline_write": False}
-    assert needs(CUDA, 3, 4, offload_optimizer=without, **small).host == portions + 3 * bucket
+    assert needs(CUDA, 3, 4, offload_optimizer=without, **small).host == vectors + 3 * PORTION + ARRIVING
     rest = {"device": "nvme", "nvme_path": "/nvme", "max_in_cpu": 0}
     both = needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param=rest, **small)
-    assert both == MemoryEstimate(host=3 * portions + 3 * bucket + 5 * bucket, disk=4000 * M)
+    assert both == MemoryEstimate(
+        device=from_drive.device + 3 * PORTION, host=from_drive.host + 5 * PORTION, disk=4000 * M
+    )
     for little, numel in [
         ({"buffer_size": 18 * M}, 90 * M),
         ({"buffer_count": 4}, 100 * M),
         ({"buffer_count": 1}, 75 * M),
     ]:
         few = needs(CUDA, 3, 4, offload_optimizer=nvme, offload_param={**rest, **little}, **small)
-        assert few.host == both.host - 5 * bucket + 2 * numel
+        assert few.host == both.host - 5 * PORTION + 2 * numel
     some = {**rest, "max_in_cpu": 50 * M}
     assert needs(CUDA, 3, 4, offload_param=some).disk == 400 * M
 
@@ -66,9 +78,33 @@ def test_adam_on_a_billion_parameters_in_bf16() -> None:
 def test_16_bit_masters() -> None:
     """The weights are the masters, unless the update runs on another device."""
     lp_param = Precision(None, None, None, low_precision_masters=True)
-    assert needs(CUDA, 2, 4, lp_param) == MemoryEstimate(device=2500 * M)
-    assert needs(CUDA, 2, 4, replace(lp_param, low_precision_states=True)) == MemoryEstimate(device=1500 * M)
-    assert needs(CUDA, 2, 4, lp_param, offload_optimizer={"device": "cpu"}) == MemoryEstimate(host=3000 * M)
+    assert needs(CUDA, 2, 4, lp_param).device == 2500 * M + SENT
+    assert needs(CUDA, 2, 4, replace(lp_param, low_precision_states=True)).device == 1500 * M + SENT
+    cpu = {"device": "cpu"}
+    assert needs(CUDA, 2, 4, lp_param, offload_optimizer=cpu).host == 3000 * M + ARRIVING
+    both = needs(CUDA, 3, 4, lp_param, offload_optimizer=cpu, offload_param=cpu)
+    assert both.host == 2500 * M + 500 * M + ARRIVING, "the rows on the host are the masters"
+
+
+def test_weights_in_fp32_have_masters_where_the_update_runs() -> None:
+    """A model in fp32 with its optimizer on the host: the check expected 12 bytes per parameter, and masters of 4 more
+    were allocated, because the update does not reach the weights on the device."""
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    policy = resolve({"train_batch_size": 4, "zero_optimization": zero}, world_size=4).zero
+    sizes = StateSizes(num_states=2, longest=100 * M, precision=WIDE_MASTERS)
+    specs = [ParameterSpec("w", 10**9, 0, "float32")]
+    found = estimate_memory(specs, policy, Sharding(2, 0, 4), CUDA, sizes)
+    assert found.host == 4000 * M + 2 * ARRIVING
+
+
+def test_accumulation_below_stage_2_takes_whole_gradients_on_the_device() -> None:
+    """They were missing, and sums in another dtype than the weights' were counted in that of the weights."""
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    policy = resolve({"train_batch_size": 4, "zero_optimization": zero}, world_size=4).zero
+    wide = Precision(None, None, torch.float32)
+    sizes = StateSizes(num_states=2, longest=100 * M, precision=wide, accumulates=True)
+    found = estimate_memory(BILLION, policy, Sharding(1, 0, 4), CUDA, sizes)
+    assert found == MemoryEstimate(device=4000 * M + SENT + LEAVING, host=4000 * M + ARRIVING)
 
 
 def refused(rank: int, run: Run) -> str:
@@ -80,7 +116,7 @@ def refused(rank: int, run: Run) -> str:
 
 def test_what_cannot_fit_is_refused_on_every_rank_with_both_numbers() -> None:
     for message in run_ranks(refused, 2, Run(2, zero=CPU)):
-        assert "2 rank(s) need 8.68 kB of host memory" in message and "2.00 kB are available" in message
+        assert "2 rank(s) need 10.60 kB of host memory" in message and "2.00 kB are available" in message
         assert "use more ranks, device nvme" in message
 
 

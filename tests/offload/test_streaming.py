@@ -17,7 +17,7 @@ from hf_zero.extras.streaming.updates import StreamedUpdates
 from hf_zero.kernels.adam import AdamRule, adam
 from hf_zero.kernels.dynamic8 import packed_bytes
 from hf_zero.kernels.vectors import CPU_CHUNK_NUMEL, Applied, Vectors
-from hf_zero.offload.split_masters import HalfRest, Recycled
+from hf_zero.offload.split_masters import HalfRest, Recycled, SplitMasters
 from hf_zero.optim.adam8 import AdamW8bit
 from tests.offload.offload_runs import Run, assert_same_bits, engine_for, train, train_run, weights_of
 from tests.offload.test_checkpoints import load_and_train, train_and_save
@@ -216,6 +216,9 @@ def test_one_gradient_at_a_time() -> None:
     unused = [bucket.bucket.numel for bucket in buckets if bucket.reduced._vector is not None]
     assert recycled.most_out <= max(bucket.bucket.numel for bucket in buckets) * 2 + sum(unused)
     assert recycled.most_out < sum(bucket.bucket.numel for bucket in buckets)
+    masters = buckets[0].trained.placement.masters
+    assert isinstance(masters, SplitMasters)
+    assert masters._joined.most_out == max(each.part.numel for each in engine.optimizer.updater.sub_groups)
     engine.destroy()
 
 

@@ -74,7 +74,8 @@ def test_streaming_leaves_more_of_the_host_to_inputs(model: PlannedModel) -> Non
         for more in ("", ", streaming")
     )
     saved = 2 * model.num_parameters  # of 16 bytes
-    assert plain.host.fixed - streamed.host.fixed == pytest.approx(saved, rel=0.05)
+    joined = 4 * max(parameter.numel() for parameter in model.module.parameters())  # masters of one update
+    assert plain.host.fixed - streamed.host.fixed == pytest.approx(saved - joined, rel=0.05)
     assert plain.bound == streamed.bound == "host memory" and streamed.length >= plain.length
     assert "hf_zero" in streamed.config and streamed.config["hf_zero"]["streaming"] == {"enabled": True}
     assert streamed.config["hf_zero"]["tiled_loss"] and streamed.config["activation_checkpointing"]["cpu_checkpointing"]
