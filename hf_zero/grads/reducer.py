@@ -392,11 +392,6 @@ class GradientReducer:
         """Wait until every launched reduction is in `reduced`."""
         self._reductions.wait()
 
-    @property
-    def has_replicas(self) -> bool:
-        """Whether sums over replicas of the shards are needed, too."""
-        return self._replicas is not None
-
     def sum_over_replicas(self) -> None:
         """Sum what is in `reduced` over all replicas of this rank's shards. Collective.
 

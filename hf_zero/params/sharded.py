@@ -399,6 +399,9 @@ class ShardedParameters(ParameterStore):
         return all_facts
 
     def updated_first(self) -> Sequence[int]:
+        if self._groups.gather.size < self._groups.shard.size:
+            # With hpZ, updated buckets are gathered over more ranks than those that foresee the same forward.
+            return ()
         units = self.coordinator.prefetcher.next_forward()
         first = [bucket for unit in units for bucket in self._buckets_of[unit]]
         self.gather_beside_update(set(first))

@@ -71,8 +71,7 @@ class Agreement:
         self._same_weights = groups.same_weights
         self._model_rank = groups.model_rank
         self._store = store
-        # Ranks with replicas elsewhere only meet those of their own shard group.
-        self._meets_before = store.num_facts >= len(fields(Facts)) and not reducer.has_replicas
+        self._meets_before = store.num_facts >= len(fields(Facts))
         self._reducer = reducer
         self._sharding = sharding
         self._collectives = groups.world
