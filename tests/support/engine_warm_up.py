@@ -22,9 +22,7 @@ import hf_zero.params.sharded
 import hf_zero.sequence.groups
 import hf_zero.tensor.groups
 from hf_zero.config import resolve
-from hf_zero.kernels.dynamic8 import Coder
 
-# Its caches: where each section is, tables of the 8-bit code.
+# Its cache of where each section is. Nothing here may compute with tensors: OpenMP's threads do not survive a fork, and
+# ranks that set a number of threads would wait for them.
 resolve({"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, world_size=1)
-for _signed in (False, True):
-    Coder(1, torch.device("cpu"), signed=_signed)
