@@ -19,7 +19,10 @@ def test_what_is_not_a_plain_language_model_is_traced(name: str, tmp_path: Path)
     size = ARCHITECTURES[name]
     size.config().save_pretrained(tmp_path)
     model = load_model(str(tmp_path), size.precision)
-    found = {way: trace(model, micro_batch=2, length=size.length, checkpointing=way) for way in (False, True)}
+    found = {}
+    for way in (False, True):
+        torch.manual_seed(0)  # some drop layers at random
+        found[way] = trace(model, micro_batch=2, length=size.length, checkpointing=way)
     assert not any(each.note for each in found.values()), found[True].note
     assert found[True].peak < found[False].peak
 
