@@ -140,6 +140,7 @@ def run_timeouts(rank: int, given: str | None, asked: float | None) -> tuple[flo
     init_distributed("gloo", timeout=None if asked is None else timedelta(minutes=asked))
     side = background_collectives()._group
     of_side: timedelta = side._get_backend(torch.device("cpu")).options._timeout
+    torch.distributed.barrier()  # rank 0 has the store, which the other may still need
     return common_timeout() / timedelta(minutes=1), of_side / timedelta(minutes=1)
 
 
