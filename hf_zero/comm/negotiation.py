@@ -21,9 +21,10 @@ awaited, and has requested WAIT. So all heads have arrived, and a decision has b
 error on all ranks or grants something, and ranks that were not granted anything have sent what the others need, because
 every waiting rank also decides. So there is no GATHER among the heads, and no rank that waits for a message can wait
 for a rank at END or STEP: words between two ranks arrive in order, so a rank at END or STEP sends nothing more before
-it is granted, and a rank that waits for it requests WAIT with `lets_go`. Then END is granted, and STEP raises an error,
-because ranks have not run backward, or gathered parameters explicitly, equally often. So the ranks wait for each
-other's messages. But these belong to calls that every rank makes in the same order and posts before it waits for the
+it is granted, and a rank that waits for it requests WAIT with `lets_go`. (So does a rank that waits for one outside the
+group, with hpZ, while a peer is at END: it cannot see whether that one is at an END of its own group.) Then END is
+granted, and STEP raises an error, because ranks have not run backward, or gathered parameters explicitly, equally
+often. So the ranks wait for each other's messages. But these belong to calls that every rank makes in the same order and posts before it waits for the
 others: the rank that has made the fewest calls waits for nobody. (This holds for each kind of call separately: for
 reductions, and for explicit gathers by the user. A program that gathers explicitly inside backward, at different places
 on different ranks, may deadlock.)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,13 @@ from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
 from hf_zero.kernels.accumulate import sum_parts
 
 CHANNELS_PER_GROUP = 8
+
+
+class Awaited(NamedTuple):
+    """What this rank waits for, as seen by a group: its members, and whether there are ranks outside the group."""
+
+    peers: AbstractSet[int]
+    has_others: bool
 
 
 class GroupLink:
@@ -89,11 +97,16 @@ class GroupLink:
     ) -> None:
         self.link.mail([self.ranks[peer] for peer in peers], self._number, kind, block, argument, details)
 
-    def listen(self, take_in: Callable[[Mail], None], attend: Callable[[Callable[[], AbstractSet[int]]], bool]) -> None:
+    def listen(self, take_in: Callable[[Mail], None], attend: Callable[[Callable[[], Awaited]], bool]) -> None:
         """Pass the group's mail to `take_in`, and call `attend` in every wait of this process."""
 
         def attend_group(awaited: Callable[[], AbstractSet[int]]) -> bool:
-            return attend(lambda: {self._place[peer] for peer in awaited() if peer in self._place})
+            def in_group() -> Awaited:
+                peers = awaited()
+                members = peers & self._place.keys()
+                return Awaited({self._place[peer] for peer in members}, len(members) < len(peers))
+
+            return attend(in_group)
 
         self.link.take_mail(self._number, lambda mail: take_in(mail._replace(peer=self._place[mail.peer])))
         self.link.attendants.append(attend_group)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -21,7 +20,7 @@ from functools import partial
 from torch import Tensor
 
 from hf_zero.comm.cpu.blocks import MemoryBlock
-from hf_zero.comm.cpu.host import Arrival, GroupLink, SharedRows, filled, offsets
+from hf_zero.comm.cpu.host import Arrival, Awaited, GroupLink, SharedRows, filled, offsets
 from hf_zero.comm.cpu.shared_memory import Mail
 from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Request
 from hf_zero.comm.rows import num_bytes
@@ -139,7 +138,7 @@ class HostNegotiation(Negotiation):
                 self._link.mail([peer], _Word.NUDGE, None, self._num_asked[peer])
         return silent
 
-    def _attend(self, awaited: Callable[[], AbstractSet[int]]) -> bool:
+    def _attend(self, awaited: Callable[[], Awaited]) -> bool:
         """Serve other ranks while this rank waits. Returns whether anything was done."""
         if not self._is_open:
             return False
@@ -151,7 +150,9 @@ class HostNegotiation(Negotiation):
             return True
         if self._is_waiting or self._mine:
             return False
-        in_vain = any(self._stands(peer) for peer in awaited())  # after taking in all messages
+        peers, has_others = awaited()  # after taking in all messages
+        # A rank of another group may wait for the end of a pass, too, and a rank of that group for a peer of this one.
+        in_vain = any(map(self._stands, peers)) or (has_others and any(map(self._ends, self._peers)))
         if in_vain or self._nudged >= self._num_asked[self.rank]:
             self._ask(Gathering(self, self._request(Kind.WAIT, lets_go=in_vain)), ())
             return True
@@ -161,6 +162,11 @@ class HostNegotiation(Negotiation):
         """Whether `peer` is blocked until its END or STEP is granted."""
         queue = self._queues[peer]
         return bool(queue) and queue[-1].request.kind in (Kind.END, Kind.STEP)
+
+    def _ends(self, peer: int) -> bool:
+        """Whether `peer` is blocked until its END is granted."""
+        queue = self._queues[peer]
+        return bool(queue) and queue[-1].request.kind is Kind.END
 
     def _take_in(self, mail: Mail) -> None:
         if mail.kind == _Word.REQUEST:
