@@ -24,10 +24,10 @@ for a rank at END or STEP: words between two ranks arrive in order, so a rank at
 it is granted, and a rank that waits for it requests WAIT with `lets_go`. (So does a rank that waits for one outside the
 group, with hpZ, while a peer is at END: it cannot see whether that one is at an END of its own group.) Then END is
 granted, and STEP raises an error, because ranks have not run backward, or gathered parameters explicitly, equally
-often. So the ranks wait for each other's messages. But these belong to calls that every rank makes in the same order and posts before it waits for the
-others: the rank that has made the fewest calls waits for nobody. (This holds for each kind of call separately: for
-reductions, and for explicit gathers by the user. A program that gathers explicitly inside backward, at different places
-on different ranks, may deadlock.)
+often. So the ranks wait for each other's messages. But these belong to calls that every rank makes in the same order
+and posts before it waits for the others: the rank that has made the fewest calls waits for nobody. (This holds for each
+kind of call separately: for reductions, and for explicit gathers by the user. A program that gathers explicitly inside
+backward, at different places on different ranks, may deadlock.)
 """
 
 from __future__ import annotations

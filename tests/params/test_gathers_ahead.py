@@ -281,7 +281,7 @@ def run_between(rank: int, folder: str) -> dict[str, list[list[float]]]:
             losses = [step(engine) for _ in range(3)]
             for _ in range(2):
                 act(engine, f"{folder}/{order}")
-                losses.append(step(engine))
+                losses += [step(engine) for _ in range(2)]
             found[order].append(losses)
             engine.destroy()
     return found

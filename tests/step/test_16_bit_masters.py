@@ -102,13 +102,13 @@ def run_stages(rank: int, folder: str) -> dict[int, dict[str, Tensor]]:
     found = {}
     for stage in range(4):
         engine = new_engine(stage=stage, own={"stochastic_rounding": stage % 2 == 1})
-        train(engine, range(2))
+        train(engine, range(3))
         engine.save_checkpoint(f"{folder}/{stage}")
         at_save = {name: value.clone() for name, value in engine.module_state_dict().items()}
-        train(engine, range(2, 4))
+        train(engine, range(3, 6))
         resumed = new_engine(stage=stage, own={"stochastic_rounding": stage % 2 == 1})
         resumed.load_checkpoint(f"{folder}/{stage}")
-        train(resumed, range(2, 4))
+        train(resumed, range(3, 6))
         once, again = masters_and_states(engine), masters_and_states(resumed)
         assert once.keys() <= again.keys(), "states that no gradient has made yet are zeros in a file"
         for name, value in once.items():
@@ -125,7 +125,7 @@ def run_stages(rank: int, folder: str) -> dict[int, dict[str, Tensor]]:
 
 def test_sharded_as_alone_and_through_checkpoints(tmp_path: Path) -> None:
     alone = new_engine()
-    train(alone, range(4))
+    train(alone, range(6))
     first, second = run_ranks(run_stages, 2, str(tmp_path))
     for stage, weights in first.items():
         assert all(torch.equal(value, second[stage][name]) for name, value in weights.items()), "ranks agree"

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zero.comm import ledger
+from tests.support.ranks import run_ranks
 from tests.support.simulation import META, live_bytes, simulated_world
 
 pytestmark = pytest.mark.lengthy
@@ -161,15 +162,26 @@ def test_a_step_moves_what_the_zero_paper_says(seen: Seen) -> None:
     }
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), WORLD - 1])
-def test_every_rank_is_like_the_others(seen: Seen, rank: int) -> None:
+def shards_of(rank: int) -> tuple[int, int]:
+    """(elements in its shards, bytes after initialize())."""
     with simulated_world(rank, WORLD) as world:
         before = live_bytes()
         engine = world.engine(build_70b(), config_for(RELEASED))
-        assert shard_numel(engine) == seen.shard_numel
-        # Tensors of other tests in this process may only become visible here (their `grad`, for example).
-        assert live_bytes() - before == pytest.approx(seen.built, rel=1e-3)
+        found = shard_numel(engine), live_bytes() - before
         engine.destroy()
+        return found
+
+
+def run_shards(_: int, ranks: list[int]) -> list[tuple[int, int]]:
+    return [shards_of(rank) for rank in ranks]
+
+
+@pytest.mark.parametrize("ranks", [[511, WORLD - 1], pytest.param([0, 511, WORLD - 1], marks=pytest.mark.slow)])
+def test_every_rank_is_like_the_others(ranks: list[int]) -> None:
+    """In a process of its own, where no tensor of another test is freed between two sums."""
+    (found,) = run_ranks(run_shards, 1, ranks, init=False)
+    assert found == [found[0]] * len(ranks)
+    assert found[0][1] == pytest.approx((2 + 4) * found[0][0], rel=1e-5)
 
 
 def test_small_parameters_persist_by_default() -> None:

@@ -35,8 +35,8 @@ ZERO_ONE = {
 LAMB = {"lr": 0.01, "freeze_step": 50, "weight_decay": 0.05, "coeff_beta": 0.8, "factor_threshold": 0.05}
 CASES: list[Any] = [
     ("OneBitAdam", ADAM, one_bit.one_bit_adam, 1, 3, 80),
-    ("ZeroOneAdam", ZERO_ONE, one_bit.zero_one_adam, 0, 2, 128),
-    ("OneBitLamb", LAMB, one_bit.one_bit_lamb, 1, 3, 80),
+    ("ZeroOneAdam", ZERO_ONE, one_bit.zero_one_adam, 0, 2, STEPS),
+    ("OneBitLamb", LAMB, one_bit.one_bit_lamb, 1, 3, STEPS),
     *(
         pytest.param(*case, STEPS, marks=pytest.mark.slow)
         for case in (
@@ -45,8 +45,6 @@ CASES: list[Any] = [
             ("OneBitAdam", ADAM, one_bit.one_bit_adam, 0, 2),
             ("OneBitAdam", ADAM, one_bit.one_bit_adam, 1, 2),
             ("ZeroOneAdam", ZERO_ONE, one_bit.zero_one_adam, 0, 3),
-            ("ZeroOneAdam", ZERO_ONE, one_bit.zero_one_adam, 0, 2),
-            ("OneBitLamb", LAMB, one_bit.one_bit_lamb, 1, 3),
             ("OneBitLamb", LAMB, one_bit.one_bit_lamb, 0, 1),
             ("OneBitLamb", LAMB, one_bit.one_bit_lamb, 0, 2),
             ("OneBitLamb", {**LAMB, "weight_decay": 0.0}, one_bit.one_bit_lamb, 1, 2),
@@ -66,7 +64,7 @@ def test_many_steps_agree_with_the_formulas(
     for ours, _ in results if synchronised else results[:1]:
         for mine, theirs, begun in zip(ours, expected, one_bit.weights(), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
-            assert float((mine - begun).norm()) > 1e-3
+            assert float((mine - begun).norm()) > 0.1
 
 
 def saved_and_resumed(rank: int, kind: str, params: dict[str, Any], folder: str) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -208,8 +208,6 @@ def attacked(training: TwoHosts, attacks: Attacks, right: dict[int, Any]) -> Non
     assert whole.count("training continues after update") == len(attacks), whole[-6000:]
 
 
-# By default test_survival.py kills and stops ranks on one host, test_memory.py resumes from the next host's memory.
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_rank_and_the_host_that_leads_are_killed(spaces: list[str], tmp_path: Path) -> None:
     lines = undisturbed_lines(tmp_path / "undisturbed", config_at(2), 16)  # sums of two are the same on one host

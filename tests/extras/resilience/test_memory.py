@@ -102,7 +102,7 @@ def run_keeps_and_goes_on(rank: int, per_host: int, kind: str, folder: str) -> t
 
 
 HOSTS = [(1, 2), (2, 1), (2, 2)]  # and ranks on each
-IN_DEFAULT = "stage 2, bf16, offload", "Muon"  # of the last
+IN_DEFAULT = "stage 1", "stage 2, bf16, offload", "stage 3", "Muon"  # of the last
 
 
 @pytest.mark.parametrize(
