@@ -132,7 +132,8 @@ class Root(Observation, BatchSizes):
     managed_gradient_accumulation: Flag = supported(
         True,
         "The engine counts micro-batches, and every gradient_accumulation_steps-th step() updates. False: every step() "
-        "updates, however many backward passes precede it; each loss is still divided by gradient_accumulation_steps.",
+        "updates, however many backward passes precede it; each loss is still divided by gradient_accumulation_steps. "
+        "Under Accelerate and Trainer, the script's own steps update in any case.",
     )
 
     log_level: Level | None = supported(
