@@ -26,7 +26,7 @@ WHOLE_WEIGHTS_ARE_OFF = (
 
 
 class ModuleView:
-    """An engine's view of the model it wraps. Names are DeepSpeed's and torch's.
+    """An engine's view of the model it wraps.
 
     Attributes:
         store: stores the weights; None if the model is unchanged, or after `destroy`.
@@ -90,10 +90,6 @@ class ModuleView:
         )
         return weights if keeps else None
 
-    # Callers of this name check stage3_gather_16bit_weights_on_model_save (accelerate) or need the weights regardless
-    # of it (Trainer with adapters, OpenRLHF).
-    _zero3_consolidated_16bit_state_dict = consolidated
-
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
@@ -107,8 +103,6 @@ class ModuleView:
         path = Path(save_dir) / save_filename
         save_whole_weights(self._module, path, self._world, exclude_frozen=exclude_frozen_parameters)
         return True
-
-    save_fp16_model = save_16bit_model
 
 
 # Settings: the resolved config, and the batch sizes, which a script may change.
