@@ -198,8 +198,7 @@ def _plan(resolved: Resolved, device: torch.device, groups: ParallelGroups) -> E
         ranks_per_loss=groups.sample.size,
     )
     precision = precision_from(resolved.precision)
-    accumulates = resolved.batch.accumulation_steps > 1
-    return EnginePlan(resolved.zero, precision, rules, groups, device, accumulates=accumulates)
+    return EnginePlan(resolved.zero, precision, rules, groups, device, accumulates=resolved.accumulates)
 
 
 def _prepare_model(

@@ -120,7 +120,7 @@ def expected_sizes(engine: ZeroEngine) -> Sizes:
 def _rank_sizes(engine: ZeroEngine) -> RankSizes:
     """Describe the existing store."""
     resolved, assembly, store = engine.settings.resolved, engine.gradients.assembly, engine.module_view.store
-    own, accumulates = runtime_of(engine.device), engine.settings.gradient_accumulation_steps() > 1
+    own, accumulates = runtime_of(engine.device), resolved.accumulates
     sharding = Sharding(resolved.zero.stage, engine.groups.shard.rank, engine.groups.shard.size)
     optimizer = None if assembly is None else assembly.optimizer.optimizer
     policies = SizesByPolicy(

@@ -82,6 +82,11 @@ class Resolved(Findings):
         """The number of distinct samples: those of a tensor-parallel group count once."""
         return self.batch.train_batch_size // self.tensor_size
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether an update may have several backward passes."""
+        return self.batch.accumulation_steps > 1 or not self.config.managed_gradient_accumulation
+
     def section(self, kind: type[S]) -> S:
         """Return the section of this class, or its defaults if the config does not have it."""
         return self.config.section(kind)

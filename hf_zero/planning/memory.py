@@ -316,7 +316,7 @@ class Setting:
 
     @property
     def accumulates(self) -> bool:
-        return self.resolved.batch.accumulation_steps > 1
+        return self.resolved.accumulates
 
     @property
     def keeps_sums(self) -> bool:

@@ -56,6 +56,7 @@ def run_loop(rank: int, zero: dict[str, Any]) -> tuple[list[torch.Tensor], list[
             reductions.append(sum(ledger.tally("backward", name).calls for name in ("all_reduce", "reduce_scatter")))
             number += 1
         engine.step()
+    assert engine.settings.resolved.accumulates, "the start block counts gradients that are kept between backwards"
     with pytest.raises(AssertionError, match="the caller owns the boundary"):
         engine.set_gradient_accumulation_boundary(True)
     weights = [value.clone() for value in engine.module_state_dict().values()]
