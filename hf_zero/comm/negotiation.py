@@ -16,18 +16,22 @@ Why values are right: a row is identified by its unit and the number of updates,
 decision compares, never by the order of calls.
 
 Why nothing hangs: suppose that all ranks wait for a decision or a message, and that nothing is in flight. Suppose that
-a rank waits for a decision. Then every rank with an empty queue waits for a message, has been told that its request is
-awaited, and has requested WAIT. So all heads have arrived, and a decision has been made. `decide` either raises an
-error on all ranks or grants something, and ranks that were not granted anything have sent what the others need, because
-every waiting rank also decides. So there is no GATHER among the heads, and no rank that waits for a message can wait
-for a rank at END or STEP: words between two ranks arrive in order, so a rank at END or STEP sends nothing more before
-it is granted, and a rank that waits for it requests WAIT with `lets_go`. (So does a rank that waits for one outside the
-group, with hpZ, while a peer is at END: it cannot see whether that one is at an END of its own group.) Then END is
-granted, and STEP raises an error, because ranks have not run backward, or gathered parameters explicitly, equally
-often. So the ranks wait for each other's messages. But these belong to calls that every rank makes in the same order
-and posts before it waits for the others: the rank that has made the fewest calls waits for nobody. (This holds for each
-kind of call separately: for reductions, and for explicit gathers by the user. A program that gathers explicitly inside
-backward, at different places on different ranks, may deadlock.)
+there is a GATHER or a WAIT with `lets_go` among the heads. Then every rank with an empty queue waits for a message, has
+been told that its request is awaited, and has requested WAIT. So all heads have arrived, and a decision has been made.
+`decide` either raises an error on all ranks or grants something, and ranks that were not granted anything have sent
+what the others need, because every waiting rank also decides. So there is no such head, and no rank that waits for a
+message can wait for a rank at END or STEP: words between two ranks arrive in order, so a rank at END or STEP sends
+nothing more before it is granted, and a rank that waits for it requests WAIT with `lets_go`. Then END is granted, and
+STEP raises an error, because ranks have not run backward, or gathered parameters explicitly, equally often. If all are
+at END or STEP, that is decided; so some wait for each other's messages. But these belong to calls that every rank makes
+in the same order and posts before it waits for the others: the rank that has made the fewest calls waits for nobody.
+(This holds for each kind of call separately: for reductions, and for explicit gathers by the user. A program that
+gathers explicitly inside backward, at different places on different ranks, may deadlock.)
+
+With several groups (hpZ on one host), a call waits for all its ranks together, not for one after the other: if one that
+has not posted is at END in its own group, a member of that group that waits in this call or a later one sees it. A rank
+is let go on only if this rank cannot go on without it. It may then leave for calls of the caller's own, where it serves
+nobody.
 """
 
 from __future__ import annotations

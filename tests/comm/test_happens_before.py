@@ -320,18 +320,6 @@ def test_hosts_that_foresee_different_forwards_update_in_one_order() -> None:
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(seen, wanted, strict=True))
 
 
-def test_ranks_that_wait_for_ranks_of_another_group_let_their_own_go_on() -> None:
-    """With hpZ on one host, two ranks evaluated before their backward, one in each half of the host. The other two
-    waited for reductions, each for the evaluating rank of the other half, while these waited for the end of their
-    evaluations: that is, for the ranks that waited. No rank saw that the one it waited for waited in vain."""
-    zero = {**NONE_KEPT, "zero_hpz_partition_size": 2}
-    program = Program(lambda rank, step: Does(forward_more=rank % 2 == 0), size=4, steps=2, zero=zero)
-    found = train(InProcessWorld(4), program)
-    plain = train(InProcessWorld(4), replace(program, does=lambda rank, step: ALIKE))
-    for seen, wanted in zip(found, plain, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
-
-
 @pytest.fixture(scope="module")
 def hostile() -> list[HostileProgram]:
     """Small random programs of stage 3; 33 and 85 are among those that need `LockstepNegotiation.wait_for`."""

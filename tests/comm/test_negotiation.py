@@ -412,6 +412,48 @@ def test_other_numbers_of_backward_passes_are_refused_on_all_ranks() -> None:
     explore(run, overtakings=1)
 
 
+PAIRS, ACROSS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+
+
+def test_a_rank_goes_on_alone_only_if_another_needs_that() -> None:
+    """With hpZ and tensor parallelism on one host, rank 0 was at the end of its forward while rank 1 still waited for
+    rank 3 in a layer. Rank 1 let rank 0 go on, which then waited for rank 1 in a collective of the training loop, where
+    it served nobody; so rank 1 never ended its forward."""
+
+    def run(schedule: Schedule) -> None:
+        world = InProcessWorld(4, schedule)
+
+        def body(rank: int) -> None:
+            layer, negotiation = world.collectives(Channel.LAYERS, ACROSS), world.negotiation(PAIRS)
+            layer.sum_small(torch.zeros(1))
+            negotiation.end(in_backward=False)
+            world.exchange(1, None, PAIRS[rank // 2])
+
+        world.run(body)
+
+    explore(run, overtakings=1, limit=300)
+
+
+def test_a_rank_lets_any_rank_go_on_whose_message_it_needs() -> None:
+    """With hpZ on one host, ranks 0 and 2 evaluated before their backward. Rank 1 waited for a reduction, at first for
+    the message of rank 2; rank 0, whose message it needed next, waited for rank 1 at the end of its evaluation. Rank 3
+    and rank 2 likewise."""
+
+    def run(schedule: Schedule) -> None:
+        world = InProcessWorld(4, schedule)
+
+        def body(rank: int) -> None:
+            negotiation = world.negotiation(PAIRS)
+            if rank % 2 == 0:
+                negotiation.end(in_backward=False)
+            world.collectives().reduce_scatter(torch.zeros(1), torch.zeros(4)).wait()
+            negotiation.end(in_backward=True)
+
+        world.run(body)
+
+    explore(run, overtakings=1, limit=300)
+
+
 @pytest.mark.parametrize("limit", [150, pytest.param(400, marks=pytest.mark.slow)])
 def test_ranks_that_run_alike_send_nothing_for_each_other(limit: int) -> None:
     """One gather per unit and use, for every scheduling of the ranks."""

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,13 +24,6 @@ from hf_zero.comm.rows import Pending, Rows, num_bytes, own_shard
 from hf_zero.kernels.accumulate import sum_parts
 
 CHANNELS_PER_GROUP = 8
-
-
-class Awaited(NamedTuple):
-    """What this rank waits for, as seen by a group: its members, and whether there are ranks outside the group."""
-
-    peers: AbstractSet[int]
-    has_others: bool
 
 
 class GroupLink:
@@ -81,8 +73,10 @@ class GroupLink:
         """Let the whole group read `block`."""
         self.link.post(self._peers, block, call, label)
 
-    def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> MemoryBlock:
-        return self.link.claim(self.ranks[peer], call, label)
+    def claim(self, call: int, label: Label = NO_LABEL) -> dict[int, MemoryBlock]:
+        """The blocks that the peers post as `call`, by peer."""
+        blocks = self.link.claim(self._peers, call, label)
+        return {self._place[peer]: block for peer, block in blocks.items()}
 
     def finish(self, blocks: Mapping[int, MemoryBlock]) -> None:
         self.link.finish({self.ranks[peer]: block for peer, block in blocks.items()})
@@ -97,16 +91,11 @@ class GroupLink:
     ) -> None:
         self.link.mail([self.ranks[peer] for peer in peers], self._number, kind, block, argument, details)
 
-    def listen(self, take_in: Callable[[Mail], None], attend: Callable[[Callable[[], Awaited]], bool]) -> None:
+    def listen(self, take_in: Callable[[Mail], None], attend: Callable[[Callable[[], AbstractSet[int]]], bool]) -> None:
         """Pass the group's mail to `take_in`, and call `attend` in every wait of this process."""
 
         def attend_group(awaited: Callable[[], AbstractSet[int]]) -> bool:
-            def in_group() -> Awaited:
-                peers = awaited()
-                members = peers & self._place.keys()
-                return Awaited({self._place[peer] for peer in members}, len(members) < len(peers))
-
-            return attend(in_group)
+            return attend(lambda: {self._place[peer] for peer in awaited() if peer in self._place})
 
         self.link.take_mail(self._number, lambda mail: take_in(mail._replace(peer=self._place[mail.peer])))
         self.link.attendants.append(attend_group)
@@ -349,7 +338,7 @@ class HostCollectives(ExchangeCollectives):
 
     def _claim(self, call: int, label: Label) -> dict[int, MemoryBlock]:
         try:
-            return {peer: self._link.claim(peer, call, label) for peer in self._peers()}
+            return self._link.claim(call, label)
         except Mismatch as mismatch:
             raise RuntimeError(
                 f"ranks are in different calls: rank {self.ranks[self.rank]} calls {_described(mismatch.ours)}, "

@@ -4,8 +4,8 @@
     rank 1 requests the same   the same; both have all heads and rows, nothing more is sent
     rank 1 requests unit 1     decision: 1. Rank 0 sends its row of 1 to rank 1 (SERVED); its own request stays open
 
-A rank that waits for another rank's next request nudges it. A rank that is nudged while it waits for something else,
-and has no request of its own, requests WAIT.
+A rank that waits for another rank's next request nudges it if some rank gathers or lets another go on. A rank that is
+nudged while it waits for something else, and has no request of its own, requests WAIT.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -20,7 +21,7 @@ from functools import partial
 from torch import Tensor
 
 from hf_zero.comm.cpu.blocks import MemoryBlock
-from hf_zero.comm.cpu.host import Arrival, Awaited, GroupLink, SharedRows, filled, offsets
+from hf_zero.comm.cpu.host import Arrival, GroupLink, SharedRows, filled, offsets
 from hf_zero.comm.cpu.shared_memory import Mail
 from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Request
 from hf_zero.comm.rows import num_bytes
@@ -130,15 +131,18 @@ class HostNegotiation(Negotiation):
             self._is_waiting = was_waiting
 
     def _silent(self) -> set[int]:
-        """Peers whose head has not arrived; nudges them."""
+        """Peers whose head has not arrived; nudges them if a WAIT from them would help anyone."""
         silent = {peer for peer in self._peers if not self._queues[peer]}
+        heads = (queue[0].request for queue in self._queues.values() if queue)
+        if not any(head.kind is Kind.GATHER or head.lets_go for head in heads):
+            return silent  # END and STEP need every rank's own; a WAIT would be granted and awaited for ever
         for peer in silent:
             if self._nudges.get(peer) != self._num_asked[peer]:
                 self._nudges[peer] = self._num_asked[peer]
                 self._link.mail([peer], _Word.NUDGE, None, self._num_asked[peer])
         return silent
 
-    def _attend(self, awaited: Callable[[], Awaited]) -> bool:
+    def _attend(self, awaited: Callable[[], AbstractSet[int]]) -> bool:
         """Serve other ranks while this rank waits. Returns whether anything was done."""
         if not self._is_open:
             return False
@@ -150,9 +154,7 @@ class HostNegotiation(Negotiation):
             return True
         if self._is_waiting or self._mine:
             return False
-        peers, has_others = awaited()  # after taking in all messages
-        # A rank of another group may wait for the end of a pass, too, and a rank of that group for a peer of this one.
-        in_vain = any(map(self._stands, peers)) or (has_others and any(map(self._ends, self._peers)))
+        in_vain = any(map(self._stands, awaited()))  # after taking in all messages
         if in_vain or self._nudged >= self._num_asked[self.rank]:
             self._ask(Gathering(self, self._request(Kind.WAIT, lets_go=in_vain)), ())
             return True
@@ -162,11 +164,6 @@ class HostNegotiation(Negotiation):
         """Whether `peer` is blocked until its END or STEP is granted."""
         queue = self._queues[peer]
         return bool(queue) and queue[-1].request.kind in (Kind.END, Kind.STEP)
-
-    def _ends(self, peer: int) -> bool:
-        """Whether `peer` is blocked until its END is granted."""
-        queue = self._queues[peer]
-        return bool(queue) and queue[-1].request.kind is Kind.END
 
     def _take_in(self, mail: Mail) -> None:
         if mail.kind == _Word.REQUEST:

@@ -248,21 +248,28 @@ class SharedMemoryLink:
         for peer in peers:
             self._send(peer, word)
 
-    def claim(self, peer: int, call: int, label: Label = NO_LABEL) -> MemoryBlock:
-        """Wait for the block that `peer` posts as `call`.
+    def claim(self, peers: Sequence[int], call: int, label: Label = NO_LABEL) -> dict[int, MemoryBlock]:
+        """Wait for the blocks that `peers` post as `call`.
+
+        They are awaited together, not one after the other: any of them may itself wait for this rank (see
+        `hf_zero.comm.negotiation`).
 
         Raises:
-            Mismatch: if `peer` has made another call.
+            Mismatch: if one of them has made another call.
         """
 
+        not_yet = -1, label  # what has not been posted does not differ
+
         def missing() -> set[int]:
-            return set() if (peer, call) in self._posted else {peer}
+            return set() if differing() else {peer for peer in peers if (peer, call) not in self._posted}
+
+        def differing() -> list[int]:
+            return [peer for peer in peers if self._posted.get((peer, call), not_yet)[1] != label]
 
         self.wait_for(missing, missing)
-        number, theirs = self._posted.pop((peer, call))
-        if theirs != label:
-            raise Mismatch(peer, label, theirs)
-        return self._theirs[peer, number]
+        for peer in differing():
+            raise Mismatch(peer, label, self._posted[peer, call][1])
+        return {peer: self._theirs[peer, self._posted.pop((peer, call))[0]] for peer in peers}
 
     def has_heard(self, peer: int, call: int) -> bool:
         """Whether `peer` has posted `call`, so that claiming it does not wait."""
