@@ -15,7 +15,7 @@ from hf_zero.offload.placement import Placements
 from hf_zero.offload.vector import stop_if_any
 from hf_zero.params.gather_plan import MOST_BESIDE_UPDATE
 from hf_zero.params.hooked_modules import ExecutionOrder
-from hf_zero.params.unit import GatherBuffers, Unit, UnitState
+from hf_zero.params.unit import GatherBuffers, LiveElements, Unit, UnitState
 from hf_zero.spans import SPANS
 
 
@@ -45,7 +45,9 @@ class Prefetcher:
         self.buffers = GatherBuffers(placements.device)
         self.take_buffer = self.buffers.take
         self._ahead: list[Unit] = []  # prefetched, in the order of their requests
+        self._live = LiveElements(sum(unit.numel for unit in units if unit.is_gathered))
         for unit in units:
+            unit.live = self._live
             for part in unit.parts:
                 for numel, dtype in part.form.buffers(part.layout, part.dtype):
                     self.buffers.expect(numel, dtype)
@@ -162,8 +164,7 @@ class Prefetcher:
     def _has_room_for(self, unit: Unit, after: Sequence[Unit] = ()) -> bool:
         """Whether `unit` may be prefetched after the units `after`."""
         ahead = sum(each.numel for each in (*self._ahead, *after))
-        live = sum(each.numel for each in self._units if each.is_gathered)
-        return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=live)
+        return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=self._live.numel)
 
     def _request(self, unit: Unit) -> None:
         """Prefetch `unit`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
@@ -184,6 +185,7 @@ class UnitPart:
             for slot, member in zip(self.layout.slots, self.members, strict=True)
         )
         self._by_row: list[_RowPlan] = []  # created at the first gather whose rows are not in one buffer
+        self._by_run: list[_RunPlan | _SlotPlan] = []  # created at the first gather into one buffer
         self._num_bytes = self._full.untyped_storage().nbytes()
         self._full.untyped_storage().resize_(0)
         self._num_own_uses = self._num_uses()
@@ -196,7 +198,7 @@ class UnitPart:
     def leave_views(self) -> None:
         """Leave the storage to the user's views of it (`detach()`, a state dict) before a unit that inference kept is
         released, because these views would otherwise read freed memory."""
-        in_plans = sum(len(plan.places) for plan in self._by_row)
+        in_plans = sum(len(plan.places) for plan in (*self._by_row, *self._by_run))
         shown = sum(not member.unshard_count for member in self.members)
         if self._num_uses() > self._num_own_uses + in_plans + shown:
             self._make_room()
@@ -300,10 +302,10 @@ class UnitPart:
                 for plan, row in zip(self._by_row[rank::group], rows.row(rank).chunk(count), strict=True):
                     plan.read(row)
             return
+        self._by_run = self._by_run or plans_to_unpack(self.layout, self._views, self.rows)
         flat = rows.flat.view(group, count, -1)
-        for slot, view in zip(self.layout.slots, self._views, strict=True):
-            for index, values in enumerate(view.view(-1).split(group * slot.chunk)):
-                read_rows(values, flat[:, index, slot.offset : slot.offset + slot.chunk])
+        for run in self._by_run:
+            run.read(flat)
 
     def release(self) -> None:
         for member in self.members:
@@ -347,6 +349,56 @@ class _RowPlan:
         torch._foreach_copy_(self.places, row.split_with_sizes(self._sizes)[::2])
 
 
+class _SlotPlan:
+    """Target views of one parameter in gathered rows."""
+
+    def __init__(self, slot: ShardSlot, view: Tensor, kept: KeptRows) -> None:
+        self.places = view.view(-1).split(kept.group * slot.chunk)
+        self._columns = slice(slot.offset, slot.offset + slot.chunk)
+
+    def read(self, flat: Tensor) -> None:
+        """`flat`: rows of shape (ranks of a group, rows that each keeps, elements of a row)."""
+        for index, values in enumerate(self.places):
+            read_rows(values, flat[:, index, self._columns])
+
+
+class _RunPlan:
+    """Target views of adjacent parameters that fill their chunks on all ranks, so that one call copies all of them."""
+
+    def __init__(self, slots: Sequence[ShardSlot], views: Sequence[Tensor], kept: KeptRows) -> None:
+        self._start = slots[0].offset
+        self._sizes = [slot.chunk for slot in slots]
+        self.places = [view.view(kept.count, kept.group, -1) for view in views]
+
+    def read(self, flat: Tensor) -> None:
+        """`flat`: as in `_SlotPlan.read`."""
+        run = flat.narrow(2, self._start, sum(self._sizes)).transpose(0, 1)
+        torch.split_with_sizes_copy(run, self._sizes, dim=2, out=self.places)
+
+
+def plans_to_unpack(layout: RowLayout, views: Sequence[Tensor], kept: KeptRows) -> list[_RunPlan | _SlotPlan]:
+    """How to copy gathered rows into the whole parameters `views`, in as few calls as possible."""
+    plans: list[_RunPlan | _SlotPlan] = []
+    run: list[tuple[ShardSlot, Tensor]] = []
+    for slot, view, following in zip(layout.slots, views, [*layout.slots[1:], None], strict=True):
+        if slot.numel != slot.chunk * layout.world:
+            plans.append(_SlotPlan(slot, view, kept))
+            continue
+        run.append((slot, view))
+        is_followed = following is not None and following.numel == following.chunk * layout.world
+        if following is None or not is_followed or slot.offset + slot.chunk != following.offset:
+            plans.append(_RunPlan([one for one, _ in run], [whole for _, whole in run], kept))
+            run = []
+    return plans
+
+
+@dataclass(slots=True)
+class LiveElements:
+    """Number of elements of the units that share this counter and are gathered."""
+
+    numel: int = 0
+
+
 class UnitState(Enum):
     """State of a unit's whole parameters."""
 
@@ -367,6 +419,7 @@ class Unit:
         is_persistent: whether it stays gathered; it is only gathered again after an update.
         is_held: whether it stays gathered for now, so that `release` does nothing.
         state: only changed by the methods named above.
+        live: counts the unit while it is gathered; the units of an engine share one counter.
     """
 
     def __init__(self, index: int, name: str, parts: Sequence[UnitPart], *, is_persistent: bool = False) -> None:
@@ -377,6 +430,7 @@ class Unit:
         self.is_persistent = is_persistent
         self.is_held = False
         self.state = UnitState.RELEASED
+        self.live = LiveElements()
         self._gathering: Gathering | None = None
         self._has_arrived = False
 
@@ -421,7 +475,8 @@ class Unit:
         with torch.inference_mode(False), torch.no_grad():
             for part, arrived in zip(self.parts, rows, strict=True):
                 part.unpack(arrived, buffers)
-        self.state, self._gathering = UnitState.GATHERED, None
+        self._gathering = None
+        self._is_now_gathered()
 
     def discard(self, buffers: GatherBuffers) -> None:
         """Wait for a gather and drop its result. Called on the lane that gathers."""
@@ -445,15 +500,20 @@ class Unit:
             for part in self.parts:
                 part.release()
             self.state = UnitState.RELEASED
+            self.live.numel -= self.numel
 
     def gather_persistent(self, buffers: GatherBuffers) -> None:
         """Gather a persistent unit for good. Collective."""
         for part in self.parts:
             part.allocate()
             part.refill(buffers).wait()
-        self.state = UnitState.GATHERED
+        self._is_now_gathered()
         for member in self.members:
             member.parameter.ds_persist = True  # type: ignore[attr-defined]
+
+    def _is_now_gathered(self) -> None:
+        self.state = UnitState.GATHERED
+        self.live.numel += self.numel
 
     def _complete(self, *, is_used: bool = True) -> Sequence[Rows]:
         assert self._gathering is not None, "asked for first"

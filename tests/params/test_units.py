@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_zero.comm.rows import FlatRows, Pending
+from hf_zero.layout.buckets import KeptRows, MemberSpec, lay_rows
 from hf_zero.params.gather_plan import Use, merge_orders, plan_gathers
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.hooked_modules import set_z3_leaf_modules
-from hf_zero.params.unit import GatherBuffers
+from hf_zero.params.unit import GatherBuffers, LiveElements, Unit, plans_to_unpack
 from tests.support.models import tiny_llama
 
 
@@ -123,3 +125,45 @@ def test_receive_buffers_fit_what_is_under_way() -> None:
     give(long)
     assert buffers.take(400, like) is not long, "more than twice as long"
     assert buffers.take(1000, like) is not long, "free buffers have gone: more than the longest is taken"
+
+
+@pytest.mark.parametrize("kept_rows", [1, 2])
+@pytest.mark.parametrize(
+    "numels, num_copies",
+    [
+        ([64, 128, 8, 0, 256], 2),
+        ([64, 30, 128, 64], 3),  # 30 is not divisible by 4
+        ([4, 64], 2),  # chunks of 1, with a gap before the next
+    ],
+)
+def test_adjacent_parameters_are_unpacked_by_one_call(numels: list[int], num_copies: int, kept_rows: int) -> None:
+    """A gather of seven matrices made seven copies and some 75 views: 0.4 ms of the host's time per unit."""
+    members = [MemberSpec(index, numel, 0) for index, numel in enumerate(numels)]
+    layout = lay_rows(members, world=4, dtype="float32", full_align=16)
+    rows = torch.zeros(4, layout.row_numel)
+    wanted = [torch.randn(numel) for numel in numels]
+    for slot, values in zip(layout.slots, wanted, strict=True):
+        for row, chunk in zip(rows, values.split(slot.chunk) if slot.chunk else (), strict=False):
+            row[slot.offset : slot.offset + chunk.numel()] = chunk
+    kept = KeptRows(group=4 // kept_rows, place=0, count=kept_rows)
+    gathered = [rows[kept.row(index) + place] for place in range(kept.group) for index in range(kept.count)]
+    views = [torch.zeros(numel) for numel in numels]
+    plans = plans_to_unpack(layout, views, kept)
+    assert len(plans) == num_copies
+    for plan in plans:
+        plan.read(torch.stack(gathered).view(kept.group, kept.count, -1))
+    assert all(torch.equal(view, values) for view, values in zip(views, wanted, strict=True))
+
+
+def test_live_elements_follow_gathers_and_releases() -> None:
+    """Every prefetch added up the gathered units anew, which grows with the square of their number."""
+    live = LiveElements()
+    units = [Unit(index, str(index), ()) for index in range(3)]
+    for unit, numel in zip(units, (10, 20, 40), strict=True):
+        unit.numel, unit.live = numel, live
+        unit.gather_persistent(GatherBuffers(torch.device("cpu")))
+    assert live.numel == 70
+    units[1].is_held = True
+    for unit in units:
+        unit.release()
+    assert live.numel == 20
