@@ -343,9 +343,17 @@ class Arrivals:
         rows = target.view(self._bucket.world, -1)
         if not add and len(sources) < len(self._bucket.slots):
             rows.zero_()
+        places, even = [], []  # copied by one call
         for slot, grad in sources:
-            place = rows[:, slot.offset : slot.offset + self._bucket.chunk(slot)]
-            (add_rows if add else write_rows)(place, grad.reshape(-1))
+            chunk = self._bucket.chunk(slot)
+            place = rows.narrow(1, slot.offset, chunk)
+            if not add and slot.numel == chunk * self._bucket.world:
+                places.append(place)
+                even.append(grad.reshape(place.shape))
+            else:
+                (add_rows if add else write_rows)(place, grad.reshape(-1))
+        if even:
+            torch._foreach_copy_(places, even)
         for gap in () if add else self._gaps:
             rows[:, gap.start : gap.stop].zero_()
 

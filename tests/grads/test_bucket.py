@@ -13,6 +13,7 @@ from hf_zero.grads.bucket import Arrivals, BucketGradients, GradientDtypes
 from hf_zero.layout import Bucket, Interval, MemberSpec, ParameterSpec, lay_rows, plan_layout
 from hf_zero.offload.placement import in_memory_placement
 from hf_zero.params.store import TrainedBucket
+from tests.support.passes import Passes
 
 CPU = torch.device("cpu")
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -164,6 +165,21 @@ def test_in_rows_every_parameter_is_cut_alone() -> None:
         [1, 2, 3, 0, 0, 0, 0, 0, 10, 20, 30, 0, 0, 0, 0, 0],
         [4, 5, 6, 0, 0, 0, 0, 0, 40, 50, 0, 0, 0, 0, 0, 0],
     ]
+
+
+def test_in_rows_parameters_that_fill_their_chunks_are_copied_by_one_call() -> None:
+    """Every parameter was copied by itself, which takes the host longer than it takes a GPU."""
+    shapes = [(4, 8), (16,), (2, 8)]
+    bucket = rows_bucket(shapes)
+    parameters = tuple(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+    trained = TrainedBucket(bucket, bucket.shard(0), (), in_memory_placement(CPU), parameters, CPU)
+    of = BucketGradients(trained, GradientDtypes(FP32, FP32), LoneCollectives())
+    grads = leave(of, 1.0, 10.0, 100.0)
+    target = dirty(of)
+    with Passes() as passes:
+        of.arrivals.take(target, add=False)
+    assert [name for name, *_ in passes.calls[""]] == ["_foreach_copy_"]
+    assert torch.equal(target.view(2, -1), torch.cat([grad.view(2, -1) for grad in grads if grad is not None], 1))
 
 
 def test_in_rows_what_has_not_arrived_is_zero() -> None:
