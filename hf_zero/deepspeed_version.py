@@ -10,5 +10,5 @@ GIT_HASH = GIT_BRANCH = "hf_zero"
 
 
 def announcement() -> str:
-    """Return the log line in which tools look for DeepSpeed's version."""
+    """Return the words in which tools look for DeepSpeed's version in a log."""
     return f"DeepSpeed info: version={VERSION}, git-hash={GIT_HASH}, git-branch={GIT_BRANCH}"

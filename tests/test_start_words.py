@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.api.run_words import end
+from hf_zero.api.run_words import _lines, end
 from hf_zero.log import log_dist, logger, tracked
 from hf_zero.offload.memory_estimate import _amount
+from tests.support.ranks import run_ranks
 
 
 def start(**config: Any) -> Any:
@@ -25,17 +26,16 @@ def start(**config: Any) -> Any:
 
 
 BLOCK = """\
-[Rank 0] DeepSpeed info: version=0.19.8+hf.zero, git-hash=hf_zero, git-branch=hf_zero, by hf_zero VERSION
-  ZeRO stage 2 by hf_zero, bf16, 1 rank, 1 x 4 x 1 = 4 samples per update
+[Rank 0] hf_zero VERSION (DeepSpeed info: version=0.19.8+hf.zero, git-hash=hf_zero, git-branch=hf_zero)
+  ZeRO stage 2, bf16, 1 rank, 1 x 4 x 1 = 4 samples per update
   ranks: 1 on 1 host
   device: cpu, collectives by gloo
   model: Linear, 20 parameters, 20 trained
-  optimizer: FusedAdam
+  optimizer: AdamW (FusedAdam)
   weights: whole on each rank, 0.13 kB in host memory
   gradients: whole on each rank, 0.13 kB in host memory
   optimizer states: whole on each rank, 0.77 kB in host memory
-  expected peak of this rank: 1.02 kB in host memory; activations, Python and libraries come on top
-  remark: zero_optimization.contiguous_gradients: no effect, gradients always go to contiguous buckets"""
+  expected peak of this rank: 1.02 kB in host memory; activations, Python and libraries come on top"""
 END = (
     "[Rank 0] 2 updates in N s, of these gathers N s, reductions N s, updates N s, saves N s; peak of this rank: N of "
     "host memory"
@@ -53,6 +53,8 @@ def as_under_trainer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureF
 
 
 def test_a_run_begins_with_a_block_and_ends_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The block named a version of DeepSpeed first, the optimizer by its class alone, and remarked on keys that hold
+    their defaults, such as contiguous_gradients: true in nearly every ds.json."""
     with caplog.at_level(logging.INFO, "hf_zero"):
         engine = start(
             bf16={"enabled": True},
@@ -135,3 +137,19 @@ def test_progress_is_drawn_on_a_terminal_by_rank_0_alone(
     assert "loading weights" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")
     assert list(tracked("abc", "loading weights")) == ["a", "b", "c"] and not capsys.readouterr().err
+
+
+def test_weights_that_stay_gathered_are_told_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """On two ranks at stage 3 the block said "1/2 on each rank, 10.24 MB" of a model of 11.02 MB."""
+    told = run_ranks(_weights_line, 2)
+    assert (
+        told
+        == ["  weights: 1/2 on each rank, 80.00 kB in host memory; small ones also whole, 32.00 kB in host memory"] * 2
+    )
+
+
+def _weights_line(rank: int) -> str:
+    model = torch.nn.Sequential(torch.nn.Linear(80, 100, bias=False), torch.nn.Linear(100, 320, bias=False))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 10_000}
+    engine = hf_zero.initialize(model=model, config={"train_batch_size": 2, "zero_optimization": zero})[0]
+    return next(f"  {line}" for line in _lines(engine) if line.startswith("weights"))

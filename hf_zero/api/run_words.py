@@ -59,7 +59,7 @@ _WRITTEN = ("file", "text", "dict", "default", "derived")  # sources other than 
 
 def start(engine: ZeroEngine) -> None:
     version = sys.modules[__name__.partition(".")[0]].__version__
-    log_dist("\n  ".join([f"{announcement()}, by hf_zero {version}", *_lines(engine)]))
+    log_dist("\n  ".join([f"hf_zero {version} ({announcement()})", *_lines(engine)]))
 
 
 def end(engine: ZeroEngine) -> None:
@@ -183,9 +183,9 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
     per_group = "".join(f", {each.size} per {each.group_name}" for each in engine.parallelism)
     counted = f"{groups.data.size} ({ranks} ranks{per_group})" if per_group else f"{ranks}"
     yield (
-        f"ZeRO stage {stage} by hf_zero, {resolved.precision.model}, {count(ranks, 'rank')}, "
-        f"{batch.micro_batch_size} x {batch.accumulation_steps} x {counted} = {resolved.samples_per_update} samples "
-        "per update"
+        f"ZeRO stage {stage}, {resolved.precision.model}, {count(ranks, 'rank')}, "
+        f"{batch.micro_batch_size} x {batch.accumulation_steps} x {counted} = "
+        f"{count(resolved.samples_per_update, 'sample')} per update"
     )
     hosts, shard, copies = groups.mesh.hosts.num_hosts, groups.shard.size, groups.replicate.size
     beside = f" in {copies} copies" if copies > 1 else ""
@@ -196,13 +196,19 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
     trained = sum(spec.numel for spec in assembly.store.layout.specs) if assembly is not None else 0
     yield f"model: {type(engine.module).__name__}, {sum(numels):,} parameters, {trained:,} trained"
     if assembly is not None:
-        yield f"optimizer: {type(assembly.optimizer.optimizer).__name__}{_sees(assembly.optimizer.updater)}"
+        yield f"optimizer: {_optimizer_words(engine)}{_sees(assembly.optimizer.updater)}"
     sizes = expected_sizes(engine)
+    units = getattr(engine.module_view.store, "units", ())
+    whole = sum(part.layout.full_numel * part.dtype.itemsize for u in units if u.is_persistent for part in u.parts)
     for kind, (what, from_stage) in _SHARDED.items():
-        there = [(where, num_bytes) for (each, where), num_bytes in sizes.items() if each == kind]
+        gathered = whole if kind == PARAMETERS and shard > 1 else 0
+        there = [(place, num_bytes) for (each, place), num_bytes in sizes.items() if each == kind]
+        places = [(place, num_bytes - gathered * (place == DEVICE)) for place, num_bytes in there]
         how = f"1/{shard}" if stage >= from_stage and shard > 1 else "whole"
         if there:
-            yield f"{what}: {how} on each rank, " + ", ".join(f"{size(n)} {_words(engine, w)}" for w, n in there)
+            stored = ", ".join(f"{size(n)} {_words(engine, place)}" for place, n in places if n)
+            small = f"; small ones also whole, {size(gathered)} {_words(engine, DEVICE)}" if gathered else ""
+            yield f"{what}: {how} on each rank, {stored}{small}"
     threads = None if assembly is None else assembly.placements.update_threads
     if threads is not None:
         yield f"updates in host memory: {count(threads, 'thread')} of this rank (hf_zero.offload_threads)"
@@ -219,7 +225,15 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
     if filled:
         values = count(filled, "value")
         yield f'"auto": {values} filled in (python -m hf_zero explain ds.json shows each and its source)'
-    yield from (f"remark: {note}" for note in resolved.notes)
+    yield from (f"remark: {remark}" for remark in resolved.remarks if not (remark.ignored or remark.idle))
+
+
+def _optimizer_words(engine: ZeroEngine) -> str:
+    """The optimizer as ds.json or the caller names it, with the class that updates if that is another."""
+    assembly, policy = engine.gradients.assembly, engine.settings.resolved.optimizer
+    assert assembly is not None
+    kind = type(assembly.optimizer.optimizer).__name__
+    return kind if policy is None or policy.type == kind else f"{policy.type} ({kind})"
 
 
 def _sees(updater: Updater) -> str:

@@ -90,6 +90,7 @@ class Remark:
     value: object = ABSENT
     ignored: bool = False  # the setting has no effect although it requests something, which gives a warning
     edit: Edit | None = None
+    idle: bool = False  # the setting has no effect, but requests nothing either: its default, or written by a tool
 
     def __str__(self) -> str:
         return f"{self.path}: {self.text}"

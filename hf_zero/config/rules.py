@@ -232,17 +232,21 @@ def effects(section: Section, stage: int, ranks: Ranks, around: Path = ()) -> It
             why = f"; {verdict.why}" if verdict.kind == "supported" and verdict.why else ""
             text = f"no effect at stage {stage} (used at {_stages(verdict)}){why}"
             # A stage in the key's name says where it is used, and a config for several stages is not a mistake.
-            yield Remark(".".join(path), text, plain(value), asks and not name.startswith("stage3_"), Edit(path))
+            yield _without_effect(path, text, value, asks=asks and not name.startswith("stage3_"))
         elif verdict.kind == "ignored":
-            yield Remark(".".join(path), f"no effect, {verdict.why}", plain(value), asks, Edit(path))
+            yield _without_effect(path, f"no effect, {verdict.why}", value, asks=asks)
         elif verdict.kind == "unsupported":
             yield from _refusal(".".join(path), plain(value), field.default, verdict)
         elif key and beside not in wanted:
             if value not in (None, "none"):
                 text = f"no effect with {key} {beside or 'none'} (used with {' or '.join(wanted)})"
-                yield Remark(".".join(path), text, plain(value), asks and beside not in (None, "none"), Edit(path))
+                yield _without_effect(path, text, value, asks=asks and beside not in (None, "none"))
         elif isinstance(value, Section):
             yield from effects(value, stage, ranks, path)
+
+
+def _without_effect(path: Path, text: str, value: object, *, asks: bool) -> Remark:
+    return Remark(".".join(path), text, plain(value), asks, Edit(path), idle=not asks)
 
 
 def _stages(verdict: Verdict) -> str:

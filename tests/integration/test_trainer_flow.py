@@ -466,7 +466,7 @@ def test_a_healthy_run_says_what_it_is_and_warns_of_nothing(stage: int, tmp_path
         run.train()
     assert {record.levelname for record in records} == {"INFO"}
     (block,) = [record.getMessage() for record in records if "DeepSpeed info" in record.getMessage()]
-    assert f"ZeRO stage {stage} by hf_zero, fp32, 1 rank, 2 x 1 x 1 = 2 samples per update" in block
+    assert f"ZeRO stage {stage}, fp32, 1 rank, 2 x 1 x 1 = 2 samples per update" in block
     assert '"auto": 4 values filled in' in block
     assert "2 updates in" in records[-1].getMessage()
 
