@@ -1,11 +1,10 @@
-"""The plot and the lines of figures in README, from stored results: run `python -m bench.readme_figure`."""
+"""The plot and the table of figures in README and docs/index.md, from stored results: `python -m bench.readme_figure`."""
 
 from __future__ import annotations
 
 import io
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ SHOWN = {
     "fsdp2-reshard": "FSDP2",
     "ddp": "DDP",
 }
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
+BEGIN, END = "<!-- begin: python -m bench.readme_figure -->\n", "<!-- end -->\n"
 LABELS = {"wall_s": "seconds per step", "peak_mb": "peak memory of a rank, MB"}
 
 Rounds = list[dict[str, dict[str, Any]]]
@@ -38,30 +39,31 @@ def ratios(key: str, measured: Rounds) -> tuple[float, float]:
     return min(stages), max(stages)
 
 
-def line() -> str:
-    """The plot's figures in a sentence."""
-    run = json.loads(RESULT.read_text(encoding="utf-8"))
-    settings = run["settings"]
-    time, memory = ("{:.2f}-{:.2f}".format(*ratios(key, run["rounds"])) for key in LABELS)
-    return (
-        f"a step of a {settings['size'].upper()}-parameter Llama on {settings['ranks']} CPU ranks takes {time} of "
-        f"DeepSpeed 0.19.8's time and {memory} of its peak memory, stage by stage"
-    )
-
-
-def gpu_line() -> str:
-    """The same for one GPU: hf_zero's step time relative to others', in one session."""
+def table() -> str:
+    """README's rows of figures: how many times as fast, and the share of the peak memory, in the same run."""
     from bench.gpu_report import kept
 
-    run = kept()
-    seconds = {row["case"]: row.get("s_per_step") for row in run["sessions"][0]["train"]}
-    plain = {name: f"{seconds['hf_zero 3'] / seconds[name]:.2f}" for name in ("fsdp2", "deepspeed 3")}
-    away = f"{seconds['hf_zero 3 offload'] / seconds['deepspeed 3 offload']:.2f}"
-    card = run["device"].split()[1]
-    return (
-        f"a step of a 1.5B Llama on one {card} takes {plain['fsdp2']} of FSDP2's time and {plain['deepspeed 3']} of "
-        f"DeepSpeed's, {away} of DeepSpeed's with states and weights in host memory"
-    )
+    run, gpu = json.loads(RESULT.read_text(encoding="utf-8")), kept()
+    size, ranks = run["settings"]["size"].upper(), run["settings"]["ranks"]
+    time, memory = (ratios(key, run["rounds"]) for key in LABELS)
+    train = {row["case"]: row for row in gpu["sessions"][0]["train"]}
+    card = gpu["device"].split()[1]
+
+    def beside(ours: str, theirs: str) -> str:
+        faster = train[theirs]["s_per_step"] / train[ours]["s_per_step"]
+        return f"{faster:.2f} times as fast | {train[ours]['peak_gb'] / train[theirs]['peak_gb']:.2f} of its"
+
+    host = beside("hf_zero 3 offload", "deepspeed 3 offload")
+    fast = f"{1 / time[1]:.1f} to {1 / time[0]:.1f} times as fast"
+    rows = [
+        f"| one {card}, 1.5B Llama | FSDP2 | {beside('hf_zero 3', 'fsdp2')} |",
+        f"| the same | DeepSpeed 0.19.8, stage 3 | {beside('hf_zero 3', 'deepspeed 3')} |",
+        f"| the same, states and weights in host memory | DeepSpeed | {host} |",
+        f"| {ranks} processes on CPUs, {size} Llama | DeepSpeed, stages 0 to 3 | {fast} | "
+        f"{memory[0]:.2f} to {memory[1]:.2f} of its |",
+    ]
+    header = "| a training step on | hf_zero beside | time | peak memory |"
+    return "\n".join([header, "|---|---|---|---|", *rows])
 
 
 def plot(measured: Rounds) -> str:
@@ -87,10 +89,17 @@ def plot(measured: Rounds) -> str:
     return text.getvalue()
 
 
+def with_table(page: str) -> str:
+    """The text of a page with today's table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n\n{END}{rest.partition(END)[2]}"
+
+
 def main() -> None:
     PLOT.parent.mkdir(exist_ok=True)
     PLOT.write_text(plot(rounds()), encoding="utf-8")
-    sys.stdout.write(f"{line()}\n{gpu_line()}\n")
+    for page in PAGES:
+        page.write_text(with_table(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
