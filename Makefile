@@ -54,7 +54,7 @@ $(READY): setup.cfg packaging/backend.py packaging/hf_zero.pth
 	@rm -f $(VENV)/.ready-* && touch $@
 	@echo "  $(VENV) is ready."
 
-demo: venv ## train a small Llama-style model on 2 processes, plot its loss, generate code with it (three to nine minutes on 2 cores)
+demo: venv ## train a small Llama-style model on 2 processes, plot its loss, generate code with it (about five minutes on 2 cores)
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: venv ## set up and run the tests (at most a quarter of an hour on 2 cores; writes each test's time to out/durations.txt)

@@ -1,4 +1,4 @@
-"""The plot and the table of figures in README and docs/index.md, from stored results: `python -m bench.readme_figure`."""
+"""The plot and the table of figures in README and docs/index.md, from stored results; run it to write them."""
 
 from __future__ import annotations
 

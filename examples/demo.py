@@ -21,11 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "examples" / "train_clm.py"
 CONFIGS = {"bf16": ROOT / "configs" / "zero2_bf16.json", "fp32": ROOT / "configs" / "zero2.json"}
 
-# A size that two CPU cores can train usefully in three minutes.
+# A size that two CPU cores can train usefully in four minutes.
 MODEL = {"vocab_size": 4096, "hidden_size": 512, "num_layers": 2, "num_heads": 8}
-DATA = {"block_size": 128, "max_eval_samples": 256}
+DATA = {"block_size": 128, "max_eval_samples": 128}
 SEQUENCES_PER_STEP = 8
-STEPS = 800
+MIN_STEPS, MAX_STEPS = 200, 800
+SECONDS = 200.0  # of training on CPUs, about
 PROMPT = "class FileReader:\n    def __init__(self, path):"
 # bf16 has 8 significant bits: summing the same loss in another order changes the third digit, other weights the first.
 LOSS_TOLERANCE = 0.02
@@ -53,15 +54,25 @@ class Machine:
 
 
 def multiplies_bf16() -> bool:
-    """Whether this processor multiplies in bf16 natively; emulation is a hundred times slower.
+    """Whether this processor multiplies in bf16 natively; emulation is a hundred times slower."""
+    return seconds_of_products("bfloat16") < 4 * seconds_of_products("float32")
 
-    CPU flags do not show which operations PyTorch accelerates, so a layer's three products are timed. CPU time of a
-    single thread is measured, because on a busy machine threads spend time waiting for each other.
+
+PRODUCTS_FLOPS = 3 * 2 * 128 * 512 * 512
+
+
+def seconds_of_products(dtype: str) -> float:
+    """CPU time of a layer's three products on one thread.
+
+    CPU flags do not show which operations PyTorch accelerates, and on a busy machine threads wait for each other.
     """
     import torch
 
-    def seconds(dtype: torch.dtype) -> float:
-        inputs, weight = torch.ones(128, 512, dtype=dtype), torch.ones(512, 512, dtype=dtype)
+    inputs = torch.ones(128, 512, dtype=getattr(torch, dtype))
+    weight = torch.ones(512, 512, dtype=inputs.dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         best = float("inf")
         for _ in range(3):
             started = time.thread_time()
@@ -69,13 +80,23 @@ def multiplies_bf16() -> bool:
             outputs @ weight, outputs.T @ inputs
             best = min(best, time.thread_time() - started)
         return best
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return seconds(torch.bfloat16) < 4 * seconds(torch.float32)
     finally:
         torch.set_num_threads(threads)
+
+
+def steps_for(machine: Machine) -> int:
+    """As many updates as take about `SECONDS` here. The schedule of the learning rate needs their number beforehand."""
+    if machine.device != "cpu":
+        return MAX_STEPS
+    dtype = "bfloat16" if machine.precision == "bf16" else "float32"
+    hidden = MODEL["hidden_size"]
+    matrices = MODEL["num_layers"] * 12 * hidden**2 + MODEL["vocab_size"] * hidden
+    tokens = SEQUENCES_PER_STEP // machine.num_processes * DATA["block_size"]
+    threads = max(1, (os.cpu_count() or 1) // machine.num_processes)
+    products = 6 * matrices * tokens / PRODUCTS_FLOPS * seconds_of_products(dtype) / threads
+    return min(
+        MAX_STEPS, max(MIN_STEPS, int(SECONDS / (1.25 * products)) // 10 * 10)
+    )  # the rest takes a fifth of a step
 
 
 def flags(values: dict[str, int]) -> list[str]:
@@ -102,7 +123,7 @@ def training_command(machine: Machine, steps: int, output: Path) -> list[str]:
     ]
     command += ["--weight_decay", "0.1", "--adam_beta2", "0.95", "--max_grad_norm", "1.0"]
     command += ["--logging_steps", str(max(1, steps // 30)), "--logging_first_step"]
-    command += ["--eval_strategy", "steps", "--eval_steps", str(max(1, steps // 6)), "--eval_on_start"]
+    command += ["--eval_strategy", "steps", "--eval_steps", str(max(1, steps // 4)), "--eval_on_start"]
     return [*command, "--save_strategy", "no", "--report_to", "none"]
 
 
@@ -178,10 +199,11 @@ def show_results(console: Console, machine: Machine, output: Path) -> bool:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"training steps (default {STEPS})")
+    steps = f"training steps (default: what trains in about {SECONDS / 60:.0f} minutes, {MIN_STEPS} to {MAX_STEPS})"
+    parser.add_argument("--steps", type=int, help=steps)
     parser.add_argument("--output", type=Path, default=ROOT / "out" / "demo", help="folder, replaced if it exists")
     options = parser.parse_args(arguments)
-    if options.steps < 2:
+    if options.steps is not None and options.steps < 2:
         parser.error(f"--steps {options.steps}: at least 2 are needed to see the loss move")
     return options
 
@@ -199,8 +221,9 @@ def main() -> None:
     console.print(f"[bold]hf_zero demo[/bold]: the standard library's sources, {setting}", highlight=False)
     if machine.precision == "fp32":
         console.print("fp32, because this processor only emulates products in bf16", highlight=False)
-    console.print(f"1/2 training {options.steps} steps with an unmodified Hugging Face Trainer", highlight=False)
-    train(machine, options.steps, output)
+    steps = options.steps or steps_for(machine)
+    console.print(f"1/2 training {steps} steps with an unmodified Hugging Face Trainer", highlight=False)
+    train(machine, steps, output)
     console.print("2/2 loading the saved model back", highlight=False)
     same = show_results(console, machine, output)
     console.print(f"all done in {(time.monotonic() - started) / 60:.1f} minutes", highlight=False)

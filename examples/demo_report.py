@@ -69,9 +69,11 @@ def draw_loss_curve(history: History, vocab_size: int, title: str, path: Path) -
         (history.train[-1], (0, -14)),
         (history.held_out[-1], (0, 10)),
     ):
-        side = "left" if right else "center"
+        side = "left" if right else "right"  # within the axes
         axes.annotate(f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(right, up), ha=side)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title, ylim=(0, None), xlim=(0, None))
+    axes.set(
+        xlabel="step", ylabel="loss (nats per token)", title=title, ylim=(0, None), xlim=(0, 1.03 * history.num_steps)
+    )
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left")
     figure.tight_layout()

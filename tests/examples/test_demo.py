@@ -37,6 +37,17 @@ def test_a_processor_that_only_emulates_bf16_gets_fp32(tmp_path: Path) -> None:
     assert option(command, "--deepspeed").endswith("configs/zero2.json") and "--bf16" not in command
 
 
+def test_a_slow_machine_trains_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """800 steps took three minutes on one machine and eighteen on another."""
+    chosen = []
+    for seconds in (1e-5, 3e-3, 6e-3, 1.0):
+        monkeypatch.setattr(demo, "seconds_of_products", lambda dtype, seconds=seconds: seconds)
+        chosen.append(demo.steps_for(Machine(2, "cpu", "fp32")))
+    assert chosen[0] == demo.MAX_STEPS and chosen[-1] == demo.MIN_STEPS
+    assert demo.MAX_STEPS > chosen[1] > chosen[2] >= demo.MIN_STEPS
+    assert demo.steps_for(Machine(1, "cuda")) == demo.MAX_STEPS
+
+
 @pytest.mark.parametrize("num_gpus", [1, 3, 64])
 def test_command_on_gpus(tmp_path: Path, num_gpus: int) -> None:
     command = training_command(Machine(num_gpus, "cuda"), 600, tmp_path)
