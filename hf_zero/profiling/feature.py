@@ -37,7 +37,7 @@ from hf_zero.features import ASKED, EngineTools, Progress, TrainingFeature
 from hf_zero.log import log_dist
 from hf_zero.profiling.breakdown import Breakdown, WallClock
 from hf_zero.profiling.comms_log import CommsLog
-from hf_zero.profiling.flops import GIB, EngineTimes, FlopsProfiler
+from hf_zero.profiling.flops import GIB, FlopsProfiler
 from hf_zero.profiling.monitors import Event, Monitors
 from hf_zero.profiling.recorder import Recorder, TraceFile, Update
 
@@ -287,25 +287,9 @@ class Profiling(TrainingFeature):
             top_modules=policy.top_modules,
             detailed=policy.detailed,
             output_file=policy.output_file or None,
-            times=self._times(),
+            times=self.last_breakdown(),
         )
         profiler.end_profile()
-
-    def _times(self) -> EngineTimes | None:
-        last = self.last_breakdown()
-        if last is None:
-            return None
-        samples, micro_batch_size, accumulation_steps = self._engine.settings.get_batch_info()
-        return EngineTimes(
-            world=self._engine.groups.world.size,
-            micro_batch_size=micro_batch_size,
-            accumulation_steps=accumulation_steps,
-            samples=samples,
-            forward_s=last.timers["fwd"] / 1e3,
-            backward_s=last.timers["bwd"] / 1e3,
-            step_s=last.timers["step"] / 1e3,
-            total_s=last.total / 1e3,
-        )
 
     def last_breakdown(self) -> Breakdown | None:
         """The breakdown of the last update, or None without one or without wall_clock_breakdown. Synchronizes."""

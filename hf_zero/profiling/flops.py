@@ -2,18 +2,17 @@
 
 Matrix products, convolutions and attention are counted, as in `torch.utils.flop_counter`, with two operations per
 multiply-accumulate (MAC). Elementwise operations, norms and biases, a few per mille of a transformer's FLOPs, are not.
-torch's counter finds the operations; this module has formulas for those that it lacks, and attributes them to the
-modules that run, whichever of them was called. Backward, and what it recomputes, is not counted. Names and arguments
+torch's counter finds the operations and adds up their FLOPs; this module has formulas for those that it lacks, and says
+which modules run, whichever of them was called. Backward, and what it recomputes, is not counted. Names and arguments
 are those of DeepSpeed's profiler.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -21,14 +20,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, shape_wrapper
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
+from torch.utils.module_tracker import ModuleTracker
 
 from hf_zero.device.registry import clock_of
-from hf_zero.device.runtime import HOST, Event
+from hf_zero.device.runtime import HOST, Clock, Event
 from hf_zero.log import logger
+from hf_zero.profiling.breakdown import Breakdown
 
 # Formatting of numbers, and means without outliers.
-
 
 GIB = 1024**3
 _SIZES = {"T": 1e12, "G": 1e9, "B": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
@@ -51,146 +52,171 @@ def amount(num_bytes: float) -> str:
     return f"{num_bytes:.2f} TB"
 
 
-def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """Format a number with the unit T, G, M, K, none, m or u: the given one, or the largest that fits."""
-    if units is None:
-        return scaled(num, "", precision=precision)
-    return f"{round(num / _SIZES.get(units, 1.0), precision):g} {units}".rstrip()
+def number_to_string(
+    num: float, units: str | None = None, precision: int = 2, *, unit: str = "", billions: str = "G"
+) -> str:
+    """Format a number: 3014656, of the unit "MACs" -> 3.01 MMACs.
+
+    Args:
+        units: the prefix T, G, M, K, none, m or u; None: the largest that fits, followed by `unit`.
+        billions: the prefix for 1e9.
+    """
+    if units is not None:
+        return f"{round(num / _SIZES.get(units, 1.0), precision):g} {units}".rstrip()
+    prefixes = ("T", billions, "M", "K", "", "m", "u")
+    prefix = next((each for each in prefixes if abs(num) >= _SIZES[each]), "u") if num else ""
+    return f"{round(num / _SIZES[prefix], precision):g} {prefix}{unit}".rstrip()
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    return scaled(flops, "FLOPS", precision=precision) if units is None else number_to_string(flops, units, precision)
+    return number_to_string(flops, units, precision, unit="FLOPS")
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    return scaled(macs, "MACs", precision=precision) if units is None else number_to_string(macs, units, precision)
+    return number_to_string(macs, units, precision, unit="MACs")
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    if units is None:
-        return scaled(params_num, "", precision=precision, billions="B")
-    return number_to_string(params_num, units, precision)
+    return number_to_string(params_num, units, precision, billions="B")
 
 
-def scaled(number: float, unit: str, *, precision: int = 2, billions: str = "G") -> str:
-    """Format a number with a unit: 3014656, "MACs" -> 3.01 MMACs. `billions` is the prefix for 1e9."""
-    if not number:
-        return f"0 {unit}".rstrip()
-    letter = next((each for each in ("T", billions, "M", "K", "", "m") if abs(number) >= _SIZES[each]), "u")
-    return f"{round(number / _SIZES[letter], precision):g} {letter}{unit}".rstrip()
+def _seconds(latency_s: float) -> str:
+    return number_to_string(latency_s, unit="s")
 
 
-def _attention_on_cpu(
-    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_args: Any, **_options: Any
-) -> int:
-    """FLOPs of an attention kernel that torch's counter lacks: Q K^T and the product with V, for all query heads."""
-    batch, heads, length, dim = query
-    return 2 * batch * heads * length * key[-2] * (dim + value[-1])
+def _rate(flops: float, seconds: float) -> str:
+    return flops_to_string(flops / seconds) if seconds else "-"
 
 
-def _matrix_vector(matrix: Sequence[int], *_args: Any, **_options: Any) -> int:
-    return 2 * prod(matrix)
+# FLOPs of kernels that torch's counter lacks, from the shapes of their arguments, by their names in torch.ops.aten.
+
+_Shape = Sequence[int]
 
 
-def _added_matrix_vector(_added: Sequence[int], matrix: Sequence[int], *_args: Any, **_options: Any) -> int:
-    return 2 * prod(matrix)
-
-
-def _dot(first: Sequence[int], *_args: Any, **_options: Any) -> int:
-    return 2 * prod(first)
-
-
-def _int_product(first: Sequence[int], second: Sequence[int], *_args: Any, **_options: Any) -> int:
+def _product(first: _Shape, second: _Shape, *_: Any, **__: Any) -> int:
     return 2 * prod(first) * second[-1]
 
 
-def _grouped_product(first: Sequence[int], second: Sequence[int], *_args: Any, **_options: Any) -> int:
-    """Products of groups of rows (2-D, 3-D), of batches (3-D, 3-D), or sums over groups of columns (2-D, 2-D)."""
-    return 2 * prod(first) * second[-1]
-
-
-def _trilinear(first: Sequence[int], weight: Sequence[int], *_args: Any, **_options: Any) -> int:
-    """FLOPs of `nn.Bilinear`: [..., in_1], [out, in_1, in_2]; products with the weight and the other input."""
-    out, in_1, in_2 = weight
-    return 2 * prod(first[:-1]) * out * (in_1 * in_2 + in_2)
-
-
-def _recurrent_layer(
-    inputs: Sequence[int], in_weight: Sequence[int], state_weight: Sequence[int], *_args: Any, **_options: Any
-) -> int:
-    """FLOPs of one layer of an LSTM in one direction: two matrices for every position."""
-    return 2 * prod(inputs[:-1]) * (prod(in_weight) + prod(state_weight))
-
-
-def _recurrent_layers(inputs: Sequence[int], weights: Sequence[Sequence[int]], *_args: Any, **_options: Any) -> int:
-    """FLOPs of a whole recurrent network, whose biases are among the weights."""
+def _recurrent_layers(inputs: _Shape, weights: Sequence[_Shape], *_: Any, **__: Any) -> int:
+    """A matrix for the input and one for the state at every position; biases are among the weights."""
     return 2 * prod(inputs[:-1]) * sum(prod(weight) for weight in weights if len(weight) == 2)
 
 
-def _multi_head_attention(
-    query: Sequence[int], key: Sequence[int], _value: Sequence[int], width: int, *_args: Any, **_options: Any
-) -> int:
-    """FLOPs of `nn.MultiheadAttention` in one kernel: four projections, scores and weighted values."""
+def _multi_head_attention(query: _Shape, key: _Shape, _value: _Shape, width: int, *_: Any, **__: Any) -> int:
+    """`nn.MultiheadAttention` in one kernel: four projections, scores and weighted values."""
     batch, length, others = query[0], query[1], key[1]
     return 2 * batch * (2 * (length + others) * width**2 + 2 * length * others * width)
 
 
-def _encoder_layer(source: Sequence[int], width: int, *args: Any, **options: Any) -> int:
-    """FLOPs of `nn.TransformerEncoderLayer` in one kernel: attention and two linear layers."""
-    inner: Sequence[int] = args[12] if len(args) > 12 else options["ffn_weight_1"]
+def _encoder_layer(source: _Shape, width: int, *args: Any, **options: Any) -> int:
+    """`nn.TransformerEncoderLayer` in one kernel: attention and two linear layers."""
+    inner: _Shape = args[12] if len(args) > 12 else options["ffn_weight_1"]
     return _multi_head_attention(source, source, source, width) + 4 * prod(source) * inner[0]
 
 
-_LACKING: dict[str, Callable[..., int]] = {  # by the name in torch.ops.aten
-    "_scaled_dot_product_flash_attention_for_cpu": _attention_on_cpu,
-    "mv": _matrix_vector,
-    "addmv": _added_matrix_vector,
-    "dot": _dot,
-    "_int_mm": _int_product,
-    "_grouped_mm": _grouped_product,
-    "_trilinear": _trilinear,
-    "mkldnn_rnn_layer": _recurrent_layer,
+_LACKING: dict[str, Callable[..., int]] = {
+    # Scores and weighted values, for all query heads.
+    "_scaled_dot_product_flash_attention_for_cpu": lambda query, key, value, *_, **__: (
+        2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    ),
+    "mv": lambda matrix, *_, **__: 2 * prod(matrix),
+    "addmv": lambda _added, matrix, *_, **__: 2 * prod(matrix),
+    "dot": lambda first, *_, **__: 2 * prod(first),
+    "_int_mm": _product,
+    # Groups of rows (2-D, 3-D), batches (3-D, 3-D), or sums over groups of columns (2-D, 2-D).
+    "_grouped_mm": _product,
+    # nn.Bilinear, [..., in_1] and [out, in_1, in_2]: products with the weight, then with the other input.
+    "_trilinear": lambda first, weight, *_, **__: 2 * prod(first[:-1]) * weight[0] * (weight[1] + 1) * weight[2],
+    "mkldnn_rnn_layer": lambda inputs, *weights, **__: _recurrent_layers(inputs, weights[:2]),
     "_cudnn_rnn": _recurrent_layers,
     "miopen_rnn": _recurrent_layers,
     "_native_multi_head_attention": _multi_head_attention,
     "_transformer_encoder_layer_fwd": _encoder_layer,
 }
-CUSTOM_MAPPING: dict[Any, Any] = {
+FORMULAS: dict[Any, Callable[..., int]] = {
     getattr(torch.ops.aten, name): formula for name, formula in _LACKING.items() if hasattr(torch.ops.aten, name)
 }
 
 
-def flop_counter(note: Callable[[int], object]) -> FlopCounterMode:
-    """torch's FLOP counter with more formulas, which passes the FLOPs of every operation in forward to `note`."""
-
-    def noting(formula: Callable[..., int]) -> Callable[..., int]:
-        def count(*args: Any, **options: Any) -> int:
-            flops = formula(*args, **options)
-            if not _in_backward():
-                note(flops)
-            return flops
-
-        count._get_raw = True  # type: ignore[attr-defined]  # the formula itself takes tensors
-        return count
-
-    formulas = {**flop_registry, **{operation: shape_wrapper(formula) for operation, formula in CUSTOM_MAPPING.items()}}
-    return FlopCounterMode(display=False, custom_mapping={key: noting(formula) for key, formula in formulas.items()})
+def _path(name: str) -> list[str]:
+    """The names of the model, of every module around one, and of that one: "a.b" -> "", "a", "a.b"."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:length]) for length in range(len(parts) + 1)]
 
 
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+class CalledModules:
+    """Tells torch's counter which modules run, in place of its ModuleTracker, and marks begin and end of every call.
+
+    ModuleTracker names modules from the outermost one that is called, and counts backward for them, too.
+
+    Attributes:
+        names: of all modules of the model.
+        left_out: names of modules that are excluded, with all in them.
+        calls: begin and end of every completed call.
+    """
+
+    is_bw: Any = ModuleTracker.is_bw  # whether a backward is running
+
+    def __init__(self, model: nn.Module, clock: Clock, ignored: tuple[type, ...] = ()) -> None:
+        self.names = {module: name for name, module in model.named_modules()}
+        self.left_out = {name for module, name in self.names.items() if name and isinstance(module, ignored)}
+        self.calls: defaultdict[nn.Module, list[tuple[Event, Event]]] = defaultdict(list)
+        self._clock = clock
+        self._open: list[tuple[nn.Module, Event]] = []  # calls that run, the outermost first
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def parents(self) -> set[str]:
+        """Names of the modules that run, and of those that contain the outermost of them; of none in backward."""
+        if self.is_bw or not self._open:
+            return set()
+        names = [self.names[module] for module, _ in self._open]
+        running = {*_path(names[0]), *names}
+        return set() if running & self.left_out else running
+
+    def __enter__(self) -> None:
+        for module in self.names:
+            self._hooks.append(module.register_forward_pre_hook(self._begin))
+            self._hooks.append(module.register_forward_hook(self._end, always_call=True))
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, module: nn.Module, _inputs: Any) -> None:
+        if not self.is_bw:  # not what a checkpoint recomputes
+            self._open.append((module, self._clock.mark()))
+
+    def _end(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._open and not self.is_bw:
+            _, begin = self._open.pop()
+            self.calls[module].append((begin, self._clock.mark()))
+
+    def took_ns(self, module: nn.Module) -> int:
+        """Time of all calls; if there are none, of those of its submodules. The marks have passed."""
+        if module not in self.calls:
+            return sum(self.took_ns(child) for child in module.children())
+        return sum(self._clock.elapsed_ns(begin, end) for begin, end in self.calls[module])
 
 
-@dataclass(slots=True)
-class _Latency:
-    """Begin and end marks of one module's calls."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleProfile:
+    """The profile of one module, including its submodules."""
 
-    begins: list[Event] = field(default_factory=list)
-    ends: list[Event] = field(default_factory=list)
+    name: str  # qualified name; "" for the model itself
+    class_name: str
+    params: int
+    flops: int
+    latency_s: float
+    describes: str = ""  # its extra_repr, if it has no submodules
 
-    def __bool__(self) -> bool:
-        """Whether the module was called."""
-        return bool(self.begins)
+    @property
+    def macs(self) -> int:
+        return self.flops // 2
+
+    @property
+    def depth(self) -> int:
+        return len(_path(self.name)) - 1
 
 
 class FlopsProfiler:
@@ -205,17 +231,16 @@ class FlopsProfiler:
         self.model = model
         self.ds_engine = ds_engine
         self.recompute_fwd_factor = recompute_fwd_factor
-        self.started = False
+        self.started = self._is_counting = False
+        self.flops = self.macs = self.params = 0
         parameter = next(model.parameters(), None)
         self._clock = clock_of(HOST if parameter is None else parameter.device)
-        self.flops = self.macs = self.params = 0
-        self._counts: Counter[nn.Module] = Counter()  # FLOPs of a module and of all in it
-        self._called: list[nn.Module] = []  # the modules that run, the outermost first
-        self._names = {module: name for name, module in model.named_modules()}
-        self._latencies: dict[nn.Module, _Latency] = {}
-        self._ignored: tuple[type, ...] = ()
-        self._running = ExitStack()  # the hooks and the counter
-        self._counter: FlopCounterMode | None = None
+        self._prepare()
+
+    def _prepare(self, ignored: Iterable[type] = ()) -> None:
+        self._called = CalledModules(self.model, self._clock, tuple(ignored))
+        self._counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+        self._counter.mod_tracker = self._called  # type: ignore[assignment]
 
     def start_profile(self, ignore_list: Iterable[type] | None = None) -> None:
         """Start counting from zero.
@@ -223,106 +248,69 @@ class FlopsProfiler:
         Args:
             ignore_list: module classes to exclude, with their FLOPs, from the report.
         """
-        self._running.close()
-        self.started = True
-        self._ignored = tuple(ignore_list or ())
-        self.reset_profile()
-        for module in self._names:
-            self._running.callback(module.register_forward_pre_hook(self._before).remove)
-            self._running.callback(module.register_forward_hook(self._after, always_call=True).remove)
-        self._counter = self._running.enter_context(flop_counter(self._note))
+        self._stop()
+        self._prepare(ignore_list or ())
+        self._counter.__enter__()
+        self.started = self._is_counting = True
 
     def stop_profile(self) -> None:
         """Stop counting and keep the counts; removes all hooks."""
-        if self._counter is not None:
-            self._running.close()
-            self._counter = None
-            if num_parameters(self.model) and not self._counts[self.model]:
-                logger.warning(
-                    "the flops profiler has counted no operation of %s: none of its modules was called between "
-                    "start_profile and stop_profile, or their operations are none that torch's counter knows",
-                    type(self.model).__name__,
-                )
+        if self._stop() and num_parameters(self.model) and not self._flops_of(""):
+            logger.warning(
+                "the flops profiler has counted no operation of %s: none of its modules was called between "
+                "start_profile and stop_profile, or their operations are none that torch's counter knows",
+                type(self.model).__name__,
+            )
+
+    def _stop(self) -> bool:
+        """Return whether it was counting."""
+        was_counting, self._is_counting = self._is_counting, False
+        if was_counting:
+            self._counter.__exit__(None, None, None)
+        return was_counting
 
     def reset_profile(self) -> None:
-        self._counts, self._called = Counter(), []
-        self._latencies = {module: _Latency() for module in self._names}
+        self._counter.flop_counts.clear()
+        self._called.calls.clear()
 
     def end_profile(self) -> None:
         self.stop_profile()
         self.reset_profile()
         self.started = False
 
-    def _before(self, module: nn.Module, _inputs: Any) -> None:
-        if not _in_backward():  # not what a checkpoint recomputes
-            self._called.append(module)
-            self._latencies[module].begins.append(self._clock.mark())
-
-    def _after(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
-        if self._called and not _in_backward():
-            self._latencies[module].ends.append(self._clock.mark())
-            self._called.pop()
-
-    def _note(self, flops: int) -> None:
-        """Count FLOPs for the modules that run, and for those that contain the outermost of them."""
-        if self._called:
-            for module in {*self._called, *self._around(self._called[0])}:
-                self._counts[module] += flops
-
-    def _around(self, module: nn.Module) -> Iterator[nn.Module]:
-        name = self._names[module]
-        while name:
-            name = name.rpartition(".")[0]
-            yield self.model.get_submodule(name)
-
     # Results
 
     def modules(self) -> list[ModuleProfile]:
         """Profiles of all modules except ignored ones, in the model's order. Waits for the device."""
         self._clock.synchronize()
-        left_out = [name for module, name in self._names.items() if self._ignored and isinstance(module, self._ignored)]
         return [
-            self._profile_of(module, name, left_out)
-            for module, name in self._names.items()
-            if not any(name == out or name.startswith(f"{out}.") for out in left_out)
+            ModuleProfile(
+                name=name,
+                class_name=type(module).__name__,
+                params=num_parameters(module),
+                flops=self._flops_of(name),
+                latency_s=self._called.took_ns(module) / 1e9,
+                describes="" if list(module.children()) else module.extra_repr(),
+            )
+            for module, name in self._called.names.items()
+            if self._called.left_out.isdisjoint(_path(name))
         ]
 
-    def _profile_of(self, module: nn.Module, name: str, left_out: Sequence[str]) -> ModuleProfile:
-        inside = [out for out in left_out if not name or out.startswith(f"{name}.")]
-        flops = self._counts[module] - sum(self._counts[self.model.get_submodule(out)] for out in inside)
-        return ModuleProfile(
-            name=name,
-            class_name=type(module).__name__,
-            depth=name.count(".") + 1 if name else 0,
-            params=num_parameters(module),
-            flops=flops,
-            macs=flops // 2,
-            latency_s=self._took_ns(module) / 1e9,
-            describes=module.extra_repr() if not list(module.children()) else "",
-        )
-
-    def _took_ns(self, module: nn.Module) -> int:
-        if not self._latencies.get(module):
-            return sum(self._took_ns(child) for child in module.children())
-        times = self._latencies[module]
-        return sum(self._clock.elapsed_ns(begin, end) for begin, end in zip(times.begins, times.ends))
+    def _flops_of(self, name: str) -> int:
+        return sum(self._counter.get_flop_counts().get(name, {}).values())
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        total = self.modules()[0].flops
-        return scaled(total, "FLOPS") if as_string else total
+        return (flops_to_string if as_string else int)(self._flops_of(""))
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        total = self.modules()[0].macs
-        return scaled(total, "MACs") if as_string else total
+        return (macs_to_string if as_string else int)(self._flops_of("") // 2)
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Duration of the forwards in seconds."""
-        total = self.modules()[0].latency_s
-        return scaled(total, "s") if as_string else total
+        return (_seconds if as_string else float)(self.modules()[0].latency_s)
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        total = num_parameters(self.model)
-        return scaled(total, "", billions="B") if as_string else total
+        return (params_to_string if as_string else int)(num_parameters(self.model))
 
     # Reports
 
@@ -333,32 +321,30 @@ class FlopsProfiler:
         top_modules: int = 1,
         detailed: bool = True,
         output_file: str | None = None,
-        times: EngineTimes | None = None,
+        times: Breakdown | None = None,
     ) -> None:
         """Write the report to a file or to standard output, if profiling was started.
 
         Args:
-            times: times of the profiled update, if an engine ran it.
+            times: of the profiled update, if the engine measured them.
         """
         if not self.started:
             return
         modules = self.modules()
         self.flops, self.macs, self.params = modules[0].flops, modules[0].macs, modules[0].params
-        text = report(
-            modules,
-            profile_step,
-            times,
-            self.recompute_fwd_factor,
-            depth=module_depth,
-            top=top_modules,
-            detailed=detailed,
-        )
-        _write(text, output_file)
+        title = f"{'-' * 25} hf_zero Flops Profiler {'-' * 25}"
+        lines = [title, f"Profile Summary at step {profile_step}:", _NOTATION, ""]
+        figures = summary(modules[0], self.recompute_fwd_factor, self.ds_engine, times)
+        lines += [f"{label:<70}{value}" for label, value in figures]
+        lines += ["", *aggregated(modules, module_depth, top_modules)]
+        if detailed:
+            lines += ["", *_tree(modules)]
+        _write([*lines, "-" * len(title)], output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print only the table of the top modules."""
         if self.started:
-            _write("\n".join(aggregated(self.modules(), module_depth, top_modules)), None)
+            _write(aggregated(self.modules(), module_depth, top_modules), None)
 
 
 def num_parameters(module: nn.Module) -> int:
@@ -408,164 +394,100 @@ def get_model_profile(
         finally:
             profiler.stop_profile()
     if print_profile:
-        profiler.print_model_profile(
-            profile_step=warm_up,
-            module_depth=module_depth,
-            top_modules=top_modules,
-            detailed=detailed,
-            output_file=output_file,
-        )
-    profile = (
-        profiler.get_total_flops(as_string),
-        profiler.get_total_macs(as_string),
-        profiler.get_total_params(as_string),
-    )
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    totals = (profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params)
+    flops, macs, params = (total(as_string) for total in totals)
     profiler.end_profile()
-    return profile
+    return flops, macs, params
 
 
-def _write(text: str, output_file: str | None) -> None:
+def _write(lines: Iterable[str], output_file: str | None) -> None:
+    text = "\n".join(lines) + "\n"
     if output_file:
         path = Path(output_file)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     else:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text)
         sys.stdout.flush()
 
 
-# The flops profiler's report: a summary, the top modules of every depth, the tree of all modules.
+# The report: a summary, the top modules of every depth, the tree of all modules.
 
-
-_LABEL, _VALUE = 70, 8
 _NOTATION = """Notation:
 params: number of parameters
 macs: multiply-accumulates; flops: floating-point operations, 2 per MAC (matrix products, convolutions, attention)
 fwd, bwd: forward, backward; latency: duration of a module's forward in seconds
 FLOPS: flops per second"""
+# Title in the table -> (in the tree, attribute of a ModuleProfile, format).
+_QUANTITIES: dict[str, tuple[str, str, Callable[[float], str]]] = {
+    "params": ("Params", "params", params_to_string),
+    "MACs": ("MACs", "macs", macs_to_string),
+    "fwd latency": ("latency", "latency_s", _seconds),
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleProfile:
-    """The profile of one module, including its submodules."""
+def summary(
+    model: ModuleProfile, recomputed: float, engine: Any = None, times: Breakdown | None = None
+) -> Iterator[tuple[str, str]]:
+    """Labels and values of the model, and of the update whose forward was profiled, with all its micro-batches.
 
-    name: str  # qualified name; "" for the model itself
-    class_name: str
-    depth: int
-    params: int
-    flops: int
-    macs: int
-    latency_s: float
-    describes: str = ""  # its extra_repr, if it has no submodules
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTimes:
-    """Times of the update whose forward was profiled, summed over its micro-batches.
-
-    Attributes:
-        samples: number of samples of the update over all ranks.
+    Args:
+        recomputed: backward takes 2 + this forwards.
+        engine: the engine that ran the update, if any.
+        times: of the update, if they were measured.
     """
-
-    world: int
-    micro_batch_size: int
-    accumulation_steps: int
-    samples: int
-    forward_s: float
-    backward_s: float
-    step_s: float
-    total_s: float
-
-
-def report(
-    modules: Sequence[ModuleProfile],
-    step: int,
-    times: EngineTimes | None,
-    recomputed: float,
-    *,
-    depth: int,
-    top: int,
-    detailed: bool,
-) -> str:
-    """Format the full report. `modules`: in pre-order, with the model first."""
-    title = f"{'-' * 25} hf_zero Flops Profiler {'-' * 25}"
-    lines = [title, f"Profile Summary at step {step}:", _NOTATION, ""]
-    summary = _summary(modules[0], times, recomputed)
-    lines += [f"{label:<{_LABEL}}{value:<{_VALUE}}".rstrip() for label, value in summary]
-    lines += ["", *aggregated(modules, depth, top)]
-    if detailed:
-        lines += ["", *_tree(modules)]
-    return "\n".join([*lines, "-" * len(title)])
-
-
-def _summary(model: ModuleProfile, times: EngineTimes | None, recomputed: float) -> Iterator[tuple[str, str]]:
-    if times is not None:
-        yield "world size:", str(times.world)
-        yield "data parallel size:", str(times.world)
+    samples, micro_batch_size, num_forwards = (0, 0, 1) if engine is None else engine.settings.get_batch_info()
+    if engine is not None:
+        yield "world size:", str(engine.groups.world.size)
+        yield "data parallel size:", str(engine.groups.world.size)
         yield "model parallel size:", "1"
-        yield "batch size per GPU:", str(times.micro_batch_size)
-        yield "gradient accumulation steps:", str(times.accumulation_steps)
-    yield "params of model:", scaled(model.params, "", billions="B")
-    yield "fwd MACs per GPU:", scaled(model.macs, "MACs")
-    yield "fwd flops per GPU:", scaled(model.flops, "")
-    yield "fwd latency:", scaled(model.latency_s, "s")
+        yield "batch size per GPU:", str(micro_batch_size)
+        yield "gradient accumulation steps:", str(num_forwards)
+    yield "params of model:", params_to_string(model.params)
+    yield "fwd MACs per GPU:", macs_to_string(model.macs)
+    yield "fwd flops per GPU:", number_to_string(model.flops)
+    yield "fwd latency:", _seconds(model.latency_s)
     yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency:", _rate(model.flops, model.latency_s)
     if times is None:
         return
-    forward = model.flops * times.accumulation_steps
-    backward_flops, all_flops = (2 + recomputed) * forward, (3 + recomputed) * forward
-    yield "bwd latency, all micro-batches:", scaled(times.backward_s, "s")
-    label = f"bwd FLOPS per GPU = {2 + recomputed:g} * fwd flops / bwd latency:"
-    yield label, _rate(backward_flops, times.backward_s)
-    yield "fwd+bwd FLOPS per GPU:", _rate(all_flops, times.forward_s + times.backward_s)
-    yield "step latency:", scaled(times.step_s, "s")
-    yield "iter latency, from update to update:", scaled(times.total_s, "s")
-    yield f"FLOPS per GPU = {3 + recomputed:g} * fwd flops / iter latency:", _rate(all_flops, times.total_s)
-    yield "samples/second, all ranks:", f"{times.samples / times.total_s:.2f}" if times.total_s else "-"
-
-
-def _rate(flops: float, seconds: float) -> str:
-    return scaled(flops / seconds, "FLOPS") if seconds else "-"
+    forward_s, backward_s, step_s = (times.timers[name] / 1e3 for name in ("fwd", "bwd", "step"))
+    total_s, forward, backward = times.total / 1e3, model.flops * num_forwards, 2 + recomputed
+    flops = forward * (1 + backward)
+    yield "bwd latency, all micro-batches:", _seconds(backward_s)
+    yield f"bwd FLOPS per GPU = {backward:g} * fwd flops / bwd latency:", _rate(forward * backward, backward_s)
+    yield "fwd+bwd FLOPS per GPU:", _rate(flops, forward_s + backward_s)
+    yield "step latency:", _seconds(step_s)
+    yield "iter latency, from update to update:", _seconds(total_s)
+    yield f"FLOPS per GPU = {1 + backward:g} * fwd flops / iter latency:", _rate(flops, total_s)
+    yield "samples/second, all ranks:", f"{samples / total_s:.2f}" if total_s else "-"
 
 
 def aggregated(modules: Sequence[ModuleProfile], depth: int, top: int) -> list[str]:
     """Format the `top` classes in params, MACs and latency for each depth down to `depth` (-1: all)."""
-    deepest = max(module.depth for module in modules)
-    last = deepest if depth < 0 else min(depth, deepest)
-    quantities: dict[str, tuple[Callable[[ModuleProfile], float], Callable[[float], str]]] = {
-        "params": (lambda module: module.params, lambda value: scaled(value, "", billions="B")),
-        "MACs": (lambda module: module.macs, lambda value: scaled(value, "MACs")),
-        "fwd latency": (lambda module: module.latency_s, lambda value: scaled(value, "s")),
-    }
     lines = [f"{'-' * 20} Aggregated Profile per GPU {'-' * 20}", f"Top {top} modules in params, MACs and fwd latency:"]
-    for level in range(last + 1):
+    for level in sorted({module.depth for module in modules if depth < 0 or module.depth <= depth}):
         lines.append(f"depth {level}:")
-        for label, (quantity, shown) in quantities.items():
-            sums: dict[str, float] = {}
+        for label, (_, attribute, shown) in _QUANTITIES.items():
+            sums: Counter[str] = Counter()
             for module in modules:
                 if module.depth == level:
-                    sums[module.class_name] = sums.get(module.class_name, 0) + quantity(module)
-            ranked = sorted(sums.items(), key=lambda entry: -entry[1])[:top]
-            lines.append(f"    {label:<12}- {{{', '.join(f'{name!r}: {shown(value)!r}' for name, value in ranked)}}}")
+                    sums[module.class_name] += getattr(module, attribute)
+            ranked = ", ".join(f"{name!r}: {shown(value)!r}" for name, value in sums.most_common(top))
+            lines.append(f"    {label:<12}- {{{ranked}}}")
     return lines
 
 
 def _tree(modules: Sequence[ModuleProfile]) -> list[str]:
     """Format the tree of all modules, each with its numbers and their shares of the model's."""
-    whole = modules[0]
     lines = [f"{'-' * 22} Detailed Profile per GPU {'-' * 22}"]
     for module in modules:
-        numbers = [
-            f"{scaled(module.params, '', billions='B')} = {_share(module.params, whole.params)} Params",
-            f"{scaled(module.macs, 'MACs')} = {_share(module.macs, whole.macs)} MACs",
-            f"{scaled(module.latency_s, 's')} = {_share(module.latency_s, whole.latency_s)} latency",
-            _rate(module.flops, module.latency_s),
-        ]
+        numbers = []
+        for label, attribute, shown in _QUANTITIES.values():
+            part, whole = getattr(module, attribute), getattr(modules[0], attribute)
+            numbers.append(f"{shown(part)} = {f'{part / whole:.2%}' if whole else '0%'} {label}")
+        numbers += [_rate(module.flops, module.latency_s), *([module.describes] if module.describes else [])]
         label = module.name.rpartition(".")[2]
         own = f"({label}): {module.class_name}" if label else module.class_name
-        lines.append(f"{'  ' * module.depth}{own}({', '.join([*numbers, module.describes]).rstrip(', ')})")
+        lines.append(f"{'  ' * module.depth}{own}({', '.join(numbers)})")
     return lines
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.2%}" if whole else "0%"

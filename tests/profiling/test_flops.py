@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_zero.profiling.breakdown import Breakdown
 from hf_zero.profiling.flops import (
-    EngineTimes,
     FlopsProfiler,
     ModuleProfile,
     aggregated,
     get_model_profile,
     num_parameters,
-    report,
+    summary,
 )
 from tests.support.models import VOCABULARY, tiny_llama
 
@@ -139,6 +140,31 @@ def test_left_out_classes_take_their_operations_with_them() -> None:
         get_model_profile(model)
 
 
+def test_a_class_inside_of_one_that_is_left_out_is_left_out_once() -> None:
+    """With both classes in the list, the inner one's FLOPs were subtracted twice: the model had fewer than none."""
+    block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(nn.Linear(8, 8), block)
+    left_out: list[list[type]] = [[type(block)], [type(block), nn.MultiheadAttention, nn.Dropout]]
+    for classes in left_out:
+        found = get_model_profile(model, (1, 4, 8), print_profile=False, as_string=False, ignore_modules=classes)
+        assert found[0] == 2 * 4 * 8 * 8, classes
+
+
+class InnerBackward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad((x @ self.weight).sum(), self.weight)[0]
+
+
+def test_a_backward_within_forward_does_not_count() -> None:
+    """Such as that of a tiled loss, whose forward computes gradients."""
+    model = InnerBackward()
+    assert counted(model, lambda: model(torch.ones(3, 8))) == {"": 2 * 3 * 8 * 4}
+
+
 def test_the_report_goes_to_a_file_with_all_levels(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "flops.txt"
     get_model_profile(tiny_llama(), args=[torch.zeros(1, 4, dtype=torch.long)], output_file=str(path), top_modules=2)
@@ -149,22 +175,17 @@ def test_the_report_goes_to_a_file_with_all_levels(tmp_path: Path) -> None:
 
 def test_rates_count_all_micro_batches() -> None:
     """DeepSpeed 0.19.8 ignores gradient accumulation in FLOPS and samples per second."""
-    model = ModuleProfile(name="", class_name="Net", depth=0, params=10, flops=1000, macs=500, latency_s=0.5)
-    times = EngineTimes(
-        world=2,
-        micro_batch_size=4,
-        accumulation_steps=3,
-        samples=24,
-        forward_s=1.5,
-        backward_s=3.0,
-        step_s=1.0,
-        total_s=6.0,
+    model = ModuleProfile(name="", class_name="Net", params=10, flops=1000, latency_s=0.5)
+    engine = SimpleNamespace(
+        settings=SimpleNamespace(get_batch_info=lambda: (24, 4, 3)),
+        groups=SimpleNamespace(world=SimpleNamespace(size=2)),
     )
-    text = report([model], 1, times, 0.0, depth=-1, top=1, detailed=False)
-    lines = {line.rsplit(":", 1)[0]: line.rsplit(":", 1)[1].strip() for line in text.splitlines() if ":" in line}
-    assert lines["FLOPS per GPU = 3 * fwd flops / iter latency"] == "1.5 KFLOPS"
-    assert lines["bwd FLOPS per GPU = 2 * fwd flops / bwd latency"] == "2 KFLOPS"
-    assert lines["samples/second, all ranks"] == "4.00" and lines["fwd latency"] == "500 ms"
+    times = Breakdown(6000.0, {}, {"fwd": 1500.0, "bwd": 3000.0, "step": 1000.0})
+    lines = dict(summary(model, 0.0, engine, times))
+    assert lines["FLOPS per GPU = 3 * fwd flops / iter latency:"] == "1.5 KFLOPS"
+    assert lines["bwd FLOPS per GPU = 2 * fwd flops / bwd latency:"] == "2 KFLOPS"
+    assert lines["samples/second, all ranks:"] == "4.00" and lines["fwd latency:"] == "500 ms"
+    assert lines["world size:"] == "2" and lines["gradient accumulation steps:"] == "3"
     assert "depth 1" not in "\n".join(aggregated([model], 3, 1))
 
 
