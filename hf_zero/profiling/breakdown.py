@@ -56,31 +56,21 @@ class Breakdown:
 
 
 class WallClock:
-    """Listener that logs a line for every update, and a table over all ranks every `every` updates.
+    """Listener that logs a line for every update, and a table over all ranks every `every` updates."""
 
-    Attributes:
-        last: breakdown of the last completed update; None before the first.
-    """
-
-    wants_intervals = False
-
-    def __init__(self, collectives: Collectives, *, every: int | None, prints: bool = True) -> None:
+    def __init__(self, collectives: Collectives, *, every: int | None) -> None:
         """
         Args:
             collectives: used only for these tables.
             every: updates per table.
         """
-        self.last: Breakdown | None = None
         self._collectives = collectives
         self._every = every or EVERY
-        self._prints = prints
         self._since: list[Breakdown] = []  # of the updates since the last table
         self._told: list[tuple[int, int, Tensor, Pending]] = []  # last update, number of updates, times, all-gather
 
     def on_update(self, update: Update) -> None:
-        breakdown = self.last = Breakdown.of(update)
-        if not self._prints:
-            return
+        breakdown = Breakdown.of(update)
         timers = " | ".join(f"{name}: {took:.2f}" for name, took in breakdown.timers.items())
         log_dist(f"time (ms) | {timers}")
         log_dist(f"update {update.number} took {breakdown}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -47,22 +47,28 @@ class FinishedCall:
     caller: str
 
 
+def calling_function() -> str:
+    """Name of the innermost function outside of comm/ that called the function that calls this."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and "/hf_zero/comm/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame.f_code.co_name if frame is not None else ""
+
+
+@dataclass(slots=True, eq=False)
 class TimedCall(Call):
     """Observes one collective, which may combine several tensors."""
 
-    __slots__ = ("age", "_recorder", "_phase", "_operation", "_sizes", "_num_ranks", "_busy", "_done", "_open", "_by")
-
-    def __init__(self, recorder: Recorder, phase: str, operation: str, sizes: Sequence[int], num_ranks: int) -> None:
-        self.age = 0  # number of updates since its start
-        self._recorder = recorder
-        self._phase = phase
-        self._operation = operation
-        self._sizes = tuple(sizes)
-        self._num_ranks = num_ranks
-        self._busy: list[tuple[Event, Event]] = []
-        self._done: Event | None = None
-        self._open = False
-        self._by = _caller()
+    _recorder: Recorder
+    _phase: str
+    _operation: str
+    _sizes: Sequence[int]
+    _num_ranks: int
+    _caller: str
+    age: int = 0  # number of updates since its start
+    _busy: list[tuple[Event, Event]] = field(default_factory=list)
+    _done: Event | None = None
+    _is_open: bool = False
 
     def __enter__(self) -> TimedCall:
         begin = self._recorder.begin(_KINDS.get(self._operation, "reduce"), self._operation)
@@ -82,7 +88,7 @@ class TimedCall(Call):
         return _WatchedRows(rows, self)
 
     def started(self, pending: Sequence[Pending], tensors: Sequence[Tensor]) -> None:
-        self._open = True
+        self._is_open = True
         clock = self._recorder.clock
         # For collectives that the host performs, only the host's own wait can be measured.
         if pending and all(tensor.device.type == self._recorder.device.type for tensor in tensors):
@@ -92,11 +98,11 @@ class TimedCall(Call):
     def waiting(self) -> Iterator[None]:
         with self:
             yield
-        self._open = False
+        self._is_open = False
 
     @property
     def is_over(self) -> bool:
-        return not self._open and (self._done is None or self._recorder.clock.has_passed(self._done))
+        return not self._is_open and (self._done is None or self.is_on_device)
 
     @property
     def is_old(self) -> bool:
@@ -123,7 +129,7 @@ class TimedCall(Call):
         total = sum(self._sizes) or 1
         for size in self._sizes:
             latency = took_ms * size / total if len(self._sizes) > 1 else took_ms
-            yield FinishedCall(self._phase, self._operation, size, self._num_ranks, latency, intervals, self._by)
+            yield FinishedCall(self._phase, self._operation, size, self._num_ranks, latency, intervals, self._caller)
 
 
 class _Watched(Pending):
@@ -163,11 +169,3 @@ class _WatchedRows(_Watched, Rows):
 def _wait_for(pending: Sequence[Pending]) -> None:
     for call in pending:
         call.wait()
-
-
-def _caller() -> str:
-    """Name of the innermost calling function outside of comm/."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and "/hf_zero/comm/" in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame.f_code.co_name if frame is not None else ""

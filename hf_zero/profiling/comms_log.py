@@ -8,7 +8,6 @@ broadcast s/d for both. In Gbit/s.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config.schema.profiling import CommsLogger
@@ -18,19 +17,6 @@ from hf_zero.profiling.flops import amount, trim_mean
 from hf_zero.profiling.recorder import Update
 
 _SHARED = ("all_gather", "reduce_scatter", "all_to_all")
-
-
-@dataclass(slots=True)
-class CallRecord:
-    """Calls of one operation and size."""
-
-    latencies_ms: list[float] = field(default_factory=list)
-    algorithm_gbps: list[float] = field(default_factory=list)
-    bus_gbps: list[float] = field(default_factory=list)
-
-    @property
-    def count(self) -> int:
-        return len(self.latencies_ms)
 
 
 def bandwidth_gbps(operation: str, num_bytes: int, num_ranks: int, latency_ms: float) -> tuple[float, float]:
@@ -49,15 +35,13 @@ class CommsLog:
     """Listener that records collectives. Its methods have the names of DeepSpeed's CommsLogger.
 
     Attributes:
-        records: records by operation, then by bytes.
+        records: (latency in ms, algorithm bandwidth, bus bandwidth) of every call, by operation, then by bytes.
     """
-
-    wants_intervals = False
 
     def __init__(self, policy: CommsLogger) -> None:
         self.policy = policy
         self.is_on = policy.enabled
-        self.records: dict[str, dict[int, CallRecord]] = {}
+        self.records: dict[str, dict[int, list[tuple[float, float, float]]]] = {}
 
     def on_update(self, update: Update) -> None:
         self.take(update.calls)
@@ -70,11 +54,9 @@ class CommsLog:
 
     def _note(self, call: FinishedCall) -> None:
         name = f"{call.operation} | [Caller Func: {call.caller}]" if self.policy.debug else call.operation
-        record = self.records.setdefault(name, {}).setdefault(call.num_bytes, CallRecord())
         algorithm, bus = bandwidth_gbps(call.operation, call.num_bytes, call.num_ranks, call.latency_ms)
-        record.latencies_ms.append(call.latency_ms)
-        record.algorithm_gbps.append(algorithm)
-        record.bus_gbps.append(bus)
+        sizes = self.records.setdefault(name, {})
+        sizes.setdefault(call.num_bytes, []).append((call.latency_ms, algorithm, bus))
         if self.policy.verbose:
             log_dist(
                 f"comm op: {name} | time (ms): {call.latency_ms:.2f} | msg size: {amount(call.num_bytes)} | "
@@ -86,10 +68,7 @@ class CommsLog:
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
         """{operation: {bytes: [count, latencies in ms, algorithm Gbit/s, bus Gbit/s]}}."""
         return {
-            name: {
-                size: [r.count, list(r.latencies_ms), list(r.algorithm_gbps), list(r.bus_gbps)]
-                for size, r in sizes.items()
-            }
+            name: {size: [len(calls), *map(list, zip(*calls))] for size, calls in sizes.items()}
             for name, sizes in self.records.items()
         }
 
@@ -103,29 +82,29 @@ class CommsLog:
         return list(self.records)
 
     def get_total_operations(self) -> int:
-        return sum(record.count for sizes in self.records.values() for record in sizes.values())
+        return sum(len(calls) for sizes in self.records.values() for calls in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]]:
         """By size in bytes: count, total_latency_ms, avg_latency_ms, tput_avg_gbps, busbw_avg_gbps, ..."""
-        return {size: _summary(size, record) for size, record in self.records.get(operation_name, {}).items()}
+        found = {}
+        for size, calls in self.records.get(operation_name, {}).items():
+            latencies, algorithm, bus = zip(*calls)
+            found[size] = {
+                "count": len(calls),
+                "total_latency_ms": sum(latencies),
+                "avg_latency_ms": trim_mean(latencies, 0.1),
+                "tput_avg_gbps": trim_mean(algorithm, 0.1),
+                "busbw_avg_gbps": trim_mean(bus, 0.1),
+                "msg_size_bytes": size,
+                "msg_size_str": amount(size),
+            }
+        return found
 
     def start_profiling_comms(self) -> None:
         self.is_on = True
 
     def stop_profiling_comms(self) -> None:
         self.is_on = False
-
-
-def _summary(size: int, record: CallRecord) -> dict[str, Any]:
-    return {
-        "count": record.count,
-        "total_latency_ms": sum(record.latencies_ms),
-        "avg_latency_ms": trim_mean(record.latencies_ms, 0.1),
-        "tput_avg_gbps": trim_mean(record.algorithm_gbps, 0.1),
-        "busbw_avg_gbps": trim_mean(record.bus_gbps, 0.1),
-        "msg_size_bytes": size,
-        "msg_size_str": amount(size),
-    }
 
 
 def summary(log: CommsLog) -> dict[str, dict[int, dict[str, Any]]]:

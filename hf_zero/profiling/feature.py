@@ -17,7 +17,6 @@ The x axis of monitors is the number of samples seen so far.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ import torch
 from torch import nn
 
 from hf_zero.comm import local_device, watching_collectives
-from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.config import Resolved
 from hf_zero.config.schema import profiling as sections
 from hf_zero.device.kinds import current_device
@@ -39,7 +37,8 @@ from hf_zero.profiling.breakdown import Breakdown, WallClock
 from hf_zero.profiling.comms_log import CommsLog
 from hf_zero.profiling.flops import GIB, FlopsProfiler
 from hf_zero.profiling.monitors import Event, Monitors
-from hf_zero.profiling.recorder import Recorder, TraceFile, Update
+from hf_zero.profiling.recorder import Recorder, Update
+from hf_zero.profiling.trace import TraceFile
 
 _ROOT = "Train/Samples"
 _TIMES = {"fwd": "forward", "bwd": "backward", "bwd_inner": "backward_inner", "bwd_allreduce": "backward_allreduce"}
@@ -47,23 +46,14 @@ _TIMES["step"] = "step"
 WARM_UP = 2  # number of updates excluded from the average
 
 
-@dataclass(frozen=True, slots=True)
-class _WaitingReport:
-    samples: int
-    events: list[Event]
-    loss: HostCopy | None
-
-
 class RunEvents:
     """Collects the metrics of updates and writes them in order. Also listens to the recorder for times."""
-
-    wants_intervals = False
 
     def __init__(self, monitors: Monitors, *, with_times: bool) -> None:
         self._monitors = monitors
         self._with_times = with_times
         self._loss: torch.Tensor | None = None
-        self._waiting: deque[_WaitingReport] = deque()
+        self._waiting: deque[tuple[list[Event], int, HostCopy | None]] = deque()
         self._samples: dict[int, int] = {}  # by update number
 
     def add_loss(self, loss: Any) -> None:
@@ -84,7 +74,7 @@ class RunEvents:
         loss, self._loss = self._loss, None
         if self._with_times:
             self._samples[number] = samples
-        self._waiting.append(_WaitingReport(samples, events, None if loss is None else HostCopy(loss.reshape(1))))
+        self._waiting.append((events, samples, None if loss is None else HostCopy(loss.reshape(1))))
         self._write(wait=False)
 
     def on_update(self, update: Update) -> None:
@@ -100,11 +90,10 @@ class RunEvents:
         self._write(wait=True)
 
     def _write(self, *, wait: bool) -> None:
-        while self._waiting and (wait or self._waiting[0].loss is None or self._waiting[0].loss.has_arrived):
-            done = self._waiting.popleft()
-            events = list(done.events)
-            if done.loss is not None:
-                events.append((f"{_ROOT}/train_loss", done.loss.read()[0], done.samples))
+        while self._waiting and (wait or self._waiting[0][2] is None or self._waiting[0][2].has_arrived):
+            events, samples, loss = self._waiting.popleft()
+            if loss is not None:
+                events.append((f"{_ROOT}/train_loss", loss.read()[0], samples))
             self._monitors.write_events(events)
 
 
@@ -179,7 +168,7 @@ class Profiling(TrainingFeature):
     """The profiling feature, as described above.
 
     Attributes:
-        recorder: None if no listener needs times.
+        recorder: None if nothing needs times.
         comms: the log of collectives, or None.
     """
 
@@ -193,9 +182,9 @@ class Profiling(TrainingFeature):
         self._trace_policy = trace
         self.recorder: Recorder | None = None
         self.comms: CommsLog | None = None
-        self.wall_clock: WallClock | None = None
         self._model = model
         self._trace: TraceFile | None = None
+        self._wall_clock: WallClock | None = None
         self._throughput: ThroughputLog | None = None
         self._events: RunEvents | None = None
         self._flops: FlopsProfiler | None = None
@@ -214,9 +203,7 @@ class Profiling(TrainingFeature):
         if policy.throughput_every is not None:
             self._throughput = ThroughputLog(clock_of(device), device, policy.throughput_every)
         if policy.wall_clock_breakdown:
-            self.wall_clock = WallClock(watching_collectives(), every=policy.steps_per_print)
-        elif self._flops_policy.enabled and rank == 0:
-            self.wall_clock = WallClock(LoneCollectives(), every=None, prints=False)
+            self._wall_clock = WallClock(watching_collectives(), every=policy.steps_per_print)
         own = policy.section(sections.CommsLogger)
         comms = own if own.enabled else ASKED.get("comms")
         if comms is not None:
@@ -225,13 +212,14 @@ class Profiling(TrainingFeature):
         if trace.enabled:
             path = Path(trace.output_path) / f"trace_rank{rank}.json"
             self._trace = TraceFile(path, rank, start=trace.start_step, num_updates=trace.num_steps)
+        is_profiled = self._flops_policy.enabled and rank == 0
+        with_times = policy.wall_clock_breakdown or is_profiled
         if self._monitors.enabled:
-            with_times = policy.wall_clock_breakdown or self._flops_policy.enabled
             self._events = RunEvents(self._monitors, with_times=with_times)
-        listeners = [each for each in (self.wall_clock, self.comms, self._trace) if each is not None]
-        if listeners:
-            self.recorder = Recorder(clock_of(device), device)
-            self.recorder.listeners += [*listeners, *([self._events] if self._events is not None else [])]
+        events = self._events if with_times else None
+        listeners = [each for each in (self._wall_clock, self.comms, self._trace, events) if each is not None]
+        if listeners or is_profiled:
+            self.recorder = Recorder(clock_of(device), device, listeners)
             self.recorder.attach()
         if policy.dump_state:
             dump_state(self._engine)
@@ -263,19 +251,17 @@ class Profiling(TrainingFeature):
             self._throughput.count(progress.step, self._engine.settings.samples_per_update())
         if self._flops is not None:
             self._report_flops(progress.step - 1)
-        self._drop_idle()
+        self._end_recording()
 
-    def _drop_idle(self) -> None:
-        """Remove listeners that are complete, to avoid their overhead."""
+    def _end_recording(self) -> None:
+        """Stop recording what nothing needs any more, to avoid its overhead."""
         if self.recorder is None:
             return
-        if self._trace is not None and self._trace.is_written:
-            self.recorder.drop(self._trace)
+        if self._trace is not None and self._trace.is_written and self._trace in self.recorder.listeners:
+            self.recorder.listeners.remove(self._trace)
         flops = self._flops_policy
-        is_profiled = flops.enabled and self._engine.global_steps > flops.profile_step
-        is_wanted = self.policy.wall_clock_breakdown or self._events is not None
-        if is_profiled and not is_wanted and self.wall_clock is not None:
-            self.recorder.drop(self.wall_clock)
+        if not self.recorder.listeners and not (flops.enabled and self._engine.global_steps <= flops.profile_step):
+            self.recorder.detach()
 
     def _report_flops(self, step: int) -> None:
         profiler, policy = self._flops, self._flops_policy
@@ -292,18 +278,18 @@ class Profiling(TrainingFeature):
         profiler.end_profile()
 
     def last_breakdown(self) -> Breakdown | None:
-        """The breakdown of the last update, or None without one or without wall_clock_breakdown. Synchronizes."""
-        if self.recorder is None or self.wall_clock is None:
+        """The breakdown of the last recorded update; None without one. Synchronizes."""
+        if self.recorder is None:
             return None
         self.recorder.finish()
-        return self.wall_clock.last
+        return None if self.recorder.last is None else Breakdown.of(self.recorder.last)
 
     def close(self) -> None:
         if self.recorder is not None:
             self.recorder.finish()
             self.recorder.detach()
-        if self.wall_clock is not None:
-            self.wall_clock.show_tables()
+        if self._wall_clock is not None:
+            self._wall_clock.show_tables()
         if self._trace is not None:
             self._trace.write()
         if self._events is not None:

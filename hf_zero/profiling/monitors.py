@@ -16,12 +16,8 @@ from hf_zero.config import ConfigError, Problem
 from hf_zero.config.schema import profiling as sections
 
 Event = tuple[str, float, int]  # name, value, global samples
-# Section of ds.json -> (module, package)
-LIBRARIES = {
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
-    "comet": ("comet_ml", "comet_ml"),
-}
+# Section of ds.json -> module, which is also the name of its package
+LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 
 
 class Monitor(ABC):
@@ -144,7 +140,7 @@ class Monitors(Monitor):
             ConfigError: for every monitor whose library is not installed.
         """
         self._policies = {name: policy for name, policy in policies.items() if policy.enabled}
-        missing = [_missing(name) for name in self._policies if name in LIBRARIES and not find_spec(LIBRARIES[name][0])]
+        missing = [_missing(name) for name in self._policies if name in LIBRARIES and not find_spec(LIBRARIES[name])]
         if missing:
             raise ConfigError(missing)
         self.enabled = bool(self._policies)
@@ -165,6 +161,6 @@ class Monitors(Monitor):
 
 
 def _missing(section: str) -> Problem:
-    package = LIBRARIES[section][1]
+    package = LIBRARIES[section]
     fix = f"pip install {package}, or set enabled to false (csv_monitor needs no package)"
     return Problem(f"{section}.enabled", True, f"needs the package {package}, which is not installed", fix)

@@ -108,18 +108,21 @@ class SynchronizedWallClockTimer:
         return means
 
 
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _zero(*_: Any, **__: Any) -> float:
+    return 0.0
+
+
 class NoopTimer:
     """A timer with the same interface that does nothing."""
 
     class Timer:
-        def start(self) -> None: ...
-        def stop(self, **_options: Any) -> None: ...
-        def reset(self) -> None: ...
-        def elapsed(self, **_options: Any) -> float:
-            return 0.0
+        start = stop = reset = _nothing
+        elapsed = mean = _zero
 
-        def mean(self) -> float:
-            return 0.0
+    log = _nothing
 
     def __init__(self) -> None:
         self.timer = self.Timer()
@@ -127,12 +130,10 @@ class NoopTimer:
     def __call__(self, name: str) -> Any:
         return self.timer
 
-    def get_timers(self) -> dict[str, Any]:
+    def get_timers(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
 
-    def log(self, names: Sequence[str], **_options: Any) -> None: ...
-    def get_mean(self, names: Sequence[str], **_options: Any) -> dict[str, float]:
-        return {}
+    get_mean = get_timers
 
 
 class ThroughputTimer:

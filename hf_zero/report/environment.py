@@ -194,17 +194,17 @@ def features() -> Iterator[Feature]:
         path = shutil.which(program)
         why = "" if path else f"{program} is not in PATH; torchrun and --no_ssh do not need it"
         yield Feature(f"several hosts through {launcher}", path is not None, why)
-    for section, (module, package) in LIBRARIES.items():
-        yield _needs_module(f"monitor {section}", module, package)
+    for section, package in LIBRARIES.items():
+        yield _needs_module(f"monitor {section}", package)
     yield Feature("monitor csv_monitor", True)
     has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
     why = "" if has_compiler else "a C compiler is missing, which torch.compile and Triton need"
     yield Feature("torch.compile", has_compiler, why)
 
 
-def _needs_module(name: str, module: str, package: str = "") -> Feature:
-    is_there = find_spec(module) is not None
-    return Feature(name, is_there, "" if is_there else f"pip install {package or module}")
+def _needs_module(name: str, package: str) -> Feature:
+    is_there = find_spec(package) is not None
+    return Feature(name, is_there, "" if is_there else f"pip install {package}")
 
 
 # The drive

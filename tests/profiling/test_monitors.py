@@ -17,7 +17,6 @@ from hf_zero.config.schema.profiling import Comet, WandB
 from hf_zero.config.schema.profiling import CsvMonitor as CsvSection
 from hf_zero.integration.compat.comms import MonitorMaster, csvMonitor, get_monitor_config
 from hf_zero.profiling import monitors
-from hf_zero.profiling.feature import RunEvents
 from hf_zero.profiling.monitors import CometWriter, CsvWriter, WandbWriter
 from tests.api.test_engine import ROWS, new_engine, one_step
 
@@ -134,4 +133,3 @@ def test_an_earlier_runs_file_is_cut_where_the_run_went_back(tmp_path: Path) -> 
     monitor.write_events([("a/x", 1, 8), ("a/x", 2, 16)])
     CsvWriter(CsvSection(output_path=str(tmp_path), job_name="j")).write_events([("a/x", 3, 16), ("a/x", 4, 24)])
     assert rows_of(tmp_path / "j/a_x.csv") == [["step", "x"], ["8", "1"], ["16", "3"], ["24", "4"]]
-    assert RunEvents.wants_intervals is False

@@ -17,7 +17,8 @@ from hf_zero.comm import ledger
 from hf_zero.integration.compat.comms import get_comm_operation_count, has_comm_data, log_summary
 from hf_zero.log import logger
 from hf_zero.profiling.feature import Profiling
-from hf_zero.profiling.recorder import Parts, TraceFile, Update
+from hf_zero.profiling.recorder import Parts, Update
+from hf_zero.profiling.trace import TraceFile
 from hf_zero.spans import SPANS
 from tests.support.models import stack, tiny_llama, token_rows
 from tests.support.ranks import run_ranks
@@ -52,8 +53,6 @@ def train(engine: ZeroEngine, num_updates: int = UPDATES, pause_s: float = 0.0) 
 class Outside:
     """A listener that also reads its own clock when it is called, at the end of an update, on a CPU."""
 
-    wants_intervals = False
-
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, Parts]] = []
 
@@ -78,7 +77,7 @@ def run_seen(rank: int, stage: int, folder: str) -> dict[str, Any]:
     found = log_summary(show_straggler=True, return_dict=True)
     counted = {"calls": get_comm_operation_count(), "has": has_comm_data()}
     counted["bytes"] = {
-        name: sum(size * r.count for size, r in sizes.items()) for name, sizes in watching.comms.records.items()
+        name: sum(size * len(calls) for size, calls in sizes.items()) for name, sizes in watching.comms.records.items()
     }
     timers = engine.get_wall_clock_timers()
     tallies = dict(ledger.tallies)
@@ -197,8 +196,6 @@ def test_a_watch_costs_under_two_percent() -> None:
     numbers: list[int] = []
 
     class Count:
-        wants_intervals = False
-
         def on_update(self, update: Update) -> None:
             numbers.append(update.end_ns - update.begin_ns)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from hf_zero.profiling.feature import ThroughputLog
 from hf_zero.profiling.flops import amount, macs_to_string, number_to_string, params_to_string
 from hf_zero.profiling.recorder import Edge, Recorder, Update, divide
 from hf_zero.profiling.timers import SynchronizedWallClockTimer
+from hf_zero.profiling.trace import TraceFile
 from hf_zero.spans import SPANS
 
 
@@ -28,7 +31,7 @@ def edges(*told: tuple[int, str]) -> list[Edge]:
 def test_every_moment_belongs_to_the_innermost_span() -> None:
     told = edges((10, "forward"), (12, "gather"), (15, "gather"), (16, ""), (17, ""), (20, ""), (25, "backward"))
     told += edges((30, "reduce"), (34, ""), (40, ""), (41, "step"), (50, ""))
-    parts, intervals, total = divide(told, HostMark(0), Clock().elapsed_ns, 1000, wants=True)
+    parts, intervals, total = divide(told, HostMark(0), Clock().elapsed_ns, 1000)
     assert parts == {
         ("", "data"): 10,
         ("forward", "forward"): 5,
@@ -75,8 +78,6 @@ class SlowDevice(Clock):
 
 
 class Heard:
-    wants_intervals = False
-
     def __init__(self) -> None:
         self.updates: list[Update] = []
 
@@ -144,6 +145,41 @@ def test_a_collective_of_the_device_is_timed_beside_the_compute_stream() -> None
     ]
     assert [call.latency_ms for call in found] == pytest.approx([0.75e-3, 0.25e-3])  # until the end: one mark
     assert far.num_waits == 2
+
+
+class Request:
+    is_done = False
+
+    def __init__(self, started_us: int, ended_us: int) -> None:
+        self.started_at, self.ended_at = started_us / 1e6, ended_us / 1e6
+
+
+def test_transfers_that_are_under_way_are_told_of_with_a_later_update(tmp_path: Path) -> None:
+    device, trace = SlowDevice(), TraceFile(tmp_path / "t.json", 0, start=0, num_updates=2)
+    heard, reads = Heard(), [Request(4, 9), Request(6, 11)]
+    recorder = Recorder(device, HOST, [heard, trace])
+    begin = device.mark()
+    recorder.transfer("in", 8, begin, device.mark())
+    for request in reads:
+        recorder.request("read", 16, request)
+    recorder.end_update(1)
+    assert heard.updates[0].transfers == []
+    device.passed.add(device.num_marks)
+    reads[0].is_done = reads[1].is_done = True
+    recorder.end_update(2)
+    assert [(each.lane, each.num_bytes, each.end_ns - each.begin_ns) for each in heard.updates[1].transfers] == [
+        ("in", 8, 1000),
+        ("read", 16, 5000),
+        ("read", 16, 5000),
+    ]
+    events = json.loads(trace.path.read_text())["traceEvents"]
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    moved = [(rows[event["tid"]], event["dur"], event["args"]) for event in events if "bytes" in event["args"]]
+    assert moved == [
+        ("host to device", 1.0, {"bytes": 8}),
+        ("drive reads", 5.0, {"bytes": 16}),
+        ("drive reads (2)", 5.0, {"bytes": 16}),
+    ]
 
 
 def test_bandwidths_are_deepspeeds() -> None:

@@ -167,9 +167,9 @@ def _check(section: str) -> None:
     Raises:
         ImportError: if its library is not installed.
     """
-    module, package = monitors.LIBRARIES[section]
+    package = monitors.LIBRARIES[section]
     try:
-        __import__(module)
+        __import__(package)
     except ImportError as error:
         raise ImportError(f"the monitor {section} needs the package {package}: pip install {package}") from error
 

@@ -170,7 +170,7 @@ class DeepSpeedEngine(ConfigQueries):
         return [group.get("type") for group in self._optimizer("get_type").param_groups]
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Times of the last update in milliseconds; empty without wall_clock_breakdown. Waits for the device."""
+        """Times of the last update in ms; empty if no key of ds.json has them recorded. Waits for the device."""
         watching = cast(Any, self.training_features.named("profiling"))
         last = watching.last_breakdown() if watching is not None else None
         return dict(last.timers) if last is not None else {}
