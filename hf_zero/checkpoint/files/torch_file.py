@@ -3,6 +3,12 @@
 torch.save can neither write a tensor that is never whole in memory, nor name DeepSpeed's classes in a pickle while
 another object has that name in this process (a real DeepSpeed, or none).
 
+Nor can torch.save under `torch.serialization.skip_data`, which leaves room for bytes that are written later. It stores
+0 as the checksums of these records, so zipfile and `check_records` find the file damaged until both headers of each
+record are rewritten, which takes most of the code below. Tensors that are not whole in memory would have to be
+FakeTensors, which are private to torch: a meta tensor is saved without a record, and any other allocates its full size.
+Where the records are is only known after reading the file again, through `torch._C`.
+
 A torch file is a ZIP archive of uncompressed records, each starting at a multiple of 64 bytes:
 
     local header, name, padding | record | local header, name, padding | record | ... | directory
