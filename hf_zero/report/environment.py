@@ -8,18 +8,21 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+from torch.utils import collect_env
 
 from hf_zero.config import Aio
 from hf_zero.deepspeed_version import VERSION
@@ -33,6 +36,12 @@ from hf_zero.profiling.monitors import LIBRARIES
 
 Row = tuple[str, str]
 _LIBRARIES = ("transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "triton", "pydantic", "numpy")
+# Versions that torch asks programs for. Its complete report (`collect_env.main`) also starts pip, without a time limit.
+_PROGRAMS: dict[str, Callable[[Any], str | None]] = {
+    "driver": collect_env.get_nvidia_driver_version,
+    "CUDA toolkit": collect_env.get_running_cuda_version,
+    "C compiler": collect_env.get_gcc_version,
+}
 # Variables that affect a run. Others are not shown, because they may contain keys and names.
 _VARIABLES = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "HF_ZERO", "HSA_", "ROCR_", "UCX_")
 _ONE_BY_ONE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT", "HF_HUB_OFFLINE", "LD_PRELOAD")
@@ -55,6 +64,9 @@ def software() -> Iterator[Row]:
         nccl = getattr(torch.get_device_module(kind), "nccl", None)
         number = "" if nccl is None else ".".join(map(str, nccl.version()))
         yield "collectives", f"{BACKENDS[kind]} {number}".strip()
+    for name, look_up in _PROGRAMS.items():
+        if found := look_up(_output):
+            yield name, found
     for name in _LIBRARIES:
         yield name, _version(name)
 
@@ -131,16 +143,20 @@ def networks(infiniband: Path = _INFINIBAND) -> Iterator[Row]:
 
 def between_devices() -> str:
     """The topology matrix of nvidia-smi or rocm-smi; empty without either."""
-    for command in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo"]):
-        if shutil.which(command[0]) is None:
-            continue
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        if done.returncode == 0:
-            return done.stdout.strip()
+    for command in ("nvidia-smi topo -m", "rocm-smi --showtopo"):
+        status, matrix, _ = _output(command)
+        if status == 0:
+            return matrix
     return ""
+
+
+def _output(command: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of a program; the status is 1 if it is missing or does not end in time."""
+    try:
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 1, "", ""
+    return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 
 def _text(path: Path) -> str:

@@ -60,5 +60,19 @@ def test_ports_are_listed_without_addresses(tmp_path: Path, monkeypatch: pytest.
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port / "state").write_text("4: ACTIVE\n")
     assert ("mlx5_0 port 1", "400 Gb/sec (4X NDR), 4: ACTIVE") in list(environment.networks(tmp_path))
-    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.between_devices() == ""
+
+
+def test_a_program_that_hangs_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-smi does not return while a driver hangs, which is when one writes a report."""
+    monkeypatch.setattr(environment, "_PATIENCE_S", 0.5)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    smi, toolkit = tmp_path / "nvidia-smi", tmp_path / "nvcc"
+    smi.write_text("#!/bin/sh\necho '| NVIDIA-SMI 580.82  Driver Version: 580.82.07  CUDA Version: 13.0 |'\n")
+    toolkit.write_text("#!/bin/sh\nexec sleep 60\n")
+    for program in (smi, toolkit):
+        program.chmod(0o755)
+    found = dict(environment.software())
+    assert found["driver"] == "580.82.07" and "CUDA toolkit" not in found
+    assert environment.between_devices().startswith("| NVIDIA-SMI")
