@@ -17,6 +17,7 @@ from hf_zero.comm import ledger
 from hf_zero.integration.compat.comms import get_comm_operation_count, has_comm_data, log_summary
 from hf_zero.log import logger
 from hf_zero.profiling.feature import Profiling
+from hf_zero.profiling.flops import get_model_profile
 from hf_zero.profiling.recorder import Parts, Update
 from hf_zero.profiling.trace import TraceFile
 from hf_zero.spans import SPANS
@@ -218,15 +219,23 @@ def test_a_watch_costs_under_two_percent() -> None:
     assert max(num_edges) * each_ns < 0.02 * sorted(numbers)[len(numbers) // 2]
 
 
-def test_one_update_is_profiled_and_then_nothing_is_watched(tmp_path: Path) -> None:
+def macs_of_forward(text: str) -> str:
+    (line,) = (line for line in text.splitlines() if line.startswith("fwd MACs per GPU:"))
+    return line.split(":")[1].strip()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_update_is_profiled_and_then_nothing_is_watched(stage: int, tmp_path: Path) -> None:
     path = tmp_path / "flops.txt"
-    engine = new_engine(1, flops_profiler={"enabled": True, "profile_step": 1, "output_file": str(path)})
-    plain = train(new_engine(1), 3)
+    engine = new_engine(stage, flops_profiler={"enabled": True, "profile_step": 1, "output_file": str(path)})
+    plain = train(new_engine(stage), 3)
     assert engine.flops_profiler_enabled() and engine.flops_profiler_profile_step() == 1
     assert train(engine, 3) == plain
     text = path.read_text()
     assert "Profile Summary at step 1:" in text and "gradient accumulation steps:" in text
     assert "params of model:" + " " * 54 + "31.64 K" in text
+    last_batch = stack(token_rows(ROWS, seed=2 * STEPS - 1))
+    assert macs_of_forward(text) == get_model_profile(tiny_llama(), kwargs=last_batch, print_profile=False)[1]
     assert SPANS.watcher is None  # it has seen its update
     engine.destroy()
 
