@@ -228,15 +228,19 @@ class Profiling(TrainingFeature):
 
     def before_forward(self, progress: Progress, keywords: dict[str, Any]) -> dict[str, Any]:
         policy = self._flops_policy
+        self._stop_counting()  # if the last forward has failed
         if policy.enabled and progress.step == policy.profile_step and progress.training and self._rank == 0:
             self._flops = FlopsProfiler(self._model, self._engine, policy.recompute_fwd_factor)
             self._flops.start_profile()
         return keywords
 
     def after_forward(self, progress: Progress, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        self._stop_counting()
+        return output
+
+    def _stop_counting(self) -> None:
         if self._flops is not None:
             self._flops.stop_profile()
-        return output
 
     def after_backward(self, progress: Progress, loss: Any) -> None:
         if self._events is not None:
@@ -285,6 +289,7 @@ class Profiling(TrainingFeature):
         return None if self.recorder.last is None else Breakdown.of(self.recorder.last)
 
     def close(self) -> None:
+        self._stop_counting()
         if self.recorder is not None:
             self.recorder.finish()
             self.recorder.detach()

@@ -240,6 +240,29 @@ def test_one_update_is_profiled_and_then_nothing_is_watched(stage: int, tmp_path
     engine.destroy()
 
 
+def num_hooks(engine: ZeroEngine) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
+
+
+def test_a_profiled_forward_that_fails_leaves_no_counter(tmp_path: Path) -> None:
+    """A script caught the error of one batch and went on: the counter and its hooks stayed until the process ended."""
+    path = tmp_path / "flops.txt"
+    engine = new_engine(1, flops_profiler={"enabled": True, "profile_step": 0, "output_file": str(path)})
+    before = num_hooks(engine)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="input_ids"):
+            engine(input_ids=None)
+    train(engine, 1)
+    assert num_hooks(engine) == before and path.exists()
+    engine.destroy()
+    engine = new_engine(1, flops_profiler={"enabled": True, "profile_step": 0, "output_file": str(path)})
+    with pytest.raises(ValueError, match="input_ids"):
+        engine(input_ids=None)
+    module = engine.module
+    engine.destroy()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
 def test_memory_state_and_speed_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     engine = new_engine(1, memory_breakdown=True, dump_state=True, steps_per_print=2)
     train(engine, 4)
