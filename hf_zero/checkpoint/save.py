@@ -18,7 +18,6 @@ from hf_zero.checkpoint.deepspeed.states import (
     GroupState,
     ModelWeights,
     OptimizerPart,
-    Partition,
     RunState,
     model_states,
     optimizer_states_0,
@@ -412,9 +411,7 @@ def _stages_1_2(
     ]
     wanted = [e for r in range(world) for group, layout in enumerate(layouts) for e in layout.extents(r, group)]
     groups, arrivals = _group_states(subject, collected, targets, wanted)
-    partitions = [Partition(tuple(names[m.parameter] for m in layout.members), layout) for layout in layouts]
-    part = collected.part(subject)
-    states = optimizer_states_1_2(run, rank, part, partitions, groups)
+    states = optimizer_states_1_2(run, rank, collected.part(subject), names, layouts, groups)
     files = {ds.optimizer_file(rank, bf16=subject.bf16, model_rank=subject.model_rank): _arriving(states, arrivals)}
     if writes_shared_file:
         shapes = subject.file_shapes

@@ -18,7 +18,6 @@ from hf_zero.checkpoint.deepspeed.states import (
     GroupState,
     ModelWeights,
     OptimizerPart,
-    Partition,
     RunState,
     model_states,
     optimizer_states_0,
@@ -181,11 +180,11 @@ def _fill(numel: int, extents: Sequence[Extent], tensors: Sequence[Tensor]) -> T
 
 
 def _files_1_2(rank: int, contents: Contents, setting: Setting) -> dict[str, Any]:
-    partitions, states, first = [], [], 0
+    layouts, states, first = [], [], 0
     trainable = contents.trainable
     for group in contents.groups:
         line = GroupPartition(_members(group, first), setting.world)
-        partitions.append(Partition(tuple(group), line))
+        layouts.append(line)
         first += len(group)
         extents, part = line.extents(rank, 0), line.partition_numel
         states.append(
@@ -197,7 +196,7 @@ def _files_1_2(rank: int, contents: Contents, setting: Setting) -> dict[str, Any
         )
     files = {
         ds.optimizer_file(rank, bf16=setting.dtype == torch.bfloat16): optimizer_states_1_2(
-            setting.run, rank, PART, partitions, states
+            setting.run, rank, PART, list(trainable), layouts, states
         )
     }
     if rank == 0:

@@ -156,9 +156,18 @@ def _features(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_states_1_2(
-    run: RunState, rank: int, part: OptimizerPart, partitions: Sequence[Partition], groups: Sequence[GroupState]
+    run: RunState,
+    rank: int,
+    part: OptimizerPart,
+    names: Sequence[str],
+    layouts: Sequence[GroupPartition],
+    groups: Sequence[GroupState],
 ) -> dict[str, Any]:
-    """Content of `rank`'s optimizer file at stages 1 and 2. Masters come without padding, moments with it."""
+    """Content of `rank`'s optimizer file at stages 1 and 2. Masters come without padding, moments with it.
+
+    Args:
+        names: of the parameters, by the numbers that the layouts use.
+    """
     inner = {
         ds.LOSS_SCALER: loss_scaler(part.scaler),
         ds.DYNAMIC_LOSS_SCALE: bool(part.scaler.get("dynamic")),
@@ -170,11 +179,14 @@ def optimizer_states_1_2(
         },
         ds.FP32_PARTITIONS: [group.master for group in groups],
         ds.ZERO_STAGE: ZeroStageEnum(run.stage),
-        ds.GROUP_PADDINGS: [partition.layout.padding(rank) for partition in partitions],
-        ds.ALIGNMENT_PADDINGS: [[0] * len(partition.names) for partition in partitions],
-        ds.PARTITION_COUNT: [run.world] * len(partitions),
+        ds.GROUP_PADDINGS: [layout.padding(rank) for layout in layouts],
+        ds.ALIGNMENT_PADDINGS: [[0] * len(layout.members) for layout in layouts],
+        ds.PARTITION_COUNT: [run.world] * len(layouts),
         ds.DS_VERSION: ds.FORMAT_VERSION,
-        ds.SLICE_MAPPINGS: [partition.slices(rank) for partition in partitions],
+        ds.SLICE_MAPPINGS: [
+            OrderedDict((names[e.parameter], fragment_address(e.numel, e.offset)) for e in layout.extents(rank, 0))
+            for layout in layouts
+        ],
     }
     return _file(run, part, inner)
 
@@ -235,22 +247,6 @@ def optimizer_states_0(
             entries[key] = part.scaler[key]
     masters = [[states[name].master for name in group] for group in groups]
     return {**entries, ds.OPTIMIZER_STATE_DICT: torch_form, ds.FP32_GROUPS: masters, ds.CLIP_GRAD: part.clip_grad}
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """One group of stages 1 and 2: its layout and the names of its members, in order."""
-
-    names: tuple[str, ...]
-    layout: GroupPartition
-
-    def slices(self, rank: int) -> OrderedDict[str, fragment_address]:
-        """The places of parameters in `rank`'s part."""
-        by_parameter = {member.parameter: name for member, name in zip(self.layout.members, self.names, strict=True)}
-        return OrderedDict(
-            (by_parameter[extent.parameter], fragment_address(extent.numel, extent.offset))
-            for extent in self.layout.extents(rank, 0)
-        )
 
 
 def loss_scaler(attributes: Mapping[str, Any]) -> LossScaler | DynamicLossScaler:
