@@ -331,6 +331,25 @@ class ZeroEngine(nn.Module):
 
     # Checkpoints
 
+    def preempted(self) -> bool:
+        """Whether a scheduler has asked any rank to end, by SIGTERM or SIGUSR1. Collective.
+
+        From the first call on, these signals no longer end the process. Call it after every update; if it returns True,
+        save a checkpoint and leave the loop, on all ranks at the same step.
+
+            engine.step()
+            if engine.preempted():
+                engine.save_checkpoint("checkpoints")
+                break
+
+        Raises:
+            WrongMoment: if the first call is not in the main thread.
+        """
+        from hf_zero.api import preemption
+
+        preemption.watch()
+        return any(self.groups.world.gather_objects(preemption.is_requested()))
+
     def save_checkpoint(
         self,
         save_dir: str,

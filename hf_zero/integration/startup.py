@@ -44,6 +44,7 @@ PATCHED = frozenset(
         "transformers.modeling_utils",
         "transformers.quantizers.quantizer_torchao",
         "transformers.trainer",
+        "transformers.trainer_jit_checkpoint",
         "transformers.trainer_utils",
         "trl.trainer.utils",
     )

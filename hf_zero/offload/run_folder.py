@@ -49,6 +49,14 @@ def forget(task: Callable[[], object]) -> None:
         _tasks.remove(task)
 
 
+def leave_to_program(number: int) -> bool:
+    """Leave a signal to the program, which will not end at once. Returns whether it was handled here."""
+    is_ours = number in _watched
+    if is_ours:
+        _watched.remove(number)
+    return is_ours
+
+
 def _watch() -> None:
     free = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
     if not free:
