@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import hf_zero
 from hf_zero.comm.cpu import shared_memory
@@ -39,6 +40,7 @@ class Model(nn.Module):
 
 
 def losses(rank: int, stage: int, way: str, apart: bool) -> list[float]:
+    counters.clear()
     torch.manual_seed(0)
     model: Any = Model()
     if way == "model":
@@ -60,18 +62,23 @@ def losses(rank: int, stage: int, way: str, apart: bool) -> list[float]:
         engine, *_ = hf_zero.initialize(model=model, config=config)
     if way == "engine":
         engine.compile(backend="aot_eager")
-    found = []
+    found, num_graphs = [], []
     for step in range(6):
         generator = torch.Generator().manual_seed(2 * step + rank)
         loss = engine(torch.randn(2, WIDTH, generator=generator))
         engine.backward(loss)
         engine.step()
         found.append(loss.item())
+        num_graphs.append(counters["stats"]["unique_graphs"])
         if step == 3:
             engine.eval()
             with torch.no_grad():
                 found.append(engine(torch.ones(2, WIDTH)).item())
             engine.train()
+            evaluated = counters["stats"]["unique_graphs"]
+    # Nothing is compiled again after the first update, except once for evaluation.
+    assert num_graphs[2:4] == num_graphs[1:2] * 2 and num_graphs[4:] == [evaluated] * 2, (way, num_graphs, evaluated)
+    assert num_graphs[0] or way != "model"  # the others may use what has been compiled for it
     return found
 
 
