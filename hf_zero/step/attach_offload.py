@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,8 @@ def _placements(
         in_memory_placement(device),
         None if policy is None else _far_placement(zero, policy, device, drives),
         parameters=store_of_parameters(rest, device, None if rest is None else drives.get(rest.nvme_path)),
-        far_numel=0 if policy is None else round(owned_numel * policy.ratio),
+        # The parts of buckets have padding, which `owned_numel` does not count.
+        far_numel=0 if policy is None else sys.maxsize if policy.ratio == 1 else round(owned_numel * policy.ratio),
         sub_group_numel=longest if cuts and policy is not None else None,
         drives=tuple(drives.values()),
         update_threads=update_threads,
