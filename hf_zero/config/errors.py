@@ -74,6 +74,11 @@ class Edit:
     to: tuple[str, ...] = ()
     value: object = ABSENT
 
+    @classmethod
+    def at(cls, path: str, value: object = ABSENT) -> Edit:
+        """Return the edit that removes the key at a dotted path, or gives it a value."""
+        return cls(tuple(path.split(".")), value=value)
+
     def __str__(self) -> str:
         name = ".".join(self.path)
         if self.to:
@@ -116,6 +121,12 @@ class Problem:
     edit: Edit | None = None
     raises: type[Exception] | None = None
     words: str = ""
+
+    @property
+    def unusable(self) -> tuple[str, ...]:
+        """The paths of the keys without a usable value: its own, and what an unknown key probably means."""
+        meant = (".".join(self.edit.to),) if self.edit is not None and self.edit.to else ()
+        return (*(part.partition("[")[0] for part in self.path.split(", ")), *meant)
 
     def __str__(self) -> str:
         head = self.path if self.value is ABSENT else f"{self.path} = {show(self.value)}"

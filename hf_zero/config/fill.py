@@ -44,6 +44,7 @@ class Offer:
         also: another value that agrees with this one.
         adds: code states the value, so that an absent key has it, too.
         replaces: it replaces any value of the config.
+        stated: the value of `name`, if that is another one.
     """
 
     value: object
@@ -53,6 +54,7 @@ class Offer:
     also: object = None
     adds: bool = False
     replaces: bool = False
+    stated: object = None
 
 
 def fill(draft: Draft) -> Draft:
@@ -134,7 +136,8 @@ def conflict(draft: Draft, keys: Path, value: object, offer: Offer) -> Problem:
 
     Only an explicit flag can replace the written value; a default of TrainingArguments cannot.
     """
-    shown = offer.value if isinstance(offer.value, (numbers.Number, list)) else str(offer.value)
+    stated = offer.value if offer.stated is None else offer.stated
+    shown = stated if isinstance(stated, (numbers.Number, list)) else str(stated)
     path, rule = dotted(keys), "the config and TrainingArguments must have the same value"
     fix = 'write "auto" in the config so that it follows, or make the two equal'
     edit = Edit(keys, value="auto") if offer.source.kind == "flag" else None
@@ -227,8 +230,11 @@ def _steps(config: Mapping[str, Any], view: TrainingView) -> Iterator[tuple[str,
     # TrainingArguments have no warm-up by default; a schedule with warm-up then keeps its own number.
     adds = adds and not view.is_default("warmup_steps")
     if warmup is not None:
-        also = 0 if view.warmup_steps == 0 else None
-        yield path, Offer(warmup, view.source("warmup_steps"), "warmup_steps", must_match=True, also=also, adds=adds)
+        also, source, name = 0 if view.warmup_steps == 0 else None, view.source("warmup_steps"), "warmup_steps"
+        stated = int(view.warmup_steps) if view.warmup_steps == 0 else None  # a schedule needs at least 1
+        if 0 < view.warmup_steps < 1:
+            name = f"warmup_steps {view.warmup_steps:g} x {view.total_steps} updates"
+        yield path, Offer(warmup, source, name, must_match=True, also=also, adds=adds, stated=stated)
     elif adds:
         yield path, replace(later, adds=True)
 

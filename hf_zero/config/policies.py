@@ -6,6 +6,7 @@ A policy is made beside the sections whose values it has.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from hf_zero.config.schema.fields import S, Section, verdict_of
 from hf_zero.config.schema.optimizer import Optimizer, OptimizerPolicy, Scheduler, SchedulerPolicy
 from hf_zero.config.schema.precision import PrecisionPolicy, precision_of
 from hf_zero.config.schema.root import GradientPolicy, Root
-from hf_zero.config.schema.zero import ZeroPolicy, zero_of
+from hf_zero.config.schema.zero import Zero, ZeroPolicy, zero_of
 from hf_zero.config.sources import DEFAULT, Source
 
 
@@ -60,6 +61,22 @@ class Findings:
         """Requested settings that have no effect, each with the reason."""
         return tuple(str(remark) for remark in self.remarks if remark.ignored)
 
+    def absent_folders(self) -> Iterator[Problem]:
+        """Yield a problem for each drive's folder that this machine lacks.
+
+        They are not among `problems`, because a config may be examined on another machine than those that train.
+        """
+        zero = self.config.section(Zero)
+        for name, stages in (("offload_optimizer", (1, 2, 3)), ("offload_param", (3,))):
+            section = getattr(zero, name)
+            folder = None if section is None or section.device != "nvme" else section.nvme_path
+            if folder and folder != "none" and zero.stage in stages and not os.path.isdir(folder):
+                path = f"zero_optimization.{name}.nvme_path"
+                source = self.provenance[path].source
+                origin = "" if source.kind in ("dict", "default") else str(source)
+                rule, fix = "is not an existing folder of this machine", "mount the drive, or create the folder"
+                yield Problem(path, folder, rule, fix, origin=origin)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved(Findings):
@@ -95,7 +112,7 @@ class Resolved(Findings):
 def decide(draft: Draft, ranks: Ranks) -> Findings:
     """Return everything about a config that has passed all stages. Parts with problems have no policy."""
     config, problems = draft.config, draft.problems()
-    broken = {path for problem in problems for path in problem.path.split(", ")}
+    broken = {path for problem in problems for path in problem.unusable}
 
     def is_right(*sections: str) -> bool:
         return not any(path == name or path.startswith(f"{name}.") for path in broken for name in sections)

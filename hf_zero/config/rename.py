@@ -86,7 +86,8 @@ class _Names:
                 zero["allgather_bucket_size"] = self.tree.pop("allgather_size")
         elif not is_auto(size):
             rule, fix = "belongs to the old form zero_optimization: true", f"use {ZERO}.allgather_bucket_size"
-            self.findings.append(Problem("allgather_size", self.tree.pop("allgather_size"), rule, fix))
+            edit = Edit(("allgather_size",), to=(ZERO, "allgather_bucket_size"))
+            self.findings.append(Problem("allgather_size", self.tree.pop("allgather_size"), rule, fix, edit=edit))
 
     def _shorthand(self, zero: dict[str, Any], old: str, new: str) -> None:
         wanted = zero.get(old, "auto")
@@ -96,7 +97,7 @@ class _Names:
         elif not is_auto(wanted):
             del zero[old]
             if wanted is not None and wanted is not False:
-                fix = f'use {new}: {{"device": "cpu"}}, or remove it'
+                fix = f'correct it, or remove it; the new form is {new}: {{"device": "cpu"}}'
                 self.findings.append(
                     Problem(f"{ZERO}.{old}", wanted, "must be true or false (it is the old name)", fix)
                 )
@@ -107,7 +108,8 @@ class _Names:
         nested = zero.pop("aio")
         if self.tree.get("aio"):
             rule = "aio belongs at the top level, where it is also given"
-            self.findings.append(Problem(f"{ZERO}.aio", nested, rule, "keep only the top-level aio"))
+            edit = Edit((ZERO, "aio"))
+            self.findings.append(Problem(f"{ZERO}.aio", nested, rule, "keep only the top-level aio", edit=edit))
         else:
             self.tree["aio"], self.renamed["aio"] = nested, f"{ZERO}.aio"
             text = "read as the top-level section aio, where it belongs"
@@ -121,7 +123,8 @@ class _Names:
             self.findings.append(Remark(before, f"{kind} name, read as {after}", edit=edit))
         elif not is_auto(value) and not (isinstance(value, dict) and value == holder[new] and written is ABSENT):
             rule, value = f"is the {kind} name of {after}, which is given too", value if written is ABSENT else written
-            self.findings.append(Problem(before, value, rule, f"keep only {new}"))
+            edit = Edit.at(before)
+            self.findings.append(Problem(before, value, rule, f"keep only {new}", edit=edit))
 
 
 @functools.cache

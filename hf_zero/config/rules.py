@@ -102,6 +102,7 @@ class Rule(AnyRule):
         rule, fix: formats, of the values by the last part of their keys and of the facts.
         at, shows: the path and the value of the problem, if they are not those of the first key.
         unusable: the first key's value cannot be used then: other rules that read it are not checked.
+        edit: the fix that `explain --fix` makes, if the text names a key and its value; the facts may have it, too.
         raises, words: type and words of DeepSpeed's error.
     """
 
@@ -111,6 +112,7 @@ class Rule(AnyRule):
     at: str = ""
     shows: object = None
     unusable: bool = False
+    edit: Edit | None = None
     raises: type[Exception] | None = None
     words: str = ""
 
@@ -121,7 +123,7 @@ class Rule(AnyRule):
             named = self.named(values, facts)
             rule, fix = self.rule.format_map(named), self.fix.format_map(named)
             value = named.get("value", values[0] if self.shows is None else self.shows)
-            edit: Any = named.get("edit")
+            edit: Any = named.get("edit", self.edit)
             yield Problem(self.at or self.keys[0], value, rule, fix, edit=edit, raises=self.raises, words=self.words)
 
 
@@ -167,7 +169,8 @@ class Several(AnyRule):
 def needs(path: str, needed: str, **more: Any) -> Rule:
     """A rule that a switch needs another one."""
     fix = f"set {needed} to true, or remove {path}"
-    return Rule(keys=(path, needed), broken=lambda on, there: on and not there, rule=f"needs {needed}", fix=fix, **more)
+    more |= {"rule": f"needs {needed}", "fix": fix, "edit": Edit.at(needed, True)}
+    return Rule(keys=(path, needed), broken=lambda on, there: on and not there, **more)
 
 
 def ranks_of(draft: Draft, *, is_complete: bool) -> Ranks:
@@ -199,7 +202,7 @@ def apply_rules(draft: Draft, ranks: Ranks) -> Draft:
     # An invalid stage is reported by its rule; the other keys must be checked in spite of it.
     findings = [*effects(config, stage if stage in ALL_STAGES else max(ALL_STAGES), ranks)]
     problems = [finding for finding in draft.findings if isinstance(finding, Problem)]
-    unusable = {path for problem in problems if problem.other is None for path in _places(problem)}
+    unusable = {path for problem in problems if problem.other is None for path in problem.unusable}
     contradicted = {problem.path for problem in problems if problem.other is not None}
     for rule in rules_of(type(config)):
         places = unusable | contradicted if rule.needs_agreement else unusable
@@ -213,10 +216,6 @@ def apply_rules(draft: Draft, ranks: Ranks) -> Draft:
         ignored = [one for one in (*draft.findings, *findings) if isinstance(one, Remark) and one.ignored]
         findings += [Problem(one.path, one.value, one.text, fix, edit=one.edit) for one in ignored]
     return draft.plus([*findings, *(ranks.sizes.problems if ranks.sizes is not None else ())])
-
-
-def _places(problem: Problem) -> list[str]:
-    return [part.partition("[")[0] for part in problem.path.split(", ")]
 
 
 def effects(section: Section, stage: int, ranks: Ranks, around: Path = ()) -> Iterator[Finding]:
@@ -268,13 +267,15 @@ def _refusal(path: str, value: object, default: object, verdict: Verdict) -> Ite
     rule = f"not available: {verdict.why}"
     if isinstance(value, dict):
         if verdict.switch is None:
-            yield Problem(path, value, rule, f"remove the section, also if it is empty; see {FEATURES_PAGE}")
+            fix = f"remove the section, also if it is empty; see {FEATURES_PAGE}"
+            yield Problem(path, value, rule, fix, edit=Edit.at(path))
         elif any(_switches(value, verdict.switch)) if verdict.switch else value:
             off = f'set "{verdict.switch}": false in it' if verdict.switch else "leave it empty"
-            yield Problem(path, value, rule, f"remove the section or {off}; see {FEATURES_PAGE}")
+            fix = f"remove the section or {off}; see {FEATURES_PAGE}"
+            yield Problem(path, value, rule, fix, edit=Edit.at(path))
     elif value != default:
         off = "null" if default is None else str(default).lower() if isinstance(default, bool) else str(default)
-        yield Problem(path, value, rule, f"remove it or set {off}; see {FEATURES_PAGE}")
+        yield Problem(path, value, rule, f"remove it or set {off}; see {FEATURES_PAGE}", edit=Edit.at(path))
 
 
 def _switches(value: object, switch: str) -> Iterator[bool]:

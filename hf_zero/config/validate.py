@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +34,21 @@ def validate(draft: Draft) -> Draft:
     drop_null_sections(tree)
     schema, missing = schema_for(tree)
     findings: list[Finding] = [*missing]
+    invalid = set[str]()
     for problem in missing:
         _remove(tree, problem.path.split("."))
     ignores_unknown = str(value_in(tree, ("hf_zero", "ignore_unknown_keys"))).lower() == "true"
     for _ in range(_ROUNDS):
         try:
-            return draft.plus(findings, config=schema.model_validate(tree))
+            config = schema.model_validate(tree)
+            # An invalid value also differs from one that is stated elsewhere.
+            before = (one for one in draft.findings if not (isinstance(one, Problem) and one.path in invalid))
+            return dataclasses.replace(draft, findings=(*before, *findings), config=config)
         except ValidationError as error:
             failed = error.errors(include_url=False, include_context=True, include_input=False)
             located = {_inside(tree, entry["loc"]): entry for entry in failed}
-        findings += [_worded(path, _at(tree, path), entry, ignores_unknown) for path, entry in located.items()]
+        findings += [_worded(path, tree, entry, ignores_unknown) for path, entry in located.items()]
+        invalid |= set(map(dotted, located))
         for path in located:
             _remove(tree, path)
     raise AssertionError("every round removes a key, and the config is finite")
@@ -91,10 +97,10 @@ def _remove(tree: dict[str, Any], path: Sequence[str | int]) -> None:
     _at(tree, path[:last]).pop(path[last], None)  # two entries of one list may both have failed
 
 
-def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails, ignores_unknown: bool) -> Finding:
-    name, keys = dotted(tuple(path)), tuple(map(str, path))
+def _worded(path: Sequence[str | int], tree: object, entry: ErrorDetails, ignores_unknown: bool) -> Finding:
+    value, name, keys = _at(tree, path), dotted(tuple(path)), tuple(map(str, path))
     if entry["type"] == "extra_forbidden":
-        return _unknown_key(keys, value, ignores_unknown)
+        return _unknown_key(keys, value, _at(tree, path[:-1]), ignores_unknown)
     if isinstance(value, str) and value.strip().lower() == "auto":
         return Problem(name, value, '"auto" is written in lower case', 'write "auto"', edit=Edit(keys, value="auto"))
     names = [step for step in path if isinstance(step, str)]
@@ -103,14 +109,17 @@ def _worded(path: Sequence[str | int], value: object, entry: ErrorDetails, ignor
     if field is None:
         return Problem(name, value, _rule(entry), "correct the value")
     verdict: Verdict = verdict_of(field)
+    edit = None
     if subsection(field) is not None:
         example = _example(section_of(whole_schema(), names), value)
-        fix = f"write {example}, or remove the key ({field.description})"
+        edit = Edit(keys, value=example) if example else None
+        shown = json.dumps(example) if example else "{...}, for example {}"
+        fix = f"write {shown}, or remove the key ({field.description})"
     else:
         default = "" if field.default is None else f" (default {_json(field.default)})"
         fix = f"correct it, or remove the key{default}. Meaning: {field.description}"
     words = verdict.words.format(value=show(value)) if verdict.words_for in ("", entry["type"]) else ""
-    return Problem(name, value, _rule(entry), fix, raises=verdict.raises, words=words)
+    return Problem(name, value, _rule(entry), fix, edit=edit, raises=verdict.raises, words=words)
 
 
 def _rule(entry: ErrorDetails) -> str:
@@ -130,19 +139,19 @@ def _rule(entry: ErrorDetails) -> str:
     }.get(kind, entry["msg"])
 
 
-def _example(section: type[Section] | None, value: object) -> str:
-    """Return an example of the section that the author of this value probably meant."""
+def _example(section: type[Section] | None, value: object) -> dict[str, object]:
+    """Return the section that the author of this value probably meant; empty if there is none."""
     fields = section.model_fields if section is not None else {}
     kinds = {"enabled": bool, "stage": int, "device": str, "type": str}
     key = next((key for key, kind in kinds.items() if key in fields and type(value) is kind), None)
-    return "{...}, for example {}" if key is None else json.dumps({key: value})
+    return {} if key is None else {key: value}
 
 
 def _json(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
-def _unknown_key(path: tuple[str, ...], value: object, ignores_unknown: bool) -> Finding:
+def _unknown_key(path: tuple[str, ...], value: object, around: Collection[str], ignores_unknown: bool) -> Finding:
     """Return the finding for an unknown key. In some places it is ignored with a remark, unless it resembles a known
     key."""
     *parents, key = path
@@ -163,6 +172,9 @@ def _unknown_key(path: tuple[str, ...], value: object, ignores_unknown: bool) ->
     everywhere = [known for known in all_paths(schema) if not known.startswith(("amp.", "hf_zero."))]
     alike = _resemblance(key, siblings, () if parents == ["hf_zero"] else everywhere)
     rule = "there is no such key " + (f"in {'.'.join(parents)}" if parents else "at the top level")
+    if alike.sibling in around:
+        fix = f"keep only {alike.sibling}, which was probably meant and is given, too"
+        return Problem(name, value, rule, fix, edit=Edit(path), words=section.unknown_words if section else "")
     edit = alike.edit(path)
     if ".".join(parents) in _LOOSE and not alike and "." not in key:
         return Remark(name, f"{rule}; ignored", value, ignored=True, edit=edit)

@@ -85,12 +85,13 @@ def report_on(
     # Arguments of optimizer and schedule follow their section.
     rows.sort(key=lambda row: order.get(row.key, order.get(row.key.rpartition(".")[0], 0)))
     kept = [note for note in findings.notes if '"auto" was not filled' not in note]
+    absent = [f"{one.path} = {short(one.value)} {one.rule}: {one.fix}" for one in findings.absent_folders()]
     return Report(
         name=name,
         stage=stage,
         rows=tuple(rows),
         problems=findings.problems,
-        warnings=findings.warnings,
+        warnings=(*findings.warnings, *absent),
         notes=(*kept, *extra_notes),
         traffic=traffic,
     )
@@ -253,7 +254,7 @@ def _value(value: object) -> str:
     return f"{value:,}".replace(",", "_") if isinstance(value, int) and not isinstance(value, bool) else short(value)
 
 
-_ROUNDS = 5  # a renamed key may have another problem under its correct name
+_ROUNDS = 20  # a key may have another problem under its correct name, or with its correct value
 
 
 def mend(config: ConfigDict, views: Views, *, ranks_known: bool = True) -> tuple[dict[str, Any], list[str]]:
@@ -264,48 +265,55 @@ def mend(config: ConfigDict, views: Views, *, ranks_known: bool = True) -> tuple
             actual number.
     """
     mended: dict[str, Any] = copy.deepcopy(dict(config))
-    changes: list[str] = []
+    changes: list[str] = []  # each once: two rules that contradict each other end
     for _ in range(_ROUNDS):
-        edits = [
-            edit
-            for edit in _edits(examine(mended, views, complete=False))
-            if ranks_known or edit.path != ("train_batch_size",) or edit.to
-        ]
-        done = [str(edit) for edit in edits if _apply(mended, edit)]
-        changes += done
-        if not done:
+        for edits in _edits(examine(mended, views, complete=False)):
+            open_edits = [
+                edit
+                for edit in edits
+                if (ranks_known or edit.path != ("train_batch_size",) or edit.to) and str(edit) not in changes
+            ]
+            done = [str(edit) for edit in open_edits if _apply(mended, edit)]
+            changes += done
+            if done:
+                break  # what else there is to say may have changed
+        else:
             break
     return mended, changes
 
 
-def _edits(findings: Findings) -> Iterator[Edit]:
-    """The first edit of each key. A remark only removes a key that is ignored."""
-    seen = set()
+def _edits(findings: Findings) -> tuple[list[Edit], ...]:
+    """The edits of names, then of other problems, then of remarks; the first of each key. A remark only removes a key
+    that is ignored: perhaps because of a wrong stage."""
+    first: dict[tuple[str, ...], tuple[Edit, bool]] = {}
     in_order: list[Problem | Remark] = [*findings.problems, *findings.remarks]
     for finding in in_order:
-        edit = finding.edit
-        if edit is None or edit.path in seen:
+        edit, is_remark = finding.edit, isinstance(finding, Remark)
+        if edit is None:
             continue
         if not isinstance(finding, Remark) or finding.ignored or edit.to or edit.value is not ABSENT:
-            seen.add(edit.path)
-            yield edit
+            first.setdefault(edit.path, (edit, is_remark))
+    names = [edit for edit, _ in first.values() if edit.to]
+    others = [(edit, is_remark) for edit, is_remark in first.values() if not edit.to]
+    return names, [edit for edit, of in others if not of], [edit for edit, of in others if of]
 
 
 def _apply(config: dict[str, Any], edit: Edit) -> bool:
-    """Apply an edit; returns False if its key does not exist or the new key is already set."""
-    holder = _holder(config, edit.path)
-    if holder is None or edit.path[-1] not in holder:
+    """Apply an edit; returns False if it changes nothing, its key does not exist or the new key is already set."""
+    key, sets = edit.path[-1], not edit.to and edit.value is not ABSENT
+    holder = _holder(config, edit.path, make=sets)
+    if holder is None or (key not in holder and not sets):
         return False
+    if sets:
+        changes, holder[key] = key not in holder or holder[key] != edit.value, edit.value
+        return changes
     if not edit.to:
-        if edit.value is ABSENT:
-            del holder[edit.path[-1]]
-        else:
-            holder[edit.path[-1]] = edit.value
+        del holder[key]
         return True
     target = _holder(config, edit.to, make=True)
     if target is None or target.get(edit.to[-1]) is not None:
         return False
-    written = holder.pop(edit.path[-1])
+    written = holder.pop(key)
     target[edit.to[-1]] = written if edit.value is ABSENT else edit.value
     return True
 
@@ -388,11 +396,14 @@ def _report(arguments: argparse.Namespace, flags: Sequence[str]) -> Report:
         name = config.name or "the config given"
         if arguments.fix is not None:
             mended, changes = mend(config, views, ranks_known=arguments.world_size is not None)
-            target = Path(arguments.fix) if arguments.fix else default_target(config.name)
-            write_mended(mended, target)
-            notes += [f"--fix: {change}" for change in changes or ["nothing to fix"]]
-            notes.append(f"the fixed config is in {target}; comments are not preserved")
-            config, name = load_config(target), str(target)
+            notes += [f"--fix: {change}" for change in changes]
+            if changes:
+                target = Path(arguments.fix) if arguments.fix else default_target(config.name)
+                write_mended(mended, target)
+                notes.append(f"the fixed config is in {target}; comments are not preserved")
+                config, name = load_config(target), str(target)
+            else:
+                notes.append("--fix: nothing to fix that needs no decision; no file was written")
         findings = examine(config, views, complete=False)
         if arguments.world_size is None and any(problem.path == "train_batch_size" for problem in findings.problems):
             notes.append("train_batch_size was checked for 1 rank: give the number of ranks with --world-size N")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.__main__ import main
-from hf_zero.config import Views, examine, load_config
+from hf_zero.config import ConfigDict, Views, examine, load_config
 from hf_zero.config.errors import ConfigError, Problem
 from hf_zero.explain.views import left_aside
 from hf_zero.launch import LaunchError
@@ -150,12 +150,20 @@ def _of_configs() -> Iterator[str]:
         yield ""
 
 
+VIEWS = Views(world_size=2)
+
+
+def with_batch(config: Any) -> ConfigDict:
+    """One of CONFIGS as it is read, with a batch size for two ranks if it has none."""
+    loaded = copy.deepcopy(load_config(config))
+    if not {"batch_size", "train_batch_size", "train_micro_batch_size_per_gpu"} & loaded.keys():
+        loaded["train_batch_size"] = 6
+    return loaded
+
+
 def _findings(config: Any) -> Iterator[str]:
     try:
-        loaded = copy.deepcopy(load_config(config))
-        if not {"batch_size", *loaded} & {"train_batch_size", "train_micro_batch_size_per_gpu"}:
-            loaded["train_batch_size"] = 6
-        found = examine(loaded, Views(world_size=2), complete=False)
+        found = examine(with_batch(config), VIEWS, complete=False)
         problems: tuple[Problem, ...] = tuple(found.problems)
         remarks = tuple(str(remark) for remark in found.warnings)
     except ConfigError as error:

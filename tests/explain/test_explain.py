@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,12 @@ import pytest
 from rich.console import Console
 
 from hf_zero.__main__ import main
-from hf_zero.config import Views, examine, load_config
-from hf_zero.explain.command import report_on, show
+from hf_zero.config import ConfigDict, ConfigError, Views, examine, load_config
+from hf_zero.config.rules import Rule
+from hf_zero.config.schema.fields import rules_of
+from hf_zero.config.schema.whole import whole_schema
+from hf_zero.explain.command import mend, report_on, show
+from tests.config import messages
 from tests.support.launch import ROOT
 
 GOOD = """{
@@ -220,6 +225,97 @@ def test_fix_opens_what_contradicts_the_flags(ds_json: Path, capsys: pytest.Capt
     assert code == 0 and json.loads(target.read_text())["gradient_accumulation_steps"] == "auto"
 
 
+# Fixes that name a key and its value, or a removal.
+LITERAL = re.compile(
+    r"""did\ you\ mean\ ["\w.]+\? | write\ (?:\{".*|"auto") | add\ "type":.* | keep\ (?:only|bf16\ and\ set)\ .*
+    | remove\ (?:it|the\ (?:key|section)|train_batch_size|tensor_parallel)\b(?!;\ there|,\ or\ write\ one).*
+    | set\ (?:it|[\w.]+)(?::\ \S+\ at|\ to\ (?:\d$|"\w+"|true|false))\b.* | set\ it\ to\ "\w+" """,
+    re.VERBOSE,
+)
+
+
+def test_fix_mends_every_message_whose_fix_is_literal() -> None:
+    """`explain --fix` mended one of the three errors in README: "did you mean" was applied to keys of sections, but not
+    to arguments of an optimizer, and neither were "set fp16.enabled to false" and 'write {"enabled": true}'."""
+    number = 0
+    for given in messages.CONFIGS:
+        try:
+            config = messages.with_batch(given)
+        except ConfigError:
+            continue  # not JSON
+        before = examine(config, messages.VIEWS, complete=False).problems
+        mended, changes = mend(config, messages.VIEWS)
+        after = {(problem.path, problem.rule) for problem in examine(mended, messages.VIEWS, complete=False).problems}
+        for problem in before:
+            is_literal = LITERAL.fullmatch(problem.fix) is not None
+            assert is_literal == (problem.edit is not None), problem
+            if is_literal:
+                number += 1
+                assert changes and (problem.path, problem.rule) not in after, problem
+    assert number > 20
+
+
+def test_every_rule_with_a_literal_fix_has_its_edit() -> None:
+    rules = [rule for rule in rules_of(whole_schema()) if isinstance(rule, Rule) and "{" not in rule.fix]
+    assert len(rules) > 20
+    assert [rule.fix for rule in rules if LITERAL.fullmatch(rule.fix) and rule.edit is None] == []
+
+
+def test_fix_mends_the_example_of_the_readme(ds_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    ds_json.write_text(readme.partition("```jsonc\n")[2].partition("```")[0])
+    code, content = explained(capsys, ds_json, "--fix")
+    assert code == 0 and content["problems"] == []
+    assert json.loads(ds_json.with_name("ds.fixed.json").read_text()) == {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False},
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"bf16": True}, {"bf16": {"enabled": True}}),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": "cpu", "cpu_offload": True, "offload_optimizer": {}}},
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {}}},
+        ),
+        ({"optimizer": {"params": {"lr": 1}}}, {"optimizer": {"params": {"lr": 1}, "type": "AdamW"}}),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1, "max_grad_norm": 2.0}}},
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1}}, "gradient_clipping": 2.0},
+        ),
+        (
+            {"zero_optimization": {"stage": 1}, "hf_zero": {"streaming": {"enabled": True}}},
+            {
+                "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+                "hf_zero": {"streaming": {"enabled": True}},
+            },
+        ),
+        ({"compile": {"deepcompile": True}}, {}),
+    ],
+)
+def test_fix_writes_what_the_message_says(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    batch = {"train_batch_size": 2}
+    assert mend(ConfigDict({**batch, **given}), messages.VIEWS)[0] == {**batch, **expected}
+
+
+def test_a_drive_that_this_machine_lacks_is_a_warning(ds_json: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`explain` did not look at nvme_path; the error came when the model had been built. It may run on another machine
+    than the training, so that it is no problem of the config."""
+    offload = {"device": "nvme", "nvme_path": "/nowhere/at/all"}
+    zero = {"stage": 3, "offload_optimizer": offload, "offload_param": {**offload, "nvme_path": str(ds_json.parent)}}
+    ds_json.write_text(json.dumps({"train_batch_size": 2, "zero_optimization": zero}))
+    code, content = explained(capsys, ds_json)
+    assert code == 0 and content["warnings"] == [
+        "zero_optimization.offload_optimizer.nvme_path = '/nowhere/at/all' is not an existing folder of this machine: "
+        "mount the drive, or create the folder"
+    ]
+
+
 VALID = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 4,
@@ -229,17 +325,18 @@ VALID = {
 
 
 @pytest.mark.parametrize("words", [["--fix", "new.json"], ["--fix-to=new.json"], ["--fix", "new.json", "--bf16"]])
-def test_fix_writes_the_file_that_it_is_given_and_leaves_valid_values(
+def test_fix_leaves_valid_values_and_then_writes_nothing(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--fix mended.json` took the name for a flag of TrainingArguments. It wrote ds.fixed.json instead, and replaced
     lr 0.001 and the batch sizes by "auto", because they differ from Trainer's defaults. Similarly, without --world-size
-    a total for 4 ranks contradicts one rank, and was removed."""
+    a total for 4 ranks contradicts one rank, and was removed. Later it wrote a copy without the comments, in which
+    nothing was mended."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text(json.dumps(VALID))
-    explained(capsys, "ds.json", *words)
-    assert json.loads((tmp_path / "new.json").read_text()) == VALID
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ds.json", "new.json"]
+    _, content = explained(capsys, "ds.json", *words)
+    assert "--fix: nothing to fix that needs no decision; no file was written" in content["notes"]
+    assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
     code, content = explained(capsys, "ds.json", "--world-size", 4)
     assert code == 0 and not content["problems"]
     code, content = explained(capsys, "ds.json")

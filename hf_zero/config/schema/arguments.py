@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config.errors import Problem, key_path
+from hf_zero.config.errors import Edit, Problem, key_path
 from hf_zero.config.schema.fields import as_flag, as_number, as_whole
 
 Check = Callable[[object], object]
@@ -58,7 +58,8 @@ def argument_problems(
         if key == "max_grad_norm":
             fix = f"set gradient_clipping: {value!r} at the top level instead"[:120]
             words = f"'{key}' is not supported as an optimizer parameter"
-            yield Problem(where, value, "clipping is not an optimizer argument", fix, words=words)
+            edit = Edit(tuple(where.split(".")), to=("gradient_clipping",))
+            yield Problem(where, value, "clipping is not an optimizer argument", fix, edit=edit, words=words)
         elif check is None:
             yield _no_such_argument(where, key, value, table or {})
         else:
@@ -80,10 +81,13 @@ def checked(params: Mapping[str, Any], table: Table | None) -> dict[str, object]
 def _no_such_argument(path: str, key: str, value: object, table: Table) -> Problem:
     meant = _MEANT.get(key.lower(), "")
     close = [meant] if meant in table else difflib.get_close_matches(key[:100], table, n=1)
-    more = " It is a list of two, [0.9, 0.999]." if close[:1] == ["betas"] else ""
+    is_list = close[:1] == ["betas"]
+    more = " It is a list of two, [0.9, 0.999]." if is_list else ""
     fix = f'did you mean "{close[0]}"?{more}' if close else f"it takes {', '.join(table)}"
     words = f"got an unexpected keyword argument '{key}'"
-    return Problem(path, value, "there is no such argument", fix, raises=TypeError, words=words)
+    keys = tuple(path.split("."))
+    edit = Edit(keys, to=(*keys[:-1], close[0])) if close and not is_list else None
+    return Problem(path, value, "there is no such argument", fix, edit=edit, raises=TypeError, words=words)
 
 
 def any_value(value: object) -> object:

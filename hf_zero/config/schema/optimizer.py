@@ -78,7 +78,7 @@ def _optimizer_problems(config: Root, ranks: Ranks) -> Iterator[Problem]:
     if name is None:
         if params:
             fix = 'add "type": "AdamW", or remove the section to use the optimizer of the script'
-            yield _wrong_type("optimizer", ABSENT, "optimizer.params needs a type", fix)
+            yield _wrong_type("optimizer", ABSENT, "optimizer.params needs a type", fix, "AdamW")
         return
     try:
         kind = optimizer_type(name)
@@ -111,6 +111,7 @@ def _above_highest_stage(name: str | None, stage: int) -> object:
     return highest < stage <= LAST_STAGE and {
         "works": "at stages 0 and 1" if highest else "at stage 0",
         "highest": highest,
+        "edit": Edit.at("zero_optimization.stage", highest),
     }
 
 
@@ -149,7 +150,7 @@ def _scheduler_problems(config: Root, ranks: Ranks) -> Iterator[Problem]:
     if name is None:
         if params:
             fix = 'add "type": "WarmupLR", or remove the section to use the schedule of the script'
-            yield _wrong_type("scheduler", ABSENT, "scheduler.params needs a type", fix)
+            yield _wrong_type("scheduler", ABSENT, "scheduler.params needs a type", fix, "WarmupLR")
         return
     known, unknown = (*_SCHEDULE_CHECKS, *SCHEDULES), f"hf_zero does not recognize LR scheduler {name!r}"
     right = {ours.lower(): ours for ours in _SCHEDULE_CHECKS}.get(name.lower(), name)
@@ -164,11 +165,13 @@ def _scheduler_problems(config: Root, ranks: Ranks) -> Iterator[Problem]:
         fix = f'did you mean "{right}"?' if right else f"use one of {', '.join(known)}"
         yield _wrong_type("scheduler", name, rule, fix, right, unknown)
     else:
-        yield from argument_problems("scheduler.params", params, _SCHEDULE_CHECKS.get(name), ranks.autos)
+        found = list(argument_problems("scheduler.params", params, _SCHEDULE_CHECKS.get(name), ranks.autos))
+        yield from found
+        misspelled = {path for problem in found for path in problem.unusable}
         for argument, (meaning, fix) in _REQUIRED.get(name, {}).items():
             path = f"scheduler.params.{argument}"
             # An unfilled "auto" is left to the builder: without an optimizer the section is never used.
-            if argument not in params and path not in ranks.autos:
+            if argument not in params and path not in ranks.autos and path not in misspelled:
                 words = f"missing 1 required positional argument: '{argument}'"
                 yield Problem(path, ABSENT, f"{name} needs {meaning}", fix, raises=TypeError, words=words)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_zero.config.errors import Edit
 from hf_zero.config.rules import RANKS, Ranks, Rule
 from hf_zero.config.schema.batch import SEQUENCE, TENSOR
 from hf_zero.config.schema.fields import Count, Flag, Positive, Section, check, detail, ignored, supported
@@ -55,12 +56,14 @@ class TensorParallel(Section):
             broken=lambda size, ranks: size not in (1, ranks.tensor_size) and {"size": ranks.tensor_size},
             rule="autotp_size is {size}",
             fix="remove it",
+            edit=Edit.at("tensor_parallel.tp.tp_size"),
         ),
         Rule(
             keys=(TENSOR, RANKS),
             broken=_other_size,
             rule="the script asks for {size} ranks (mpu, tp_model_init)",
             fix="remove it, or write {size}",
+            edit=Edit.at(TENSOR),
             unusable=True,
         ),
         Rule(
@@ -80,12 +83,13 @@ class TensorParallel(Section):
             keys=("tensor_parallel.partition_config", RANKS),
             broken=lambda custom, ranks: ranks.tensor_size > 1 and custom is not None,
             rule="layers are cut by transformers' plan; custom rules are not supported",
-            fix="remove it, and set tp_plan on the model, with transformers' styles",
+            fix="set tp_plan on the model, with transformers' styles, and remove it",
         ),
         Rule(
             keys=("tensor_parallel.vocab_parallel_lm_head", RANKS),
             broken=lambda parallel, ranks: ranks.tensor_size > 1 and parallel,
             rule="logits are whole on every rank, as losses expect them",
             fix="remove it, or set it to false",
+            edit=Edit.at("tensor_parallel.vocab_parallel_lm_head"),
         ),
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from hf_zero.config.errors import Edit
 from hf_zero.config.rules import Advice, Rule, needs
 from hf_zero.config.schema.fields import (
     DTYPE_SPELLINGS,
@@ -114,6 +115,7 @@ class Fp16(StrictSection):
             broken=lambda low, fp16: fp16.is_dynamic and low <= 0,
             rule="a dynamic scale needs a minimum above 0",
             fix="remove it (1), or set fp16.loss_scale",
+            edit=Edit.at("fp16.min_loss_scale"),
             unusable=True,
         ),
         Rule(
@@ -152,6 +154,7 @@ class Bf16(StrictSection):
             broken=lambda fp16, bf16: fp16 and bf16,
             rule="bfloat16 and fp16 modes cannot be simultaneously enabled",
             fix="keep bf16 and set fp16.enabled to false",
+            edit=Edit.at("fp16.enabled", False),
             raises=AssertionError,
         ),
         needs(MASTERS, "bf16.enabled", raises=AssertionError),
@@ -204,6 +207,7 @@ class Amp(Section):
                 broken=lambda amp, enabled: amp and enabled,
                 rule=rule,
                 fix="set amp.enabled to false",
+                edit=Edit.at("amp.enabled", False),
             )
             for other, rule in (
                 ("fp16", "amp and fp16 cannot both be enabled"),
@@ -249,6 +253,7 @@ class DataTypes(Section):
             broken=lambda dtype, fp16, bf16: dtype not in (None, _dtype(fp16, bf16)) and {"dtype": _dtype(fp16, bf16)},
             rule="fp16.enabled and bf16.enabled make the parameters {dtype}",
             fix="remove it; those two keys decide",
+            edit=Edit.at("data_types.param_dtype"),
             raises=AssertionError,
         ),
     )

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
+from hf_zero.config.errors import Edit
 from hf_zero.config.features import Extra
 from hf_zero.config.rules import RANKS, Advice, AnyRule, Ranks, Rule, needs
 from hf_zero.config.schema.batch import SEQUENCE, BatchSizes
@@ -230,12 +231,14 @@ class Root(Observation, BatchSizes):
             ),
             rule="{ranks}",
             fix="remove it",
+            edit=Edit.at("data_parallel_size"),
         ),
         Rule(
             keys=(SEQUENCE, RANKS),
             broken=lambda size, ranks: size not in (1, ranks.sequence_size) and {"wanted": ranks.sequence_size},
             rule="the script asks for {wanted} ranks per sequence (mpu, mesh_param, ParallelismConfig(sp_size))",
             fix="remove it, or write {wanted}",
+            edit=Edit.at(SEQUENCE),
             unusable=True,
         ),
         Advice(

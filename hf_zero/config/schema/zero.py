@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_zero.config.errors import Problem
+from hf_zero.config.errors import Edit, Problem
 from hf_zero.config.rules import RANKS, Advice, Ranks, Rule, Several
 from hf_zero.config.schema.batch import TENSOR
 from hf_zero.config.schema.checkpoint import Aio
@@ -337,6 +337,7 @@ class Zero(StrictSection):
             broken=lambda size, stage: size == 0 and stage != 3,
             rule="must be at least 1 below stage 3",
             fix="remove it (1_000_000_000), or write 10 to 50 million",
+            edit=Edit.at("zero_optimization.sub_group_size"),
         ),
         *(
             rule

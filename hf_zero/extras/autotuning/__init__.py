@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hf_zero.config.errors import Edit
 from hf_zero.config.features import Extra, OwnSection
 from hf_zero.config.rules import Rule
 from hf_zero.config.schema.fields import Count, Flag, Free, Positive, Section, ignored, supported, unsupported
@@ -55,7 +56,11 @@ class Autotuning(Section):
             broken=lambda last, section: (
                 section.enabled
                 and last <= section.first_timed
-                and {"first": section.first_timed, "later": section.first_timed + 2}
+                and {
+                    "first": section.first_timed,
+                    "later": section.first_timed + 2,
+                    "edit": Edit.at("autotuning.end_profile_step", section.first_timed + 2),
+                }
             ),
             rule="must be greater than start_profile_step ({first}), where timing starts",
             fix="set it to {later}",

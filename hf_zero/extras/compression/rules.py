@@ -45,7 +45,8 @@ def _problems(config: Any) -> Iterator[Problem]:
     own = config.hf_zero
     if own is not None and own.tiled_loss and own.distillation is not None:
         rule = "distillation compares the logits of student and teacher, which tiled_loss never computes in full"
-        yield Problem("hf_zero.tiled_loss, hf_zero.distillation", True, rule, "set tiled_loss to false")
+        edit = Edit.at("hf_zero.tiled_loss", False)
+        yield Problem("hf_zero.tiled_loss, hf_zero.distillation", True, rule, "set tiled_loss to false", edit=edit)
 
 
 def _advice(config: Any) -> Iterator[Remark]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hf_zero.config.errors import ABSENT, Finding, Problem, Remark, key_path
+from hf_zero.config.errors import ABSENT, Edit, Finding, Problem, Remark, key_path
 from hf_zero.config.rules import Ranks, Several
 from hf_zero.extras.data_efficiency.section import (
     CurriculumLearning,
@@ -111,7 +111,7 @@ def _sequence_length(section: CurriculumLearning | None, examined: Examined) -> 
     if not section.enabled:
         return None
     if section.curriculum_type is None:
-        examined.problems.append(_missing(f"{path}.curriculum_type", "set it to seqlen"))
+        examined.problems.append(_missing(f"{path}.curriculum_type", "set it to seqlen", "seqlen"))
     elif section.curriculum_type != "seqlen":
         rule = "seqlen is the only metric that this section supports, as in DeepSpeed"
         fix = "set seqlen, or choose samples by other metrics in data_efficiency.data_sampling"
@@ -119,8 +119,9 @@ def _sequence_length(section: CurriculumLearning | None, examined: Examined) -> 
     return _difficulty(section, path, examined)
 
 
-def _missing(path: str, fix: str) -> Problem:
-    return Problem(path, ABSENT, "must be given if the feature is enabled", fix)
+def _missing(path: str, fix: str, value: object = ABSENT) -> Problem:
+    edit = None if value is ABSENT else Edit.at(path, value)
+    return Problem(path, ABSENT, "must be given if the feature is enabled", fix, edit=edit)
 
 
 def _difficulty(
@@ -277,7 +278,8 @@ def _ltd_problems(own: RandomLTDSection, schedule: LtdSchedule, path: str) -> It
     ids, total = own.random_ltd_layer_id, own.total_layer_num
     if ids is not None and own.random_ltd_layer_num not in (None, len(ids)):
         rule = f"random_ltd_layer_id lists {len(ids)} layers"
-        yield Problem(f"{path}.random_ltd_layer_num", own.random_ltd_layer_num, rule, f"write {len(ids)}, or remove it")
+        name, fix = f"{path}.random_ltd_layer_num", f"write {len(ids)}, or remove it"
+        yield Problem(name, own.random_ltd_layer_num, rule, fix, edit=Edit.at(name, len(ids)))
     if ids is not None and len(set(ids)) < len(ids):
         yield Problem(f"{path}.random_ltd_layer_id", ids, "lists a layer twice", "list every layer once")
     if ids and total is not None and max(ids) >= total:

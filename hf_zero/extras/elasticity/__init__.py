@@ -291,7 +291,8 @@ def _section_problems(section: Elasticity) -> Iterator[Problem]:
         yield Problem("elasticity.version", section.version, "must be 0.1 or 0.2", "0.2 counts in whole nodes")
     elif section.model_parallel_size > 1 and section.version != _VERSIONS[1]:
         rule = "needs version 0.2"
-        yield Problem("elasticity.model_parallel_size", section.model_parallel_size, rule, "set version to 0.2")
+        name, edit = "elasticity.model_parallel_size", Edit.at("elasticity.version", _VERSIONS[1])
+        yield Problem(name, section.model_parallel_size, rule, "set version to 0.2", edit=edit)
     if section.min_gpus > section.max_gpus:
         rule = f"is more than max_gpus = {section.max_gpus}"
         yield Problem("elasticity.min_gpus", section.min_gpus, rule, "swap them")
@@ -327,7 +328,8 @@ def elastic_sizes(config: Any, ranks: Ranks) -> BatchSizesOfExtra | None:
     is_complete = not problems
     if section.model_parallel_size > 1:
         why = "not available in training: ranks of a tensor group are those of tensor_parallel.autotp_size"
-        problems.append(Problem("elasticity.model_parallel_size", section.model_parallel_size, why, "write 1"))
+        name, edit = "elasticity.model_parallel_size", Edit.at("elasticity.model_parallel_size", 1)
+        problems.append(Problem(name, section.model_parallel_size, why, "write 1", edit=edit))
     problems += scheduler_problems(section) if is_complete else ()
     if problems:
         return BatchSizesOfExtra(problems=tuple(problems))

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from hf_zero.config.errors import Edit, Finding, Problem, Remark
+from hf_zero.config.errors import ABSENT, Edit, Finding, Problem, Remark
 from hf_zero.config.features import Extra, OwnSection
 from hf_zero.config.rules import Ranks, Several
 from hf_zero.config.schema.fields import Count, Flag, Positive, Section, as_lower, supported
@@ -91,8 +91,9 @@ def _policy(config: Any) -> SparseAttention | None:
 def _pattern_problems(section: SparseAttention) -> Iterator[Problem]:
     read = pattern_keys(section.mode)
 
-    def problem(name: str, rule: str, fix: str) -> Problem:
-        return Problem(f"sparse_attention.{name}", getattr(section, name), rule, fix)
+    def problem(name: str, rule: str, fix: str, edit: tuple[str, object] | None = None) -> Problem:
+        change = None if edit is None else Edit(("sparse_attention", edit[0]), value=edit[1])
+        return Problem(f"sparse_attention.{name}", getattr(section, name), rule, fix, edit=change)
 
     causal = section.attention == "unidirectional"
     if section.mode == "fixed":
@@ -107,12 +108,15 @@ def _pattern_problems(section: SparseAttention) -> Iterator[Problem]:
             )
         if patterns > 1 and not section.different_layout_per_head:
             rule = "heads can only differ with different_layout_per_head"
-            yield problem("num_different_global_patterns", rule, "set different_layout_per_head to true, or this to 1")
+            fix, edit = "set different_layout_per_head to true, or this to 1", ("different_layout_per_head", True)
+            yield problem("num_different_global_patterns", rule, fix, edit)
     if "horizontal_global_attention" in read and section.horizontal_global_attention and causal:
         rule = "makes blocks attend to later ones, which unidirectional attention forbids"
-        yield problem("horizontal_global_attention", rule, "set it to false, or attention to bidirectional")
+        fix, edit = "set it to false, or attention to bidirectional", ("horizontal_global_attention", False)
+        yield problem("horizontal_global_attention", rule, fix, edit)
     if "local_window_blocks" in read and not section.local_window_blocks:
-        yield problem("local_window_blocks", "must list at least one size", "remove it for [4]")
+        rule = "must list at least one size"
+        yield problem("local_window_blocks", rule, "remove it for [4]", ("local_window_blocks", ABSENT))
     if section.mode == "bigbird" and causal and section.num_random_blocks > 1:
         rule = "with unidirectional attention, the first row of blocks has only one block to draw"
         yield problem("num_random_blocks", rule, "set it to 1 or 0, or attention to bidirectional")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from hf_zero.config.errors import Edit
 from hf_zero.config.features import Extra, OwnSection
 from hf_zero.config.rules import Advice, Rule
 from hf_zero.config.schema.fields import Flag, Section, as_lower, supported
@@ -85,12 +86,14 @@ class Streaming(Section):
             broken=lambda on, stage: on and stage != 3,
             rule="streaming gathers units, which only stage 3 has",
             fix="set zero_optimization.stage to 3",
+            edit=Edit.at(_STAGE, 3),
         ),
         Rule(
             keys=(f"{_PARAMETERS}.device", _ON),
             broken=lambda device, on: on and device != "cpu",
             rule="streaming keeps weights in host memory",
             fix='set it to "cpu"',
+            edit=Edit.at(f"{_PARAMETERS}.device", "cpu"),
         ),
         Rule(
             keys=(f"{_STATES}.device", f"{_STATES}.ratio", _ON),
@@ -102,6 +105,7 @@ class Streaming(Section):
             ),
             rule="streaming keeps all masters and states in host memory",
             fix="remove the section",
+            edit=Edit.at(_STATES),
         ),
         Rule(
             keys=(f"{_SECTION}.masters", "fp16.enabled", _ON),
@@ -120,12 +124,14 @@ class Streaming(Section):
             broken=lambda managed, on: on and not managed,
             rule="streaming updates weights during the last backward before a step, and must know which one that is",
             fix="remove the key",
+            edit=Edit.at("managed_gradient_accumulation"),
         ),
         Rule(
             keys=(_ON, "tensor_parallel.autotp_size"),
             broken=lambda on, size: on and size > 1,
             rule="streaming does not support tensor parallelism",
             fix="remove tensor_parallel",
+            edit=Edit.at("tensor_parallel"),
         ),
         Advice(
             keys=(f"{_SECTION}.clipping", _ON, "gradient_clipping"),
