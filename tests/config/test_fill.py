@@ -103,7 +103,8 @@ CONFLICTS: list[tuple[str, Any, dict[str, Any], str]] = [
     ("optimizer.params.weight_decay", 0.1, {}, "weight_decay = 0.0"),
     ("scheduler.params.warmup_max_lr", 1e-3, {}, "learning_rate = 5e-05"),
     ("scheduler.params.warmup_num_steps", 10, {"warmup_steps": 5}, "warmup_steps = 5"),
-    ("scheduler.params.warmup_num_steps", 10, {"warmup_steps": 0.2, "total_steps": 99}, "warmup_steps = 20"),
+    ("scheduler.params.warmup_num_steps", 10, {"warmup_steps": 0.2, "total_steps": 99}, "0.2 x 99 updates = 20"),
+    ("scheduler.params.warmup_num_steps", 10, {}, "warmup_steps = 0  [TrainingArguments.warmup_steps (its default)]"),
     ("scheduler.params.total_num_steps", 10, {"total_steps": 99}, "updates of this run = 99"),
     ("bf16.enabled", True, {}, "bf16 = false"),
     ("bf16.enabled", False, {"bf16_full_eval": True}, "bf16_full_eval = true"),
@@ -115,6 +116,21 @@ def test_each_key_that_trainer_knows_must_agree(path: str, value: Any, fields: d
     error = problems_of(config_with(path, value), TrainingView(**fields))
     assert [problem.path for problem in error.problems] == [path]
     assert words in str(error)
+
+
+def test_an_invalid_value_is_reported_once() -> None:
+    """`"gradient_accumulation_steps": "four"` was reported twice: as no number, and as different from Trainer's 1."""
+    config = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "four",
+        "gradient_clipping": "one",
+        "bf16": {"enabled": "perhaps"},
+    }
+    error = problems_of(config, TrainingView())
+    assert [problem.path for problem in error.problems] == [
+        "gradient_accumulation_steps", "gradient_clipping", "bf16.enabled",
+    ]  # fmt: skip
+    assert all(problem.rule.startswith("must be") and problem.other is None for problem in error.problems)
 
 
 def test_no_warm_up_agrees_with_no_warm_up() -> None:

@@ -203,7 +203,6 @@ def test_all_problems_come_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(config, world_size=2)
     assert {problem.path for problem in caught.value.problems} == {
-        "train_batch_size",
         "zero_optimization.stage",
         "zero_optimization.reduce_bucket_size",
         "zero_optimization.offload_param.device",
@@ -218,7 +217,7 @@ def test_all_problems_come_at_once() -> None:
         "zero_optimization.leaf_module.classes[2]",
     }
     message = str(caught.value)
-    assert "(13 problems)" in message
+    assert "(12 problems)" in message
     assert "gradient_clipping = -1\n    rule: it must be at least 0\n    fix:" in message
 
 

@@ -16,8 +16,10 @@ def run_filling(rank: int, folder: str) -> dict[str, dict[str, Any]]:
     """Runs in a separate process, because transformers keeps the config in globals."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name)
+    from hf_zero.config import Findings
     from tests.config.fill_with_transformers import filled
 
+    Findings.absent_folders = lambda self: iter(())  # type: ignore[method-assign]  # this machine has no /local_nvme
     return {str(path): json.loads(json.dumps(filled(str(path), folder))) for path in ALL}
 
 

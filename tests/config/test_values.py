@@ -167,7 +167,7 @@ def test_of_a_size_with_a_fraction_the_whole_part_counts() -> None:
 # config, key path of the problem, words of the fix
 UNKNOWN: list[tuple[dict[str, Any], str, str]] = [
     ({"gradient_cliping": 1}, "gradient_cliping", 'did you mean "gradient_clipping"?'),
-    ({"Train_Batch_Size": 1}, "Train_Batch_Size", 'did you mean "train_batch_size"?'),
+    ({"Train_Batch_Size": 1}, "Train_Batch_Size", "keep only train_batch_size"),
     ({"zero_optimisation": {}}, "zero_optimisation", 'did you mean "zero_optimization"?'),
     ({"zero_optimization": {"stages": 1}}, "zero_optimization.stages", 'did you mean "stage"?'),
     ({"reduce_bucket_size": 1}, "reduce_bucket_size", "did you mean zero_optimization.reduce_bucket_size?"),
@@ -186,6 +186,33 @@ def test_unknown_keys_are_suggested(config: dict[str, Any], path: str, fix: str)
     assert [problem[0] for problem in found] == [path]
     assert "there is no such key" in found[0][1] or path.startswith("hf_zero")
     assert fix in found[0][2]
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"batch_size": 8}, "batch_size"),
+        (
+            {
+                "train_batch_size": 8,
+                "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_step": 9, "warmup_num_steps": 1}},
+            },
+            "scheduler.params.total_num_step",
+        ),
+        ({"train_batch_size": 8, "hf_zero": {"streaming": {"enable": True}}}, "hf_zero.streaming.enable"),
+    ],
+)
+def test_a_key_that_was_meant_is_not_missed(config: dict[str, Any], path: str) -> None:
+    """A misspelled key was reported, and so was the absence of the key that it means: `zero_optimisation` with "asks for
+    this section", and `batch_size` with "at least one of the two batch sizes must be given"."""
+    with pytest.raises(ConfigError) as raised:
+        resolve(config, world_size=2)
+    assert [problem.path for problem in raised.value.problems] == [path]
+
+
+def test_a_misspelled_key_beside_the_correct_one_is_not_to_be_renamed() -> None:
+    with pytest.raises(ConfigError, match="keep only train_batch_size, which was probably meant and is given, too"):
+        resolve({"train_batch_size": 8, "batch_size": 8}, world_size=2)
 
 
 def test_dotted_literal_keys_have_no_effect_and_are_noted() -> None:
@@ -244,7 +271,11 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
         "keep only",
     ),
     ({"zero_optimization": {}, "allgather_size": 5e8}, "allgather_size", "allgather_bucket_size"),
-    ({"zero_optimization": {"cpu_offload": "yes"}}, "zero_optimization.cpu_offload", "use offload_optimizer"),
+    (
+        {"zero_optimization": {"cpu_offload": "yes"}},
+        "zero_optimization.cpu_offload",
+        "the new form is offload_optimizer",
+    ),
 ]
 
 

@@ -140,6 +140,21 @@ def test_a_missing_zero_section_is_named_with_all_else(tmp_path: Path) -> None:
     assert "zero_optimization\n    rule: accelerate" in message and 'add "zero_optimization": {"stage": 2}' in message
 
 
+def test_a_misspelled_zero_section_is_named_alone(tmp_path: Path) -> None:
+    """`zero_optimisation` was reported, and also "accelerate asks for this section" about zero_optimization."""
+    with pytest.raises(ConfigError) as raised:
+        arguments(tmp_path, {"train_micro_batch_size_per_gpu": "auto", "zero_optimisation": {"stage": 2}})
+    assert [problem.path for problem in raised.value.problems] == ["zero_optimisation"]
+
+
+def test_a_drive_that_is_not_there_is_named_before_the_model_is_built(tmp_path: Path) -> None:
+    """The folder of NVMe offload was looked for when the engine allocates its states, after the weights were loaded."""
+    offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "none")}}
+    path = write(tmp_path, {**BASE, "zero_optimization": {"stage": 2, **offload}})
+    with pytest.raises(ConfigError, match=r"nvme_path = .*ds.json:10\]\n.*not an existing folder of this machine"):
+        arguments(tmp_path, str(path))
+
+
 def test_checkpoints_and_weights_alone(tmp_path: Path) -> None:
     assert trainer(tmp_path, BASE, save_strategy="steps").train().global_step == 2
     assert (tmp_path / "checkpoint-2" / "latest").read_text() == "global_step2"

@@ -123,7 +123,7 @@ def _their_checks(hf_config: Any, process: Callable[..., None], args: Any, auto_
 
 def _write(config: dict[str, Any], views: Views) -> None:
     findings = examine(config, views, complete=False)
-    problems = [*_missing_section(config), *findings.problems]
+    problems = [*_missing_section(config, findings.problems), *findings.problems, *findings.absent_folders()]
     if problems:
         raise ConfigError(problems)
     write_back(config, findings)
@@ -145,8 +145,8 @@ def overruled(config: Mapping[str, Any], args: Any) -> Iterator[str]:
         )
 
 
-def _missing_section(config: dict[str, Any]) -> Iterator[Problem]:
-    if "zero_optimization" not in config:
+def _missing_section(config: dict[str, Any], problems: Sequence[Problem]) -> Iterator[Problem]:
+    if "zero_optimization" not in config and not any("zero_optimization" in one.unusable for one in problems):
         rule = "accelerate, which sets the engine up for Trainer, asks for this section"
         yield Problem("zero_optimization", ABSENT, rule, 'add "zero_optimization": {"stage": 2} (or 0, 1)')
 
