@@ -244,6 +244,62 @@ def test_everything_that_is_wrong_is_named_at_once(validated: Callable[..., Any]
     assert "add --offload_param_nvme_path" in str(raised.value)
 
 
+DROPPED = (
+    ("--zero_stage=3", {"zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2"),
+    ("--zero_stage=3", {"zero_optimization": True}, "zero_optimization.stage = 1"),
+    ("--zero_stage=3", {"zero_optimization": {}}, "zero_optimization.stage = (absent)"),
+    ("--offload_optimizer_device=cpu", {"zero_optimization": {"stage": 2}}, "offload_optimizer.device = (absent)"),
+    ("--offload_param_device=none", {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "'cpu'"),
+    (
+        "--offload_optimizer_nvme_path=/drive",
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/other"}}},
+        "nvme_path = '/other'",
+    ),
+    ("--gradient_clipping=0.5", {"zero_optimization": {"stage": 2}, "gradient_clipping": 2.0}, "= 2.0"),
+    ("--gradient_accumulation_steps=4", {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps = 2"),
+    (
+        "--zero3_save_16bit_model=true",
+        {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}},
+        "on_model_save = false",
+    ),
+)
+
+
+@pytest.mark.parametrize(("word", "ds", "other"), DROPPED)
+def test_a_flag_that_the_config_file_overrides_is_an_error(
+    word: str, ds: dict[str, Any], other: str, validated: Callable[..., Any], tmp_path: Path
+) -> None:
+    """`accelerate launch --zero_stage 3` beside a ds.json with stage 2 trained at stage 2 without a word: accelerate
+    takes a flag only where the file has "auto", and drops it otherwise."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ds, indent=1))
+    with pytest.raises(ConfigError) as raised:
+        validated("--use_hf_zero", f"--deepspeed_config_file={path}", word)
+    (problem,) = raised.value.problems
+    assert problem.path == word.partition("=")[0]
+    assert other in str(problem) and "ds.json" in str(problem)
+
+
+def test_a_flag_that_the_config_file_takes_or_repeats_is_accepted(
+    validated: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    zero = {"stage": 3, "offload_optimizer": {"device": "auto"}, "stage3_gather_16bit_weights_on_model_save": "true"}
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    arguments = validated(
+        "--use_hf_zero", f"--deepspeed_config_file={path}", "--zero_stage=3", "--offload_optimizer_device=CPU",
+        "--offload_param_device=none", "--offload_param_nvme_path=none", "--gradient_clipping=0.5",
+        "--gradient_accumulation_steps=auto", "--zero3_save_16bit_model=true",
+    )  # fmt: skip
+    assert arguments.zero_stage == 3
+
+
+def test_a_folder_that_no_device_uses_is_said(validated: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    """`--offload_optimizer_nvme_path /drive` with `--offload_optimizer_device cpu` was dropped without a word."""
+    validated("--use_hf_zero", "--offload_optimizer_device=cpu", "--offload_optimizer_nvme_path=/drive")
+    assert "--offload_optimizer_nvme_path /drive has no effect with --offload_optimizer_device cpu" in caplog.text
+
+
 def test_a_config_file_that_is_not_there_is_named_before_anything_starts(validated: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"there is no such file"):
         validated("--use_hf_zero", "--deepspeed_config_file=nowhere/ds.json")

@@ -46,6 +46,18 @@ def test_a_file_without_a_zero_section_is_refused() -> None:
         DeepSpeedPlugin(hf_ds_config={"train_batch_size": 8})
 
 
+def test_a_misspelled_zero_section_is_named() -> None:
+    with pytest.raises(ConfigError, match='Please specify the ZeRO(.|\n)*did you mean "zero_optimization"'):
+        DeepSpeedPlugin(hf_ds_config={"train_batch_size": 8, "zero_optimisation": {"stage": 2}})
+
+
+def test_a_drive_that_is_not_there_is_named_before_the_model_is_built(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not an existing folder of this machine"):
+        DeepSpeedPlugin(
+            zero_stage=2, offload_optimizer_device="nvme", offload_optimizer_nvme_path=str(tmp_path / "none")
+        )
+
+
 def test_what_the_file_leaves_out_is_left_to_the_code() -> None:
     """Accelerate set a missing gradient_accumulation_steps to 1, so Accelerator(gradient_accumulation_steps=4)
     conflicted with a file without it; DeepSpeedPlugin(gradient_clipping=0.5) was ignored for the same reason."""
@@ -79,6 +91,21 @@ def test_a_fixed_value_beats_field_and_launcher(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
     config = plugin_config({**BASE, "gradient_clipping": 2.0}, zero_stage=1)
     assert config["gradient_clipping"] == 2.0 and config["zero_optimization"]["stage"] == 2
+
+
+def test_what_the_config_overrides_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """DeepSpeedPlugin(hf_ds_config="ds.json", zero_stage=3), or the launcher's flag and a script that reads ds.json by
+    itself, trained at the stage of the file without a word. The defaults of nobody are not reported."""
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", "true")
+    path = write(tmp_path, {**BASE, "gradient_clipping": 2.0})
+    with heard() as said:
+        plugin_config(str(path), zero_stage=3, offload_param_device="none")
+        plugin_config(str(path), zero_stage=2, gradient_clipping=2)
+    assert len(said) == 2
+    assert "zero_stage = 3 (DeepSpeedPlugin(zero_stage)) has no effect" in said[1]
+    assert "ds.json:7 has zero_optimization.stage = 2" in said[1]
+    assert "gradient_clipping = '0.5' (ACCELERATE_GRADIENT_CLIPPING) has no effect" in said[0]
 
 
 def test_without_a_file_the_fields_make_one() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from hf_zero.config import AcceleratorView, Given, Source, TrainingView
+from hf_zero.config.draft import value_in
+from hf_zero.config.errors import ABSENT
 from hf_zero.config.fill import same
+from hf_zero.config.sources import is_auto
 
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 _PREFIX = "ACCELERATE_DEEPSPEED_"
@@ -30,6 +33,15 @@ _PLUGIN_DEFAULTS: dict[str, object] = {
     f"{_ZERO}stage": 2,
     f"{_ZERO}offload_optimizer.device": "none",
     f"{_ZERO}offload_param.device": "none",
+    f"{_ZERO}stage3_gather_16bit_weights_on_model_save": False,
+}
+# The meaning of a config without the key.
+_WITHOUT_KEY: dict[str, object] = {
+    f"{_ZERO}stage": 0,
+    f"{_ZERO}offload_optimizer.device": "none",
+    f"{_ZERO}offload_param.device": "none",
+    f"{_ZERO}offload_optimizer.nvme_path": "none",
+    f"{_ZERO}offload_param.nvme_path": "none",
     f"{_ZERO}stage3_gather_16bit_weights_on_model_save": False,
 }
 _NOT_COPIED = ("origins", "total_steps", "batch_size_may_vary", "steps_only")
@@ -84,6 +96,31 @@ def _exported(path: str, text: str) -> object:
         return int(text) if text.isdecimal() else float(text)
     except ValueError:
         return None if text == "auto" else text
+
+
+def dropped(config: Mapping[str, Any], settings: Mapping[str, object]) -> Iterator[tuple[str, object, object]]:
+    """Yield config path, value in the config and value given beside it, of each setting that DeepSpeedPlugin drops.
+
+    A config decides about every key that it has, unless the value is "auto". A key that it lacks has DeepSpeed's
+    default, except for accumulation and clipping, which it leaves to others.
+
+    Args:
+        config: with the names of the schema (`hosts.normalise`).
+        settings: by the launcher's names; None is not given.
+    """
+    for path, (name, _) in LAUNCHED.items():
+        given = settings.get(name)
+        if given is None or is_auto(given):
+            continue
+        written = value_in(config, tuple(path.split(".")))
+        absent = written is ABSENT or written is None
+        default = _WITHOUT_KEY.get(path, given)
+        if not is_auto(written) and not same(_lower(default if absent else written), _lower(given)):
+            yield path, ABSENT if absent else written, given
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) and value.lower() in ("none", "cpu", "nvme") else value
 
 
 def launch_source(path: str, environment: Mapping[str, str]) -> Source:

@@ -6,10 +6,10 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-from hf_zero.config import ConfigDict, ConfigError, Other, Problem, load_config
-from hf_zero.config.errors import ABSENT
+from hf_zero.config import ConfigDict, ConfigError, Other, Problem, Views, examine, load_config
+from hf_zero.config.errors import ABSENT, show
 from hf_zero.config.hosts import normalise
 from hf_zero.config.schema.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.schema.fields import as_flag
@@ -17,7 +17,13 @@ from hf_zero.config.sources import is_auto, source_in
 from hf_zero.integration.huggingface.engine_choice import prepared_by, raise_both
 from hf_zero.integration.huggingface.late_numbers import knows_skip
 from hf_zero.integration.huggingface.samples import DataRanks, deal_to_groups
-from hf_zero.integration.huggingface.views import LAUNCHED, PRECISION_VARIABLE, launch_source, mixed_precision_source
+from hf_zero.integration.huggingface.views import (
+    LAUNCHED,
+    PRECISION_VARIABLE,
+    dropped,
+    launch_source,
+    mixed_precision_source,
+)
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.log import logger
 from hf_zero.network import name_gloo_interface
@@ -144,7 +150,50 @@ def around_step_was_skipped(original: Callable[..., bool], self: Any) -> bool:
 
 # DeepSpeedPlugin fills and checks ds.json from flags and variables.
 PLUGIN = Patches("accelerate.utils.dataclasses")
+_ONE_RANK = Views(world_size=1)
+_SAVES = "zero3_save_16bit_model"
 _SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+
+
+@PLUGIN.add(
+    "DeepSpeedPlugin.__post_init__(self)",
+    without="fields and variables that ds.json overrides are dropped without a word",
+    until="accelerate reports the settings that the config overrides",
+)
+def around_post_init(original: Callable[..., None], self: Any) -> None:
+    """Report the fields, and variables of the launcher, whose value differs from that of ds.json, which decides; and,
+    before a model is built, a misspelled section and a drive's folder that does not exist."""
+    fields = {field: getattr(self, field, None) for field, _ in LAUNCHED.values()}
+    exported = {field: os.environ.get(variable) for field, variable in LAUNCHED.values()}
+    if exported[_SAVES] == "true":
+        exported[_SAVES] = None  # our default for `accelerate launch --zero_stage 3`, which the file may override
+    try:
+        original(self)
+    except ValueError as error:
+        _raise_misspelled("zero_optimization", self.hf_ds_config, error)
+    config = self.deepspeed_config
+    absent = list(examine(config, _ONE_RANK, complete=False).absent_folders())
+    if absent:
+        raise ConfigError(absent)
+    settings = {field: exported[field] if value is None else value for field, value in fields.items()}
+    for path, written, given in dropped(config, settings):
+        name, variable = LAUNCHED[path]
+        origin = variable if fields[name] is None else f"DeepSpeedPlugin({name})"
+        place = "the config lacks" if written is ABSENT else f"{source_in(config, path)} has"
+        value = "" if written is ABSENT else f" = {show(written)}"
+        text = '%s = %s (%s) has no effect: %s %s%s; write "auto" there so that it is filled in'
+        logger.warning(text, name, show(given), origin, place, path, value)
+
+
+def _raise_misspelled(section: str, hf_config: Any, error: ValueError) -> NoReturn:
+    """Raise accelerate's error about an absent section, with the key of the config that probably means it."""
+    config = getattr(hf_config, "config", hf_config)
+    if isinstance(error, ConfigError) or not isinstance(config, Mapping) or section in config:
+        raise error
+    meant = [one for one in examine(config, _ONE_RANK, complete=False).problems if section in one.unusable]
+    if not meant:
+        raise error
+    raise ConfigError(meant, headline=f"{error}\nhf_zero found in this config") from None
 
 
 @PLUGIN.add(

@@ -8,7 +8,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_zero.config import ConfigError, Problem, load_config
+from hf_zero.config import ConfigError, Other, Problem, load_config
+from hf_zero.config.errors import ABSENT
+from hf_zero.config.hosts import normalise
+from hf_zero.config.sources import source_in
+from hf_zero.integration.huggingface.views import LAUNCHED, dropped
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.integration.startup import FINDER
 from hf_zero.log import logger
@@ -106,6 +110,11 @@ def _accept(args: Any, problems: list[Problem]) -> None:
     for name in _MAY_BE_AUTO:
         if getattr(args, name) == "auto":
             setattr(args, name, None)
+    for name in _OFFLOADS if args.deepspeed_config_file is None else ():
+        path, device = getattr(args, f"{name}_nvme_path"), getattr(args, f"{name}_device")
+        if path not in (None, "none") and str(device).lower() != "nvme":
+            text = "--%s_nvme_path %s has no effect with --%s_device %s (used with nvme)"
+            logger.warning(text, name, path, name, device or "none")
     if str(args.zero_stage) == "3" and args.deepspeed_config_file is None and args.zero3_save_16bit_model is None:
         args.zero3_save_16bit_model = "true"  # save_model writes a whole model by default
     if not args.num_processes:
@@ -127,9 +136,22 @@ def _wrong_values(args: Any) -> Iterator[Problem]:
         yield from _wrong_offload(name, getattr(args, f"{name}_device"), getattr(args, f"{name}_nvme_path"), args)
     if args.deepspeed_config_file is not None:
         try:
-            load_config(args.deepspeed_config_file)
+            config = load_config(args.deepspeed_config_file)
+            normalise(config)
         except ConfigError as error:
             yield from error.problems
+            return
+        for path, written, given in dropped(config, vars(args)):
+            name = LAUNCHED[path][0]
+            source = source_in(config, path)
+            place = config.name if written is ABSENT or source.kind == "dict" else str(source)
+            yield Problem(
+                f"--{name}",
+                given,
+                "it is dropped: the DeepSpeed config file decides",
+                f'write {path}: "auto" in the file so that the flag decides, or drop --{name}',
+                other=Other(path, written, place),
+            )
 
 
 def _wrong_offload(name: str, device: object, path: object, args: Any) -> Iterator[Problem]:
