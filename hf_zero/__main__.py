@@ -1,4 +1,5 @@
-"""The command line, `hf-zero` or `python -m hf_zero`: launch, explain, plan, report, zero_to_fp32, universal."""
+"""The command line, `hf-zero` or `python -m hf_zero`: launch, explain, plan, report, zero_to_fp32, universal,
+commands."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import atexit
 import gc
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ _APART = {
     "launch": "hf_zero.launch.command_line",
     "zero_to_fp32": "hf_zero.zero_to_fp32",
     "universal": "hf_zero.ds_to_universal",
+    "commands": "hf_zero.launch.restore",
 }
 
 
@@ -41,6 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
     report = commands.add_parser("report", aliases=["env"], help="versions, devices, links and features, for an issue")
     commands.add_parser("zero_to_fp32", help="ordinary weights from a checkpoint")
     commands.add_parser("universal", help="a checkpoint in DeepSpeed's universal form")
+    commands.add_parser("commands", help="the programs deepspeed and ds_report, which DeepSpeed's removal takes along")
     # Heavy modules are imported after the arguments are parsed, so that --help and errors appear immediately.
     if words[:1] in (["report"], ["env"]):
         from hf_zero.report.command import add_arguments as add_report_arguments
@@ -76,7 +80,11 @@ def main(words: Sequence[str] | None = None) -> int:
 def entry() -> None:
     """Run a command and exit. If torch is loaded, exit without the teardown of its modules, which takes up
     to a second."""
-    status = main()
+    try:
+        status = main()
+    except KeyboardInterrupt:
+        sys.stderr.write("hf-zero: interrupted\n")
+        status = 128 + signal.SIGINT
     if "torch" not in sys.modules or threading.active_count() > 1:
         sys.exit(status)
     atexit._run_exitfuncs()

@@ -14,7 +14,9 @@ def test_a_plain_step_loads_no_extra() -> None:
     assert [module for module in loaded() if module.startswith("hf_zero.extras.")] == []
 
 
-@pytest.mark.parametrize("command", ["", "launch", "explain", "plan", "report", "env", "zero_to_fp32", "universal"])
+@pytest.mark.parametrize(
+    "command", ["", "launch", "explain", "plan", "report", "env", "zero_to_fp32", "universal", "commands"]
+)
 def test_help_answers_without_torch(command: str) -> None:
     """`plan --help` took ten seconds on a small machine, and so did an error for a misspelled flag."""
     code = (

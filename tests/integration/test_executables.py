@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.__main__ import main
+from hf_zero.launch import restore
 from tests.integration.sites import Site
+from tests.support.launch import ROOT
 
 COMMANDS = {
     "deepspeed": "hf_zero.launch.executables:deepspeed",
@@ -62,6 +68,38 @@ def test_a_real_deepspeed_keeps_its_programs(with_real_programs: Site, name: str
 
 def test_asked_for_by_name_we_answer_beside_a_real_one(with_real_programs: Site) -> None:
     assert "--hostfile" in with_real_programs.run(run("deepspeed", "--help"), HF_ZERO="1").stdout
+
+
+def test_programs_that_a_real_deepspeed_took_along_are_restored(tmp_path: Path) -> None:
+    """pip installed DeepSpeed over bin/deepspeed and bin/ds_report, and removed both with it. `deepspeed train.py` was
+    "command not found" from then on, although hf_zero was still installed."""
+    folder = tmp_path / "with a space" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "ds_report").write_text("#!/bin/sh\necho of somebody else\n")
+    assert list(restore.restore(folder)) == [
+        (f"{folder}/deepspeed: restored", False),
+        (f"{folder}/ds_report: left alone, as it is not hf_zero's", False),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([folder / "deepspeed", "--help"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "--hostfile" in done.stdout, done.stderr
+    assert list(restore.restore(folder))[0] == (f"{folder}/deepspeed: in place", False)
+    assert [failed for _, failed in restore.restore(tmp_path / "none")] == [True, True]
+
+
+def test_the_programs_of_a_real_deepspeed_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore, "_real_deepspeed", lambda: "0.19.8")
+    assert list(restore.restore(tmp_path))[0] == (
+        f"{tmp_path}/deepspeed: left to DeepSpeed 0.19.8, which is installed",
+        False,
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_writes_beside_its_own_program(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(restore, "restore", lambda folder: iter([(str(folder), False)])):
+        assert main(["commands"]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "hf-zero").exists()
 
 
 def test_the_log_announces_the_engine_as_tools_look_for_it(caplog: pytest.LogCaptureFixture) -> None:
