@@ -87,6 +87,61 @@ class Tail:
         return "\n".join(lines[-_TAIL_LINES:])
 
 
+_TRACEBACK = b"Traceback (most recent call last):"
+_SHOWN_LINES = 24  # of an error, below the output of all ranks
+_BESIDE_TRACEBACKS = (b"During handling of", b"The above exception", b"Exception ignored", b"^CTraceback")
+
+
+def last_words(tail: str) -> str:
+    """The error at the end of an output: of a traceback the last place and what was raised, else the last lines."""
+    lines = tail.strip("\n").split("\n")
+    begins = [number for number, line in enumerate(lines) if line.startswith(_TRACEBACK.decode())]
+    for begin in begins[-1:]:
+        raised = next((n for n, line in enumerate(lines) if n > begin and line and not line.startswith(" ")), None)
+        if raised is not None:
+            places = [n for n in range(begin, raised) if lines[n].startswith("  File ")]
+            return "\n".join(lines[max([begin + 1, *places]) :][:_SHOWN_LINES])
+    return "\n".join(lines[-_SHOWN_LINES:])
+
+
+class InterruptFilter:
+    """Takes the tracebacks of KeyboardInterrupt out of a rank's stderr after Ctrl-C; there is one for every rank."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._held: list[bytes] = []  # a traceback so far, with the lines before it that belong to one
+        self._is_within = False
+
+    def add(self, chunk: bytes) -> bytes:
+        """Return what may be shown so far."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return b"".join(self._take(line + b"\n") for line in lines)
+
+    def end(self) -> bytes:
+        rest = b"".join(self._held) + self._rest
+        self._held, self._rest = [], b""
+        return rest
+
+    def _take(self, line: bytes) -> bytes:
+        before, mark, _ = line.partition(_TRACEBACK)
+        if mark and not self._is_within:
+            self._is_within = True
+            self._held.append(line[len(before) :])
+            return before + b"\n" if before.strip() not in (b"", b"^C") else b""  # a progress bar
+        self._held.append(line)
+        if self._is_within and line.startswith((b" ", b"\n")):
+            return b""
+        if self._is_within:
+            self._is_within = False
+            if line.startswith(b"KeyboardInterrupt"):
+                self._held.clear()
+                return b""
+        elif not line.strip() or line.startswith(_BESIDE_TRACEBACKS):
+            return b""
+        shown, self._held = b"".join(self._held), []
+        return shown
+
+
 _SIGN = b"hf-zero-failure"
 
 
@@ -123,7 +178,7 @@ class Failure:
 
     def message(self) -> str:
         """The message for the user, which is printed last."""
-        last = self.tail.strip("\n")
+        last = last_words(self.tail)
         lines = [self.summary()]
         lines[0] += f"; its full log is {self.log}" if self.log else ""
         lines[0] += ". Its last output:" if last else ", without output."

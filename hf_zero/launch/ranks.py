@@ -27,6 +27,7 @@ from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.children import (
     CHUNK_BYTES,
     Failure,
+    InterruptFilter,
     SignalInbox,
     Stream,
     Tail,
@@ -56,6 +57,7 @@ class _Rank:
     log: BinaryIO | None
     watch: int | None  # a descriptor that becomes readable when the process ends
     tail: Tail = field(default_factory=Tail)
+    filter: InterruptFilter = field(default_factory=InterruptFilter)
     open_pipes: int = 2
     stopped_at: float | None = None  # when it was first seen stopped
 
@@ -106,6 +108,9 @@ class Supervisor:
                     self._restarts.close()
                 if self._peers is not None:
                     self._peers.close()
+        if self._signal == signal.SIGINT:
+            count = len(commands)
+            sys.stderr.write(f"hf-zero launch: interrupted; {count} rank{'s' * (count != 1)} of {self._host} ended\n")
         if self._signal is not None:
             return 128 + self._signal
         if self._first is None:
@@ -252,6 +257,8 @@ class Supervisor:
             for key, _ in self._selector.select(_TICK_S):
                 if isinstance(key.data, partial):  # of a pipe
                     key.data()
+        for rank in ranks:
+            self._streams[2].write(id(rank), rank.filter.end())
         self._flush()
 
     def _flush(self) -> None:
@@ -272,7 +279,9 @@ class Supervisor:
             pipe.close()
             return
         rank.tail.add(chunk)
-        if rank.log is None:
+        if rank.log is None and self._signal == signal.SIGINT and stream is self._streams[2]:
+            stream.write(id(rank), rank.filter.add(chunk))
+        elif rank.log is None:
             stream.write(id(rank), chunk)
         else:
             rank.log.write(chunk)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.launch import command_line
+from hf_zero.launch.children import InterruptFilter
 from hf_zero.launch.command_line import choose_backend, chosen_world, listed_world, main, parse, travelling_variables
 from hf_zero.launch.restarts import newest_update
 
@@ -108,6 +109,87 @@ time.sleep(600)
         "  rank 1 begins",
         "  the disk of rank 1 is full",
     ]
+
+
+def test_the_error_of_a_rank_is_not_buried_under_its_output(tmp_path: Path) -> None:
+    """The last sixty lines of the rank that failed first were printed again below the output of all ranks, so that its
+    error, in a traceback through many calls, was far above the end."""
+    script = """
+import sys
+def deep(number):
+    if number:
+        deep(number - 1)
+    elif True:
+        raise ValueError("the disk is full\\n  fix: free some space")
+for line in range(50):
+    print("step", line, file=sys.stderr)
+try:
+    deep(3)
+except ValueError as error:
+    raise RuntimeError("training failed: " + str(error)) from error
+"""
+    done = run(tmp_path, "--num_gpus", "1", "script.py", script=script)
+    *_, last = done.stderr.split("hf-zero launch: ")
+    assert last.splitlines() == [
+        "rank 0 on localhost failed first (exit status 1). Its last output:",
+        f'    File "{tmp_path}/script.py", line 13, in <module>',
+        '      raise RuntimeError("training failed: " + str(error)) from error',
+        "  RuntimeError: training failed: the disk is full",
+        "    fix: free some space",
+    ]
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
+    """Every rank printed the traceback of its KeyboardInterrupt."""
+    script = """
+import os, pathlib, sys, time
+pathlib.Path("ready" + os.environ["RANK"]).touch()
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("saving what there is", file=sys.stderr)
+    raise
+"""
+    (tmp_path / "script.py").write_text(script)
+    command = [*LAUNCH, "--num_gpus", "3", "script.py"]
+    launcher = subprocess.Popen(command, cwd=tmp_path, preexec_fn=hear_signals, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 200
+        while len(list(tmp_path.glob("ready*"))) < 3 and launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.2)  # the ranks are within `try`
+        launcher.send_signal(signal.SIGINT)
+        _, said = launcher.communicate(timeout=200)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert said.splitlines()[-4:] == [
+        *["saving what there is"] * 3,
+        "hf-zero launch: interrupted; 3 ranks of localhost ended",
+    ]
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (b"Traceback (most recent call last):\n  File\n    x\n    ^\nKeyboardInterrupt\nbye\n", b"bye\n"),
+        (b"10%|##Traceback (most recent call last):\n  File\nKeyboardInterrupt: \n", b"10%|##\n"),
+        (b"a\n\nTraceback (most recent call last):\n  File\nOSError: full\n", None),
+        (
+            b"Traceback (most recent call last):\n  File\nKeyboardInterrupt\n\nDuring handling of the above exception, "
+            b"another exception occurred:\n\nTraceback (most recent call last):\n  File\nKeyboardInterrupt\n",
+            b"",
+        ),
+        (b"Exception ignored in: <f>\nTraceback (most recent call last):\n  File\nKeyboardInterrupt:\n", b""),
+        (b"half a line", None),
+    ],
+)
+def test_only_tracebacks_of_an_interrupt_are_taken_out(said: bytes, shown: bytes | None) -> None:
+    for size in (1, 7, 1000):
+        one = InterruptFilter()
+        pieces = [one.add(said[at : at + size]) for at in range(0, len(said), size)]
+        assert b"".join([*pieces, one.end()]) == (said if shown is None else shown)
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
