@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import _profiler_enabled
 
-from hf_zero.comm import ParallelGroups
+from hf_zero.comm import ParallelGroups, enter
 from hf_zero.config import Resolved, ZeroPolicy
 from hf_zero.device.registry import runtime_of
 from hf_zero.log import logger
@@ -83,6 +83,7 @@ class ModuleView:
         from hf_zero.params.consolidation import consolidated_state_dict  # no step needs it
 
         self.before_saving()
+        enter("save_model or get_state_dict, which gather whole weights,")
         keeps = self._world.rank == 0
         include = frozen_in_adapters(self._module) if exclude_frozen_parameters else ()
         weights = consolidated_state_dict(
@@ -100,6 +101,7 @@ class ModuleView:
         from hf_zero.checkpoint.consolidate import save_whole_weights
 
         self.before_saving()
+        enter("save_16bit_model")
         path = Path(save_dir) / save_filename
         save_whole_weights(self._module, path, self._world, exclude_frozen=exclude_frozen_parameters)
         return True

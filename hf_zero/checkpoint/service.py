@@ -25,7 +25,7 @@ from hf_zero.checkpoint.subject import ModelSubject, Subject
 from hf_zero.checkpoint.tensor_ranks import cuts_of
 from hf_zero.checkpoint.transaction import Destination, holds_states, leftovers, tag_folders, write_checkpoint
 from hf_zero.checkpoint.view import CheckpointView
-from hf_zero.comm import Collectives, background_collectives, get_local_rank, hosts, ledger
+from hf_zero.comm import Collectives, background_collectives, enter, get_local_rank, hosts, ledger
 from hf_zero.config.schema.checkpoint import Checkpoint, OurCheckpoints
 from hf_zero.device.host_memory import host_available
 from hf_zero.errors import CheckpointError, WrongArgument
@@ -63,6 +63,7 @@ def save_checkpoint(subject: ModelSubject, run: RunState, request: SaveRequest, 
     """
     root = _named_folder("save_checkpoint(save_dir", request.directory)
     background.wait()
+    enter("save_checkpoint")
     collectives = subject.groups.world
     policy = subject.resolved.section(Checkpoint)
     tag = _common_tag(request.tag, policy, collectives)
@@ -111,6 +112,7 @@ def keep_checkpoint(
         CheckpointError: on all ranks, if one has too little space.
     """
     background.wait()
+    enter("save_checkpoint into host memory")
     arena, collectives = background.arena, subject.groups.world
 
     def keep() -> dict[str, Any]:
@@ -228,6 +230,7 @@ def load_checkpoint(subject: ModelSubject, request: LoadRequest) -> CheckpointVi
         CheckpointError: on all ranks; names the file that is missing, damaged or does not fit. Nothing has changed.
     """
     collectives, root = subject.groups.world, _named_folder("load_checkpoint(load_dir", request.directory)
+    enter("load_checkpoint")
     if collectives.rank == 0:
         for leftover in leftovers(root):
             logger.warning("%s is from an interrupted save; it is ignored and can be deleted", leftover)

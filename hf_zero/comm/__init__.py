@@ -1,6 +1,7 @@
 """Groups and collectives: the only package that calls torch.distributed."""
 # ruff: noqa: F401  (re-exported for other packages)
 
+from hf_zero.comm.calls import enter
 from hf_zero.comm.collectives import (
     MAX_SEND_BUFFERS,
     Channel,

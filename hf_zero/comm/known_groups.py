@@ -15,6 +15,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
+from hf_zero.comm.calls import raise_if_elsewhere
 from hf_zero.comm.collectives import Channel, Collectives
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.comm.cpu.host import GroupLink, HostCollectives
@@ -221,6 +222,8 @@ class KnownGroups:
         if self._link is None:
             timeout_s = common_timeout().total_seconds()
             self._link = shared_memory.connect(get_rank(), self.hosts, NativeCollectives().gather_objects, timeout_s)
+            if self._link[0] is not None:
+                self._link[0].on_silence = raise_if_elsewhere
         return self._link
 
     def group_link(self, ranks: tuple[int, ...], number: int) -> GroupLink | None:

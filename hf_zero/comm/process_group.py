@@ -199,7 +199,7 @@ def _leave_together() -> bool:
     whether all leave, which is the same on all ranks."""
     try:
         synchronize()  # slower ranks may still have to join in
-        store = _store()
+        store = store_of_job()
         num_leaving, deadline = store.add(_NUM_LEAVING, 1), time.monotonic() + _OTHERS_S
         while not store.check([_HOW]):
             if num_leaving == get_world_size():
@@ -240,16 +240,17 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 def _record(key: str, value: str) -> None:
     """Tell the other ranks, without waiting for an answer: rank 0, which may hold the store, may have exited."""
-    store = _store()
+    store = store_of_job()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.FileStore) and not os.path.exists(store.path):  # type: ignore[attr-defined]
         return  # it would wait for the folder to appear
     with suppress(RuntimeError):
-        _store().set(key, value)
+        store_of_job().set(key, value)
 
 
-def _store() -> dist.Store:
+def store_of_job() -> dist.Store:
+    """The store of all ranks, which exists as long as their process group."""
     return dist.distributed_c10d._get_default_store()
 
 

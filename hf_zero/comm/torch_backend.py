@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_zero.comm.calls import waiting
 from hf_zero.comm.collectives import Collectives, Pending, own_shard
 from hf_zero.comm.process_group import releases_groups_at_exit
 from hf_zero.comm.rows import FlatRows, Rows
@@ -38,7 +39,8 @@ class NativeCollectives(Collectives):
     def gather_objects(self, value: object) -> list[object]:
         gathered: list[object] = [None] * self.size
         group = self._group if self._hosts is None else self._hosts  # NCCL would send them through the device
-        dist.all_gather_object(gathered, value, group=group)
+        with waiting(self.ranks):
+            dist.all_gather_object(gathered, value, group=group)
         return gathered
 
     def _all_reduce(self, flat: Tensor) -> Pending:
@@ -67,19 +69,22 @@ class NativeCollectives(Collectives):
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         sent = tensor.reshape(-1).view(torch.uint8) if str(tensor.dtype).startswith(_AS_BYTES) else tensor
-        dist.broadcast(sent, group=self._group, group_src=source)
+        with waiting(self.ranks):
+            dist.broadcast(sent, group=self._group, group_src=source)
         if sent is not tensor:
             tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
     def _sum_small(self, values: Tensor) -> None:
-        dist.all_reduce(values, group=self._group)
+        with waiting(self.ranks):
+            dist.all_reduce(values, group=self._group)
 
     def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
         if self._hosts is None:
             return super()._sum_with_facts(values, facts)
         self._sum_small(values)
         on_host = torch.tensor(facts, dtype=torch.float64, device="cpu")
-        dist.all_reduce(on_host, group=self._hosts)
+        with waiting(self.ranks):
+            dist.all_reduce(on_host, group=self._hosts)
         return on_host.tolist()
 
 

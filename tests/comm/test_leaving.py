@@ -130,7 +130,7 @@ def test_groups_of_nccl_alone_belong_to_the_program(backend: str, has_failed: bo
         "get_rank": lambda: 0,
         "get_world_size": lambda: 2,
         "kind_of_backend": lambda name: "cuda",
-        "_store": torch.distributed.HashStore,
+        "store_of_job": torch.distributed.HashStore,
         "_has_failed": lambda: has_failed,
         "_abort": lambda: done.append("abort"),
         "destroy_process_group": lambda: done.append("destroy"),

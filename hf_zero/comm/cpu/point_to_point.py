@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_zero.comm.calls import waiting
 from hf_zero.comm.collectives import Pending, own_shard
 from hf_zero.comm.rows import FlatRows, Rows, TwoRounds
 from hf_zero.comm.torch_backend import NativeCollectives
@@ -25,14 +26,17 @@ from hf_zero.kernels.accumulate import sum_parts
 class _Transfers(Pending):
     """Sends and receives in flight, and a function for the pieces that have arrived."""
 
-    def __init__(self, works: list[dist.Work], finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: list[dist.Work], peers: Sequence[int], finish: Callable[[], None] | None = None) -> None:
+        """`peers`: their global ranks."""
         self._works = works
+        self._peers = peers
         self._finish = finish
 
     def wait(self) -> None:
         works, self._works = self._works, []  # waiting twice for a send would block forever
-        for work in works:
-            work.wait()
+        with waiting(self._peers):
+            for work in works:
+                work.wait()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
@@ -74,21 +78,22 @@ class ExchangeCollectives(NativeCollectives):
             sum_parts([parts[rank] for rank in range(self.size)], shard)
             self._scratch.append(received)
 
-        return _Transfers(works, finish)
+        return _Transfers(works, self.ranks, finish)
 
     def _all_gather(self, flat: Tensor) -> Pending:
         mine = own_shard(flat, self.rank, self.size)
-        return _Transfers(self._swap(lambda peer: own_shard(flat, peer, self.size), lambda _peer: mine))
+        works = self._swap(lambda peer: own_shard(flat, peer, self.size), lambda _peer: mine)
+        return _Transfers(works, self.ranks)
 
     def _all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        _Transfers(self._swap(received.__getitem__, sent.__getitem__)).wait()
+        _Transfers(self._swap(received.__getitem__, sent.__getitem__), self.ranks).wait()
 
     def _exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
         buffer = take(flat.numel())
         rows = buffer.narrow(0, 0, flat.numel())
         own_shard(rows, self.rank, self.size).copy_(own_shard(flat, self.rank, self.size))
         works = self._swap(lambda peer: own_shard(rows, peer, self.size), lambda peer: own_shard(flat, peer, self.size))
-        return FlatRows(buffer, rows, self.size, _Transfers(works))
+        return FlatRows(buffer, rows, self.size, _Transfers(works, self.ranks))
 
     def _peers(self) -> list[int]:
         # Starting after the own rank spreads the load: no rank is the first target of all others.

@@ -125,6 +125,7 @@ FIRST_MAIL = 100  # kinds of words from here on belong to `mail`
 MAIL_KINDS = 8  # per group
 WORD = struct.Struct(f"<{3 + NUM_DETAILS}q")  # kind, block, argument, details
 _CALLS_PER_CHANNEL = 1 << 48
+SILENCE_S = 2.0  # without any message, until `SharedMemoryLink.on_silence` is called, again and again
 STALL_S = 60.0  # without any message, until a warning names the awaited ranks
 
 
@@ -186,6 +187,7 @@ class SharedMemoryLink:
         on_mail: handlers of mail by group; see `take_mail`.
         attendants: called in every wait with a function that returns the awaited peers; they return whether they did
             anything.
+        on_silence: called in a wait without messages, with the awaited peers and the purpose; may raise.
         calls: number of the last call on each channel.
         num_subjects: number of subjects so far, see `Collectives.new_subject`.
         own: the blocks that this rank has created.
@@ -195,6 +197,7 @@ class SharedMemoryLink:
         self.timeout_s = timeout_s
         self.on_mail: dict[int, Callable[[Mail], None]] = {}
         self.attendants: list[Callable[[Callable[[], AbstractSet[int]]], bool]] = []
+        self.on_silence: Callable[[AbstractSet[int], str], object] = lambda absent, purpose: None
         self.calls: Counter[int] = Counter()
         self.num_subjects = 0
         self.own = OwnBlocks()
@@ -336,28 +339,32 @@ class SharedMemoryLink:
             lost = self._gone & absent
             if lost:
                 raise self._stopped(min(lost))
-            self._wait_for_words(min(absent), purpose)
+            self._wait_for_words(absent, purpose)
             self._listen_to_all()
 
     def close(self) -> None:
         self._wires.close()
 
-    def _wait_for_words(self, peer: int, purpose: str) -> None:
+    def _wait_for_words(self, absent: AbstractSet[int], purpose: str) -> None:
         """Sleep until any message arrives; warn after a while."""
-        if self._wires.wait(min(self.timeout_s, STALL_S)):
-            return
-        left = self.timeout_s - STALL_S
-        if left > 0:
-            logger.warning(
-                "nothing from rank %d for %g seconds: this rank waits for it %s. It may be slow, or it may run other "
-                "modules or collective calls than this rank; after %g seconds this is an error",
-                peer,
-                STALL_S,
-                purpose,
-                self.timeout_s,
-            )
-        if left <= 0 or not self._wires.wait(left):
-            raise RuntimeError(f"rank {peer} has not responded for {self.timeout_s:g} seconds ({purpose})")
+        waited_s, peer, has_warned = 0.0, min(absent), False
+        while waited_s < self.timeout_s:
+            piece_s = min(SILENCE_S, STALL_S, self.timeout_s - waited_s)
+            if self._wires.wait(piece_s):
+                return
+            waited_s += piece_s
+            self.on_silence(absent, purpose)
+            if STALL_S <= waited_s < self.timeout_s and not has_warned:
+                has_warned = True
+                logger.warning(
+                    "nothing from rank %d for %g seconds: this rank waits for it %s. It may be slow, or it may run "
+                    "other modules or collective calls than this rank; after %g seconds this is an error",
+                    peer,
+                    STALL_S,
+                    purpose,
+                    self.timeout_s,
+                )
+        raise RuntimeError(f"rank {peer} has not responded for {self.timeout_s:g} seconds ({purpose})")
 
     def _attend(self, awaited: Callable[[], AbstractSet[int]]) -> bool:
         if self._is_attending:  # no nested calls from a wait inside an attendant

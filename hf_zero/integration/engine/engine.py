@@ -16,7 +16,7 @@ from hf_zero.api import entry
 from hf_zero.api.entry import OptimizerLike
 from hf_zero.api.gathered_parameters import load_module_state_dict
 from hf_zero.api.inputs import training_loader
-from hf_zero.comm import get_local_rank
+from hf_zero.comm import enter, get_local_rank
 from hf_zero.comm.process_group import get_world_group
 from hf_zero.config import ConfigError, Problem
 from hf_zero.device.kinds import BACKENDS
@@ -258,6 +258,7 @@ class DeepSpeedEngine(ConfigQueries):
                 "leave keep_vars out, or read engine.module.named_parameters() inside "
                 "deepspeed.zero.GatheredParameters(...)"
             )
+        enter("module_state_dict")
         weights: dict[str, Any] = consolidated_state_dict(module, keeps=True, exclude_frozen=exclude_frozen_parameters)
         weights.update((name, inner.get_extra_state()) for name, inner in with_extra_states(module))
         state = {} if destination is None else destination
