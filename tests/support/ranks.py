@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -39,6 +40,7 @@ PRELOAD_IF_USED = {
     "transformers.trainer": "transformers.trainer",
     "hf_zero.api.entry": "tests.support.engine_warm_up",
 }
+OUR_MODULES = r"hf_zero(\.|$)"  # a pattern
 OURS = ("hf_zero.", "tests.support.")
 NOT_FOR_RANKS = ("tests.support.starting", "tests.support.test_")  # the first one is called for every audit event
 # Time to wait for other ranks' reports once one has failed, so that the earliest failure is shown.
@@ -287,6 +289,7 @@ def _run(rank: int, job: _Job) -> _Report:
 
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
+    warnings.filterwarnings("error", module=OUR_MODULES)  # as pyproject.toml has it for the tests themselves
     try:
         if job.init:
             _make_group(rank, job)
