@@ -98,7 +98,7 @@ def fit(gpu: str, host_gb: int, name: str, way: str) -> Fit | None:
         training = training_of(given, asked, machine.ranks)
         (found,) = given_estimates(model, machine, training, given)
         if found.fits:
-            return Fit(name, micro_batch, found, found.tokens_per_s(training, 1), model.num_parameters)
+            return Fit(name, micro_batch, found, found.tokens_per_s(1), model.num_parameters)
         if any("host memory" in each for each in found.lacks):
             return None  # no smaller micro-batch changes this
     return None

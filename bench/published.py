@@ -132,7 +132,7 @@ def _compared(run: Mapping[str, Any], config: Mapping[str, Any], is_held_out: bo
         left = [left_over(run, each, model, machine, training) for each in estimates]
     limit = machine.device_memory / UNITS["GB"] * UNITS["GiB"] - CONTEXT_BYTES  # a GPU of 80 "GB" has 80 GiB
     peaks = sorted(max(metered(peak, run["meter"], some, limit) for peak in each) for each, some in zip(seen, left))
-    rates = sorted(each.tokens_per_s(training, machine.ranks) for each in estimates)
+    rates = sorted(each.tokens_per_s(machine.ranks) for each in estimates)
     return Compared(run, is_held_out, (peaks[0], peaks[-1]), (rates[0], rates[-1]))
 
 

@@ -144,7 +144,7 @@ def check(words: list[str], read: Read) -> None:
 DS_JSON = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-    "zero_optimization": {"stage": 2, "contiguous_gradients": True},
+    "zero_optimization": {"stage": 2, "stage3_gather_fp16_weights_on_model_save": True},  # an old name
 }
 
 
@@ -178,7 +178,10 @@ def test_commands_on_pages_can_be_typed(folder: Path, read: Read, capsys: pytest
     assert not wrong, "\n".join(wrong)
     assert len(seen) > 90
     mended = json.loads((folder / "mended.json").read_text())
-    assert mended == {**DS_JSON, "zero_optimization": {"stage": 2, "contiguous_gradients": True}}
+    assert mended == {
+        **DS_JSON,
+        "zero_optimization": {"stage": 2, "stage3_gather_16bit_weights_on_model_save": True},
+    }
 
 
 def python_blocks() -> Iterator[tuple[str, str]]:

@@ -76,6 +76,7 @@ MEANT = {
     "--batch": "--micro-batch",
     "--batch-size": "--micro-batch",
     "--per-device-train-batch-size": "--micro-batch",
+    "--train-batch-size": "--global-batch",
     "--gradient-accumulation-steps": "--accumulation",
     "--context": "--seq-length",
     "--context-length": "--seq-length",
@@ -113,8 +114,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--network", metavar="SIZE", help="bytes per second to other hosts, per device")
     training = parser.add_argument_group("training")
     training.add_argument("--seq-length", type=int, default=2048, metavar="N", help="tokens per sample (2048)")
-    training.add_argument("--micro-batch", type=int, default=1, metavar="N", help="samples per forward (1)")
-    training.add_argument("--accumulation", type=int, default=1, metavar="N", help="forwards per update (1)")
+    training.add_argument("--micro-batch", type=int, metavar="N", help="samples per forward (default: searched)")
+    training.add_argument("--accumulation", type=int, metavar="N", help="forwards per update (1)")
+    training.add_argument(
+        "--global-batch", type=int, metavar="N", help="samples per update of all ranks, from which accumulation follows"
+    )
     training.add_argument("--precision", choices=["bf16", "fp16", "fp32"], default="bf16")
     training.add_argument(
         "--gradient-checkpointing", choices=["auto", "on", "off"], default="auto", help="auto: the better of the two"

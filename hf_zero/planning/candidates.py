@@ -25,6 +25,7 @@ from hf_zero.config.sources import is_auto
 from hf_zero.planning.model import PlannedModel
 
 Place = Literal["cpu", "nvme"]
+MOST_PER_FORWARD = 64  # samples of a micro-batch that is searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Candidate:
         second_shard: size of the groups within a host that gather parameters (hpZ); 1: all ranks that share the states.
         is_given: the user's own ds.json, which is reported but never chosen.
         streams: uses `hf_zero.streaming`.
+        ratio: with `optimizer` "cpu", the fraction of the states in host memory (`offload_optimizer.ratio`).
     """
 
     stage: int
@@ -46,12 +48,13 @@ class Candidate:
     second_shard: int = 1
     is_given: bool = False
     streams: bool = False
+    ratio: float = 1.0
 
     @property
     def name(self) -> str:
         """Name in tables, such as `stage 3, optimizer cpu, checkpointing`."""
         words = ["yours: " * self.is_given + f"stage {self.stage}"]
-        words += [f"optimizer {self.optimizer}"] if self.optimizer else []
+        words += [f"{self._part}optimizer {self.optimizer}"] if self.optimizer else []
         words += [f"parameters {self.parameters}"] if self.parameters else []
         words += ["streaming"] * self.streams
         words += ["a copy per host"] * self.copy_per_host
@@ -59,9 +62,14 @@ class Candidate:
         return ", ".join(words + ["checkpointing"] * self.checkpointing)
 
     @property
+    def _part(self) -> str:
+        return f"{self.ratio:.0%} of the " if self.ratio < 1 else ""
+
+    @property
     def short(self) -> str:
         words = ["yours_" * self.is_given + f"z{self.stage}"]
-        words += [f"opt-{self.optimizer}"] if self.optimizer else []
+        part = f"{self.ratio * 100:.0f}" if self.ratio < 1 else ""
+        words += [f"opt-{self.optimizer}{part}"] if self.optimizer else []
         words += [f"param-{self.parameters}"] if self.parameters else []
         words += ["stream"] * self.streams
         words += ["host"] * self.copy_per_host
@@ -97,6 +105,8 @@ class Training:
     Attributes:
         length: tokens per sample.
         micro_batch: samples per forward on one rank, or on a group of ranks that share them.
+        searches: also try other micro-batches, from `micro_batch` up.
+        global_batch: samples per update of all ranks, from which accumulation follows; None: not given.
         checkpointing: gradient checkpointing; None: try both and use the better one.
         optimizer: `optimizer.type` of ds.json.
         nvme_path: None: no drive is used.
@@ -116,6 +126,25 @@ class Training:
     tensor_parallel: int = 1
     sequence_parallel: int = 1
     expert_parallel: int = 1
+    searches: bool = False
+    global_batch: int | None = None
+
+    def batches(self, ranks: int) -> Iterator[Training]:
+        """Yield the training with each micro-batch to try, ascending, and the accumulation that belongs to it."""
+        if not self.searches:
+            yield self
+            return
+        for micro in range(self.micro_batch, MOST_PER_FORWARD + 1):
+            if self.global_batch is None:
+                if micro % self.micro_batch == 0 and (micro // self.micro_batch).bit_count() == 1:
+                    yield replace(self, micro_batch=micro, searches=False)
+            elif self.global_batch % (micro * self.data_ranks(ranks)) == 0:
+                steps = self.global_batch // (micro * self.data_ranks(ranks))
+                yield replace(self, micro_batch=micro, accumulation=steps, searches=False)
+
+    def samples(self, ranks: int) -> int:
+        """Samples per update of all ranks."""
+        return self.micro_batch * self.accumulation * self.data_ranks(ranks)
 
     @property
     def can_stream(self) -> bool:
@@ -173,6 +202,29 @@ class Training:
         return tuple(words)
 
 
+def with_batch(training: Training, micro: int | None, steps: int | None, total: int | None, ranks: int) -> Training:
+    """Return the training with a batch of micro-batch, accumulation and samples per update; None is not given, and what
+    does not follow from the others is searched.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    data_ranks = training.data_ranks(ranks)
+    if total is None:
+        return replace(training, micro_batch=micro or 1, accumulation=steps or 1, searches=micro is None)
+    per = (micro or 1) * (steps or 1) * data_ranks
+    if total % per or (micro is not None and steps is not None and total != per):
+        shown = f"{micro or 'n'} x {steps or 'n'} x {data_ranks}"
+        rule = f"global batch = micro-batch x accumulation x data ranks does not hold: {total} != {shown}"
+        raise ConfigError(
+            Problem("--global-batch", total, rule, f"give a multiple of {per}, or leave out another size")
+        )
+    if micro is None and steps is None:
+        return replace(training, searches=True, global_batch=total)
+    rest = total // per
+    return replace(training, micro_batch=micro or rest, accumulation=steps or rest, global_batch=total)
+
+
 def candidates(training: Training, *, ranks: int, separate: bool, per_host: int | None = None) -> Iterator[Candidate]:
     """Yield the candidates that differ on such a machine, in order of preference; without checkpointing first.
 
@@ -218,6 +270,8 @@ def ds_config(candidate: Candidate, training: Training) -> dict[str, Any]:
         if place is not None:
             zero[key] = {"device": place, "pin_memory": True}
             zero[key] |= {"nvme_path": training.nvme_path} if place == "nvme" else {}
+    if candidate.ratio < 1:
+        zero["offload_optimizer"]["ratio"] = candidate.ratio
     zero |= {"zero_hpz_partition_size": candidate.second_shard} if candidate.second_shard > 1 else {}
     config: dict[str, Any] = {"zero_optimization": zero}
     config |= {"hf_zero": {"shard_group": "host"}} if candidate.copy_per_host else {}
@@ -278,11 +332,15 @@ def training_of(config: ConfigDict, training: Training, ranks: int) -> Training:
     micro, steps = examined.config.train_micro_batch_size_per_gpu, examined.config.gradient_accumulation_steps
     if examined.batch is not None and not {MICRO, STEPS} & examined.autos:
         micro, steps = examined.batch.micro_batch_size, examined.batch.accumulation_steps
+    if training.global_batch is not None and (micro or steps):
+        rule, fix = "the config has a batch of its own", 'leave out one of the two, or write "auto" in the config'
+        raise ConfigError(Problem("--global-batch", training.global_batch, rule, fix))
     is_open = bool({"bf16.enabled", "fp16.enabled"} & examined.autos)
     clips = "gradient_clipping" in config and "gradient_clipping" not in examined.autos
     return replace(
         training,
         micro_batch=micro or training.micro_batch,
+        searches=training.searches and micro is None,
         accumulation=steps or training.accumulation,
         precision=training.precision if is_open else model_dtype(examined.config),
         optimizer=training.optimizer if examined.optimizer is None else examined.optimizer.type,
@@ -325,4 +383,5 @@ def candidate_of(answers: Resolved, *, checkpointing: bool) -> Candidate:
         second_shard=zero.gather_size if isinstance(zero.gather_size, int) else 1,
         is_given=True,
         streams=zero.streaming is not None,
+        ratio=1.0 if zero.offload_optimizer is None else zero.offload_optimizer.ratio,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -35,7 +36,9 @@ from hf_zero.planning.model import PlannedModel, TilingChoice, trace
 from hf_zero.planning.trace import ModelTrace, in_place_of
 from hf_zero.precision import precision_from
 
-ALIKE = 1.05  # step times closer than this ratio are too close to distinguish
+ALIKE = 1.05  # rates closer than this ratio are too close to distinguish, and a larger micro-batch must gain as much
+_RATIO_STEP = 0.05
+_LEAST_RATIO = 0.05  # less is as much as no offload
 _ROUNDED = "yours: ZeRO++'s quantized messages are counted in the bytes sent, but not in memory and time"
 
 
@@ -44,6 +47,7 @@ class Estimate:
     """The estimate of one candidate.
 
     Attributes:
+        training: with the batch of this estimate.
         config: its ds.json.
         seconds: time of a step (an update).
         bound: the lane that is busy longest.
@@ -51,6 +55,7 @@ class Estimate:
     """
 
     candidate: Candidate
+    training: Training
     config: dict[str, Any]
     memory: RankMemory
     traffic: Traffic
@@ -63,15 +68,16 @@ class Estimate:
     def fits(self) -> bool:
         return not self.lacks
 
-    def tokens_per_s(self, training: Training, ranks: int) -> float:
-        return training.tokens * training.data_ranks(ranks) / self.seconds
+    def tokens_per_s(self, ranks: int) -> float:
+        return self.training.tokens * self.training.data_ranks(ranks) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class RankedPlans:
-    """All candidates in order of preference, and the chosen one (None: nothing fits).
+    """All candidates in order of preference, each with its best batch, and the chosen one (None: nothing fits).
 
     Attributes:
+        training: what was asked for, perhaps without a batch.
         yours: the user's ds.json, without and with gradient checkpointing if both are tried.
     """
 
@@ -104,19 +110,19 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     assert (model.tensor_size, model.expert_size) == sizes, "the model is of another plan"
     check_sizes(training, hardware.ranks)
     model.check_shares(training.sequence_parallel)
-    traces: dict[bool, ModelTrace] = {}
+    batches = tuple(training.batches(hardware.ranks))
+    if not batches:
+        raise _indivisible(training, hardware.ranks)
+    traces: dict[bool, ModelTrace] = {}  # of the first batch
     estimates: list[Estimate] = []
     refused: dict[str, ConfigError] = {}
     alike, per_host = with_same_weights(hardware.ranks, hardware.per_host, training.tensor_parallel)
     ways = list(candidates(training, ranks=alike, separate=hardware.separate, per_host=per_host))
     for candidate in tracked(ways, "estimating"):
-        way = candidate.checkpointing
-        if way not in traces:
-            traces[way] = traced(model, training, checkpointing=way, on_cpu=not hardware.separate)
-        config = ds_config(candidate, training)
         try:
-            answers = resolved(config, training, model, hardware.ranks)
-            estimates.append(_estimate(model, hardware, training, candidate, config, answers, traces[way]))
+            estimates.append(_of_candidate(model, hardware, batches, candidate))
+            first = _seen(model, hardware, batches[0], candidate)
+            traces.setdefault(candidate.checkpointing, first)
         except ConfigError as error:
             refused[candidate.name] = error
     if not estimates and refused:
@@ -124,9 +130,65 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     notes = [*model.notes, *hardware.notes, *dict.fromkeys(each.note for each in traces.values() if each.note)]
     reasons = tuple(f"{name}: {error.problems[0].rule}" for name, error in refused.items())
     yours = () if given is None else tuple(given_estimates(model, hardware, training, given))
-    notes += [_of_experts(model, hardware, training, traces)] if training.expert_parallel > 1 else []
+    notes += [_of_experts(model, hardware, batches[0], traces)] if training.expert_parallel > 1 else []
     notes += [_ROUNDED] if any(_rounds(each.config) for each in yours) else []
-    return RankedPlans(model, hardware, training, tuple(estimates), choose(estimates), reasons, tuple(notes), yours)
+    return RankedPlans(
+        model, hardware, training, tuple(estimates), choose(estimates, hardware.ranks), reasons, tuple(notes), yours
+    )
+
+
+def _indivisible(training: Training, ranks: int) -> ConfigError:
+    shown, data_ranks = training.global_batch, training.data_ranks(ranks)
+    per = data_ranks * training.micro_batch
+    rule = f"global batch = micro-batch x accumulation x data ranks does not hold: {shown} != n x {per}"
+    return ConfigError(Problem("--global-batch", shown, rule, f"give a multiple of {per}"))
+
+
+def _of_candidate(
+    model: PlannedModel, hardware: Hardware, batches: Sequence[Training], candidate: Candidate
+) -> Estimate:
+    """Estimate a candidate with the best of these batches, and the best ratio of offloaded states."""
+
+    def at(training: Training) -> Estimate:
+        whole = _estimated(model, hardware, training, candidate)
+        if candidate.optimizer != "cpu" or candidate.streams or not whole.fits:
+            return whole
+        least = _least_ratio(whole, _estimated(model, hardware, training, replace(candidate, ratio=0.0)), hardware)
+        if not _LEAST_RATIO <= least < 1:
+            return whole
+        part = _estimated(model, hardware, training, replace(candidate, ratio=least))
+        return part if part.fits and part.seconds * ALIKE < whole.seconds else whole
+
+    return _best(map(at, batches), hardware.ranks)
+
+
+def _least_ratio(whole: Estimate, none: Estimate, hardware: Hardware) -> float:
+    """The least ratio with which the device is not full, by its memory with all states and without any."""
+    most, least = none.memory.device_total, whole.memory.device_total
+    needed = (most - hardware.limit) / max(1, most - least)
+    return min(1.0, round(math.ceil(max(0.0, needed) / _RATIO_STEP) * _RATIO_STEP, 2))
+
+
+def _best(estimates: Iterator[Estimate], ranks: int) -> Estimate:
+    """The estimate of the largest micro-batch that is worth it: ascending, until memory runs out, or one gains less
+    than 5%. If none fits, the first."""
+    best = next(estimates)
+    for each in estimates if best.fits else ():
+        if not each.fits or each.tokens_per_s(ranks) < best.tokens_per_s(ranks) * ALIKE:
+            break
+        best = each
+    return best
+
+
+def _estimated(model: PlannedModel, hardware: Hardware, training: Training, candidate: Candidate) -> Estimate:
+    config = ds_config(candidate, training)
+    answers = resolved(config, training, model, hardware.ranks)
+    seen = _seen(model, hardware, training, candidate)
+    return _estimate(model, hardware, training, candidate, config, answers, seen)
+
+
+def _seen(model: PlannedModel, hardware: Hardware, training: Training, candidate: Candidate) -> ModelTrace:
+    return traced(model, training, checkpointing=candidate.checkpointing, on_cpu=not hardware.separate)
 
 
 def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, traces: Mapping[bool, ModelTrace]) -> str:
@@ -153,20 +215,24 @@ def given_estimates(
     Raises:
         ConfigError: the config is invalid.
     """
-    config = given_config(given, training)
-    answers = resolve(
-        config,
-        model=model.view,
-        world_size=hardware.ranks,
-        sequence_size=training.sequence_parallel,
-        tensor_size=training.tensor_parallel,
-    )
-    keys = answers.section(TilingKeys)
-    tiling = TilingChoice(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
-    for checkpointing in (False, True) if training.checkpointing is None else (training.checkpointing,):
+
+    def at(training: Training, checkpointing: bool) -> Estimate:
+        config = given_config(given, training)
+        answers = resolve(
+            config,
+            model=model.view,
+            world_size=hardware.ranks,
+            sequence_size=training.sequence_parallel,
+            tensor_size=training.tensor_parallel,
+        )
+        keys = answers.section(TilingKeys)
+        tiling = TilingChoice(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
         seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
         candidate = candidate_of(answers, checkpointing=checkpointing)
-        yield _estimate(model, hardware, training, candidate, config, answers, seen)
+        return _estimate(model, hardware, training, candidate, config, answers, seen)
+
+    for way in (False, True) if training.checkpointing is None else (training.checkpointing,):
+        yield _best((at(each, way) for each in training.batches(hardware.ranks)), hardware.ranks)
 
 
 def _rounds(config: dict[str, Any]) -> bool:
@@ -174,7 +240,7 @@ def _rounds(config: dict[str, Any]) -> bool:
     return any(zero.get(f"zero_quantized_{what}") for what in ("weights", "gradients"))
 
 
-@lru_cache(maxsize=32)  # `remedies` needs the same traces again
+@lru_cache(maxsize=64)  # candidates share traces, and `remedies` needs them again
 def traced(
     model: PlannedModel,
     training: Training,
@@ -194,11 +260,12 @@ def traced(
     )
 
 
-def choose(estimates: Sequence[Estimate]) -> Estimate | None:
-    """Return the fastest estimate that fits; among those about as fast, the first in order of preference."""
+def choose(estimates: Sequence[Estimate], ranks: int) -> Estimate | None:
+    """Return the estimate that fits with most tokens per second; of those about as fast, the first in order of
+    preference."""
     fitting = [each for each in estimates if each.fits]
-    fastest = min((each.seconds for each in fitting), default=0.0)
-    return next((each for each in fitting if each.seconds <= fastest * ALIKE), None)
+    most = max((each.tokens_per_s(ranks) for each in fitting), default=0.0)
+    return next((each for each in fitting if each.tokens_per_s(ranks) * ALIKE >= most), None)
 
 
 def _estimate(
@@ -223,6 +290,7 @@ def _estimate(
     exchanges = _exchanges(hardware, training, seen, training.accumulation)
     return Estimate(
         candidate,
+        training,
         config,
         memory,
         traffic=Traffic.of([*_of_states(model, hardware, answers), *exchanges]),
@@ -321,6 +389,7 @@ def _step(
         stage=zero.stage,
         offload_optimizer=optimizer is not None and hardware.separate,
         offload_parameters=parameters is not None and hardware.separate,
+        offload_ratio=1.0 if optimizer is None else optimizer.ratio,
         tokens=tokens * training.accumulation,
         recomputes=recomputes,
         clips=_waits(answers),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from hf_zero.config import ConfigDict, ConfigError, Problem, load_config
 from hf_zero.config.extras import ExtraMissing, service
-from hf_zero.planning.candidates import Training, check_sizes, training_of
+from hf_zero.planning.candidates import Training, check_sizes, training_of, with_batch
 from hf_zero.planning.choose import plan as make_plan
 from hf_zero.planning.longest import longest_sequences, most_sharing, reaches_as_dict, show_longest
 from hf_zero.planning.machine import Hardware, calibrated, count, hardware
@@ -50,6 +51,7 @@ def _longest(arguments: argparse.Namespace) -> int:
     if given is not None:
         rule, fix = "--longest tries all candidates and uses no ds.json", "leave out one of the two"
         raise ConfigError(Problem("--config", arguments.config, rule, fix))
+    training = replace(training, searches=False)
     if arguments.sequence_parallel is None:
         training = most_sharing(model, machine, training)
     reaches = longest_sequences(model, machine, training)
@@ -64,14 +66,13 @@ def _longest(arguments: argparse.Namespace) -> int:
 
 def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Training, ConfigDict | None]:
     options = vars(arguments)
-    for key in ("seq_length", "micro_batch", "accumulation", "tensor_parallel", "sequence_parallel", "expert_parallel"):
+    sizes_of_groups = ("tensor_parallel", "sequence_parallel", "expert_parallel")
+    for key in ("seq_length", "micro_batch", "accumulation", "global_batch", *sizes_of_groups):
         count(options, key)
     for key in ("lora_rank", "measure"):
         count(options, key, least=0)
     training = Training(
         length=arguments.seq_length,
-        micro_batch=arguments.micro_batch,
-        accumulation=arguments.accumulation,
         precision=arguments.precision,
         checkpointing={"auto": None, "on": True, "off": False}[arguments.gradient_checkpointing],
         optimizer=arguments.optimizer,
@@ -81,6 +82,8 @@ def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Train
         expert_parallel=arguments.expert_parallel,
     )
     machine = hardware(options)
+    batch = arguments.micro_batch, arguments.accumulation, arguments.global_batch
+    training = with_batch(training, *batch, machine.ranks)
     given = None if arguments.config is None else load_config(arguments.config)
     if given is not None:
         training = training_of(given, training, machine.ranks)

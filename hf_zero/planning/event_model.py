@@ -65,6 +65,11 @@ class Machine:
     message: float = 0.0
     host_waits: bool = False
 
+    @property
+    def has_one_link(self) -> bool:
+        """Whether messages between GPUs go over PCIe, too, like copies to the device."""
+        return self.gpus > self.hosts and self.link < self.host_link <= _PCIE
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -103,6 +108,7 @@ class Setup:
     stage: int
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    offload_ratio: float = 1.0  # fraction of the states that is offloaded
     tokens: int = 16384  # per GPU and step
     recomputes: bool = True  # gradient checkpointing
     clips: bool = True  # updates wait for all gradients: for their norm, or to check that they are finite
@@ -130,15 +136,21 @@ class PlannedOperation:
 
 @dataclass(slots=True)
 class Step:
-    """Tasks in the order in which they are submitted."""
+    """Tasks in the order in which they are submitted.
 
+    Attributes:
+        has_one_link: copies to the device and collectives follow one another.
+    """
+
+    has_one_link: bool = False
     pieces: list[PlannedOperation] = field(default_factory=list)
     _free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
 
     def do(self, lane: str, what: str, seconds: float, *after: float) -> float:
         """Submit a task; returns its end time."""
-        start = max(self._free[lane], *after, 0.0)
-        self._free[lane] = start + seconds
+        resource = "collectives" if lane == "in" and self.has_one_link else lane
+        start = max(self._free[resource], *after, 0.0)
+        self._free[resource] = start + seconds
         if seconds:
             self.pieces.append(PlannedOperation(lane, what, start, start + seconds))
         return start + seconds
@@ -160,6 +172,7 @@ class Step:
         return max(LANES, key=lambda lane: self.busy[lane])
 
 
+_PCIE = 64e9  # of 16 lanes of its fifth generation, one direction
 UPDATE_BYTES = 28  # per parameter: masters and moments read and written, gradient read, weight written
 # A split master (16 bits in addition to the weight's) moves 26 bytes, but needs more arithmetic: 1.6 to 2.1 times the
 # time on one core and two (bench/cpu_adam.py), less if many cores wait for memory.
@@ -226,15 +239,16 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     forward = (2 * numel if shape.flops is None else shape.flops / shape.units) * tokens / machine.flops
     forward += shape.touched / shape.units * tokens / machine.memory
     update_bytes = STREAMED_BYTES if setup.streams else UPDATE_BYTES
+    away = setup.offload_ratio if setup.offload_optimizer else 0.0
     return _Seconds(
         forward=forward,
         backward=forward * (1 + setup.trained + setup.recomputes),
         gather=around_use if setup.stage == 3 else 0.0,
         reduce=reduce * setup.trained,
         bring=2 * owned / machine.host_link if setup.offload_parameters else 0.0,
-        take=2 * updated / machine.host_link if setup.offload_optimizer else 0.0,
-        host_update=update_bytes * updated / machine.host_memory if setup.offload_optimizer else 0.0,
-        update=0.0 if setup.offload_optimizer else UPDATE_BYTES * updated / machine.memory,
+        take=2 * away * updated / machine.host_link,
+        host_update=update_bytes * away * updated / machine.host_memory,
+        update=UPDATE_BYTES * (1 - away) * updated / machine.memory,
         gather_updated=once + kept_once if setup.stage in (1, 2) else updated_rows * setup.trained,
         read=2 * owned / machine.disk if setup.disk_parameters else 0.0,
         states=STATE_BYTES * updated / machine.disk if setup.disk_optimizer else 0.0,
@@ -335,7 +349,7 @@ class _Passes:
 
 def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
     """Simulate one step in steady state: weights are where the step before has left them."""
-    step, one, units = Step(), _seconds(machine, shape, setup), range(shape.units)
+    step, one, units = Step(machine.has_one_link), _seconds(machine, shape, setup), range(shape.units)
     passes = _Passes(step, one, machine, shape, setup)
     arrived: list[tuple[int, float]] = []
     for number in range(setup.micro_batches):

@@ -7,7 +7,7 @@ from html import escape
 
 from hf_zero.planning.choose import Estimate, RankedPlans, gigabytes
 from hf_zero.planning.memory import KINDS
-from hf_zero.planning.show import config_text, or_none, reasoning, title
+from hf_zero.planning.show import batch_of, chosen_batch, config_text, or_none, reasoning, title
 
 COLOURS = dict(zip(KINDS, ("#0072b2", "#e69f00", "#d55e00", "#56b4e9", "#999999", "#009e73")))
 _STYLE = """
@@ -66,10 +66,10 @@ def _answer(plan: RankedPlans) -> Iterator[str]:
         yield f"<p><strong>{escape(reasoning(plan)[-1])}</strong></p>"
         return
     yield f"<p>Use <strong>{escape(chosen.candidate.name)}</strong>; start the script with"
-    yield f"{_flags(plan.training.flags(chosen.candidate))} and this ds.json:</p>"
+    yield f"{_flags(chosen.training.flags(chosen.candidate))} and this ds.json:</p>"
     yield f"<pre>{escape(config_text(chosen.config))}</pre>"
-    for words in plan.training.more_words(chosen.candidate, plan.hardware.ranks):
-        yield f"<p>{escape(words)}</p>"
+    for words in (*chosen.training.more_words(chosen.candidate, plan.hardware.ranks), chosen_batch(plan)):
+        yield f"<p>{escape(words)}</p>" if words else ""
 
 
 def _flags(text: str) -> str:
@@ -106,7 +106,17 @@ def _bar(each: Estimate, plan: RankedPlans, scale: float) -> Iterator[str]:
 
 
 def _table(plan: RankedPlans) -> Iterator[str]:
-    names = ("candidate", "device", "host", "disk", "sent within hosts", "sent across", "step", "tokens/s")
+    names = (
+        "candidate",
+        "batch per rank",
+        "device",
+        "host",
+        "disk",
+        "sent within hosts",
+        "sent across",
+        "step",
+        "tokens/s",
+    )
     yield '<div class="scroll"><table><tr>' + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
     for each in plan.rows:
         memory, per_host = each.memory, plan.hardware.per_host
@@ -117,8 +127,8 @@ def _table(plan: RankedPlans) -> Iterator[str]:
             each.traffic.within,
             each.traffic.across,
         )
-        cells = [escape(each.candidate.name), *map(or_none, sizes), f"{each.seconds:.3f} s"]
-        cells.append(f"{each.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}")
+        cells = [escape(each.candidate.name), batch_of(each), *map(or_none, sizes), f"{each.seconds:.3f} s"]
+        cells.append(f"{each.tokens_per_s(plan.hardware.ranks):,.0f}")
         kind = "chosen" if each is plan.chosen else "" if each.fits else "no"
         yield f'<tr class="{kind}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     yield "</table></div>"

@@ -52,23 +52,49 @@ def reasoning(plan: RankedPlans) -> list[str]:
 
 
 def _speed(each: Estimate, plan: RankedPlans) -> str:
-    rate = each.tokens_per_s(plan.training, plan.hardware.ranks)
-    return f"{gigabytes(each.memory.device_total)} per device, about {rate:,.0f} tokens/s, bound by {LANES[each.bound]}"
+    rate, batch = each.tokens_per_s(plan.hardware.ranks), ""
+    if plan.training.searches:
+        batch = f"with {batch_of(each)} samples per rank, "
+    size = gigabytes(each.memory.device_total)
+    return f"{batch}{size} per device, about {rate:,.0f} tokens/s, bound by {LANES[each.bound]}"
+
+
+def batch_of(each: Estimate) -> str:
+    """Micro-batch and accumulation."""
+    return f"{each.training.micro_batch} x {each.training.accumulation}"
+
+
+def chosen_batch(plan: RankedPlans) -> str:
+    """Return a sentence about a batch that was searched, and how to fix it; empty if it was given."""
+    if plan.chosen is None or not plan.training.searches:
+        return ""
+    training, ranks = plan.chosen.training, plan.training.data_ranks(plan.hardware.ranks)
+    samples = training.samples(plan.hardware.ranks)
+    text = f"batch: {training.micro_batch} per forward x {training.accumulation} per update x {ranks} data ranks"
+    fix = (
+        "--micro-batch N fixes it"
+        if training.global_batch is not None
+        else "--micro-batch N or --global-batch N fixes it"
+    )
+    return f"{text} = {samples} samples per update, the fastest per token; {fix}"
 
 
 def what_else(plan: RankedPlans) -> str:
     """Return what would make a candidate fit: remedies up to the first that is enough, the cheapest first."""
-    least = min(plan.estimates, key=lambda each: each.memory.device_total)
-    words, limit = [f"nothing fits ({least.candidate.name} needs the least device memory)"], plan.hardware.limit
+    least, limit = nearest(plan), plan.hardware.limit
+    plan = replace(plan, training=least.training)
+    lacks = [text.replace("; ", ", of which ") for text in least.lacks]
+    words = [f"nothing fits. {least.candidate.name} is nearest: it needs {', and '.join(lacks)}"]
     if least.memory.device_total > limit:
         for remedy in remedies(plan, least):
-            words.append(f"with {remedy.what}: {gigabytes(remedy.device)}")
+            words.append(f"with {remedy.what}: {gigabytes(remedy.device)} of device memory")
             if remedy.device <= limit:
-                words.append("which fits")
+                words.append("which fits" + " on the device" * (len(lacks) > 1))
                 break
         else:
-            words.append(f"or use more devices: {gigabytes(limit)} of each can be used")
-        return "; ".join(words)
+            words.append("use more devices, or larger ones")
+        if len(lacks) == 1:
+            return "; ".join(words)
     for what, needed in less_on_the_host(plan):
         words.append(f"with {what}: {gigabytes(needed)} of host memory")
         if needed <= plan.hardware.host_limit:
@@ -78,6 +104,14 @@ def what_else(plan: RankedPlans) -> str:
     else:
         words.append("use more hosts: host memory or the drive is not enough")
     return "; ".join(words)
+
+
+def nearest(plan: RankedPlans) -> Estimate:
+    """Return the candidate that needs the least of a host, if devices have enough for it, else of a device."""
+    on_device = [each for each in plan.estimates if each.memory.device_total <= plan.hardware.limit]
+    if on_device:
+        return min(on_device, key=lambda each: each.memory.host_total + each.memory.disk_total)
+    return min(plan.estimates, key=lambda each: each.memory.device_total)
 
 
 def less_on_the_host(plan: RankedPlans) -> Iterator[tuple[str, float]]:
@@ -221,14 +255,17 @@ def show(plan: RankedPlans, *, everything: bool = False, console: Console | None
         everything: also show candidates that do not fit.
     """
     console = console or new_console()
-    shown = len([each for each in plan.estimates if everything or each.fits])
     if plan.chosen is None:
-        console.print(escape(reasoning(plan)[-1 - len(plan.refused)]), soft_wrap=True)
-    if shown or plan.yours:
+        console.print(escape(what_else(plan)), soft_wrap=True)
+    hidden = [each for each in plan.estimates if not everything and not each.fits]
+    if len(hidden) < len(plan.estimates) or plan.yours:
         console.print(_table(plan, everything))
-    if shown < len(plan.estimates):
-        console.print(f"[dim]{len(plan.estimates) - shown} more do not fit (--all shows them)[/]")
-    for line in reasoning(plan) if everything else _short_reasons(plan):
+    if hidden:
+        sizes = [f"{each.candidate.name} ({gigabytes(each.memory.device_total)})" for each in hidden]
+        more, limit = "more " * (len(hidden) < len(plan.estimates)), gigabytes(plan.hardware.limit)
+        text = f"{len(hidden)} {more}do not fit into {limit} per device and the host's memory (--all shows why): "
+        console.print(f"[dim]{text}{escape(', '.join(sizes))}[/]", soft_wrap=True)
+    for line in _reasons(plan, everything):
         console.print(escape(line), soft_wrap=True)
     for text in sums(plan):
         console.print(escape(text), soft_wrap=True)
@@ -236,7 +273,8 @@ def show(plan: RankedPlans, *, everything: bool = False, console: Console | None
         console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True)
     if plan.chosen is not None:
         candidate = plan.chosen.candidate
-        show_choice(console, candidate.name, plan.chosen.config, plan.training, candidate, plan.hardware)
+        show_choice(console, candidate.name, plan.chosen.config, plan.chosen.training, candidate, plan.hardware)
+        console.print(escape(chosen_batch(plan)), soft_wrap=True, end="\n" * plan.training.searches)
 
 
 def new_console() -> Console:
@@ -253,12 +291,13 @@ def show_choice(
         console.print(escape(words), soft_wrap=True)
 
 
-def _short_reasons(plan: RankedPlans) -> list[str]:
-    """Return the lines of the user's config, of candidates before the chosen one, and of the chosen one."""
-    lines = reasoning(plan)
-    if plan.chosen is None:
-        return [*lines[: len(plan.yours)], lines[-1]]
-    return lines[: plan.rows.index(plan.chosen) + 1]
+def _reasons(plan: RankedPlans, everything: bool) -> list[str]:
+    """Return the lines of all candidates, or those of the user's config and of what fits, up to the chosen one."""
+    lines, rows = reasoning(plan)[: len(plan.rows)], plan.rows
+    if everything:
+        return [*lines, *plan.refused]
+    last = len(plan.yours) if plan.chosen is None else rows.index(plan.chosen) + 1
+    return [line for each, line in zip(rows[:last], lines) if each.fits or each.candidate.is_given]
 
 
 def config_text(config: dict[str, Any]) -> str:
@@ -273,9 +312,12 @@ def title(plan: RankedPlans) -> str:
     parts += f", experts over {model.expert_size} ranks" if model.expert_size > 1 else ""
     shared = {"tensor group": training.tensor_parallel, "sequence group": training.sequence_parallel}
     per = next((f"{kind} of {size} ranks" for kind, size in shared.items() if size > 1), "rank")
+    batch = f"{training.micro_batch} x {training.accumulation} samples of {training.length} tokens per {per}"
+    if training.searches:
+        total_batch = "" if training.global_batch is None else f", {training.global_batch} per update"
+        batch = f"samples of {training.length} tokens{total_batch}, the best batch per {per}"
     return (
-        f"{model.name}: {total / 1e6:,.0f}M parameters{trained}{parts}, {training.precision}, "
-        f"{training.micro_batch} x {training.accumulation} samples of {training.length} tokens per {per}, "
+        f"{model.name}: {total / 1e6:,.0f}M parameters{trained}{parts}, {training.precision}, {batch}, "
         f"{training.optimizer}, on {plan.hardware.name}"
     )
 
@@ -291,7 +333,18 @@ def new_table(title: str, *numbers: str) -> Table:
 
 
 def _table(plan: RankedPlans, everything: bool) -> Table:
-    names = ("device", "states", "activations", "host", "disk", "sent within", "across", "step", "tokens/s")
+    names = (
+        *["batch"] * plan.training.searches,
+        "device",
+        "states",
+        "activations",
+        "host",
+        "disk",
+        "sent within",
+        "across",
+        "step",
+        "tokens/s",
+    )
     table = new_table(title(plan), *names)
     for each in plan.rows:
         if not (everything or each.fits or each.candidate.is_given):
@@ -306,6 +359,7 @@ def _cells(each: Estimate, plan: RankedPlans) -> tuple[str, ...]:
     states = memory.device_total - memory.device.get("activations", 0)
     return (
         each.candidate.name,
+        *[batch_of(each)] * plan.training.searches,
         gigabytes(memory.device_total),
         gigabytes(states),
         gigabytes(memory.device.get("activations", 0)),
@@ -314,7 +368,7 @@ def _cells(each: Estimate, plan: RankedPlans) -> tuple[str, ...]:
         or_none(each.traffic.within),
         or_none(each.traffic.across),
         f"{each.seconds:.2f} s" if each.seconds >= 0.1 else f"{each.seconds * 1e3:.1f} ms",
-        f"{each.tokens_per_s(plan.training, plan.hardware.ranks):,.0f}",
+        f"{each.tokens_per_s(plan.hardware.ranks):,.0f}",
         LANES[each.bound],
     )
 
@@ -325,7 +379,8 @@ def or_none(size: float) -> str:
 
 
 def as_dict(plan: RankedPlans) -> dict[str, Any]:
-    hardware, training, model = plan.hardware, plan.training, plan.model
+    hardware, model = plan.hardware, plan.model
+    training = plan.training if plan.chosen is None else plan.chosen.training
     return {
         "model": {
             "name": model.name,
@@ -348,6 +403,8 @@ def as_dict(plan: RankedPlans) -> dict[str, Any]:
             "tokens_per_sample": training.length,
             "micro_batch": training.micro_batch,
             "accumulation": training.accumulation,
+            "samples_per_update": training.samples(hardware.ranks),
+            "batch_was_searched": plan.training.searches,
             "precision": training.precision,
             "optimizer": training.optimizer,
             "tensor_parallel": training.tensor_parallel,
@@ -362,6 +419,7 @@ def as_dict(plan: RankedPlans) -> dict[str, Any]:
         "needs": [] if plan.chosen is None else list(training.more_words(plan.chosen.candidate, hardware.ranks)),
         "config": None if plan.chosen is None else plan.chosen.config,
         "reasons": reasoning(plan),
+        "batch": chosen_batch(plan),
         "sums": list(sums(plan)),
         "notes": list(plan.notes),
     }
@@ -375,7 +433,10 @@ def _as_dict(each: Estimate, plan: RankedPlans) -> dict[str, Any]:
         "offload_optimizer": candidate.optimizer,
         "offload_param": candidate.parameters,
         "streaming": candidate.streams,
+        "offload_ratio": candidate.ratio,
         "gradient_checkpointing": candidate.checkpointing,
+        "micro_batch": each.training.micro_batch,
+        "accumulation": each.training.accumulation,
         "copy_per_host": candidate.copy_per_host,
         "second_shard": candidate.second_shard,
         "device": dict(memory.device),
@@ -386,7 +447,7 @@ def _as_dict(each: Estimate, plan: RankedPlans) -> dict[str, Any]:
         "disk_total_of_a_host": memory.disk_total * plan.hardware.per_host,
         "traffic": {"within_hosts": each.traffic.within, "across_hosts": each.traffic.across},
         "step_seconds": each.seconds,
-        "tokens_per_second": each.tokens_per_s(plan.training, plan.hardware.ranks),
+        "tokens_per_second": each.tokens_per_s(plan.hardware.ranks),
         "flops_per_rank_and_step": each.flops,
         "bound_by": each.bound,
         "fits": each.fits,

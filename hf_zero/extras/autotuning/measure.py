@@ -100,7 +100,7 @@ class MeasuredPlan:
         rows = []
         for trial in self.measured:
             rate = "" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}"
-            estimated = f"{trial.estimate.tokens_per_s(self.plan.training, self.plan.hardware.ranks):,.0f}"
+            estimated = f"{trial.estimate.tokens_per_s(self.plan.hardware.ranks):,.0f}"
             cells = (trial.estimate.candidate.name, trial.result.outcome, rate, estimated, escape(trial.result.reason))
             rows.append((trial.estimate is self.plan.chosen, cells))
         show_table("measured on this machine", ("candidate", "outcome", "tokens/s", "estimated", "reason"), rows)
@@ -123,18 +123,19 @@ def measure(plan: RankedPlans, number: int, folder: Path) -> tuple[Measured, ...
         rule = "trials run on this host only"
         fix = "leave out --nodes, or use hf-zero launch --autotuning with a hostfile"
         raise ConfigError(Problem("--measure", number, rule, fix))
-    fitting = sorted((each for each in plan.estimates if each.fits), key=lambda each: each.seconds)
+    ranks = plan.hardware.ranks
+    fitting = sorted((each for each in plan.estimates if each.fits), key=lambda each: -each.tokens_per_s(ranks))
     measured = []
     for each in (*(each for each in plan.yours if each.fits), *fitting[:number]):
         result = run_experiment(experiment_of(plan, each, folder), folder, profile=PROFILE)
         rate = result.metrics.get("throughput")
-        measured.append(Measured(each, result, None if rate is None else rate * plan.training.length))
+        measured.append(Measured(each, result, None if rate is None else rate * each.training.length))
     return tuple(measured)
 
 
 def experiment_of(plan: RankedPlans, each: Estimate, folder: Path) -> Experiment:
     """The trial of a candidate, with all "auto" values filled in, because trials run without Trainer."""
-    training = plan.training
+    training = each.training
     config: dict[str, Any] = {key: value for key, value in each.config.items() if key != "scheduler"}
     config |= {"train_micro_batch_size_per_gpu": training.micro_batch, "train_batch_size": "auto"}
     config |= {"gradient_accumulation_steps": training.accumulation, "gradient_clipping": training.clip}
