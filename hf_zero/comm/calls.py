@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,7 +44,13 @@ SAYS_AFTER_S = 4.0  # until the log says so
 _MAX_ASKED = 256  # ranks that are asked for one by one
 _MAX_NAMED = 8
 
+_FIND_DEAD: list[Callable[[], str]] = []  # return the ranks of this machine whose process has exited, as text
 _numbers: Counter[str] = Counter()  # of calls so far, which is the same on all ranks
+
+
+def find_dead_by(find: Callable[[], str]) -> None:
+    """Ask `find` for ranks that have exited without a word, while this rank waits in a call."""
+    _FIND_DEAD[:] = [find]
 
 
 def enter(name: str) -> None:
@@ -102,10 +108,7 @@ class _Entry:
         return True
 
     def _look_at_others(self) -> None:
-        for key, verb in ((FAILED, "has failed"), (ENDED, "has reached the end of its program")):
-            if self._store.check([key]):
-                rank, _, error = self._store.get(key).decode(errors="replace").partition(" ")
-                raise self._error(f"rank {rank} {verb}" + (error and f" ({error})"))
+        """Raise if a rank cannot come. One that has said where it waits may have ended because of that."""
         key = _ELSEWHERE.format(self._call)
         if self._store.check([key]):
             rank, _, where = self._store.get(key).decode().partition(" ")
@@ -114,6 +117,15 @@ class _Entry:
         if other is not None and other.name != self._name:
             self._store.set(_ELSEWHERE.format(other.call), f"{get_rank()} in {self._name}")
             raise self._error(f"rank {other.rank} is in {other.name}")
+        if self._store.check([ENDED]):
+            rank = self._store.get(ENDED).decode()
+            raise self._error(f"rank {rank} has reached the end of its program")
+        if self._store.check([FAILED]):
+            rank, _, error = self._store.get(FAILED).decode(errors="replace").partition(" ")
+            raise RuntimeError(f"this rank waits in {self._name} for rank {rank}, which has failed: {error}")
+        for find_dead in _FIND_DEAD:
+            if dead := find_dead():
+                raise RuntimeError(f"this rank waits in {self._name} for {dead}, which has exited")
 
     def _error(self, others: str) -> RuntimeError:
         return RuntimeError(

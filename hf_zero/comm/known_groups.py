@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from hf_zero.comm.calls import raise_if_elsewhere
+from hf_zero.comm.calls import find_dead_by, raise_if_elsewhere
 from hf_zero.comm.collectives import Channel, Collectives
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.comm.cpu.host import GroupLink, HostCollectives
@@ -98,6 +98,13 @@ def remember_ranks(gather_objects: Callable[[object], list[object]]) -> None:
     _known.rank, _known.store = own.rank, dist.distributed_c10d._get_default_store()
     if first:
         _stand_before(sys.excepthook)
+        find_dead_by(_dead_beside)
+
+
+def _dead_beside() -> str:
+    """The ranks of this machine whose process has exited, as text."""
+    here = _place()
+    return _names([each for each in _known.others if each.place == here and _state(each.pid) in _ENDED])
 
 
 def _stand_before(hook: Callable[..., None]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 
 from hf_zero import initialize
-from hf_zero.comm import barrier, calls, enter
+from hf_zero.comm import barrier, calls, collectives_for, enter
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.comm.groups import set_timeout
 from tests.support.ranks import free_port, run_ranks
@@ -136,6 +138,28 @@ def run_late(rank: int) -> list[str]:
 
 def test_a_rank_that_comes_late_is_waited_for() -> None:
     assert run_ranks(run_late, 2) == [[], []]
+
+
+def run_beside_a_dead_process(rank: int) -> str:
+    """To the others, rank 1 is a process that has been killed."""
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    with mock.patch("os.getpid", lambda: dead.pid) if rank == 1 else nullcontext():
+        collectives_for(torch.device("cpu"))
+    said = ""
+    if rank == 0:
+        try:
+            enter("save_checkpoint")
+        except RuntimeError as error:
+            said = str(error)
+    barrier()
+    return said
+
+
+def test_a_rank_that_was_killed_is_not_waited_for() -> None:
+    """It leaves nothing in the job's store, and the store does not close connections."""
+    said, _ = run_ranks(run_beside_a_dead_process, 2)
+    assert re.fullmatch(r"this rank waits in save_checkpoint for rank 1 \(process \d+\), which has exited", said)
 
 
 SCRIPT = """
