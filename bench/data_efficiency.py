@@ -22,7 +22,7 @@ import torch
 from bench.surroundings import ROOT, about, keep
 
 sys.path.insert(0, str(ROOT / "examples"))
-from demo import DATA, MODEL, SEQUENCES_PER_STEP, STEPS  # noqa: E402
+from demo import DATA, MODEL, SEQUENCES_PER_STEP  # noqa: E402
 from train_clm import DataArguments, ModelArguments, load_blocks, load_text, load_tokenizer, new_model  # noqa: E402
 
 from hf_zero import initialize  # noqa: E402
@@ -172,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--layers", type=int, default=MODEL["num_layers"])
     parser.add_argument("--hidden-size", type=int, default=MODEL["hidden_size"])
     parser.add_argument("--block-size", type=int, default=DATA["block_size"])
