@@ -21,7 +21,13 @@ class WrongMoment(RuntimeError, AssertionError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used. It is raised before anything in memory has changed."""
+    """A checkpoint cannot be used or written. It is raised before anything in memory has changed.
+
+    Attributes:
+        path: the file or folder.
+        problem: what is wrong with it.
+        fix: what to do about it.
+    """
 
     def __init__(self, path: str | Path, problem: str, fix: str = "") -> None:
         self.path = str(path)

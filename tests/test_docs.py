@@ -36,11 +36,12 @@ def errors() -> set[str]:
     return found & bases.keys()
 
 
-def test_every_error_has_an_entry_in_troubleshooting() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    entries = set(re.findall(r"^## (\w+)$", page, flags=re.MULTILINE))
+@pytest.mark.parametrize("name", ["troubleshooting.md", "api.md"])
+def test_every_error_has_an_entry(name: str) -> None:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    entries = set(re.findall(r"^###? (\w+)$", page, flags=re.MULTILINE))
     missing = errors() - INTERNAL - entries
-    assert not missing, f"docs/troubleshooting.md has no heading for {sorted(missing)}"
+    assert not missing, f"docs/{name} has no heading for {sorted(missing)}"
 
 
 def anchors(path: Path) -> set[str]:

@@ -45,7 +45,8 @@ NEITHER = {  # first word, or module: why the command is neither run nor parsed
     "sbatch": "Slurm is not installed; tests/examples reads the script",
     "./zero_to_fp32.py": "stands in a checkpoint; tests/checkpoint runs it",
     "examples/clusters/ray_train.py": "imports Ray, which is not installed; make test-all runs it",
-    "docs/deepspeed_names.py": "reads sys.argv; tests/integration/test_names.py calls it",
+    "docs/api.py": "reads sys.argv; tests/api/test_surfaces.py calls it",
+    "docs/deepspeed_names.py": "reads sys.argv; tests/api/test_surfaces.py calls it",
 }
 # Pages with blocks that show files, states or output, which are not commands.
 SHOWN = {"architecture.md", "checkpoints.md", "profiling.md", "step.md", "versions.md"}

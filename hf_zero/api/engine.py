@@ -42,18 +42,29 @@ class ZeroEngine(nn.Module):
         engine.backward(outputs.loss)
         engine.step()                    # acts once per gradient_accumulation_steps
 
-    The wrapped model is `engine.module`; its attributes can be read through the engine. Counters: `global_steps`
-    (updates, including skipped ones), `skipped_steps`, `micro_steps`, `global_samples`. Programs get the subclass with
-    all of DeepSpeed's names, `hf_zero.integration.engine.DeepSpeedEngine`.
+    The wrapped model's attributes can be read through the engine. Programs get the subclass with all of DeepSpeed's
+    names, `hf_zero.integration.engine.engine.DeepSpeedEngine`.
 
     Attributes:
-        groups: the process groups of the mesh.
-        parallelism: the program's mesh dimensions besides those of the states.
-        settings: the config and the batch sizes.
-        module_view: device moves and whole weights of the model.
-        gradients: computes reduced gradients from a loss, and knows when a step is due.
-        phases: runs forward, backward, step and save, with observers.
+        module: the wrapped model, the object that `initialize` was given.
+        device: this rank's torch.device, to which batches have to be moved.
+        optimizer: the sharded optimizer. Without one it is None, or at stage 3 the handle of the model's hooks.
+        lr_scheduler: the schedule, or None.
+        training_dataloader: the loader over `training_data`, or None.
+        config: the config as a dict, as it was given.
+        global_steps: number of updates, including skipped ones.
+        global_samples: number of samples in these updates, on all ranks.
+        rates_of_last_update: learning rate of every param group in the last update, before the schedule advanced.
+        is_destroyed: whether `destroy` has been called.
     """
+
+    # The parts of an engine, for the code of hf_zero:
+    #     groups: the process groups of the mesh.
+    #     parallelism: the program's mesh dimensions besides those of the states.
+    #     settings: the config and the batch sizes.
+    #     module_view: device moves and whole weights of the model.
+    #     gradients: computes reduced gradients from a loss, and knows when a step is due.
+    #     phases: runs forward, backward, step and save, with observers.
 
     @staticmethod
     def optimizer_class(stage: int, dtype: torch.dtype) -> type[ZeroOptimizer]:
@@ -118,7 +129,11 @@ class ZeroEngine(nn.Module):
     # Training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped model and return its output unchanged."""
+        """Run the wrapped model and return its output unchanged: `engine(**batch)`. Collective at stage 3.
+
+        Tensors have to be on `engine.device`. With fp16.auto_cast, floating-point tensors among the positional
+        arguments are cast to the model's dtype; otherwise nothing is cast.
+        """
         self.gradients.publish_changes()
         self.gradients.note_forward(trains=self.module.training)
         self.input_shape = getattr(kwargs.get("input_ids"), "shape", None)
@@ -137,17 +152,22 @@ class ZeroEngine(nn.Module):
         return output
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Compute gradients of `loss` and reduce them over ranks as the stage requires.
+        """Compute gradients of `loss` and reduce them over ranks as the stage requires. Collective.
 
         Other engines whose parameters the loss depends on get their gradients, too: call their `step` to apply them,
         or their `zero_grad` to drop them.
 
         Args:
-            loss: 0-dim tensor; anything else raises TypeError.
+            loss: a tensor of one element, the mean over this rank's batch.
+            retain_graph: keep the graph for another backward, as in `Tensor.backward`.
             scale_wrt_gas: divide the loss by gradient_accumulation_steps; pass False if the caller has done so.
 
         Returns:
             The loss, divided by the accumulation steps if requested, without the loss scale.
+
+        Raises:
+            TypeError: if the loss is not a tensor (the output of the model, or a number).
+            RuntimeError: if the engine has no optimizer, or has been destroyed.
         """
         loss = self.gradients.backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         for feature in self.training_features:
@@ -155,21 +175,44 @@ class ZeroEngine(nn.Module):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Scale `loss` for the caller's own `loss.backward()`, instead of `backward`; needed with a loss scale."""
+        """Return `loss` multiplied by the loss scale, for a `backward` of your own: `engine.scale(loss).backward()`.
+
+        With fp16 or prescale_gradients, a plain `loss.backward()` is an error of the next `step`. The loss is not
+        divided by the accumulation steps.
+        """
         return self.gradients.scale(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate without reducing (stages 0 and 1); stages 2 and 3 still reduce every micro-batch."""
+        """Context in which `backward` accumulates without reducing (stages 0 and 1); stages 2 and 3, which have no
+        place for whole gradients, still reduce every micro-batch. `step` inside it raises WrongMoment."""
         return self.gradients.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, also those already reduced or accumulated."""
+        """Drop all gradients, also those already reduced or accumulated. `step` does so by itself after an update.
+
+        Args:
+            set_to_none: accepted; gradients are always set to None.
+        """
         self.gradients.drop()
         for parameter in self.module.parameters():
             parameter.grad = None
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Clip, update, gather, advance the schedule (by `lr_kwargs`); does nothing between accumulation boundaries."""
+        """Clip gradients, update weights and advance the schedule. Call it after every `backward`: between accumulation
+        boundaries it only counts the micro-batch. Collective.
+
+        An update whose gradients are not finite on any rank is skipped on all of them (`was_step_applied`).
+
+        Args:
+            lr_kwargs: arguments for the schedule's own `step`.
+
+        Raises:
+            WrongMoment: inside `no_sync`; with ignore_unused_parameters=false, if a trained parameter got no gradient
+                on any rank.
+            RuntimeError: if the loss was not scaled although the precision needs it, and on an overflow at the smallest
+                loss scale.
+            CheckpointError: if an asynchronous save has failed since.
+        """
         if self._saves is not None:
             self._saves.background.check()  # before counters change: a caller may catch the error and call step() again
         num_samples = self.gradients.samples_in_update
@@ -253,7 +296,7 @@ class ZeroEngine(nn.Module):
 
     @property
     def skipped_steps(self) -> int:
-        """Number of updates skipped because of non-finite gradients; waits for the last step's outcome."""
+        """Number of updates skipped because of non-finite gradients. Waits for the device."""
         self.gradients.wait_for_outcome()
         return self._num_skipped
 
@@ -273,12 +316,17 @@ class ZeroEngine(nn.Module):
     # Module surface
 
     def train(self, mode: bool = True) -> ZeroEngine:
+        """Set training mode of the model and the engine; `engine.eval()` is `train(False)`. Returns the engine."""
         self.module.train(mode)
         self.training = mode
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> ZeroEngine:
-        """A no-op for the current device and dtype. Moving or casting weights in flat buffers raises RuntimeError."""
+        """Return the engine if its weights are already on that device and of that dtype: it never moves or casts them.
+
+        Raises:
+            RuntimeError: for another device or dtype.
+        """
         self.module_view.to(*args, **kwargs)
         return self
 
@@ -289,7 +337,12 @@ class ZeroEngine(nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the wrapped model in place with torch.compile. The last two arguments have no effect (a warning).
+        """Compile the wrapped model in place with torch.compile.
+
+        Args:
+            backend: torch.compile's.
+            compile_kwargs: further arguments of torch.compile.
+            schedule, compiled_autograd_enabled: no effect (a warning).
 
         Raises:
             ValueError: at stage 3, for a mode that records graphs of kernels.
@@ -315,7 +368,8 @@ class ZeroEngine(nn.Module):
         return getattr(self._modules["module"], name)
 
     def destroy(self) -> None:
-        """Release hooks, buffers and optimizer state. The model stays usable and can be initialised again."""
+        """Release hooks, buffers and optimizer state, after waiting for asynchronous saves. The model keeps its weights
+        (at stage 3 in shards) and can be given to `initialize` again; the engine is of no further use."""
         if self._saves is not None:
             self._saves.background.close()
         assembly, store = self.gradients.assembly, self.module_view.store
@@ -363,9 +417,14 @@ class ZeroEngine(nn.Module):
         Without an optimizer it only holds the model, in its own dtype.
 
         Args:
+            save_dir: the folder of all checkpoints, on a file system that all ranks share; created if missing.
             tag: folder inside `save_dir`; default global_step{N}.
-            client_state: plain values that `load_checkpoint` returns.
+            client_state: plain values that `load_checkpoint` returns: numbers, text, lists, dicts, tensors.
             save_latest: write the tag to `latest`, so that this checkpoint is loaded by default.
+            exclude_frozen_parameters: leave out parameters that do not require gradients.
+
+        Returns:
+            True. With hf_zero.checkpoint.async, files are complete only later; a failure is an error of the next step.
 
         Raises:
             CheckpointError: on every rank, if any rank could not write; earlier checkpoints are unchanged.
@@ -387,9 +446,11 @@ class ZeroEngine(nn.Module):
         """Load a checkpoint of any stage and world size, written by hf_zero or DeepSpeed. Collective.
 
         Args:
+            load_dir: the folder that `save_checkpoint` was given.
             tag: folder of the checkpoint; default: the one that `latest` names.
             load_module_strict: raise an error if the checkpoint lacks weights of the model or has others.
             load_optimizer_states: False loads weights (from the fp32 masters) but no optimizer states.
+            load_lr_scheduler_states: False keeps the schedule of this engine as it is.
             load_module_only: load weights only: no optimizer, schedule or counters.
 
         Returns:
@@ -397,6 +458,7 @@ class ZeroEngine(nn.Module):
 
         Raises:
             CheckpointError: if a file is missing, damaged or does not fit; nothing has changed.
+            NotImplementedError: for a `custom_load_fn`.
         """
         if custom_load_fn is not None:
             raise NotImplementedError("load_checkpoint(custom_load_fn=...): weights are matched by name; leave it out")

@@ -212,14 +212,14 @@ def _fragments_of(parameter: nn.Parameter) -> Fragments | None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return the master weight in fp32; None for a parameter that no engine trains."""
+    """Return the whole master weight; None for a parameter that no engine trains. Collective."""
     fragments = _fragments_of(param)
     return fragments.read(param, fragments.masters()) if fragments else None
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Return the gradient since the last step (mean over ranks, before clipping) in fp32; None if there is none (with
-    AdaLoRA after a step: the clipped gradient of that step).
+    """Return the whole gradient since the last step (mean over ranks, before clipping); None if there is none (with
+    AdaLoRA after a step: the clipped gradient of that step). Collective.
 
     While gradients accumulate without a reduction (stages 0 and 1 before the boundary, and inside `no_sync`) the result
     is this rank's own gradient.
@@ -235,23 +235,39 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return one optimizer state ("exp_avg", ...); None before the first step and for unknown keys."""
+    """Return one whole optimizer state; None before the first step and for unknown keys. Collective.
+
+    Args:
+        optim_state_key: the name in the torch optimizer's state: "exp_avg", "exp_avg_sq", ...
+    """
     fragments = _fragments_of(param)
     return fragments.read(param, fragments.states(optim_state_key)) if fragments else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite master and model weight; `value` must be the same on all ranks."""
+    """Overwrite master and model weight. Collective.
+
+    Args:
+        value: of the parameter's shape, any dtype, the same on all ranks.
+
+    Raises:
+        ValueError: for another shape.
+        RuntimeError: if no engine trains the parameter.
+    """
     fragments = _managed(param)
     fragments.write(param, value, fragments.masters())
     fragments.all_gather_params(param)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Overwrite the gradient between backward and step (in the units of `safe_get_full_grad`).
+    """Overwrite the gradient between backward and step, in the units of `safe_get_full_grad`. Collective.
+
+    Args:
+        value: of the parameter's shape, the same on all ranks.
 
     Raises:
-        RuntimeError: if there is no gradient.
+        ValueError: for another shape.
+        RuntimeError: if there is no gradient, or no engine trains the parameter.
     """
     fragments = _managed(param)
     gradients, own = fragments.gradients(), fragments.unreduced(param)
@@ -267,9 +283,14 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor | float, optim_state_key: str) -> None:
-    """Overwrite one optimizer state; with the key "step" the parameter's count of updates, by a number.
+    """Overwrite one optimizer state; with the key "step" the parameter's count of updates, by a number. Collective.
+
+    Args:
+        value: of the parameter's shape, the same on all ranks.
+        optim_state_key: the name in the torch optimizer's state.
 
     Raises:
+        ValueError: for another shape.
         RuntimeError: if the optimizer has no such state, as before its first update.
     """
     fragments = _managed(param)
@@ -283,7 +304,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor | float, op
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Any]
 ) -> None:
-    """Replace each full gradient by the result of `update_func(gradient, parameter)`; None means an in-place change."""
+    """Replace each whole gradient by the result of `update_func(gradient, parameter)`; None means an in-place change.
+    Parameters without a gradient are left out. Collective."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -292,34 +314,51 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """Return this rank's chunk of the master weight; stage 3 only."""
+    """Return this rank's chunk of the master weight, 1-D and without padding; None for a rank that has none.
+
+    Raises:
+        RuntimeError: below stage 3, with one rank, or if no engine trains the parameter (as in all `safe_*_local_*`).
+    """
     fragments = _sharded(param)
     return fragments.read_local(param, fragments.masters())
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's chunk of `safe_get_full_grad`, 1-D; None if there is no gradient."""
     fragments = _sharded(param)
     chunk = fragments.read_local(param, fragments.gradients())
     return None if chunk is None else chunk.float() * fragments.gradient_factor
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """Return this rank's chunk of one optimizer state, 1-D; None before the first step and for unknown keys."""
     fragments = _sharded(param)
     return fragments.read_local(param, fragments.states(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite this rank's chunk of the master weight, and the model's weight with all chunks. Collective.
+
+    Args:
+        value: as many elements as the chunk has; more are padding and left out.
+    """
     fragments = _sharded(param)
     fragments.write_local(param, value, fragments.masters())
     fragments.all_gather_params(param)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Overwrite this rank's chunk of the gradient between backward and step, in the units of `safe_get_full_grad`."""
     fragments = _sharded(param)
     fragments.write_local(param, value / fragments.gradient_factor, fragments.gradients())
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Overwrite this rank's chunk of one optimizer state.
+
+    Raises:
+        RuntimeError: if the optimizer has no such state, as before its first update.
+    """
     fragments = _sharded(param)
     fragments.write_state(param, optim_state_key, functools.partial(fragments.write_local, param, value))
 

@@ -53,6 +53,10 @@ class Init(AbstractContextManager[Any]):
         data_parallel_group, mpu, zero_param_parallel_group, sequence_data_parallel_group: must be None;
             an mpu of sequence parallelism is allowed.
         DeepSpeed's other arguments are accepted and have no effect.
+
+    Raises:
+        NotImplementedError: for a group that is not None, or another `remote_device`.
+        ConfigError: with every problem of the config at once.
     """
 
     def __init__(

@@ -324,7 +324,12 @@ Directory = str | os.PathLike[str]
 
 
 class LazyTensor:
-    """A weight that is read from its shards by `contiguous()`."""
+    """A weight that is read from its shards only by `contiguous()`, which returns a tensor in host memory.
+
+    Attributes:
+        shape: torch.Size of the whole weight.
+        dtype: of the tensor that `contiguous()` returns.
+    """
 
     def __init__(self, content: Streamed) -> None:
         self._content = content
@@ -349,7 +354,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Args:
         checkpoint_dir: the folder that `save_checkpoint` wrote to.
         tag: the checkpoint in it; default: the one that `latest` names.
+        exclude_frozen_parameters: leave out parameters that did not require gradients.
         lazy_mode: values are `LazyTensor`s, read one at a time by their `contiguous()`.
+
+    Returns:
+        Name -> whole tensor in host memory, in the model's names. Tied names share one tensor.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or a file is missing or damaged.
     """
     weights = weights_of(open_checkpoint(checkpoint_dir, tag), dtype=None, exclude_frozen=exclude_frozen_parameters)
     state: dict[str, Any] = {name: LazyTensor(content) for name, content in weights.tensors.items()}
@@ -362,7 +374,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: Directory, tag: str | None = None
 ) -> nn.Module:
-    """Move `model` to the CPU and load the checkpoint's weights. It must no longer belong to an engine."""
+    """Move `model` to the CPU, load the checkpoint's weights and return it. It must no longer belong to an engine.
+
+    Names that only one of both has are left out without an error, as in DeepSpeed.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, or a file is missing or damaged.
+        RuntimeError: torch's, for weights of other shapes.
+    """
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -377,9 +396,22 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the checkpoint's weights as ordinary files, streamed.
+    """Write the checkpoint's weights as ordinary files, streamed: the whole model is never in memory.
 
-    `output_dir` is a folder (shards and index), or one file if it ends in .bin, .pt or .safetensors.
+    Args:
+        checkpoint_dir: the folder that `save_checkpoint` wrote to.
+        output_dir: a folder (shards and index, as from_pretrained reads it), or one file if it ends in .bin, .pt or
+            .safetensors.
+        dtype: of floating-point tensors: fp32, bf16 or fp16, as torch.dtype or name.
+        max_shard_size: of a folder's files, in bytes or with a unit ("5GB" is 5000000000, "5GiB" 5368709120); None: one
+            file.
+        safe_serialization: write a folder's files as safetensors.
+        tag: the checkpoint in `checkpoint_dir`; default: the one that `latest` names.
+        exclude_frozen_parameters: leave out parameters that did not require gradients.
+
+    Raises:
+        CheckpointError: if there is no checkpoint, a file is missing or damaged, or the output cannot be written.
+        ValueError: for another dtype, an invalid size, or a file name that contradicts `safe_serialization`.
     """
     view = open_checkpoint(checkpoint_dir, tag)
     weights = weights_of(view, dtype=resolve_dtype(dtype), exclude_frozen=exclude_frozen_parameters)
@@ -394,7 +426,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """`convert_zero_checkpoint_to_state_dict` in fp32."""
+    """`convert_zero_checkpoint_to_state_dict` in fp32, with the same arguments and errors."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )

@@ -165,7 +165,15 @@ def enable() -> None:
 
 
 def install() -> None:
-    """Make `import deepspeed` import hf_zero in this process, even if a real DeepSpeed is installed."""
+    """Make `import deepspeed` import hf_zero in this process, even if a real DeepSpeed is installed.
+
+    Call it before anything imports deepspeed, transformers or accelerate. HF_ZERO=1 does the same for all processes
+    that inherit it. Without a real DeepSpeed neither is needed: hf_zero answers by its start-up hook, and where that
+    does not run (hf_zero on PYTHONPATH only), from `import hf_zero` on.
+
+    Raises:
+        RuntimeError: with HF_ZERO=0, or if a real DeepSpeed was imported before.
+    """
     if _switch() is False:
         raise RuntimeError("hf_zero.install() was called, but HF_ZERO=0 turns hf_zero off: unset it or set it to 1.")
     loaded = sys.modules.get(NAME)

@@ -319,7 +319,7 @@ T = TypeVar("T")
 
 
 class StorageError(RuntimeError):
-    """Raised if an offload file cannot be read or written."""
+    """Raised on all ranks if one could not read or write an offload file; the message has its path and bytes."""
 
 
 def all_or_none(act: Callable[[], T], collectives: Collectives) -> T:

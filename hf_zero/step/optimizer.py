@@ -17,16 +17,20 @@ from hf_zero.step.sharded_step import ShardedStep, StepRules
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """`param_groups` and `state` are the base optimizer's own objects.
+    """A torch optimizer around a base optimizer, which updates this rank's shards of the masters.
 
     Attributes:
-        optimizer: the base torch optimizer; it holds this rank's masters.
+        optimizer: the base torch optimizer: the config's, or the program's own.
+        param_groups: the base optimizer's, with this rank's masters as parameters. Programs may change options in it.
+        state: the base optimizer's, by master.
         loss_scaler: the loss scale and its schedule; a constant 1 unless fp16 is used.
-        updater: runs the base optimizer on the shards.
-        sub_groups: what this rank updates.
-        store: stores the model's weights.
         parameter_offload: stage 3's hooks, for programs that remove them temporarily.
     """
+
+    # For the code of hf_zero:
+    #     updater: runs the base optimizer on the shards.
+    #     sub_groups: what this rank updates.
+    #     store: stores the model's weights.
 
     parameter_offload: Any  # absent below stage 3, because other libraries test for the attribute
 
@@ -78,7 +82,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next backward uses. A program may set it."""
+        """Factor of the loss in the next backward; 1 unless fp16 is used. A program may set it."""
         return self.loss_scaler.scale
 
     @loss_scale.setter
@@ -128,18 +132,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients since the last step. They are always set to None."""
+        """Drop all gradients since the last step.
+
+        Args:
+            set_to_none: accepted; gradients are always set to None.
+        """
         self._step.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
-        """Raise RuntimeError: the layout is fixed when the engine is created."""
+        """Not possible: the layout is fixed when the engine is created.
+
+        Raises:
+            RuntimeError: always.
+        """
         raise RuntimeError(
             "add_param_group(): no update would reach these parameters, because buckets and shards are laid out by "
             "initialize(). Call it (accelerator.prepare()) again, with an optimizer that has them"
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the optimizer state, in torch's format."""
+        """This rank's part of the optimizer state, in torch's format. `engine.save_checkpoint` writes all of it, in a
+        form that other numbers of ranks can read."""
         self._step.wait_for_outcome()
         return self.optimizer.state_dict()
 
@@ -154,10 +167,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Apply the gradients reduced since the last step; see `ShardedStep.run`. Collective.
+        """Apply the gradients reduced since the last step. Collective. `engine.step` calls this and also advances the
+        schedule and the counters: call that one.
 
         Raises:
-            RuntimeError: if a closure is given, and as in `ShardedStep.run`.
+            RuntimeError: if a closure is given, and as in `engine.step`.
         """
         if closure is not None:
             raise RuntimeError("a sharded step cannot re-evaluate a closure; call backward() and then step()")

@@ -136,12 +136,16 @@ class ConfigQueries(ZeroEngine):
     # Batch sizes
 
     def train_batch_size(self) -> int:
+        """Samples per update on all ranks. A sample that several ranks share (sequence and tensor parallelism) counts
+        once for each of them."""
         return self.settings.train_batch_size()
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per forward on one rank."""
         return self.settings.train_micro_batch_size_per_gpu()
 
     def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per update."""
         return self.settings.gradient_accumulation_steps()
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -151,13 +155,21 @@ class ConfigQueries(ZeroEngine):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of accumulation steps so that the next update has `train_batch_size` samples.
 
+        Args:
+            train_batch_size: a multiple of the micro-batch times the number of ranks.
+
         Raises:
+            ValueError: for any other number.
             WrongMoment: if gradients of the next update are pending.
         """
         self.settings.set_train_batch_size(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples per forward, and the train batch size with it."""
+        """Change the samples per forward, and the train batch size with it.
+
+        Raises:
+            ValueError: unless it is positive.
+        """
         self.settings.set_train_micro_batch_size(micro_batch_size)
 
     # ZeRO

@@ -44,16 +44,23 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
-    """Wrap `model` in an engine that trains it by the config. Collective: call it on every rank.
+    """Wrap `model` in an engine that trains it by the config. Collective.
+
+    It joins the process group that the launcher describes, if the program has not; without a launcher it is one rank.
+
+        engine, optimizer, _, scheduler = hf_zero.initialize(model=model, config="ds.json")
 
     Args:
         args: a namespace with `deepspeed_config`, or its old spelling `deepscale_config`, if no config is given
             otherwise.
-        model: the model, on any device.
+        model: the model, on any device. It is moved, cast and sharded in place.
         optimizer: a torch optimizer, or a callable that creates one from parameters; overrides the config's section.
         model_parameters: parameters or param groups to train; default: all of the model's that require gradients.
         training_data: a dataset for the returned DataLoader.
         lr_scheduler: a scheduler, or a callable that creates one from the torch optimizer; overrides the config.
+        distributed_port: port of rank 0, if MASTER_PORT is not set.
+        dist_init_required: False leaves it to the program to join the process group, before this call.
+        collate_fn: for the returned DataLoader.
         mpu: process groups of sequence parallelism (the result of `UlyssesSPAttentionHF.register_with_transformers`, or
             an object with `get_sequence_parallel_group`), or of tensor parallelism (`get_tensor_model_parallel_group`
             or `get_model_parallel_group`).
@@ -65,6 +72,8 @@ def initialize(
 
     Raises:
         ConfigError: with every problem of the config at once.
+        WrongArgument: without a model.
+        DoesNotFit: if host memory or a drive has no room for what the config puts there.
     """
     listen()
     engine = entry.initialize(
@@ -124,7 +133,11 @@ class DeepSpeedEngine(ConfigQueries):
         return self.gradients.boundaries.is_last
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next backward is the last of its step; micro-batches are no longer counted."""
+        """Set whether the next backward is the last of its step; micro-batches are no longer counted.
+
+        Raises:
+            AssertionError: with managed_gradient_accumulation=false, where every `step` updates.
+        """
         assert self.managed_gradient_accumulation(), (
             "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False; "
             "the caller owns the boundary by calling step()"
@@ -160,6 +173,7 @@ class DeepSpeedEngine(ConfigQueries):
         return self.was_step_applied()
 
     def loss_scale(self) -> float:
+        """Factor of the loss in the next backward; 1 unless fp16 is used."""
         return float(self._optimizer("loss_scale").loss_scale)
 
     def dynamic_loss_scale(self) -> bool:
@@ -212,8 +226,14 @@ class DeepSpeedEngine(ConfigQueries):
         them.
 
         Args:
-            include: members of `OffloadStateTypeEnum`; default: all except the model's weights.
+            include: members of `deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum`; default: all except the
+                model's weights.
+            device: "cpu".
+            pin_memory: use page-locked host memory, which copies faster.
             non_blocking: accepted; the copies are complete when this returns.
+
+        Raises:
+            ValueError: for another device, and for the model's weights.
         """
         if str(getattr(device, "value", device)) != "cpu":
             raise ValueError(f"offload_states(device={device!r}): only host memory (cpu) serves")
@@ -243,6 +263,10 @@ class DeepSpeedEngine(ConfigQueries):
         Args:
             destination: gets the weights and is returned; `prefix` comes before their names.
             keep_vars: the parameters themselves, where ranks have them whole.
+            exclude_frozen_parameters: leave out parameters that do not require gradients.
+
+        Raises:
+            NotImplementedError: for `keep_vars` where ranks have parts.
         """
         module = self.module
         if self.zero_optimization_stage() < 3 and not self.groups.holds_parts:
@@ -286,7 +310,20 @@ class DeepSpeedEngine(ConfigQueries):
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write whole weights in the model's dtype as one torch file; False if gathering is off. Collective."""
+        """Write whole weights in the model's dtype as one torch file, from rank 0. Collective.
+
+        Args:
+            save_dir: a folder; created if missing.
+            save_filename: the file in it.
+            exclude_frozen_parameters: leave out parameters that do not require gradients.
+
+        Returns:
+            False, with a warning, if nothing was written: at stage 3 without
+            stage3_gather_16bit_weights_on_model_save.
+
+        Raises:
+            CheckpointError: on every rank, if the file could not be written.
+        """
         return self.module_view.save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
 
     save_fp16_model = save_16bit_model
@@ -441,6 +478,9 @@ class DeepSpeedEngine(ConfigQueries):
             batch_size: default: the micro-batch; without a size and a sampler, the result is that of
                 `initialize(training_data=...)`.
             route: "train" shuffles.
+            pin_memory: use page-locked host memory, unless ranks are on CPUs.
+            data_sampler: of this rank's samples; default: an equal part of the dataset.
+            num_local_io_workers: worker processes of the loader; default: none.
         """
         size = batch_size or self.settings.train_micro_batch_size_per_gpu()
         if data_sampler is None and batch_size is None and route == "train":

@@ -57,6 +57,7 @@ class DeepSpeedOptimizer(ZeroOptimizer):
         return None if rate is None else float(rate)
 
     def set_lr(self, lr: float) -> None:
+        """Set the learning rate of every param group. A schedule overwrites it in the next update."""
         for group in self.param_groups:
             group["lr"] = lr
 
