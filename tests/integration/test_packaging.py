@@ -62,12 +62,44 @@ def test_the_hook_is_one_line_that_site_executes() -> None:
 
 
 def test_the_wheel_installs_into_an_empty_environment_and_leaves_it_again(wheel: Path, tmp_path: Path) -> None:
+    """What docs/faq.md says about uninstalling: no file is left, with those that Python has compiled meanwhile."""
     site = Site.empty(tmp_path / "site")
+    before = files_of(tmp_path)
     pip("install", "--no-deps", str(wheel), python=site.python)
     assert site.ask("import deepspeed; answer = deepspeed.__version__") == "0.19.8+hf.zero"
+    assert list(site.packages.glob("hf_zero/**/__pycache__/*.pyc"))
     pip("uninstall", "-y", "hf-zero", python=site.python)
-    assert not (site.packages / "hf_zero.pth").exists()
+    assert files_of(tmp_path) == before
     assert site.ask("import importlib.util as u; answer = u.find_spec('deepspeed') is None") is True
+
+
+def files_of(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if not path.is_dir()}
+
+
+@pytest.mark.parametrize("first", ["deepspeed", "hf-zero"])
+def test_two_packages_with_one_command(wheel: Path, tmp_path: Path, first: str) -> None:
+    """Both DeepSpeed and hf_zero install a command `deepspeed`. pip lets the second overwrite the first, and
+    uninstalling either removes it: of the one that stays, the command has to be installed again (docs/faq.md)."""
+    real = tmp_path / "deepspeed-0.17.5-py3-none-any.whl"
+    with zipfile.ZipFile(real, "w") as archive:
+        archive.writestr("deepspeed/__init__.py", "")
+        archive.writestr("deepspeed-0.17.5.data/scripts/deepspeed", "#!python\nprint('the real one')\n")
+        info = "deepspeed-0.17.5.dist-info"
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.17.5\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    site, wheels = Site.empty(tmp_path / "site"), {"deepspeed": real, "hf-zero": wheel}
+    second = next(name for name in wheels if name != first)
+    for name in (first, second):
+        pip("install", "--no-deps", str(wheels[name]), python=site.python)
+    command = site.python.with_name("deepspeed")
+    assert ("the real one" in command.read_text()) is (second == "deepspeed")
+    pip("uninstall", "-y", second, python=site.python)
+    assert not command.exists()
+    assert site.python.with_name("hf-zero").exists() is (first == "hf-zero")
+    pip("install", "--no-deps", "--force-reinstall", str(wheels[first]), python=site.python)
+    assert ("the real one" in command.read_text()) is (first == "deepspeed")
 
 
 @pytest.mark.slow  # the test suite itself runs on such an install
