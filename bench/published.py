@@ -3,7 +3,7 @@
     python -m bench.published                       # the table
     python -m bench.published --rows compared       # without held-out runs
     python -m bench.published --held-out            # with held-out runs of sealed sets: once, at the end
-    python -m bench.published --write               # into docs/planning.md
+    python -m bench.published --write               # into docs/published_runs.md
 
 `published.json` has the runs: where each is published, its model, machine and settings as a ds.json, and what was
 measured. Sets are collected one after another, each before any of its runs is predicted. A random half of each set,
@@ -49,7 +49,7 @@ from hf_zero.planning.machine import CONTEXT_BYTES, Hardware, hardware
 from hf_zero.planning.model import PlannedModel, load_model
 
 RUNS = Path(__file__).with_name("published.json")
-PAGE = ROOT / "docs" / "planning.md"
+PAGE = ROOT / "docs" / "published_runs.md"
 SEEDS = {1: 20261125, 2: 20261126, 3: 20261127, 4: 20261128}  # set -> seed that selects its held-out half
 # Sets whose held-out runs are only predicted with --held-out: a new set, as long as rules are being changed.
 SEALED: frozenset[int] = frozenset()
@@ -300,7 +300,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", choices=["all", "compared", "held-out"], default="all")
     parser.add_argument("--held-out", action="store_true", help="with held-out runs of sealed sets")
-    parser.add_argument("--write", action="store_true", help="into docs/planning.md")
+    parser.add_argument("--write", action="store_true", help="into docs/published_runs.md")
     arguments = parser.parse_args()
     rows = "all" if arguments.write else arguments.rows
     inside = section(list(compared(rows, opened=arguments.held_out)))

@@ -49,8 +49,8 @@ def results() -> list[Path]:
 def measured() -> str:
     """All reports on one page, below the plots."""
     parts = [
-        "# Measured\n\nThe reports of `bench/`, newest first, each with its machine, "
-        "versions and command. All are CPU measurements: ratios of shared-memory collectives do not apply to GPUs.\n"
+        "# Measured\n\nThe reports of `bench/`, newest first, each with its machine, versions and command. Those of "
+        "CPUs say nothing about GPUs: their collectives go through shared memory.\n"
     ]
     parts += [f"![{name}](plots/{name}.svg)\n" for name in plots()]
     for path in results():
