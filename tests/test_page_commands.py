@@ -45,6 +45,8 @@ NEITHER = {  # first word, or module: why the command is neither run nor parsed
     "sbatch": "Slurm is not installed; tests/examples reads the script",
     "./zero_to_fp32.py": "stands in a checkpoint; tests/checkpoint runs it",
     "examples/clusters/ray_train.py": "imports Ray, which is not installed; make test-all runs it",
+    "tiny_model.py": "stands on its page; tests/examples/test_tutorial.py runs it",
+    "generate.py": "stands on its page; tests/examples/test_tutorial.py runs it",
     "docs/api.py": "reads sys.argv; tests/api/test_surfaces.py calls it",
     "docs/deepspeed_names.py": "reads sys.argv; tests/api/test_surfaces.py calls it",
 }
@@ -154,6 +156,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the files that pages name."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "ds.json").write_text(json.dumps(DS_JSON))
+    (tmp_path / "ds_8.json").symlink_to(ROOT / "configs" / "zero3.json")  # as docs/tutorial.md has `plan` write it
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"hidden_size": 8}')
     monkeypatch.chdir(tmp_path)
