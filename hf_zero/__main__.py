@@ -1,4 +1,4 @@
-"""The command line, `hf-zero` or `python -m hf_zero`: launch, explain, plan, report, zero_to_fp32, universal,
+"""The command line, `hf-zero` or `python -m hf_zero`: launch, explain, plan, report, docs, zero_to_fp32, universal,
 commands."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from hf_zero.quantities import parse_all
 
 # Commands that parse their own arguments. (What follows the script of `launch` is the script's.)
 _APART = {
+    "docs": "hf_zero.pages",
     "launch": "hf_zero.launch.command_line",
     "zero_to_fp32": "hf_zero.zero_to_fp32",
     "universal": "hf_zero.ds_to_universal",
@@ -42,6 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "plan", help="what training a model needs, and the ds.json to take, before anything runs", allow_abbrev=False
     )
     report = commands.add_parser("report", aliases=["env"], help="versions, devices, links and features, for an issue")
+    commands.add_parser("docs", help="a page of the documentation, or the list of them")
     commands.add_parser("zero_to_fp32", help="ordinary weights from a checkpoint")
     commands.add_parser("universal", help="a checkpoint in DeepSpeed's universal form")
     commands.add_parser("commands", help="the programs deepspeed and ds_report, which DeepSpeed's removal takes along")

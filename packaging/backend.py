@@ -1,10 +1,12 @@
-"""PEP 517 backend: setuptools, plus one file (hf_zero.pth, the startup hook) at the root of every wheel it builds."""
+"""PEP 517 backend: setuptools, plus two things that it has no place for: the startup hook, which is a file at the root
+of every wheel; and in wheels that are no editable installs, the pages of docs/ for users."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import os
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,13 +32,13 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-HOOK = Path(__file__).with_name("hf_zero.pth")
+HERE = Path(__file__).resolve().parent
 Settings = Mapping[str, object] | None
 
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
     name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
-    add_hook(Path(wheel_directory, name))
+    add(Path(wheel_directory, name), {**hook(), **pages(HERE.parent)})
     return name
 
 
@@ -44,20 +46,31 @@ def build_editable(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
     name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
-    add_hook(Path(wheel_directory, name))
+    add(Path(wheel_directory, name), hook())
     return name
 
 
-def add_hook(wheel: Path) -> None:
-    """Rewrites the archive with the hook, because members of a zip file (here RECORD) cannot be changed in place."""
-    hook = HOOK.read_bytes()
+def hook() -> dict[str, bytes]:
+    return {"hf_zero.pth": HERE.joinpath("hf_zero.pth").read_bytes()}
+
+
+def pages(root: Path) -> dict[str, bytes]:
+    """The pages that mkdocs.yml lists above those for developers, by their place in a wheel."""
+    for_users = root.joinpath("mkdocs.yml").read_text(encoding="utf-8").partition("nav:")[2].partition("Developers:")[0]
+    names = re.findall(r"[\w-]+\.md", for_users)
+    return {f"hf_zero/docs/{name}": root.joinpath("docs", name).read_bytes() for name in names}
+
+
+def add(wheel: Path, files: Mapping[str, bytes]) -> None:
+    """Rewrites the archive with `files`, because members of a zip file (here RECORD) cannot be changed in place."""
     fresh = wheel.with_suffix(".tmp")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(fresh, "w", zipfile.ZIP_DEFLATED) as new:
         for member in old.infolist():
             content = old.read(member)
             if member.filename.endswith(".dist-info/RECORD"):
-                new.writestr(_like(member, HOOK.name), hook)
-                content = _record_line(HOOK.name, hook) + content
+                for name, added in files.items():
+                    new.writestr(_like(member, name), added)
+                    content = _record_line(name, added) + content
             new.writestr(member, content)
     os.replace(fresh, wheel)
 

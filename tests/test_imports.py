@@ -40,7 +40,7 @@ LAYERS = (
     ("planning",),
     ("launch",),
     ("extras",),
-    ("ds_to_universal", "zero_to_fp32"),
+    ("ds_to_universal", "pages", "zero_to_fp32"),
     ("__main__",),
 )
 LAYER_OF = {package: height for height, packages in enumerate(LAYERS) for package in packages}

@@ -85,7 +85,8 @@ def copy_of_the_tree(folder: Path) -> Path:
     tree = folder / "tree"
     shutil.copytree(ROOT / "hf_zero", tree / "hf_zero", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "packaging", tree / "packaging", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "Makefile"):
+    shutil.copytree(ROOT / "docs", tree / "docs", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "Makefile", "mkdocs.yml"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tree / name)
     return tree

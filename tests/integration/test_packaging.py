@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import configparser
 import csv
 import hashlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -23,9 +25,27 @@ def test_the_wheel_is_pure_python_and_carries_the_hook(wheel: Path) -> None:
     assert names.count("hf_zero.pth") == 1
     outside = [name for name in names if not name.startswith("hf_zero/") and ".dist-info/" not in name]
     assert outside == ["hf_zero.pth"]
-    assert {Path(name).suffix for name in names if name.startswith("hf_zero/")} == {".json", ".py", ".typed"}
+    suffixes = {Path(name).suffix for name in names if name.startswith("hf_zero/")}
+    assert suffixes == {".json", ".md", ".py", ".typed"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_zero").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources
+
+
+def test_the_wheel_has_the_pages_for_users(bare: Site) -> None:
+    """Messages named `docs/offload.md`, and whoever had installed a wheel had no such folder."""
+    listed = bare.run_args("-I", "-m", "hf_zero", "docs")
+    topics = {line.split()[0] for line in listed.stdout.splitlines()}
+    assert not {"architecture", "step", "deepspeed_names", "published_runs"} & topics, "pages for developers"
+    assert topics >= {"index", "api", "tutorial", "offload", "troubleshooting"}, listed.stderr
+    named = set()
+    for path in (ROOT / "hf_zero").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+                named |= set(re.findall(r"docs/(\w+)\.md", node.value))
+    named -= {"config"}  # of the command that writes it
+    assert len(named) > 5 and named <= topics
 
 
 def test_the_record_names_every_file_with_its_true_hash(wheel: Path) -> None:

@@ -12,7 +12,7 @@ def explained(error: AttributeError, name: str, owner: str, instead: Mapping[str
     """`error`, or for a name of DeepSpeed's `owner` one that says what to use instead."""
     for names, answer in instead.items():
         if name in names.split():
-            text = f"{owner}.{name} is not supported by hf_zero: {answer} (docs/deepspeed_names.md)"
+            text = f"{owner}.{name} is not supported by hf_zero: {answer} (docs/api.md)"
             return AttributeError(text, name=name)
     return error
 

@@ -78,7 +78,7 @@ _INSIDE_FUNCTIONS = {
         )
     }
 }
-FEATURES = "docs/features.md in the hf_zero repository lists what exists"
+FEATURES = "docs/features.md lists what exists (hf-zero docs features shows it)"
 
 
 @functools.cache
