@@ -1,12 +1,15 @@
-"""PEP 517 backend: setuptools, plus two things that it has no place for: the startup hook, which is a file at the root
-of every wheel; and in wheels that are no editable installs, the pages of docs/ for users."""
+"""PEP 517 backend: setuptools, plus what it has no place for in a wheel: the startup hook and the stubs of `deepspeed`,
+which lie beside the package, and, unless the install is editable, the pages of docs/ for users."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import re
+import subprocess
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +41,7 @@ Settings = Mapping[str, object] | None
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
     name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
-    add(Path(wheel_directory, name), {**hook(), **pages(HERE.parent)})
+    add(Path(wheel_directory, name), {**hook(), **stubs(), **pages(HERE.parent)})
     return name
 
 
@@ -46,12 +49,19 @@ def build_editable(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
     name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
-    add(Path(wheel_directory, name), hook())
+    add(Path(wheel_directory, name), {**hook(), **stubs()})
     return name
 
 
 def hook() -> dict[str, bytes]:
     return {"hf_zero.pth": HERE.joinpath("hf_zero.pth").read_bytes()}
+
+
+def stubs() -> dict[str, bytes]:
+    """In a process of its own, without the packages of this environment: one may be another hf_zero."""
+    program = [sys.executable, "-I", "-S", "-B", str(HERE / "deepspeed_stubs.py")]
+    files: dict[str, str] = json.loads(subprocess.run(program, check=True, stdout=subprocess.PIPE).stdout)
+    return {name: text.encode() for name, text in files.items()}
 
 
 def pages(root: Path) -> dict[str, bytes]:

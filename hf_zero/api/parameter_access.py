@@ -60,7 +60,7 @@ class Fragments:
     def states(self, key: str) -> Source:
         return self._assembly.step.values.state(key)
 
-    def read(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
+    def read(self, parameter: Tensor, source: Source) -> Tensor | None:
         """Read the whole of `source` for `parameter`; None if no rank has it. Collective.
 
         Raises:
@@ -80,13 +80,13 @@ class Fragments:
             groups.access.all_reduce(flat).wait()
         return flat[:numel].view(parameter.shape).clone() if flat[numel] > 0 else None
 
-    def write(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
+    def write(self, parameter: Tensor, values: Tensor, target: Source) -> None:
         """Write this rank's part of `values` (of the parameter's shape) to `target`."""
         if values.shape != parameter.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for a parameter of {tuple(parameter.shape)}")
         self._write(parameter, values, target, [piece.in_parameter for _, piece in self._parts_of(parameter)])
 
-    def read_local(self, parameter: nn.Parameter, source: Source) -> Tensor | None:
+    def read_local(self, parameter: Tensor, source: Source) -> Tensor | None:
         """This rank's chunk at stage 3, without padding: a view if it is in memory, else a copy.
 
         Raises:
@@ -101,7 +101,7 @@ class Fragments:
             raise self._assembly.placements.failure
         return chunks[0] if len(chunks) == 1 else (torch.cat(chunks) if chunks else None)
 
-    def write_state(self, parameter: nn.Parameter, key: str, write: Callable[[Source], None]) -> None:
+    def write_state(self, parameter: Tensor, key: str, write: Callable[[Source], None]) -> None:
         """Call `write` with the `Source` of a state that exists.
 
         Raises:
@@ -116,12 +116,12 @@ class Fragments:
             raise RuntimeError(f"the optimizer has no state {key!r} per element of {name!r} that could be set: {fix}")
         write(states)
 
-    def write_local(self, parameter: nn.Parameter, values: Tensor, target: Source) -> None:
+    def write_local(self, parameter: Tensor, values: Tensor, target: Source) -> None:
         """Overwrite this rank's chunk at stage 3; `values` may have padding at the end."""
         numels = (piece.numel for _, piece in self._parts_of(parameter))
         self._write(parameter, values, target, accumulate(numels, initial=0))
 
-    def _write(self, parameter: nn.Parameter, values: Tensor, target: Source, starts: Iterable[int]) -> None:
+    def _write(self, parameter: Tensor, values: Tensor, target: Source, starts: Iterable[int]) -> None:
         wait_for_readers()
         flat = values.detach().reshape(-1)
         for (sub_group, piece), start in zip(self._parts_of(parameter), starts):
@@ -129,7 +129,7 @@ class Fragments:
                 if place is not None:
                     _inside(place, piece).copy_(flat.narrow(0, start, piece.numel))
 
-    def take_from(self, rank: int, parameter: nn.Parameter) -> None:
+    def take_from(self, rank: int, parameter: Tensor) -> None:
         """Give all ranks and the masters `rank`'s values of a parameter that ranks have whole. Collective."""
         groups, values = self._groups.of(parameter), parameter.detach().contiguous()
         groups.access_copies.broadcast([values], source=groups.place_beside(rank))
@@ -138,10 +138,10 @@ class Fragments:
         if id(parameter) in self._index:
             self.write(parameter, values, self.masters())
 
-    def _parts_of(self, parameter: nn.Parameter) -> list[tuple[SubGroup, Piece]]:
+    def _parts_of(self, parameter: Tensor) -> list[tuple[SubGroup, Piece]]:
         return self._parts.get(self._index[id(parameter)], [])
 
-    def set_steps(self, parameter: nn.Parameter, steps: int) -> None:
+    def set_steps(self, parameter: Tensor, steps: int) -> None:
         self._assembly.optimizer.updater.set_steps(self._index[id(parameter)], steps)
 
     @property
@@ -149,13 +149,13 @@ class Fragments:
         """Factor from a reduced gradient to the gradient of the loss, before clipping."""
         return self._assembly.step.factors.of_gradients
 
-    def has_reduced(self, parameter: nn.Parameter) -> bool:
+    def has_reduced(self, parameter: Tensor) -> bool:
         """Whether a gradient has been reduced since the last step; the same on all ranks."""
         index = self._index[id(parameter)]
         reduced = (bucket.bucket.slots for bucket in self._assembly.reducer.buckets if bucket.reduced.is_there)
         return any(slot.parameter == index for slots in reduced for slot in slots)
 
-    def unreduced(self, parameter: nn.Parameter) -> Tensor | None:
+    def unreduced(self, parameter: Tensor) -> Tensor | None:
         """This rank's whole gradient before reduction (stages 0 and 1 between micro-batches): a view, 1-D."""
         index = self._index[id(parameter)]
         for bucket in self._assembly.reducer.buckets:
@@ -172,7 +172,7 @@ class Fragments:
         optimizer = self._assembly.optimizer
         return self.gradient_factor * (optimizer.sharding.num_ranks if optimizer.rules.gradients.average else 1)
 
-    def all_gather_params(self, parameter: nn.Parameter) -> None:
+    def all_gather_params(self, parameter: Tensor) -> None:
         """Copy edited masters to the model. Collective."""
         self._assembly.step.values.master_to_params(self._index[id(parameter)])
 
@@ -198,7 +198,7 @@ def attach_fragments(assembly: Assembly, groups: ParallelGroups, model: nn.Modul
     assembly.optimizer.fragments = fragments
 
 
-def take_from(rank: int, parameters: Iterable[nn.Parameter]) -> None:
+def take_from(rank: int, parameters: Iterable[Tensor]) -> None:
     """Give all ranks, and the masters, what `rank` has written into those of `parameters` that an engine's ranks have
     whole. Collective."""
     for parameter in parameters:
@@ -207,17 +207,17 @@ def take_from(rank: int, parameters: Iterable[nn.Parameter]) -> None:
             fragments.take_from(rank, parameter)
 
 
-def _fragments_of(parameter: nn.Parameter) -> Fragments | None:
+def _fragments_of(parameter: Tensor) -> Fragments | None:
     return _FRAGMENTS.get(id(parameter))
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """Return the whole master weight; None for a parameter that no engine trains. Collective."""
     fragments = _fragments_of(param)
     return fragments.read(param, fragments.masters()) if fragments else None
 
 
-def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """Return the whole gradient since the last step (mean over ranks, before clipping); None if there is none (with
     AdaLoRA after a step: the clipped gradient of that step). Collective.
 
@@ -234,7 +234,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     return LAST_GRADIENTS.get(param) if total is None else total.mul_(fragments.gradient_factor)
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """Return one whole optimizer state; None before the first step and for unknown keys. Collective.
 
     Args:
@@ -244,7 +244,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     return fragments.read(param, fragments.states(optim_state_key)) if fragments else None
 
 
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Overwrite master and model weight. Collective.
 
     Args:
@@ -259,7 +259,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     fragments.all_gather_params(param)
 
 
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Overwrite the gradient between backward and step, in the units of `safe_get_full_grad`. Collective.
 
     Args:
@@ -282,7 +282,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     fragments.write(param, value / fragments.gradient_factor, gradients)
 
 
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor | float, optim_state_key: str) -> None:
+def safe_set_full_optimizer_state(param: Tensor, value: Tensor | float, optim_state_key: str) -> None:
     """Overwrite one optimizer state; with the key "step" the parameter's count of updates, by a number. Collective.
 
     Args:
@@ -301,9 +301,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor | float, op
     fragments.write_state(param, optim_state_key, functools.partial(fragments.write, param, values))
 
 
-def safe_update_full_grad_vectorized(
-    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Any]
-) -> None:
+def safe_update_full_grad_vectorized(param_list: Iterable[Tensor], update_func: Callable[[Tensor, Any], Any]) -> None:
     """Replace each whole gradient by the result of `update_func(gradient, parameter)`; None means an in-place change.
     Parameters without a gradient are left out. Collective."""
     for param in param_list:
@@ -313,7 +311,7 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, gradient if updated is None else updated)
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """Return this rank's chunk of the master weight, 1-D and without padding; None for a rank that has none.
 
     Raises:
@@ -323,20 +321,20 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     return fragments.read_local(param, fragments.masters())
 
 
-def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """Return this rank's chunk of `safe_get_full_grad`, 1-D; None if there is no gradient."""
     fragments = _sharded(param)
     chunk = fragments.read_local(param, fragments.gradients())
     return None if chunk is None else chunk.float() * fragments.gradient_factor
 
 
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """Return this rank's chunk of one optimizer state, 1-D; None before the first step and for unknown keys."""
     fragments = _sharded(param)
     return fragments.read_local(param, fragments.states(optim_state_key))
 
 
-def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Overwrite this rank's chunk of the master weight, and the model's weight with all chunks. Collective.
 
     Args:
@@ -347,13 +345,13 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     fragments.all_gather_params(param)
 
 
-def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     """Overwrite this rank's chunk of the gradient between backward and step, in the units of `safe_get_full_grad`."""
     fragments = _sharded(param)
     fragments.write_local(param, value / fragments.gradient_factor, fragments.gradients())
 
 
-def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
     """Overwrite this rank's chunk of one optimizer state.
 
     Raises:
@@ -363,7 +361,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     fragments.write_state(param, optim_state_key, functools.partial(fragments.write_local, param, value))
 
 
-def _managed(param: nn.Parameter) -> Fragments:
+def _managed(param: Tensor) -> Fragments:
     fragments = _fragments_of(param)
     if fragments is None:
         raise RuntimeError(
@@ -374,7 +372,7 @@ def _managed(param: nn.Parameter) -> Fragments:
     return fragments
 
 
-def _sharded(param: nn.Parameter) -> Fragments:
+def _sharded(param: Tensor) -> Fragments:
     fragments = _managed(param)
     if of(param) is None:
         raise RuntimeError("the safe_*_local_* functions need ZeRO stage 3 and more than one rank; use safe_*_full_*")

@@ -23,8 +23,11 @@ def test_the_wheel_is_pure_python_and_carries_the_hook(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert names.count("hf_zero.pth") == 1
-    outside = [name for name in names if not name.startswith("hf_zero/") and ".dist-info/" not in name]
+    folders = ("hf_zero/", "deepspeed-stubs/", "hf_zero-")
+    outside = [name for name in names if not name.startswith(folders)]
     assert outside == ["hf_zero.pth"]
+    stubs = {name for name in names if name.startswith("deepspeed-stubs/")}
+    assert {Path(name).suffix for name in stubs} == {".pyi", ".typed"} and "deepspeed-stubs/zero.pyi" in stubs
     suffixes = {Path(name).suffix for name in names if name.startswith("hf_zero/")}
     assert suffixes == {".json", ".md", ".py", ".typed"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_zero").rglob("*.py")}
