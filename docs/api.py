@@ -54,7 +54,7 @@ FUNCTIONS = {
         engine.get_batch_info engine.set_train_batch_size engine.set_train_micro_batch_size engine.deepspeed_io
     """,
     "Engine: checkpoints and weights": """
-        engine.save_checkpoint engine.load_checkpoint engine.save_16bit_model engine.module_state_dict
+        engine.save_checkpoint engine.load_checkpoint engine.preempted engine.save_16bit_model engine.module_state_dict
         engine.load_module_state_dict
     """,
     "Engine: memory and speed": """
