@@ -64,6 +64,6 @@ def test_the_page_names_the_floors() -> None:
     page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|", page, flags=re.MULTILINE))
     assert rows == {"Python": OLDEST_PYTHON, **floors()}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert ", ".join(f"{library} {floor}" for library, floor in floors().items()) in readme
     assert all(f"`{versions.name}`" in page for versions in SETS if not versions.name.startswith("python"))
