@@ -91,6 +91,11 @@ class RankedPlans:
     yours: tuple[Estimate, ...] = ()
 
     @property
+    def fits(self) -> bool:
+        """Whether any candidate fits. (None is chosen either if no trial of `--measure` has completed.)"""
+        return any(each.fits for each in self.estimates)
+
+    @property
     def rows(self) -> tuple[Estimate, ...]:
         return (*self.yours, *self.estimates)
 

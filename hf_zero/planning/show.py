@@ -46,7 +46,7 @@ def reasoning(plan: RankedPlans) -> list[str]:
             lines.append(f"{each.candidate.name}: fits, {_speed(each, plan)}")
         else:
             lines.append(f"{each.candidate.name}: does not fit: {'; '.join(each.lacks)}")
-    if plan.chosen is None:
+    if not plan.fits:
         lines.append(what_else(plan))
     return [*lines, *plan.refused]
 
@@ -255,7 +255,7 @@ def show(plan: RankedPlans, *, everything: bool = False, console: Console | None
         everything: also show candidates that do not fit.
     """
     console = console or new_console()
-    if plan.chosen is None:
+    if not plan.fits:
         console.print(escape(what_else(plan)), soft_wrap=True)
     hidden = [each for each in plan.estimates if not everything and not each.fits]
     if len(hidden) < len(plan.estimates) or plan.yours:

@@ -116,6 +116,14 @@ def test_nothing_fits_is_said_once_with_what_is_nearest() -> None:
     assert "is nearest: it needs " in line and "GB of host memory for 1 rank(s)" in line and " can be used" in line
 
 
+def test_trials_that_fail_do_not_make_everything_too_large() -> None:
+    """`plan --measure` whose trials had all failed, for a port in use, said that nothing fits."""
+    found = planned("40M", Training(length=32))
+    failed = replace(found, chosen=None, refused=("no trial has completed",))
+    assert reasoning(failed)[-1] == "no trial has completed"
+    assert not any("nothing fits" in line for line in [*reasoning(failed), shown(failed)])
+
+
 def test_what_does_not_fit_is_listed() -> None:
     """ "15 more do not fit (--all shows them)" did not say which."""
     plan = planned("8b", replace(SEARCHED, length=512), device_memory="24G")
