@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hf_zero.config import ConfigError, Other, Problem, load_config
@@ -69,10 +69,11 @@ def _or_auto(kind: type) -> Callable[[str], Any]:
 @LAUNCH.add("_validate_launch_command(args)", without=_NO_FLAG, until=_NO_NEED)
 def around_validation(original: Function, args: Any) -> Any:
     """--use_hf_zero is --use_deepspeed with HF_ZERO=1; report all wrong values before ranks start."""
+    typed = {name: value for name, value in vars(args).items() if value is not None}  # `original` adds the config file
     if not _asked_for(args, sys.modules[original.__module__]):
         validated = original(args)
         if args.use_deepspeed and FINDER.answers():
-            _accept(args, [])
+            _accept(args, typed, [])
         return validated
     os.environ["HF_ZERO"] = "1"  # for this process and its children
     problems = [
@@ -88,7 +89,7 @@ def around_validation(original: Function, args: Any) -> Any:
         if args.num_processes is None and args.config_file is None:
             args.num_processes = 1
     validated = original(args)
-    _accept(args, problems)
+    _accept(args, typed, problems)
     return validated
 
 
@@ -102,9 +103,13 @@ def _asked_for(args: Any, launch: Any) -> bool:
     return _is_true(settings.get(_KEY, False))
 
 
-def _accept(args: Any, problems: list[Problem]) -> None:
-    """Check the merged flags and file: report all problems, then fill in open values."""
-    problems = [*problems, *_wrong_values(args)]
+def _accept(args: Any, typed: Mapping[str, Any], problems: list[Problem]) -> None:
+    """Check the flags, merged with accelerate's config file: report all problems, then fill in open values.
+
+    Args:
+        typed: the flags alone. accelerate itself refuses entries of its file beside a DeepSpeed config file.
+    """
+    problems = [*problems, *_wrong_values(args, typed)]
     if problems:
         raise ConfigError(problems, headline="accelerate launch cannot start this")
     for name in _MAY_BE_AUTO:
@@ -122,7 +127,7 @@ def _accept(args: Any, problems: list[Problem]) -> None:
         args.num_processes = 1
 
 
-def _wrong_values(args: Any) -> Iterator[Problem]:
+def _wrong_values(args: Any, typed: Mapping[str, Any]) -> Iterator[Problem]:
     if str(args.zero_stage) not in ("None", "0", "1", "2", "3"):
         yield Problem("--zero_stage", args.zero_stage, "there are stages 0, 1, 2, 3", "give one of them")
     for name in ("zero3_init_flag", "zero3_save_16bit_model"):
@@ -141,7 +146,7 @@ def _wrong_values(args: Any) -> Iterator[Problem]:
         except ConfigError as error:
             yield from error.problems
             return
-        for path, written, given in dropped(config, vars(args)):
+        for path, written, given in dropped(config, typed):
             name = LAUNCHED[path][0]
             source = source_in(config, path)
             place = config.name if written is ABSENT or source.kind == "dict" else str(source)
