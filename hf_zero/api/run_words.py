@@ -198,8 +198,7 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
     if assembly is not None:
         yield f"optimizer: {_optimizer_words(engine)}{_sees(assembly.optimizer.updater)}"
     sizes = expected_sizes(engine)
-    units = getattr(engine.module_view.store, "units", ())
-    whole = sum(part.layout.full_numel * part.dtype.itemsize for u in units if u.is_persistent for part in u.parts)
+    whole = sum(unit.whole for unit in _rank_sizes(engine).units if unit.is_persistent)
     for kind, (what, from_stage) in _SHARDED.items():
         gathered = whole if kind == PARAMETERS and shard > 1 else 0
         there = [(place, num_bytes) for (each, place), num_bytes in sizes.items() if each == kind]

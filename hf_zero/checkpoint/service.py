@@ -112,7 +112,6 @@ def keep_checkpoint(
         CheckpointError: on all ranks, if one has too little space.
     """
     background.wait()
-    enter("save_checkpoint into host memory")
     arena, collectives = background.arena, subject.groups.world
 
     def keep() -> dict[str, Any]:

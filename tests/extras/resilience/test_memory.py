@@ -18,6 +18,7 @@ from hf_zero.checkpoint import CheckpointError, background
 from hf_zero.checkpoint.arena import Arena
 from hf_zero.comm import ledger
 from hf_zero.comm.cpu import shared_memory
+from hf_zero.comm.process_group import store_of_job
 from hf_zero.extras.resilience.memory import MemoryCheckpoints, supervisor
 from tests.checkpoint.training import new_engine, train
 from tests.support.ranks import run_each, run_ranks
@@ -64,11 +65,14 @@ def run_keeps(rank: int, kind: str, folder: str, updates: int, num_kept: int) ->
     memory = MemoryCheckpoints(Path(folder), engine.groups.world)
     assert memory.newest() is None
     ledger.reset()
+    num_keys = []
     with everything_mapped():
         for update in range(1, updates + 1):
             losses += train(engine, rank, world, range(update - 1, update))
             if update <= num_kept:
                 memory.keep(engine, update, partial(add, rank, update))
+                num_keys.append(store_of_job().num_keys())
+    assert len(set(num_keys[1:])) <= 1, "every update leaves something in the job's store"
     memory.close()
     numel = sum(t.numel for (phase, name), t in ledger.tallies.items() if "all_to_all" in name)
     engine.destroy()
