@@ -98,7 +98,8 @@ def trained(case: str, size: str = "1.5b", micro_batches: int = 1, limit_s: floa
 
 
 def _offload() -> list[Part]:
-    ways = ("compute alone", "hf_zero 3", "hf_zero 3 offload", "hf_zero 2 offload", "hf_zero 3 streaming")
+    offloads = ("hf_zero 3 offload", "hf_zero 3 offload both", "hf_zero 2 offload", "hf_zero 3 streaming")
+    ways = ("compute alone", "hf_zero 3", *offloads)
     both = [trained(case, micro_batches=number) for number in PER_UPDATE.values() for case in ways]
     beside = [trained("deepspeed 3 offload", micro_batches=4)]
     larger = [trained(case, "3.2b", limit_s=80) for case in ("hf_zero 3 offload", "hf_zero 3 streaming")]

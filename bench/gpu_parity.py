@@ -53,6 +53,15 @@ def cases(folder: str) -> Iterator[tuple[str, str, Config, Config]]:
         drives = {"stage": 3, "offload_optimizer": drive, "offload_param": drive, "sub_group_size": 1_000_000}
         yield "stage 3, all on a drive", precision, drives, {}
         yield "stage 2, states on a drive", precision, {"stage": 2, "offload_optimizer": drive}, {}
+        for who in ("device", "both"):
+            update = {"hf_zero": {"offload_update": who}}
+            yield (
+                f"stage 2, states on the host, updated by {who}",
+                precision,
+                {"stage": 2, "offload_optimizer": CPU},
+                update,
+            )
+            yield f"stage 3, all on the host, updated by {who}", precision, both, update
         partly = {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.5}}
         yield "stage 3, half the states on the host", precision, partly, {}
         streaming = {"stage": 3, "offload_param": CPU}

@@ -55,6 +55,7 @@ class Way:
 
     setup: Setup
     states: str = "fp32"
+    update: str = "cpu"  # hf_zero.offload_update
     is_compiled: bool = False
     fp8: bool = False
 
@@ -66,6 +67,7 @@ OURS = {
     "hf_zero 3": Way(Setup(3)),
     "hf_zero 2 offload": Way(Setup(2, offload_optimizer=True)),
     "hf_zero 3 offload": Way(Setup(3, **_OFFLOAD)),
+    "hf_zero 3 offload both": Way(Setup(3, **_OFFLOAD), update="both"),
     "hf_zero 3 streaming": Way(Setup(3, **_OFFLOAD, **_STREAMING)),
     "hf_zero 3 streaming bf16": Way(Setup(3, **_OFFLOAD, **_STREAMING), states="bf16"),
     "hf_zero 3 streaming 8-bit": Way(Setup(3, **_OFFLOAD, **_STREAMING), states="8-bit"),
@@ -187,6 +189,8 @@ def ds_config(way: Way, batch: int, micro_batches: int = 1) -> dict[str, Any]:
         "zero_optimization": zero,
         "steps_per_print": 1 << 30,
     }
+    if way.update != "cpu":
+        config["hf_zero"] = {"offload_update": way.update}
     if setup.streams:
         states = {"states": "bf16"} if way.states == "bf16" else {}
         config["bf16"] |= {"check_grad_overflow": False}

@@ -13,7 +13,7 @@ def state_bytes(engine: Any) -> dict[str, int]:
     store, updater = assembly.store, assembly.optimizer.updater
     return {
         "parameters": _parameters(engine.module, store),
-        "gradients": sum(bucket.reduced.on_its_way.num_bytes for bucket in assembly.reducer.buckets),
+        "gradients": sum(bucket.reduced.vector.num_bytes for bucket in assembly.reducer.buckets),
         "optimizer": _masters(store) + _states(updater),
     }
 

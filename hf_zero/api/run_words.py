@@ -39,6 +39,7 @@ from hf_zero.layout.memory import (
 from hf_zero.layout.sharding import Sharding
 from hf_zero.log import log_dist
 from hf_zero.offload.memory_estimate import SizesByPolicy
+from hf_zero.offload.placement import Placements
 from hf_zero.optim.registry import states_per_element, stored_bytes_per_element
 from hf_zero.optim.updater import OwnStepUpdater, Updater
 from hf_zero.params.store import of
@@ -113,8 +114,7 @@ def expected_sizes(engine: ZeroEngine) -> Sizes:
     kept = (keys.stage3_max_live_parameters + keys.stage3_prefetch_bucket_size) * itemsize
     sizes[GATHERED, DEVICE] += gathered_at_most(rank, kept)
     sizes[BUFFERS, DEVICE] += receive_buffers(rank)
-    sizes[BUFFERS, rank.host] += update_buffers(rank)
-    return +sizes
+    return sizes + update_buffers(rank)
 
 
 def _rank_sizes(engine: ZeroEngine) -> RankSizes:
@@ -132,9 +132,10 @@ def _rank_sizes(engine: ZeroEngine) -> RankSizes:
     )
     units = [_unit_sizes(unit, own) for unit in getattr(store, "units", ())]
     buckets = []
+    far = [] if assembly is None else [placement for placement, _ in assembly.placements.far]
     for trained in () if assembly is None else assembly.store.buckets:
         bucket, placement = trained.bucket, trained.placement
-        is_far = placement.work != own.own or placement.gradients.can_fail
+        is_far = any(placement is each for each in far)
         buckets.append(
             policies.bucket(
                 bucket.dtype,
@@ -208,9 +209,7 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
             stored = ", ".join(f"{size(n)} {_words(engine, place)}" for place, n in places if n)
             small = f"; small ones also whole, {size(gathered)} {_words(engine, DEVICE)}" if gathered else ""
             yield f"{what}: {how} on each rank, {stored}{small}"
-    threads = None if assembly is None else assembly.placements.update_threads
-    if threads is not None:
-        yield f"updates in host memory: {count(threads, 'thread')} of this rank (hf_zero.offload_threads)"
+    yield from () if assembly is None else _offloaded_updates(assembly.placements)
     gathers = zero.keys.stage3_gather_16bit_weights_on_model_save
     if stage == 3 and not gathers and not hasattr(engine.module, "peft_config"):  # adapters are written
         yield f"whole weights: {NOT_GATHERED}"
@@ -225,6 +224,16 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
         values = count(filled, "value")
         yield f'"auto": {values} filled in (python -m hf_zero explain ds.json shows each and its source)'
     yield from (f"remark: {remark}" for remark in resolved.remarks if not (remark.ignored or remark.idle))
+
+
+def _offloaded_updates(placements: Placements) -> Iterator[str]:
+    """What updates offloaded states, for a model on an accelerator."""
+    shares = {placement.streams: share for placement, share in placements.far}
+    if shares.get(True):
+        yield f"updates of offloaded states on the device: {shares[True]:.0%} (hf_zero.offload_update)"
+    if placements.update_threads is not None and shares.get(False):
+        threads = count(placements.update_threads, "thread")
+        yield f"updates in host memory: {threads} of this rank (hf_zero.offload_threads)"
 
 
 def _optimizer_words(engine: ZeroEngine) -> str:

@@ -177,14 +177,14 @@ def _is_one_value(part: Tensor) -> bool:
 def _written_by_updates(updater: Updater) -> frozenset[int]:
     """Addresses of memory that nothing but an update writes: masters that are not the weights themselves, and optimizer
     states."""
-    if not updater.stager.always_at_hand:
+    if not updater.stager.rests_in_memory:
         return frozenset()
     addresses, state = set(), updater.optimizer.state
     for sub_group in updater.sub_groups:
         stored = sub_group.stored
-        masters = [] if sub_group.lp_param is None else [sub_group.master if stored is None else stored.master.tensor]
+        masters = [] if sub_group.lp_param is None else [sub_group.master if stored is None else stored.master.resting]
         states = (value for tensor in sub_group.tensors for value in state.get(tensor.parameter, {}).values())
-        kept = () if stored is None else (vector.tensor for vector in stored.vectors.values())
+        kept = () if stored is None else (vector.resting for vector in stored.vectors.values())
         for value in (*masters, *states, *kept):
             if isinstance(value, Tensor) and value.numel() > 1:
                 addresses.add(value.untyped_storage().data_ptr())

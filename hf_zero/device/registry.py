@@ -80,7 +80,11 @@ class Accelerator(Runtime):
             self._streams[lane] = torch.Stream(device=self.device, priority=-1 if lane is Lane.GATHER else 0)
         return self._streams[lane]
 
-    def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
+    def copy_in(
+        self, home: Tensor, buffer: Tensor, *, after: Event | None = None, written: Event | None = None
+    ) -> Event:
+        if isinstance(written, StreamEvent):
+            self._stream(Lane.IN).wait_event(written.recorded)
         return self._copy(Lane.IN, home, buffer, self.record() if after is None else after)
 
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:

@@ -12,7 +12,7 @@ group has its own stream, which waits until compute has filled a buffer.) A copy
 and overwriting too soon:
 
 - a copy in starts after `after`, when its buffer has been read for the last time; without `after`, after everything
-  queued on the compute stream
+  queued on the compute stream; and after `written`, when its source has arrived in host memory
 - a copy out starts after everything queued on the compute stream, because its source has just been computed
 - a gather starts when its row has been written and its buffer has been read for the last time; the compute stream waits
   for the gather before it reads the buffer
@@ -137,11 +137,14 @@ class Runtime:
 
     # Copies
 
-    def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
+    def copy_in(
+        self, home: Tensor, buffer: Tensor, *, after: Event | None = None, written: Event | None = None
+    ) -> Event:
         """Start copying `home` in host memory to `buffer` (same shape) in device memory.
 
         Args:
             after: when the buffer may be written; None: after everything queued on the compute stream so far.
+            written: when a copy out has written `home`; None: it has its values.
         """
         return self._copy_now("in", home, buffer)
 

@@ -39,7 +39,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.kernels.accumulate import add_into, add_rows, write_rows
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.layout import Interval, Slot
-from hf_zero.offload.vector import Vector
+from hf_zero.offload.vector import Vector, part_of
 from hf_zero.params.store import TrainedBucket
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class ReducedGradient:
         self._num_added = self._num_counted = 0  # parts since the last step; the difference is in flight
         self._num_squared = 0  # parts that `_squares` includes
         self._squares: Tensor | None = None
+        self._streamed: dict[Interval, Vector] = {}  # parts that stream through the device for the update
 
     @property
     def is_there(self) -> bool:
@@ -95,15 +96,21 @@ class ReducedGradient:
     @property
     def vector(self) -> Vector:
         """The sum of everything added; created on first use."""
-        self._wait_for_departures()
+        self.wait_for_departures()
         return self._place
 
-    @property
-    def on_its_way(self) -> Vector:
-        """`vector` without waiting: the values may still be in flight to host memory."""
-        return self.vector if self._place.tensor is None else self._place
+    def for_update(self, part: Interval) -> Vector:
+        """The sum over `part` of the owned interval, in the memory of the update. In host memory the values may still
+        be in flight (`wait_for_departures`)."""
+        placement = self._trained.placement
+        kept = self.vector if self._place.tensor is None or placement.streams else self._place
+        if not placement.streams:
+            return part_of(kept, part.start, part.numel)
+        if part not in self._streamed:
+            self._streamed[part] = placement.streamed(kept, part)
+        return self._streamed[part]
 
-    def _wait_for_departures(self) -> None:
+    def wait_for_departures(self) -> None:
         if self._departures is not None:
             self._departures.wait(self._count_in)
 
@@ -139,7 +146,8 @@ class ReducedGradient:
 
     def place_for_result(self) -> Tensor:
         """Storage (1-D, on the training device) for a sum over ranks, which is then passed to `add`."""
-        if not self.is_there and self._dtypes.are_one and self._memory == self._trained.placement.work:
+        is_in_place = self._departures is None and self._memory == self._trained.placement.work
+        if not self.is_there and self._dtypes.are_one and is_in_place:
             self.vector.fetch(reads=False)
             self._state = ReducedState.AWAITED
             return self.vector.take()
@@ -201,7 +209,7 @@ class ReducedGradient:
     def squares(self, part: Interval) -> Tensor:
         """Sum of squares over `part` of the owned interval: 0-dim, fp64."""
         if self._num_squared != self._num_added:
-            self._wait_for_departures()
+            self.wait_for_departures()
         if (
             self._num_squared == self._num_added
             and self._squares is not None
@@ -222,13 +230,12 @@ class ReducedGradient:
         self._squares = self.squares(Interval(0, self._trained.owned.numel))
         self._num_squared = self._num_added
         self._state = ReducedState.APPLIED
-        self._place.free()
-        self._vector = None
+        self._free()
 
     def clear(self) -> None:
         """Drop the sum. Host memory stays allocated, because every step would page it in again. Device memory returns
         to the allocator, so that activations can use it until the next gradients."""
-        self._wait_for_departures()
+        self.wait_for_departures()
         self._state = ReducedState.NONE
         self._num_added = self._num_counted = self._num_squared = 0
         self._squares = None
@@ -238,8 +245,12 @@ class ReducedGradient:
     def give_up_room(self) -> None:
         """Free the memory if there is no sum."""
         if not self.is_there and self._vector is not None and self._vector.tensor is not None:
-            self._vector.free()
-            self._vector = None
+            self._free()
+
+    def _free(self) -> None:
+        self._place.free()
+        self._vector = None
+        self._streamed.clear()
 
 
 class ArrivalState(Enum):

@@ -29,9 +29,10 @@ Sizes = Counter[tuple[str, str]]
 
 FP32_BYTES = 4
 GRADIENT_BUFFERS = 3  # bucket buffers with a drive: two being reduced, one being written
-STREAMED_NUMEL = 1 << 23  # maximum sub-group under streaming, whose masters are joined for the update
+STREAMED_NUMEL = 1 << 23  # maximum sub-group whose masters are joined for the update, or stream through the device
 AT_ONCE = 3  # minimum parameter shards in memory: one in use, one being fetched, one being written
 STAGING_BUFFERS = 3  # for rows, and for weights updated on the host
+STREAMED_SUB_GROUPS = 3  # during an update on the device: one coming, one in use, one leaving
 SUMS_IN_FLIGHT = 2  # while updates run during backward: one being reduced, one being applied
 RESULTS = 2  # reduced buckets that are being copied from the device to host memory
 
@@ -91,6 +92,7 @@ class RankSizes:
         send_buffers: maximum number of buffers of reductions in flight.
         sub_group_numel: maximum elements of a sub-group; 0: the whole bucket.
         state_vectors: vectors of a sub-group's length in host memory, for states on a drive.
+        streamed_numel: maximum elements of a sub-group that streams through the device for its update; 0: none does.
         joined_numel: maximum elements of a sub-group whose masters are joined for its update; 0: masters are whole.
         row_buffers: number of buffers for rows on a drive, unless these exceed `row_buffer_numel` elements in total.
         ahead: bytes of receive buffers filled by gathers ahead; at least one unit's.
@@ -108,6 +110,7 @@ class RankSizes:
     send_buffers: int = 0
     sub_group_numel: int = 0
     state_vectors: int = 0
+    streamed_numel: int = 0
     joined_numel: int = 0
     row_buffers: int = 0
     row_buffer_numel: int = 0
@@ -228,7 +231,16 @@ def receive_buffers(rank: RankSizes) -> int:
     return rank.ranks * row + max(rank.ranks * row, rank.ahead) if rank.separate else 2 * row
 
 
-def update_buffers(rank: RankSizes) -> int:
-    """Bytes in host memory for masters and states that are fetched from a drive; only during an update."""
+def update_buffers(rank: RankSizes) -> Sizes:
+    """Buffers that only an update has: in host memory for masters and states on a drive, and on the device for masters,
+    states and gradients that stream through it."""
     longest = max((bucket.owned for bucket in rank.buckets if bucket.place == DISK), default=0)
-    return FP32_BYTES * min(rank.sub_group_numel or longest, longest) * rank.state_vectors
+    sizes = Sizes()
+    sizes[BUFFERS, rank.host] = FP32_BYTES * min(rank.sub_group_numel or longest, longest) * rank.state_vectors
+    streamed = (
+        min(bucket.owned, rank.streamed_numel) * (bucket.master + bucket.states + bucket.summed)
+        for bucket in rank.buckets
+        if bucket.place != DEVICE
+    )
+    sizes[BUFFERS, DEVICE] += round(STREAMED_SUB_GROUPS * max(streamed, default=0))
+    return +sizes

@@ -154,6 +154,8 @@ class SizesByPolicy:
             asked = states.buffer_count if is_limit else min(states.buffer_count, 1 + self.num_states)
             vectors = asked * (1 + states.reads_ahead + states.writes_behind)
         joins = streaming is not None and streaming.masters == "split"
+        streams = self.separate and states is not None and self.zero.offload_update != "cpu"
+        chunk = min(self.zero.sub_group_numel or STREAMED_NUMEL, STREAMED_NUMEL)
         return RankSizes(
             buckets=buckets,
             units=units,
@@ -167,7 +169,8 @@ class SizesByPolicy:
             send_buffers=MAX_SEND_BUFFERS,
             sub_group_numel=self.zero.sub_group_numel,
             state_vectors=vectors,
-            joined_numel=min(self.zero.sub_group_numel or STREAMED_NUMEL, STREAMED_NUMEL) if joins else 0,
+            streamed_numel=chunk if streams else 0,
+            joined_numel=chunk if joins else 0,
             row_buffers=0 if rows is None else rows.buffer_count,
             row_buffer_numel=0 if rows is None else rows.buffer_numel,
             ahead=ahead,
@@ -210,7 +213,7 @@ def estimate_memory(
     needed = parameter_sizes(rank) + optimizer_sizes(rank) + gradient_sizes(rank) + buffer_sizes(rank)
     exists = sum(unit.row for unit in rank.units if DEVICE in unit.stored)
     needed[PARAMETERS, DEVICE] -= exists if rank.units else needed[PARAMETERS, DEVICE]
-    needed[PARAMETERS, rank.host] += update_buffers(rank)
+    needed += update_buffers(rank)
     device_total, host, disk = (_total(needed, place) for place in (DEVICE, HOST, DISK))
     return MemoryEstimate(device_total if separate else 0, host if separate else device_total, disk)
 

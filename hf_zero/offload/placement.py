@@ -53,6 +53,12 @@ if TYPE_CHECKING:
 #     in                      [weights 1]  [weights 2]        from buffers in host memory; `take` waits for them
 #     compute                            all-gather 1         waits for the copy in (`join`)
 #
+# while masters and states are stored on the host and updated on the device, in chunks that stream through it:
+#
+#     in         [states 1]  [states 2]  [states 3]           into buffers of the device, as soon as each is read
+#     compute            update 1    update 2
+#     out                        [states 1]  [states 2]       the next copy in waits for them, and the host in `view`
+#
 # and while weights are stored on the host and used on the device:
 #
 #     in         [row 1]  [row 2]  [row 3]                    starts at `fetch`, into a buffer that is not being read
@@ -103,6 +109,10 @@ class StagingPool:
         if len(self._free) < self._limit:
             self._free.append((buffer, free))
 
+    def drop(self) -> None:
+        """Free the buffers that nobody uses, once the copies from and to them are done."""
+        self._free.clear()
+
 
 class StagedVector(Vector):
     """A vector stored in `home`, in another memory, and used as a copy in a buffer of `pool`."""
@@ -120,6 +130,10 @@ class StagedVector(Vector):
         self._users = 0
         self._changed = False
         pool.expect(home.numel, home.dtype)
+
+    @property
+    def resting(self) -> Tensor | None:
+        return self._home.resting
 
     @property
     def is_whole(self) -> bool:
@@ -140,7 +154,7 @@ class StagedVector(Vector):
         if self._pool.is_host:
             self._arrived = self._runtime.copy_out(home, self._values)
         else:
-            self._arrived = self._runtime.copy_in(home, self._values, after=self._free)
+            self._arrived = self._runtime.copy_in(home, self._values, after=self._free, written=self._left)
         self._runtime.keep_until(self._arrived, home)
 
     @property
@@ -166,7 +180,8 @@ class StagedVector(Vector):
             return
         values, buffer = self._values, self._buffer
         assert buffer is not None
-        if self._changed:
+        changed = self._changed and self._is_ready  # nobody has changed what nobody has taken
+        if changed:
             self._left = free = self._send_back(values)
         elif self._pool.is_host or not self._is_ready:
             free = self._arrived or self._free or DONE
@@ -174,9 +189,9 @@ class StagedVector(Vector):
         else:
             free = self._runtime.record(buffer)
         if self._home.tensor is None:
-            self._runtime.host_wait(free if self._changed else self._arrived or DONE)  # before the drive uses it
+            self._runtime.host_wait(free if changed else self._arrived or DONE)  # before the drive uses it
         self._pool.give(buffer, free)
-        self._home.release(changed=self._changed)
+        self._home.release(changed=changed)
         self._buffer, self._arrived, self._changed = None, None, False
 
     def _send_back(self, values: Tensor) -> Event:
@@ -194,12 +209,36 @@ class StagedVector(Vector):
         return not self._pool.is_host
 
     def view(self) -> Tensor:
+        if self.leaves_late:
+            self._wait_until_left()
         return self._home.view()
 
     def flush(self) -> None:
+        self._wait_until_left()
+        self._home.flush()
+
+    def free(self) -> None:
+        self._wait_until_left()
+        self._home.free()
+
+    def _wait_until_left(self) -> None:
         left, self._left = self._left, DONE
         self._runtime.host_wait(left)
-        self._home.flush()
+
+
+class StagedStore(Store):
+    """Stores vectors in another store; they are used as copies in buffers of `pool`."""
+
+    def __init__(self, homes: Store, pool: StagingPool) -> None:
+        self._homes = homes
+        self._pool = pool
+        self.can_fail = homes.can_fail
+
+    def keep(self, name: str, numel: int, dtype: torch.dtype, *, zeros: bool = False) -> Vector:
+        return StagedVector(self._homes.keep(name, numel, dtype, zeros=zeros), self._pool)
+
+    def adopt(self, name: str, values: Tensor) -> Vector:
+        return StagedVector(self._homes.adopt(name, values), self._pool)
 
 
 def store_of_parameters(policy: OffloadParam | None, device: torch.device, drive: Drive | None) -> Store:
@@ -232,6 +271,7 @@ def store_at_init(policy: OffloadParam | None, files: Aio, collectives: Collecti
 
 
 MAX_DEPARTURES = 4  # each has a buffer of one bucket
+STREAMED_VECTORS = 12  # buffers on the device: gradient, master and Adam's states, coming, in use and leaving
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,9 +365,18 @@ class Placement:
     staging: StagingPool
     departures: Departures | None = None
 
+    @property
+    def streams(self) -> bool:
+        """Whether what is stored in host memory streams through the device that updates it."""
+        return self.departures is not None and not self.work.is_host
+
     def weights(self, kept: Vector) -> Vector:
         """The weights in the memory of the update."""
         return kept if kept.memory == self.work else StagedVector(kept, self.staging)
+
+    def streamed(self, kept: Vector, part: Interval) -> Vector:
+        """An interval of a vector in host memory that streams through the device."""
+        return StagedVector(part_of(kept, part.start, part.numel), self.staging)
 
 
 def in_memory_placement(device: torch.device) -> Placement:
@@ -348,6 +397,21 @@ def host_placement(
     return Placement(HOST_MEMORY, masters, states, gradients, staging, departures)
 
 
+def streamed_placement(host: Placement, device: torch.device) -> Placement:
+    """The same storage as that of `host`, with updates on `device`, through which masters, states and gradients stream
+    in chunks. For a device with its own memory."""
+    own = runtime_of(device).own
+    staging = staging_in(own, device, limit=STREAMED_VECTORS)
+    return Placement(
+        own,
+        StagedStore(host.masters, staging),
+        StagedStore(host.states or host.masters, staging),
+        host.gradients,
+        staging,
+        host.departures,
+    )
+
+
 def pins(policy: OffloadOptimizer | OffloadParam, device: torch.device) -> bool:
     """Whether to page-lock host memory for `device`."""
     return policy.pin_memory and runtime_of(device).has_own_memory
@@ -364,13 +428,13 @@ def staging_in(memory: Memory, device: torch.device, *, pinned: bool = False, li
 
 
 class Placements:
-    """Assigns placements to buckets: the far one up to its share of the elements, then the near one."""
+    """Assigns placements to buckets: the far ones up to their part of the elements, then the near one."""
 
     def __init__(
         self,
         device: torch.device,
         near: Placement,
-        far: Placement | None = None,
+        far: Sequence[tuple[Placement, float]] = (),
         *,
         parameters: Store | None = None,
         far_numel: int = 0,
@@ -381,8 +445,9 @@ class Placements:
         """
         Args:
             device: device of the model.
+            far: placements outside the device's memory, each with its share of the elements there.
             parameters: store of stage 3's parameter shards; None: the memory of `device`.
-            far_numel: number of elements of this rank's part in the far placement.
+            far_numel: number of elements of this rank's part in far placements.
             sub_group_numel: maximum elements of a sub-group; None: the whole bucket.
             drives: drives to close at the end.
             update_threads: CPU threads of an update in host memory for a model on an accelerator; None: PyTorch's.
@@ -391,7 +456,8 @@ class Placements:
         self.parameters = MemoryStore(runtime_of(device).own) if parameters is None else parameters
         self._rows = staging_in(runtime_of(device).own, device)
         self._near = near
-        self._far = far
+        self.far = tuple(far)
+        self._assigned = [0] * len(self.far)
         self._left = far_numel
         self.drives = tuple(drives)
         self.sub_group_numel = sub_group_numel
@@ -420,6 +486,9 @@ class Placements:
         """Free buffers between forward, backward and update, which use different buffers."""
         for drive in self.drives:
             drive.release_buffers()
+        for placement, _ in self.far:
+            if placement.streams:
+                placement.staging.drop()
 
     def close(self) -> None:
         for drive in self.drives:
@@ -427,10 +496,15 @@ class Placements:
 
     def next(self, numel: int) -> Placement:
         """Return the placement of the next bucket, of which this rank owns `numel` elements."""
-        if self._far is None or self._left <= 0:
+        if not self.far or self._left <= 0:
             return self._near
         self._left -= numel
-        return self._far
+        # The placement furthest below its share, so that the updates of neighbouring buckets run at the same time.
+        total = sum(self._assigned) + numel
+        lacking = [share * total - has for (_, share), has in zip(self.far, self._assigned, strict=True)]
+        chosen = lacking.index(max(lacking))
+        self._assigned[chosen] += numel
+        return self.far[chosen][0]
 
     def store(
         self, bucket: Bucket, owned: Interval, weights: Vector, in_master_dtype: Tensor, placement: Placement

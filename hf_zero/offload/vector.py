@@ -47,6 +47,11 @@ class Vector(ABC):
         return None
 
     @property
+    def resting(self) -> Tensor | None:
+        """The values as they are stored between uses; None: in files, or in another form."""
+        return self.tensor
+
+    @property
     def memory(self) -> Memory:
         """The memory of fetched values; host memory for values in files."""
         return HOST_MEMORY

@@ -111,6 +111,11 @@ class StateStager:
         """Whether masters and states are always in memory."""
         return True
 
+    @property
+    def rests_in_memory(self) -> bool:
+        """Whether masters and states are in memory between updates, of the device or the host."""
+        return True
+
     def forget_states(self, sub_group: SubGroup) -> None:  # noqa: B027
         """Called when the optimizer has dropped its states for this sub-group."""
 
@@ -130,7 +135,7 @@ class OffloadStager(StateStager):
         reads_ahead: bool = True,
         writes_behind: bool = True,
     ) -> None:
-        """`gradient`: returns the vector of reduced gradients of a sub-group's bucket, which steps may replace."""
+        """`gradient`: returns the vector of a sub-group's reduced gradient, which steps may replace."""
         super().__init__(sub_groups)
         self._optimizer = optimizer
         self._gradient = gradient
@@ -195,11 +200,12 @@ class OffloadStager(StateStager):
 
     @staticmethod
     def _end_walk(sub_groups: Sequence[SubGroup]) -> None:
-        """Flush weights that were updated on the device and are stored on the host, where they may now be read."""
+        """Flush weights that were updated on the device and are stored on the host, where they may now be read. Masters
+        and states go on leaving: only their own vectors read them."""
         for sub_group in sub_groups:
-            for vector in _everything(_stored(sub_group)):
-                if vector.leaves_late:
-                    vector.flush()
+            lp_param = _stored(sub_group).lp_param
+            if lp_param is not None and lp_param.leaves_late:
+                lp_param.flush()
 
     def _walk(self, sub_groups: Sequence[SubGroup], fetch: Work) -> Iterator[SubGroup]:
         """Yield each sub-group with everything in memory, while the next is fetched. The caller releases it."""
@@ -249,6 +255,10 @@ class OffloadStager(StateStager):
     @property
     def always_at_hand(self) -> bool:
         return all(vector.tensor is not None for sub_group in self.sub_groups for vector in _stored(sub_group).kept)
+
+    @property
+    def rests_in_memory(self) -> bool:
+        return all(vector.resting is not None for sub_group in self.sub_groups for vector in _stored(sub_group).kept)
 
     def forget_states(self, sub_group: SubGroup) -> None:
         stored = _stored(sub_group)

@@ -345,10 +345,9 @@ def rank_memory(model: PlannedModel, setting: Setting, trace: ModelTrace) -> Ran
     kept = replace(rank, buckets=[bucket for bucket, num_bytes in zip(rank.buckets, passing) if not num_bytes])
     sizes = parameter_sizes(rank) + optimizer_sizes(rank) + gradient_sizes(kept) + buffer_sizes(rank)
     moment, update = worst_moment(layout, units, trace, passing), update_buffers(rank)
-    if setting.separate:
-        sizes[BUFFERS, HOST] += update
-    elif update > sum(moment.values()):  # activations are freed before updates begin
-        moment = {BUFFERS: update}
+    sizes[BUFFERS, HOST] += update[BUFFERS, HOST]
+    if update[BUFFERS, DEVICE] > sum(moment.values()):  # activations are freed before updates begin
+        moment = {BUFFERS: update[BUFFERS, DEVICE]}
     moment[BUFFERS] = moment.get(BUFFERS, 0) + model.num_buffer_bytes + receive_buffers(rank)
     for kind, num_bytes in moment.items():
         sizes[kind, DEVICE] += num_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from hf_zero.offload.placement import (
     in_memory_placement,
     pins,
     store_of_parameters,
+    streamed_placement,
 )
 from hf_zero.offload.vector import MemoryStore, all_or_none
 from hf_zero.optim import Updater
@@ -62,7 +64,8 @@ def placements_for(
         StorageError: on every rank, if a drive cannot be used.
     """
     threads = _update_threads(zero, device, collectives, hosts)
-    return all_or_none(lambda: _placements(zero, device, owned_numel, threads, cuts=cuts), collectives)
+    on_device = _share_of_device(zero, device, collectives, threads)
+    return all_or_none(lambda: _placements(zero, device, owned_numel, threads, on_device, cuts=cuts), collectives)
 
 
 def _update_threads(zero: ZeroPolicy, device: torch.device, collectives: Collectives, hosts: Hosts) -> int | None:
@@ -81,17 +84,39 @@ def _update_threads(zero: ZeroPolicy, device: torch.device, collectives: Collect
     return own.share([cores for cores, rank in everyone if isinstance(cores, Cores) and host_of[rank] == here])
 
 
+def _share_of_device(zero: ZeroPolicy, device: torch.device, collectives: Collectives, threads: int | None) -> float:
+    """The share of offloaded elements that the device updates, equal on all ranks, whose buckets then complete in the
+    same order. Collective if it is measured."""
+    if zero.offload_optimizer is None or not runtime_of(device).has_own_memory or zero.offload_update == "cpu":
+        return 0.0
+    if zero.offload_update == "device":
+        return 1.0
+    from hf_zero.offload.update_speed import measure  # few configs need it
+
+    own = measure(device, threads, pinned=pins(zero.offload_optimizer, device)).share_of_device
+    return statistics.fmean(share for share in collectives.gather_objects(own) if isinstance(share, float))
+
+
 def _placements(
-    zero: ZeroPolicy, device: torch.device, owned_numel: int, update_threads: int | None, *, cuts: bool
+    zero: ZeroPolicy,
+    device: torch.device,
+    owned_numel: int,
+    update_threads: int | None,
+    on_device: float,
+    *,
+    cuts: bool,
 ) -> Placements:
     drives, policy, rest = _open_drives(zero), zero.offload_optimizer, zero.offload_param
     longest = zero.sub_group_numel or None
-    if zero.streaming is not None:
+    if zero.streaming is not None or on_device:
         longest = min(longest or STREAMED_NUMEL, STREAMED_NUMEL)
+    far = [] if policy is None else [(_far_placement(zero, policy, device, drives), 1 - on_device)]
+    if on_device:
+        far.append((streamed_placement(far[0][0], device), on_device))
     return Placements(
         device,
         in_memory_placement(device),
-        None if policy is None else _far_placement(zero, policy, device, drives),
+        [(placement, share) for placement, share in far if share],
         parameters=store_of_parameters(rest, device, None if rest is None else drives.get(rest.nvme_path)),
         # The parts of buckets have padding, which `owned_numel` does not count.
         far_numel=0 if policy is None else sys.maxsize if policy.ratio == 1 else round(owned_numel * policy.ratio),
@@ -149,7 +174,7 @@ def attach_offload(updater: Updater, reducer: GradientReducer, policy: OffloadOp
     updater.stager = OffloadStager(
         updater.optimizer,
         updater.sub_groups,
-        lambda sub_group: reducer.buckets[sub_group.bucket].reduced.on_its_way,
+        lambda sub_group: reducer.buckets[sub_group.bucket].reduced.for_update(sub_group.part),
         reads_ahead=policy is None or policy.reads_ahead,
         writes_behind=policy is None or policy.writes_behind,
     )

@@ -44,8 +44,9 @@ class ReducedGradients:
         self._reducer = reducer
 
     def of(self, sub_group: SubGroup) -> Tensor:
-        reduced = self._reducer.buckets[sub_group.bucket].reduced.vector.take()
-        return reduced[sub_group.part.start : sub_group.part.stop]
+        reduced = self._reducer.buckets[sub_group.bucket].reduced
+        reduced.wait_for_departures()
+        return reduced.for_update(sub_group.part).take()
 
     @contextmanager
     def opened(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[Tensor | None]:
@@ -388,9 +389,8 @@ class ShardedStep:
                             gathered.wait()
                             self._store.gather_beside_update(left.keys())
                 gathered.wait()
-                if self._placements.drives:
-                    self._placements.check(self._collectives)
-                    self._placements.release_buffers()
+                self._placements.check(self._collectives)
+                self._placements.release_buffers()
             self.outside.note()
             self._store.outdate(used)
         self._store.finish_update()

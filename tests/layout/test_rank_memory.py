@@ -93,8 +93,15 @@ def test_buffers_between_device_and_host() -> None:
 def test_buffers_of_a_drive() -> None:
     far = rank(replace(BUCKET, place=DISK), separate=False, ranks=1, sub_group_numel=64, state_vectors=9)
     assert buffer_sizes(far) == {(BUFFERS, DEVICE): GRADIENT_BUFFERS * 400}
-    assert update_buffers(far) == FP32_BYTES * 64 * 9
-    assert update_buffers(replace(far, sub_group_numel=0)) == FP32_BYTES * 100 * 9
+    assert update_buffers(far) == {(BUFFERS, DEVICE): FP32_BYTES * 64 * 9}, "a CPU: host memory is its own"
+    assert update_buffers(replace(far, sub_group_numel=0)) == {(BUFFERS, DEVICE): FP32_BYTES * 100 * 9}
+
+
+def test_buffers_of_an_update_that_streams_through_the_device() -> None:
+    bucket = BucketSizes(numel=400, owned=100, weight=2, master=4, states=8, summed=2, sent=2, place=HOST)
+    rank = RankSizes(buckets=[bucket, replace(bucket, place=DEVICE, owned=1000)], ranks=4, streamed_numel=64)
+    assert update_buffers(rank) == {(BUFFERS, DEVICE): 3 * 64 * (2 + 4 + 8)}, "three chunks, of what is offloaded"
+    assert update_buffers(replace(rank, streamed_numel=0)) == {}
 
 
 @pytest.mark.parametrize(

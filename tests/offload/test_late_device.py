@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ CPU = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "FOLDER", "buffer_count": 5}
 SUB_GROUPS = {"sub_group_size": 64}
 
+ON_DEVICE = {"hf_zero": {"offload_update": "device"}}
+BY_BOTH = {"hf_zero": {"offload_update": "both"}}
+
 CASES = {
     "stage 0": Run(0, clip=0.05),
     "stage 2, optimizer on the host": Run(2, {"offload_optimizer": CPU, **SUB_GROUPS}, clip=0.05, accumulation=2),
@@ -37,6 +41,17 @@ CASES = {
     "stage 3, all on the host": Run(3, {"offload_optimizer": CPU, "offload_param": CPU, **SUB_GROUPS}, clip=0.05),
     "stage 3, parameters on the host": Run(3, {"offload_param": CPU}, accumulation=2),
     "the same, in fp32": Run(3, {"offload_param": CPU}, bf16=False),
+    "stage 2, streamed through the device": Run(
+        2, {"offload_optimizer": CPU, **SUB_GROUPS}, clip=0.05, accumulation=2, sections=ON_DEVICE
+    ),
+    "the same in fp32, stage 3": Run(
+        3, {"offload_optimizer": CPU, "offload_param": CPU, **SUB_GROUPS}, bf16=False, sections=ON_DEVICE
+    ),
+    "stage 3, updated by both": Run(3, {"offload_optimizer": CPU, **SUB_GROUPS}, clip=0.05, sections=BY_BOTH),
+    "streamed from a drive": Run(2, {"offload_optimizer": NVME, **SUB_GROUPS}, sections=ON_DEVICE),
+    "a streamed torch optimizer": Run(
+        2, {"offload_optimizer": CPU}, optimizer=(torch.optim.RMSprop, {"lr": 0.01}), sections=ON_DEVICE
+    ),
     "stage 3, all on a drive": Run(3, {"offload_optimizer": NVME, "offload_param": NVME, **SUB_GROUPS}),
     "stage 3, parameters on a drive": Run(3, {"offload_param": NVME}),
 }
@@ -47,7 +62,7 @@ def with_folder(run: Run, folder: Path) -> Run:
         key: {**value, "nvme_path": str(folder)} if isinstance(value, dict) and "nvme_path" in value else value
         for key, value in run.zero.items()
     }
-    return Run(run.stage, zero, run.bf16, run.accumulation, run.clip, 3, run.optimizer)
+    return replace(run, zero=zero, steps=3)
 
 
 def trained(run: Run) -> list[Any]:

@@ -234,14 +234,16 @@ class GraphDevice(Runtime):
         self.runs_ahead = True
         self._graph = graph
 
-    def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
-        return self._copy(Lane.IN, home, buffer, self.record() if after is None else after)
+    def copy_in(
+        self, home: Tensor, buffer: Tensor, *, after: Event | None = None, written: Event | None = None
+    ) -> Event:
+        return self._copy(Lane.IN, home, buffer, self.record() if after is None else after, written)
 
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:
         return self._copy(Lane.OUT, buffer, home, self.record())
 
-    def _copy(self, lane: Lane, source: Tensor, target: Tensor, after: Event) -> Event:
-        node = self._graph.add(lane.value, f"copies {source.numel()}", [after])
+    def _copy(self, lane: Lane, source: Tensor, target: Tensor, after: Event, written: Event | None = None) -> Event:
+        node = self._graph.add(lane.value, f"copies {source.numel()}", [after, written])
         self._graph.uses(node, source, writes=False)
         self._graph.uses(node, target, writes=True)
         with torch.no_grad():

@@ -151,13 +151,17 @@ class Late(Runtime):
 
     # Copies
 
-    def copy_in(self, home: Tensor, buffer: Tensor, *, after: Event | None = None) -> Event:
+    def copy_in(
+        self, home: Tensor, buffer: Tensor, *, after: Event | None = None, written: Event | None = None
+    ) -> Event:
         site = _site()
         clock = self._clocks[Lane.IN]
         if after is None:
             _learn(clock, self._clocks[self._here])
         elif isinstance(after, LateEvent) and not self.skips(f"{site} after"):
             _learn(clock, after.clock)
+        if isinstance(written, LateEvent) and not self.skips(f"{site} written"):
+            _learn(clock, written.clock)
         return self._copy(Lane.IN, home, buffer, site)
 
     def copy_out(self, buffer: Tensor, home: Tensor) -> Event:

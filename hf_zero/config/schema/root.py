@@ -45,6 +45,7 @@ Sees = Annotated[OptimizerSees, BeforeValidator(as_lower)]
 Hops = Annotated[Literal["auto", 1, 2], BeforeValidator(_as_hops)]
 ShardGroup = Annotated[int | Literal["host"], BeforeValidator(whole_or("host", unit="ranks"))]
 Threads = Annotated[int | Literal["auto", "unchanged"], BeforeValidator(whole_or("auto", "unchanged", unit="threads"))]
+Updates = Annotated[Literal["cpu", "device", "both"], BeforeValidator(as_lower)]
 Level = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(as_lower)]
 _USE_TORCH_COMPILE = "its passes are DeepSpeed's own; use torch_compile of TrainingArguments, or engine.compile()"
 
@@ -80,6 +81,12 @@ class HfZero(Tiling):
         "rank's share of the cores that its host's ranks may use, whatever OMP_NUM_THREADS says (torchrun sets 1), or "
         '"unchanged" for the number that PyTorch uses otherwise.',
         unit="threads",
+    )
+    offload_update: Updates = supported(
+        "cpu",
+        'Where offloaded states are updated: "cpu"; "device": masters, states and gradients stream through the '
+        'accelerator in chunks; "both": at the same time, each a share that lets them end together, measured at the '
+        "start (docs/offload.md). The last bits of weights differ between the two.",
     )
     decay_biases_and_norms: Flag = supported(
         False,
@@ -120,7 +127,15 @@ class HfZero(Tiling):
     checkpoint: OurCheckpoints | None = detail(None, "How checkpoints are written.")
     trace: TraceSection | None = detail(None, "A trace file of some updates (docs/profiling.md).")
 
-    rules = (needs("hf_zero.stochastic_rounding", MASTERS),)
+    rules = (
+        needs("hf_zero.stochastic_rounding", MASTERS),
+        Advice(
+            keys=("hf_zero.offload_update", "zero_optimization.offload_optimizer.device"),
+            applies=lambda update, device: update != "cpu" and device in (None, "none"),
+            text="no effect, because no states are offloaded (zero_optimization.offload_optimizer)",
+            ignored=True,
+        ),
+    )
 
 
 class Root(Observation, BatchSizes):

@@ -429,6 +429,7 @@ class ZeroPolicy:
     offload_optimizer: OffloadOptimizer | None = None  # None: on the device
     offload_param: OffloadParam | None = None
     offload_threads: int | Literal["auto", "unchanged"] = "auto"  # of an offloaded update
+    offload_update: Literal["cpu", "device", "both"] = "cpu"  # what updates offloaded states
     streaming: Any = None  # the section of the extra `streaming`; None: updates run after backward
     files: Aio
 
@@ -467,6 +468,7 @@ def zero_of(config: Root, streaming: Any) -> ZeroPolicy:
         offload_optimizer=states,
         offload_param=zero.offloaded_parameters,
         offload_threads=own.offload_threads,
+        offload_update=own.offload_update,
         streaming=streaming,
         files=config.section(Aio),
     )

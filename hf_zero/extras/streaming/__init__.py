@@ -108,6 +108,13 @@ class Streaming(Section):
             edit=Edit.at(_STATES),
         ),
         Rule(
+            keys=("hf_zero.offload_update", _ON),
+            broken=lambda update, on: on and update != "cpu",
+            rule="streaming updates each unit in host memory during backward",
+            fix="remove the key",
+            edit=Edit.at("hf_zero.offload_update"),
+        ),
+        Rule(
             keys=(f"{_SECTION}.masters", "fp16.enabled", _ON),
             broken=lambda masters, fp16, on: on and fp16 and masters == "split",
             rule="fp16 has a different exponent than fp32, so that 16 more bits cannot restore the fp32 master",
