@@ -153,6 +153,18 @@ def gone_while_it_leaves(runtime: Late) -> Any:
     runtime.synchronize()
 
 
+def read_again_while_it_leaves(runtime: Late) -> Any:
+    """A program asks for a master right after its update on the device."""
+    vector = staged(runtime, is_host=False)
+    for reads in (False, True):
+        vector.fetch(reads=reads)
+        values = vector.take()
+        seen = values.tolist()
+        values.fill_(1)
+        vector.release(changed=True)
+    return seen
+
+
 def gone_while_gradients_leave(runtime: Late) -> Any:
     pool = StagingPool(runtime, lambda numel, dtype: torch.zeros(numel, dtype=dtype), is_host=True)
     leaving = Departures(runtime, pool)
@@ -174,6 +186,7 @@ STORIES: tuple[Program, ...] = (
     fetched_for_nothing,
     gone_while_it_comes,
     gone_while_it_leaves,
+    read_again_while_it_leaves,
     gone_while_gradients_leave,
     place_gone_while_gradients_leave,
 )
