@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -36,7 +36,7 @@ from hf_zero.planning.model import PlannedModel, TilingChoice, trace
 from hf_zero.planning.trace import ModelTrace, in_place_of
 from hf_zero.precision import precision_from
 
-ALIKE = 1.05  # rates closer than this ratio are too close to distinguish, and a larger micro-batch must gain as much
+ALIKE = 1.05  # rates closer than this ratio are too close to distinguish
 _RATIO_STEP = 0.05
 _LEAST_RATIO = 0.05  # less is as much as no offload
 _ROUNDED = "yours: ZeRO++'s quantized messages are counted in the bytes sent, but not in memory and time"
@@ -119,27 +119,26 @@ def plan(model: PlannedModel, hardware: Hardware, training: Training, given: Con
     if not batches:
         raise _indivisible(training, hardware.ranks)
     traces: dict[bool, ModelTrace] = {}  # of the first batch
-    estimates: list[Estimate] = []
+    tried: list[Sequence[Estimate]] = []
     refused: dict[str, ConfigError] = {}
     alike, per_host = with_same_weights(hardware.ranks, hardware.per_host, training.tensor_parallel)
     ways = list(candidates(training, ranks=alike, separate=hardware.separate, per_host=per_host))
     for candidate in tracked(ways, "estimating"):
         try:
-            estimates.append(_of_candidate(model, hardware, batches, candidate))
+            tried.append(_of_candidate(model, hardware, batches, candidate))
             first = _seen(model, hardware, batches[0], candidate)
             traces.setdefault(candidate.checkpointing, first)
         except ConfigError as error:
             refused[candidate.name] = error
-    if not estimates and refused:
+    if not tried and refused:
         raise next(iter(refused.values()))
     notes = [*model.notes, *hardware.notes, *dict.fromkeys(each.note for each in traces.values() if each.note)]
     reasons = tuple(f"{name}: {error.problems[0].rule}" for name, error in refused.items())
     yours = () if given is None else tuple(given_estimates(model, hardware, training, given))
     notes += [_of_experts(model, hardware, batches[0], traces)] if training.expert_parallel > 1 else []
     notes += [_ROUNDED] if any(_rounds(each.config) for each in yours) else []
-    return RankedPlans(
-        model, hardware, training, tuple(estimates), choose(estimates, hardware.ranks), reasons, tuple(notes), yours
-    )
+    estimates, chosen = choose(tried, hardware.ranks)
+    return RankedPlans(model, hardware, training, tuple(estimates), chosen, reasons, tuple(notes), yours)
 
 
 def _indivisible(training: Training, ranks: int) -> ConfigError:
@@ -151,20 +150,49 @@ def _indivisible(training: Training, ranks: int) -> ConfigError:
 
 def _of_candidate(
     model: PlannedModel, hardware: Hardware, batches: Sequence[Training], candidate: Candidate
-) -> Estimate:
-    """Estimate a candidate with the best of these batches, and the best ratio of offloaded states."""
+) -> list[Estimate]:
+    """Estimate a candidate with every batch that fits, and with the least ratio of offloaded states."""
 
-    def at(training: Training) -> Estimate:
-        whole = _estimated(model, hardware, training, candidate)
+    def at(training: Training) -> list[Estimate]:
+        whole = estimated(model, hardware, training, candidate)
         if candidate.optimizer != "cpu" or candidate.streams or not whole.fits:
-            return whole
-        least = _least_ratio(whole, _estimated(model, hardware, training, replace(candidate, ratio=0.0)), hardware)
+            return [whole]
+        least = _least_ratio(whole, estimated(model, hardware, training, replace(candidate, ratio=0.0)), hardware)
         if not _LEAST_RATIO <= least < 1:
-            return whole
-        part = _estimated(model, hardware, training, replace(candidate, ratio=least))
-        return part if part.fits and part.seconds * ALIKE < whole.seconds else whole
+            return [whole]
+        part = estimated(model, hardware, training, replace(candidate, ratio=least))
+        return [whole, part] if part.fits else [whole]
 
-    return _best(map(at, batches), hardware.ranks)
+    return _that_fit(at, batches)
+
+
+def _that_fit(at: Callable[[Training], list[Estimate]], batches: Sequence[Training]) -> list[Estimate]:
+    """Estimates of the batches that fit, in this order, ascending; also of the largest between the last of them and the
+    first that does not. If none fits, those of the first batch."""
+    found: list[Estimate] = []
+    for place, training in enumerate(batches):
+        ones = at(training)
+        if not ones[0].fits:
+            if not place:
+                return ones
+            return found + _largest_between(at, batches[place - 1], training)
+        found += ones
+    return found
+
+
+def _largest_between(at: Callable[[Training], list[Estimate]], fits: Training, does_not: Training) -> list[Estimate]:
+    """Estimates of the largest micro-batch between two, with the same accumulation; [] if there is none that fits."""
+    if fits.accumulation != does_not.accumulation:  # of a global batch every micro-batch has been tried
+        return []
+    low, high, best = fits.micro_batch, does_not.micro_batch, list[Estimate]()
+    while high - low > 1:
+        middle = replace(fits, micro_batch=(low + high) // 2)
+        ones = at(middle)
+        if ones[0].fits:
+            low, best = middle.micro_batch, ones
+        else:
+            high = middle.micro_batch
+    return best
 
 
 def _least_ratio(whole: Estimate, none: Estimate, hardware: Hardware) -> float:
@@ -174,18 +202,12 @@ def _least_ratio(whole: Estimate, none: Estimate, hardware: Hardware) -> float:
     return min(1.0, round(math.ceil(max(0.0, needed) / _RATIO_STEP) * _RATIO_STEP, 2))
 
 
-def _best(estimates: Iterator[Estimate], ranks: int) -> Estimate:
-    """The estimate of the largest micro-batch that is worth it: ascending, until memory runs out, or one gains less
-    than 5%. If none fits, the first."""
-    best = next(estimates)
-    for each in estimates if best.fits else ():
-        if not each.fits or each.tokens_per_s(ranks) < best.tokens_per_s(ranks) * ALIKE:
-            break
-        best = each
-    return best
+def estimated(model: PlannedModel, hardware: Hardware, training: Training, candidate: Candidate) -> Estimate:
+    """Estimate a candidate with the batch of `training`.
 
-
-def _estimated(model: PlannedModel, hardware: Hardware, training: Training, candidate: Candidate) -> Estimate:
+    Raises:
+        ConfigError: the candidate's config is invalid.
+    """
     config = ds_config(candidate, training)
     answers = resolved(config, training, model, hardware.ranks)
     seen = _seen(model, hardware, training, candidate)
@@ -221,7 +243,7 @@ def given_estimates(
         ConfigError: the config is invalid.
     """
 
-    def at(training: Training, checkpointing: bool) -> Estimate:
+    def at(training: Training, checkpointing: bool) -> list[Estimate]:
         config = given_config(given, training)
         answers = resolve(
             config,
@@ -234,10 +256,11 @@ def given_estimates(
         tiling = TilingChoice(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
         seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
         candidate = candidate_of(answers, checkpointing=checkpointing)
-        return _estimate(model, hardware, training, candidate, config, answers, seen)
+        return [_estimate(model, hardware, training, candidate, config, answers, seen)]
 
     for way in (False, True) if training.checkpointing is None else (training.checkpointing,):
-        yield _best((at(each, way) for each in training.batches(hardware.ranks)), hardware.ranks)
+        ones = _that_fit(partial(at, checkpointing=way), list(training.batches(hardware.ranks)))
+        yield from choose([ones], hardware.ranks)[0]
 
 
 def _rounds(config: dict[str, Any]) -> bool:
@@ -265,12 +288,25 @@ def traced(
     )
 
 
-def choose(estimates: Sequence[Estimate], ranks: int) -> Estimate | None:
-    """Return the estimate that fits with most tokens per second; of those about as fast, the first in order of
-    preference."""
-    fitting = [each for each in estimates if each.fits]
-    most = max((each.tokens_per_s(ranks) for each in fitting), default=0.0)
-    return next((each for each in fitting if each.tokens_per_s(ranks) * ALIKE >= most), None)
+def choose(tried: Sequence[Sequence[Estimate]], ranks: int) -> tuple[list[Estimate], Estimate | None]:
+    """Choose among the estimates of candidates, each with ascending batches, by tokens per second.
+
+    Returns:
+        one estimate of each candidate, and the chosen one: the first candidate, in order of preference, that is about
+        as fast as the fastest of all, with the smallest batch that is. Other candidates have the smallest batch that is
+        about as fast as their own best.
+    """
+
+    def rate(one: Estimate) -> float:
+        return one.tokens_per_s(ranks) if one.fits else 0.0
+
+    most = max((rate(one) for ones in tried for one in ones), default=0.0)
+    rows = []
+    for ones in tried:
+        own = max(map(rate, ones))
+        wanted = most if own * ALIKE >= most else own
+        rows.append(next(one for one in ones if rate(one) * ALIKE >= wanted))
+    return rows, next((one for one in rows if one.fits and rate(one) * ALIKE >= most), None)
 
 
 def _estimate(

@@ -89,7 +89,7 @@ def test_of_the_fitting_ones_the_fastest_is_taken_and_of_equals_the_first() -> N
     assert plan.chosen in fitting
     best = max(each.tokens_per_s(8) for each in fitting)
     first = next(each for each in fitting if each.tokens_per_s(8) * ALIKE >= best)
-    assert plan.chosen is first and choose([], 8) is None
+    assert plan.chosen is first and choose([], 8) == ([], None)
     lines = reasoning(plan)
     assert len(lines) == len(plan.estimates) and sum(line.endswith("; chosen") for line in lines) == 1
 
