@@ -38,7 +38,7 @@ from typing import Any
 import psutil
 
 from bench.surroundings import RESULTS, ROOT, about, keep, page_with
-from hf_zero.launch.restarts import folder_in_memory
+from hf_zero.extras.resilience.restarts import folder_in_memory
 
 MEMORY, TORCHRUN, FILES = "hf-zero launch, from memory", "torchrun, from memory", "torchrun, from files"
 STANDBY, TORCHFT = "hf-zero launch --standby, from memory", "torchft, DDP"

@@ -55,7 +55,7 @@ MAY_NAME_CUDA = {
     "hf_zero.report.environment": "reports how torch was built",
     "hf_zero.integration.compat.utils": _DEEPSPEEDS_WORD,
     "hf_zero.launch.world": "the variable is NVIDIA's",
-    "hf_zero.launch.restarts": "PyTorch's variable for programs that fork",
+    "hf_zero.extras.resilience.restarts": "PyTorch's variable for programs that fork",
     "hf_zero.extras.one_bit": _DEEPSPEEDS_WORD,
     "hf_zero.extras.one_bit.compressing": _DEEPSPEEDS_WORD,
     "hf_zero.params.stand_ins": "lists the conversions of a tensor",

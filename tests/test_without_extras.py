@@ -92,3 +92,5 @@ def test_what_a_command_needs_of_an_extra_is_said(core: Path) -> None:
     (core / "ds.json").write_text(json.dumps({"train_batch_size": 8}))
     done = run(core, "-m", "hf_zero", "launch", "--autotuning", "tune", "train.py", "--deepspeed", "ds.json")
     assert done.returncode == 2 and "the extra 'autotuning' is not installed" in done.stderr, done.stderr
+    done = run(core, "-m", "hf_zero", "launch", "--num_gpus", "1", "--max_restarts", "1", "train.py")
+    assert done.returncode == 2 and "the extra 'resilience' is not installed" in done.stderr, done.stderr

@@ -48,7 +48,7 @@ ASKED_BY: dict[str, str] = {
     "service.expert_size": "experts",
     "service.spread_experts": "experts",
     "service.streamed_updates": "streaming",
-    "service.peers": "resilience",
+    "service.restarts": "resilience",
 }
 
 

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 _MAX_SHOWN = 80
 
 
 class LaunchError(ValueError):
     """A job cannot be started; the message says what to do about it."""
+
+
+def extra_service(name: str) -> Any:
+    """An extra's service. It is imported only here, because the config's classes take half a second.
+
+    Raises:
+        LaunchError: the extra is not installed.
+    """
+    from hf_zero.config.extras import ExtraMissing, service
+
+    try:
+        return service(name)
+    except ExtraMissing as error:
+        raise LaunchError(str(error)) from None
 
 
 def shown(text: object) -> str:

@@ -14,12 +14,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hf_zero.config.extras import service
-from hf_zero.launch import LaunchError
+from hf_zero.launch import LaunchError, extra_service
 from hf_zero.launch.job import Job
-from hf_zero.launch.ranks import report_to_user, run_ranks
+from hf_zero.launch.ranks import run_ranks
 from hf_zero.launch.relay import Backend, BackendOptions, Command, own_node_rank, python_variables, task_words
-from hf_zero.launch.restarts import TOKEN, Restarts
 from hf_zero.launch.world import VISIBLE_DEVICES
 
 _FAN_OUT = "1024"
@@ -189,32 +187,14 @@ class NoSsh(Backend):
 
     def run(self, job: Job, request: BackendOptions) -> int:
         node_rank = None if request.is_spare else own_node_rank(job, request, "--no_ssh")
-        restarts = None
-        if request.max_restarts:
-            token, names = os.environ.get(TOKEN, ""), job.world.names
-            if not token:
-                raise LaunchError(
-                    f"--max_restarts on several hosts needs {TOKEN}, a random secret that is the same on all of them: "
-                    "for example the output of `openssl rand -hex 16`"
-                )
-            peers = None
-            if len(names) > 1:
-                peers = service("peers")(names, node_rank, job.master_addr, job.master_port, token)
-            restarts = Restarts(request.max_restarts, request.stopped_s, peers)
-            if node_rank is None:
-                restarts.prepare(job.on_node(0)[0])
-                node_rank = None if peers is None else peers.await_place()
-            if node_rank is None:  # the job ended without needing this spare
-                restarts.close()
-                return 0
-        assert node_rank is not None, "a spare requires restarts"
-        return run_ranks(job, job.world.names[node_rank], job.on_node(node_rank), report_to_user, restarts=restarts)
+        return run_node(job, node_rank, request)
 
 
-class Local(NoSsh):
+class Local(Backend):
     """All ranks on this machine."""
 
     name = "local"
+    is_remote = False
 
     def run(self, job: Job, request: BackendOptions) -> int:
         if len(job.world.nodes) > 1:
@@ -222,10 +202,16 @@ class Local(NoSsh):
                 f"--launcher local starts ranks on this machine only, and the job has {len(job.world.nodes)} hosts: "
                 "choose another launcher, or limit it with --num_nodes 1"
             )
-        restarts = None
-        if request.max_restarts:
-            restarts = Restarts(request.max_restarts, request.stopped_s, stands_by=request.stands_by)
-        return run_ranks(job, job.world.names[0], job.on_node(0), report_to_user, restarts=restarts)
+        return run_node(job, 0, request)
+
+
+def run_node(job: Job, node_rank: int | None, request: BackendOptions) -> int:
+    """Run the ranks of this host; returns the exit status for a shell. `node_rank`: None for a spare."""
+    if request.max_restarts:
+        status: int = extra_service("restarts")(job, node_rank, request)
+        return status
+    assert node_rank is not None, "a spare needs --max_restarts"
+    return run_ranks(job, job.world.names[node_rank], job.on_node(node_rank))
 
 
 BACKENDS: dict[str, type[Backend]] = {

@@ -47,7 +47,8 @@ class Stream:
             self._begun[speaker] = text[cut:]
         self._put(speaker, text[:cut])
 
-    def flush(self) -> None:
+    def flush(self, *, is_end: bool = False) -> None:
+        """Write the incomplete lines, too. `is_end`: nothing more will be written."""
         begun, self._begun = self._begun, {}
         for speaker, text in begun.items():
             self._put(speaker, text)
@@ -184,9 +185,9 @@ class Failure:
         lines[0] += ". Its last output:" if last else ", without output."
         return "\n".join([lines[0], *(f"  {line}" for line in last.split("\n") if last)]) + "\n"
 
-    def mark(self, token: str) -> bytes:
+    def mark(self, token: str) -> str:
         """The failure encoded as a line that the launcher recognizes by the token in the job's output."""
-        return b"%s %s %s\n" % (_SIGN, token.encode(), base64.b64encode(json.dumps(asdict(self)).encode()))
+        return f"{_SIGN.decode()} {token} {base64.b64encode(json.dumps(asdict(self)).encode()).decode()}\n"
 
 
 def holds_mark(text: bytes, token: str) -> bool:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from hf_zero.launch import LaunchError, shown
+from hf_zero.launch import LaunchError, extra_service, shown
 from hf_zero.launch.backends import BACKENDS, Backend
 from hf_zero.launch.job import Job, Program, inherited, read_env_files
 from hf_zero.launch.relay import BackendOptions
@@ -293,7 +293,6 @@ def _tune(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Tune the config by trials, each of which is a separate launch with the same options."""
     # Imported only when needed: the launcher itself needs neither torch nor the config.
     from hf_zero.config import ConfigError
-    from hf_zero.config.extras import ExtraMissing, service
 
     num_script = 1 + len(options.user_args)
     ours = list(words[: len(words) - num_script])
@@ -303,8 +302,8 @@ def _tune(options: argparse.Namespace, words: Sequence[str]) -> int:
             break
     try:
         script = words[len(words) - num_script :]
-        status: int = service("tune")([*ours, *script], num_script, then_run=options.autotuning == "run")
-    except (ConfigError, ExtraMissing) as error:
+        status: int = extra_service("tune")([*ours, *script], num_script, then_run=options.autotuning == "run")
+    except ConfigError as error:
         raise LaunchError(str(error)) from None
     return status
 

@@ -6,132 +6,94 @@
 from __future__ import annotations
 
 import os
-import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import IO
 
 from hf_zero.launch import LaunchError
-from hf_zero.launch.children import CHUNK_BYTES, Failure, SignalInbox, Stream, find_mark, holds_mark, signal_tree
-from hf_zero.launch.job import Job
+from hf_zero.launch.children import Failure, Stream, find_mark, holds_mark, signal_group, signal_tree
+from hf_zero.launch.job import Job, RankCommand
+from hf_zero.launch.ranks import Rank, Supervisor
 
-_TICK_S = 0.2
 _SETTLE_S = 10.0  # time for other nodes' ranks to notice a failure before they are ended
-_GRACE_S = 30.0
 
 
-class Relay:
-    """Runs one program that starts the ranks, from start to end."""
+class _MarkedStream(Stream):
+    """A stream without the lines that are failures of ranks, which `found` gets."""
 
-    def __init__(self, token: str, *, ends_children: bool) -> None:
-        """`ends_children`: whether to signal the program's children too, because it does not end them itself."""
-        self._token = token
-        self._ends_children = ends_children
-        self._streams = {1: Stream(1), 2: Stream(2)}
-        self._rests: dict[int, bytes] = {1: b"", 2: b""}
-        self._selector = selectors.DefaultSelector()
-        self._first: Failure | None = None
-        self._signal: int | None = None
-        self._end_at: float | None = None
-        self._was_ended = False
+    def __init__(self, descriptor: int, token: str, found: Callable[[Failure], None]) -> None:
+        super().__init__(descriptor)
+        self._token, self._found = token, found
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run the program and return the exit status for a shell: that of the first failed rank if it is known."""
-        with SignalInbox() as inbox:
-            process = subprocess.Popen(
-                command,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # so that signals of the terminal come only from us
-            )
-            self._selector.register(inbox.descriptor, selectors.EVENT_READ)
-            pipes = {process.stdout: 1, process.stderr: 2}
-            for pipe in pipes:
-                assert pipe is not None
-                self._selector.register(pipe, selectors.EVENT_READ, pipes[pipe])
-            try:
-                code = self._wait(process, inbox)
-            finally:
-                signal_tree(process.pid, signal.SIGKILL)
-        return self._status(code)
+    def flush(self, *, is_end: bool = False) -> None:
+        """An incomplete line that may become a failure waits for the rest of it."""
+        begun = {} if is_end else {key: text for key, text in self._begun.items() if holds_mark(text, self._token)}
+        for key in begun:
+            del self._begun[key]
+        super().flush(is_end=is_end)
+        self._begun = begun
 
-    def _wait(self, process: subprocess.Popen[bytes], inbox: SignalInbox) -> int:
-        is_over_at: float | None = None
-        open_pipes = 2
-        while open_pipes and (is_over_at is None or time.monotonic() < is_over_at):
-            events = self._selector.select(_TICK_S)
-            for key, _ in events:
-                if key.data is None:
-                    self._heed(inbox, process.pid)
-                elif not self._read(key.fileobj, key.data):  # type: ignore[arg-type]
-                    open_pipes -= 1
-            if not events:
-                self._flush()
-            if is_over_at is None and process.poll() is not None:
-                is_over_at = time.monotonic() + 1.0  # to read the rest of the pipes
-            if self._end_at is not None and time.monotonic() > self._end_at:
-                self._end(process.pid)
-        self._flush(is_end=True)
-        return process.wait()
-
-    def _read(self, pipe: IO[bytes], number: int) -> bool:
-        chunk = os.read(pipe.fileno(), CHUNK_BYTES)
-        if not chunk:
-            self._selector.unregister(pipe)
-            return False
-        # Forward complete lines, to detect failure marks; an incomplete line waits until no more output comes.
-        text = self._rests[number] + chunk
-        cut = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
-        self._rests[number] = text[cut:]
-        self._take(number, text[:cut])
-        return True
-
-    def _flush(self, *, is_end: bool = False) -> None:
-        for number, text in self._rests.items():
-            if is_end or not holds_mark(text, self._token):
-                self._rests[number] = b""
-                self._take(number, text)
-                self._streams[number].flush()
-
-    def _take(self, number: int, text: bytes) -> None:
+    def _put(self, speaker: object, text: bytes) -> None:
         for line in text.splitlines(keepends=True):
             failure = find_mark(line, self._token)
             if failure is None:
-                self._streams[number].write(number, line)
-            elif self._first is None:
-                self._first = failure
-                self._end_at = time.monotonic() + _SETTLE_S
+                super()._put(speaker, line)
+            else:
+                self._found(failure)
 
-    def _heed(self, inbox: SignalInbox, pid: int) -> None:
-        for number in inbox.take():
-            self._signal = number
-            self._end(pid)
 
-    def _end(self, pid: int) -> None:
-        """Ask the program to end; kill it on the second call. On SIGINT, pdsh and srun would ask for confirmation."""
-        if self._was_ended:
-            signal_tree(pid, signal.SIGKILL)
-        elif self._ends_children:
-            signal_tree(pid, signal.SIGTERM)
+class Relay(Supervisor):
+    """Runs one program that starts the ranks, from start to end. Its status is that of the first failed rank, if known,
+    else its own."""
+
+    grace_s = 30.0
+
+    def __init__(self, token: str, *, ends_children: bool) -> None:
+        """`ends_children`: whether to signal the program's children too, because it does not end them itself."""
+        self._token, self._ends_children = token, ends_children
+        self._code = 0
+        self._end_at: float | None = None
+        super().__init__("")
+
+    def stream(self, descriptor: int) -> Stream:
+        return _MarkedStream(descriptor, self._token, self._found)
+
+    def _found(self, failure: Failure) -> None:
+        if self.first is None:
+            self.first = failure
+            self._end_at = time.monotonic() + _SETTLE_S
+
+    def turn(self) -> None:
+        super().turn()
+        if self._end_at is not None and self.kill_at is None and time.monotonic() > self._end_at:
+            self.end(signal.SIGTERM)
+
+    def has_failed(self, rank: Rank, code: int) -> None:
+        self._code = code
+
+    def send_to(self, pid: int, number: int) -> None:
+        if number == signal.SIGKILL or self._ends_children:
+            signal_tree(pid, number)
+            signal_group(pid, number)  # what it has left behind
         else:
-            os.kill(pid, signal.SIGTERM)
-        self._was_ended = True
-        self._end_at = time.monotonic() + _GRACE_S
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
-    def _status(self, code: int) -> int:
-        if self._signal is not None:
-            return 128 + self._signal
-        if self._first is not None:
-            self._streams[2].write("hf-zero launch", self._first.message().encode())
-            return self._first.exit_status
-        return code if code >= 0 else 128 - code
+    def end(self, number: int) -> None:
+        """On SIGINT, pdsh and srun would ask for confirmation."""
+        super().end(signal.SIGTERM)
+
+    def close(self) -> None:
+        """The supervisors on the hosts have said what there is to say."""
+
+    def status(self) -> int:
+        if self.first is not None:
+            return super().status()
+        return self._code if self._code >= 0 else 128 - self._code
 
 
 @dataclass(frozen=True)
@@ -204,7 +166,8 @@ class Backend:
     def run(self, job: Job, request: BackendOptions) -> int:
         """Start the ranks and wait for them; returns the exit status for a shell."""
         command = self.command(job, request, self.find_programs())
-        return Relay(job.token, ends_children=command.ends_children).run(command.words, command.environment)
+        relay = Relay(job.token, ends_children=command.ends_children)
+        return relay.run([RankCommand(-1, tuple(command.words), dict(command.environment))], Failure.message)
 
 
 def own_node_rank(job: Job, request: BackendOptions, options: str) -> int:

@@ -19,6 +19,6 @@ EXTRA = Extra(
     sections=(OwnSection(path="hf_zero.resilience", kind=Resilience, doc="Checkpoints in host memory."),),
     services={
         "begin_training": "hf_zero.extras.resilience.trainer:begin_training",
-        "peers": "hf_zero.extras.resilience.peers:PeerLaunchers",
+        "restarts": "hf_zero.extras.resilience.supervisor:run_with_restarts",
     },
 )

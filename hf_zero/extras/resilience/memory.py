@@ -31,7 +31,7 @@ import numpy as np
 from hf_zero.api.engine_checkpoints import EngineCheckpoints
 from hf_zero.checkpoint.arena import Arena, sum_of_words
 from hf_zero.comm import Collectives, hosts
-from hf_zero.launch.restarts import COPIED, DAMAGED, MODULES, SUPERVISOR, WANTED, read_json, replace_text
+from hf_zero.extras.resilience.restarts import COPIED, DAMAGED, MODULES, SUPERVISOR, WANTED, read_json, replace_text
 from hf_zero.log import logger
 
 _TAG = "global_step"  # Trainer looks for a folder with this prefix

@@ -28,7 +28,8 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from hf_zero.launch import LaunchError, restarts
+from hf_zero.extras.resilience import restarts
+from hf_zero.launch import LaunchError
 from hf_zero.launch.children import Failure
 from hf_zero.network import address_towards
 

@@ -26,7 +26,7 @@ from hf_zero.comm import collectives_for, hosts, local_device
 from hf_zero.errors import CheckpointError
 from hf_zero.extras.resilience import Resilience
 from hf_zero.extras.resilience.memory import MemoryCheckpoints, supervisor
-from hf_zero.launch.restarts import COPIES, HISTORY, RESTARTS, await_turn, own_folder, replace_text
+from hf_zero.extras.resilience.restarts import COPIES, HISTORY, RESTARTS, await_turn, own_folder, replace_text
 from hf_zero.log import logger
 
 _STATE, _SCHEDULER, _SUMS = "trainer_state.json", "scheduler.pt", "sums-{}.json"

@@ -21,7 +21,7 @@ import pytest
 
 from bench.hosts import joined_hosts
 from bench.surroundings import ROOT
-from hf_zero.launch.restarts import TOKEN, folder_in_memory
+from hf_zero.extras.resilience.restarts import TOKEN, folder_in_memory
 from tests.extras.resilience.test_memory import flip
 from tests.extras.resilience.undisturbed import undisturbed_lines
 

@@ -14,8 +14,8 @@ import pytest
 
 from hf_zero.extras.resilience import peers
 from hf_zero.extras.resilience.peers import receive, send
+from hf_zero.extras.resilience.restarts import TOKEN
 from hf_zero.launch.command_line import main
-from hf_zero.launch.restarts import TOKEN
 
 SIZE = 10_000_000
 

@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 import hf_zero
 from hf_zero.extras.resilience import trainer as resilience
-from hf_zero.launch.restarts import HISTORY, SUPERVISOR
+from hf_zero.extras.resilience.restarts import HISTORY, SUPERVISOR
 from tests.support.ranks import run_ranks
 
 DS = {

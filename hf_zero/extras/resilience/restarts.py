@@ -2,7 +2,7 @@
 
 A new Python process takes seconds to import torch and transformers, which is most of the time of a restart. Run as
 
-    python -m hf_zero.launch.restarts SOCKET script.py ...     with Python's arguments, or `-m module ...`
+    python -m hf_zero.extras.resilience.restarts SOCKET script.py ...     with Python's arguments, or `-m module ...`
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -109,16 +109,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 class Restarts:
     """Starts the ranks of this host and decides whether they may restart."""
 
-    def __init__(self, most: int, stopped_s: float, peers: Any = None, *, stands_by: bool = False) -> None:
+    def __init__(self, most: int, *, stands_by: bool = False) -> None:
         """
         Args:
             most: maximum number of restarts.
-            stopped_s: seconds after which a stopped rank counts as dead.
-            peers: the other hosts, whose ranks restart together with these.
             stands_by: keep standby ranks that are ready to train and replace failed ones.
         """
-        self.peers = peers
-        self.stopped_s = stopped_s
         self._most, self._left = most, most
         self._fork_server: ForkServer | None = None
         self._stands_by, self._standby = stands_by, dict[int, ForkedRank]()
@@ -127,7 +123,7 @@ class Restarts:
         self._begun, self._begun_after = 0.0, -1
 
     def start(self, command: RankCommand) -> subprocess.Popen[bytes] | ForkedRank:
-        command = self._own(command)
+        command, self._begun = self._own(command), time.monotonic()
         if not ForkServer.can_run(command):
             return start(command)
         try:
@@ -197,26 +193,14 @@ class Restarts:
         who = ", in standby processes" if self._is_ready else ""
         return f"{where}{who} (restart {self._most - self._left} of {self._most})"
 
-    def renewed(self, commands: Sequence[RankCommand], turn: Callable[[], bool], *, again: bool) -> list[RankCommand]:
-        """The commands with a port that previous ranks do not hold; empty if ranks must not start.
-
-        Args:
-            turn: see `Peers.await_start`.
-            again: whether the ranks have been started before.
-        """
-        self._begun = time.monotonic()
-        if self.peers is not None:
-            added = self.peers.await_start(turn)
-            return [replace(each, environment={**each.environment, **added}) for each in commands] if added else []
-        if not again:
-            return [*commands]
+    def renewed(self, commands: Sequence[RankCommand]) -> list[RankCommand]:
+        """The commands for another start, with a port that previous ranks do not hold."""
         self._begun_after = newest_update(folder_in_memory(os.getpid())) or -1
         if self._is_ready:
             self._turn.touch()
             return [*commands]
         self._end_standby()
-        port = _free_port()
-        return [replace(each, environment={**each.environment, "MASTER_PORT": port}) for each in commands]
+        return with_variables(commands, {"MASTER_PORT": _free_port()})
 
     def close(self) -> None:
         """End the forking process and the standby ranks."""
@@ -224,6 +208,10 @@ class Restarts:
         if self._fork_server is not None:
             self._fork_server.close()
             self._fork_server = None
+
+
+def with_variables(commands: Sequence[RankCommand], variables: Mapping[str, str]) -> list[RankCommand]:
+    return [replace(each, environment={**each.environment, **variables}) for each in commands]
 
 
 def _free_port() -> str:
