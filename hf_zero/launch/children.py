@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -248,6 +249,56 @@ class SignalInbox:
             return []
 
 
+# Reads process groups, one a line, negative when they have ended, and kills the others once the pipe is closed.
+_KILL_GROUPS = """
+import os, signal, sys
+groups = set()
+for group in map(int, sys.stdin):
+    groups.add(group) if group > 0 else groups.discard(-group)
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+class Guard:
+    """Context whose process kills child processes if this one is killed by SIGKILL, which nothing can forward."""
+
+    def __enter__(self) -> Guard:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _KILL_GROUPS],
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that whoever kills this process's group does not kill it, too
+        )
+        return self
+
+    def add(self, group: int) -> None:
+        """Guard a process that leads its own group, with its child processes."""
+        self._tell(group)
+
+    def remove(self, group: int) -> None:
+        """Called when the group has ended: an unrelated one may get its number."""
+        self._tell(-group)
+
+    def _tell(self, number: int) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has been killed: training goes on without it
+            self._process.stdin.write(f"{number}\n")
+            self._process.stdin.flush()
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()  # before the pipe is closed, because groups have ended and others may get their numbers
+        self._process.wait()
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+
 def signal_tree(pid: int, number: int) -> None:
     """Send a signal to a process and all its descendants, regardless of their sessions."""
     try:
@@ -264,7 +315,7 @@ def run(words: Sequence[str], *, timeout_s: float | None = None, **options: Any)
     """Run a command and return its exit status; None if it was ended after `timeout_s`.
 
     Its processes end with this one: on SIGINT, SIGTERM and SIGHUP they get the signal, and SIGKILL if they have not
-    ended some seconds later. Python alone would end at SIGTERM and SIGHUP without them.
+    ended some seconds later, or if this process gets it. Python alone would end at SIGTERM and SIGHUP without them.
 
     Args:
         options: of `subprocess.Popen`.
@@ -274,9 +325,10 @@ def run(words: Sequence[str], *, timeout_s: float | None = None, **options: Any)
         SystemExit: after SIGTERM and SIGHUP, with the status that a shell reports.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    with SignalInbox() as inbox:
+    with SignalInbox() as inbox, Guard() as guard:
         # In a session of its own, so that Ctrl-C reaches each process once, from here.
         process = subprocess.Popen(words, start_new_session=True, **options)
+        guard.add(process.pid)
         received: list[int] = []
         try:
             while process.poll() is None and not received:

@@ -26,6 +26,7 @@ from hf_zero.launch import LaunchError, shown
 from hf_zero.launch.children import (
     CHUNK_BYTES,
     Failure,
+    Guard,
     InterruptFilter,
     SignalInbox,
     Stream,
@@ -96,7 +97,7 @@ class Supervisor:
 
     def run(self, commands: Sequence[RankCommand], report: Callable[[Failure], str]) -> int:
         """Run all ranks, print the first failure last, and return the exit status for a shell."""
-        with SignalInbox() as inbox:
+        with SignalInbox() as inbox, Guard() as self._guard:
             self.selector.register(inbox.descriptor, selectors.EVENT_READ, lambda: self._heed(inbox))
             try:
                 self.run_all(commands)
@@ -142,6 +143,7 @@ class Supervisor:
         path = self.log_path(command.rank)
         log = _open_log(path) if path else None
         process = self.start_process(command)
+        self._guard.add(process.pid)
         rank = Rank(command, process, log, watch(process.pid))
         self.ranks.append(rank)
         self.alive.add(index)
@@ -218,6 +220,7 @@ class Supervisor:
         for rank in self.ranks:
             self.send_to(rank.process.pid, signal.SIGKILL)
             rank.process.wait()
+            self._guard.remove(rank.process.pid)
             if rank.log is not None:
                 rank.log.close()
 

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hf_zero.launch import command_line
@@ -235,6 +236,14 @@ time.sleep(600)
     assert [(tmp_path / f"heard{rank}").read_text() for rank in range(2)] == [str(int(number))] * 2
 
 
+_LEAVES_A_CHILD = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+path = pathlib.Path("pids" + os.environ["RANK"])
+path.with_suffix(".partial").write_text(f"{os.getpid()} {child.pid}")
+path.with_suffix(".partial").rename(path)
+time.sleep(600)
+"""
 # Starts two ranks on this machine and ends with the status of the first one.
 _MPIRUN = f"""#!{sys.executable}
 import os, subprocess, sys
@@ -259,6 +268,31 @@ def with_mpirun(folder: Path) -> tuple[list[str], str]:
     (folder / "hosts").write_text("localhost slots=2\n")
     path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
     return ["--hostfile", "hosts", "--launcher", "openmpi", "--force_multi"], path
+
+
+@pytest.mark.parametrize("by", ["launcher", "mpirun"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_the_launcher(tmp_path: Path, number: signal.Signals, by: str) -> None:
+    """The launcher was killed (by the OOM killer, or `kill -9`), and its ranks went on and kept their GPUs' memory:
+    nothing can forward SIGKILL."""
+    words, path = with_mpirun(tmp_path) if by == "mpirun" else (["--num_gpus", "2"], os.environ["PATH"])
+    (tmp_path / "script.py").write_text(_LEAVES_A_CHILD)
+    launcher = subprocess.Popen(
+        [*LAUNCH, *words, "script.py"], cwd=tmp_path, preexec_fn=hear_signals, env={**os.environ, "PATH": path}
+    )
+    try:
+        deadline = time.monotonic() + 200
+        while len(list(tmp_path.glob("pids?"))) < 2 and launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        pids = [int(pid) for path in tmp_path.glob("pids?") for pid in path.read_text().split()]
+        started = [psutil.Process(pid) for pid in pids]
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=200) == (-number if number == signal.SIGKILL else 128 + number)
+    finally:
+        launcher.kill()
+    assert len(started) == 4
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert alive == []
 
 
 def test_the_first_failure_under_mpirun_is_seen_last(tmp_path: Path) -> None:

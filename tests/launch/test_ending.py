@@ -25,23 +25,53 @@ _COMMAND = (
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -signal.SIGINT)]
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_a_signal_ends_all_processes(number: signal.Signals, status: int) -> None:
     """`timeout 600 python examples/demo.py`: the demo ended after ten minutes, and its ranks trained on for hours.
 
-    Python ends at SIGTERM without its children. Only Ctrl-C reached them, through the terminal.
+    Python ends at SIGTERM without its children. Only Ctrl-C reached them, through the terminal. Nothing can forward
+    SIGKILL, so another process kills them.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = subprocess.Popen([sys.executable, "-c", _COMMAND], env=environment, stdout=subprocess.PIPE, text=True)
     assert command.stdout is not None
     rank = psutil.Process(int(command.stdout.readline()))
     family = [*psutil.Process(command.pid).children(recursive=True)]
-    assert rank in family and len(family) == 2
+    assert rank in family and len(family) == 3, "and the process that kills them"
     command.send_signal(number)
     assert command.wait(timeout=30) == status
     gone, alive = psutil.wait_procs(family, timeout=5)
-    assert not alive and len(gone) == 2
+    assert not alive and len(gone) == 3
+
+
+_GUARD = """
+import os, signal, subprocess, sys
+from hf_zero.launch.children import Guard
+sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+with Guard() as guard:
+    for number in range(2):
+        process = subprocess.Popen(sleep, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        guard.add(process.pid)
+        print(process.pid, flush=True)
+    guard.remove(process.pid)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_group_that_has_ended_is_not_killed() -> None:
+    """Its number may belong to an unrelated group by the time the launcher is killed."""
+    command = [sys.executable, "-c", _GUARD]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    killed, other = map(int, done.stdout.split())
+    try:
+        deadline = time.monotonic() + 30
+        while psutil.pid_exists(killed) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not psutil.pid_exists(killed) and psutil.pid_exists(other)
+    finally:
+        os.kill(other, signal.SIGKILL)
 
 
 @pytest.mark.processes
