@@ -29,9 +29,9 @@ class Pdsh(Backend):
     package = "pdsh"
 
     def command(self, job: Job, request: BackendOptions, programs: Sequence[str]) -> Command:
-        environment = {**os.environ, "PDSH_RCMD_TYPE": "ssh"}
+        environment = {"PDSH_RCMD_TYPE": "ssh"}
         if request.ssh_port is not None:
-            appended = environment.get("PDSH_SSH_ARGS_APPEND", "")
+            appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
             environment["PDSH_SSH_ARGS_APPEND"] = f"{appended} -p {request.ssh_port}".strip()
         hosts = ",".join(job.world.names)
         words = [programs[0], "-S", "-f", _FAN_OUT, *request.launcher_args, "-w", hosts, remote_command(job, request)]
@@ -66,7 +66,7 @@ class OpenMpi(Backend):
         words += request.launcher_args
         for name, value in sorted(python_variables(job).items()):
             words += ["-x", f"{name}={value}"]
-        return Command([*words, *task_words(job)], dict(os.environ))
+        return Command([*words, *task_words(job)])
 
 
 class Mpich(Backend):
@@ -81,7 +81,7 @@ class Mpich(Backend):
         words = [programs[0], "-n", str(job.world.num_ranks), *self._placement(job), *request.launcher_args]
         for name, value in sorted({**python_variables(job), **self.own_variables}.items()):
             words += ["-genv", name, value]
-        return Command([*words, *task_words(job)], dict(os.environ))
+        return Command([*words, *task_words(job)])
 
     def _placement(self, job: Job) -> list[str]:
         """The arguments that name the hosts and the number of ranks on each."""
@@ -138,8 +138,8 @@ class Slurm(Backend):
         if request.has_hosts:
             words += ["--nodelist", ",".join(job.world.names)]
         # srun passes its whole environment to the tasks, so that no variable has to be quoted.
-        environment = {**os.environ, **python_variables(job)}
-        return Command([*words, *request.launcher_args, *task_words(replace(job, gives_devices=False))], environment)
+        tasks = task_words(replace(job, gives_devices=False))
+        return Command([*words, *request.launcher_args, *tasks], python_variables(job))
 
 
 class Torchrun(Backend):
@@ -168,8 +168,7 @@ class Torchrun(Backend):
             words += ["--no-python"]
         elif job.program.is_module:
             words += ["--module"]
-        environment = {**os.environ, **(job.variables or {})}
-        environment[VISIBLE_DEVICES] = ",".join(node.slots)
+        environment = {**(job.variables or {}), VISIBLE_DEVICES: ",".join(node.slots)}
         return Command([*words, job.program.script, *job.program.arguments], environment)
 
 

@@ -410,14 +410,6 @@ def is_deserted(descriptor: int) -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poller.poll(0))
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (by SIGSTOP or a debugger)."""
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def signal_group(pid: int, number: int) -> None:
     """Send a signal to a process group that may no longer exist."""
     with suppress(ProcessLookupError, PermissionError):

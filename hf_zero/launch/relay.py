@@ -126,7 +126,7 @@ class Command:
 
     Attributes:
         words: its argument vector, which is not run through a shell.
-        environment: its complete environment.
+        environment: variables in addition to those of the launcher.
         ends_children: see `Relay`.
     """
 

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import psutil
+
 from hf_zero.extras.resilience.peers import PeerLaunchers
 from hf_zero.extras.resilience.restarts import TOKEN, Restarts, with_variables
 from hf_zero.launch import LaunchError
-from hf_zero.launch.children import Failure, is_stopped, signal_group
+from hf_zero.launch.children import Failure, signal_group
 from hf_zero.launch.job import Job, RankCommand
 from hf_zero.launch.ranks import Process, Rank, Supervisor, run_ranks
 from hf_zero.launch.relay import BackendOptions
@@ -89,7 +91,7 @@ class RestartingSupervisor(Supervisor):
         """Kill ranks that have been stopped (SIGSTOP) for too long, because the others wait for them."""
         for rank in (self.ranks[index] for index in self.alive):
             pid, now = rank.process.pid, time.monotonic()
-            if not is_stopped(pid):
+            if not _is_stopped(pid):
                 self._stopped_at.pop(pid, None)
             elif now - self._stopped_at.setdefault(pid, now) > self._stopped_s:
                 self.say(f"hf-zero launch: rank {rank.command.rank} has been stopped for {self._stopped_s:g} s\n")
@@ -121,6 +123,14 @@ class RestartingSupervisor(Supervisor):
             elif message["say"] == "lost":
                 self.fail(Failure.of_host("the first host"))
             self._is_over |= message["say"] in ("over", "stop")
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped (by SIGSTOP or a debugger)."""
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def run_with_restarts(job: Job, node_rank: int | None, request: BackendOptions) -> int:
