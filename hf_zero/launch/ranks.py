@@ -4,7 +4,8 @@ python -m hf_zero.launch.ranks JOB --host NAME     all ranks of this host; pdsh 
 python -m hf_zero.launch.ranks JOB                 one rank, given by the variables that mpirun or srun sets
 
 `Supervisor` runs the ranks of one node: it forwards their output and incoming signals, and when a rank fails, ends all
-of them. The extra `resilience` derives one that restarts them.
+of them. The extra `resilience` derives one that restarts them. It is not torch's elastic agent, with which ranks begin
+only after one more import of torch: docs/architecture.md has figures, and what the agent does otherwise.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from bench.launching import PAGE, section
 from hf_zero.launch import command_line
 from hf_zero.launch.children import InterruptFilter
 from hf_zero.launch.command_line import choose_backend, chosen_world, listed_world, main, parse, travelling_variables
@@ -371,6 +372,10 @@ def test_the_launcher_loads_only_what_it_needs(words: list[str]) -> None:
     check += "assert not {'torch', 'transformers', 'accelerate', 'numpy', 'pydantic'} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0 and ("--bind_cores_to_rank" in done.stdout or done.stdout == "begun\n"), done.stderr
+
+
+def test_the_page_has_what_starts_take() -> None:
+    assert section() in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
