@@ -109,7 +109,7 @@ def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         ValueError: for adapters that are not added to a weight (such as DoRA), or on quantized weights.
     """
     inner = getattr(model, "module", model)
-    names, adapted = _names_without_adapters(inner), _adapters(inner)
+    names, adapted = _names_without_adapters(inner), adapted_layers(inner)
     for parameter, values in unsharded_values(inner, together_numel=TOGETHER_NUMEL):
         for layer in adapted.get(id(parameter), ()):
             own = [each for name, each in layer.named_parameters() if "base_layer" not in name.split(".")]
@@ -121,8 +121,12 @@ def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         del values  # before the next parameters are gathered
 
 
-def _adapters(model: nn.Module) -> dict[int, list[Any]]:
-    """PEFT layers around each parameter, by the parameter's id."""
+def adapted_layers(model: nn.Module) -> dict[int, list[Any]]:
+    """PEFT layers around each parameter, by the parameter's id.
+
+    Raises:
+        ValueError: as `gathered_weights`.
+    """
     adapters: dict[int, list[Any]] = {}
     for name, layer in model.named_modules():
         if not hasattr(layer, "get_base_layer") or getattr(layer, "merged", False) or layer.disable_adapters:

@@ -46,6 +46,7 @@ PATCHED = frozenset(
         "transformers.trainer",
         "transformers.trainer_jit_checkpoint",
         "transformers.trainer_utils",
+        "trl.generation.vllm_generation",
         "trl.trainer.utils",
     )
 )

@@ -1,16 +1,17 @@
-"""trl.trainer.utils: digests of models."""
+"""trl.trainer.utils: digests of models. trl.generation.vllm_generation: weights with adapters for vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_zero.api.gathered_parameters import GatheredParameters, handles_of
+from hf_zero.api.gathered_parameters import GatheredParameters, adapted_layers, gathered_weights, handles_of
 from hf_zero.integration.patches import Patches
 
 PATCHES = Patches("trl.trainer.utils")
+GENERATION = Patches("trl.generation.vllm_generation")
 
 
 @PATCHES.add(
@@ -43,3 +44,30 @@ class _Sharded:
     def cpu(self) -> Tensor:
         with GatheredParameters([self._parameter]):
             return self._parameter.detach().cpu().clone()  # on a CPU, cpu() does not copy
+
+
+@GENERATION.add(
+    "VLLMGeneration._iter_named_params(self)",
+    without="the whole model is gathered to send weights with adapters to vLLM, and the last of them arrive without "
+    "adapters",
+    until="TRL merges the adapters of one weight after the other, into new tensors",
+)
+def around_iter_named_params(original: Callable[[Any], Any], self: Any) -> Iterator[tuple[str, Tensor]]:
+    """Merge adapters into each weight as it is gathered. Upstream gathers the whole model and merges in place; when
+    the iteration ends it unmerges, although vLLM's sender has not sent what it collected last."""
+    if self.accelerator.distributed_type != "DEEPSPEED" or not hasattr(self.model, "peft_config"):
+        return original(self)  # type: ignore[no-any-return]
+    try:
+        adapted_layers(self.model)
+    except ValueError:  # DoRA and quantized weights are not sums
+        return original(self)  # type: ignore[no-any-return]
+    return _merged(self)
+
+
+def _merged(generation: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield merged weights under the names that vLLM expects, tied ones once. Collective."""
+    seen: set[int] = set()
+    for name, values in gathered_weights(generation.model):
+        if values.data_ptr() not in seen:
+            yield generation._fix_param_name_to_vllm(name), values
+        seen = {values.data_ptr()}
