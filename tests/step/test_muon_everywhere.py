@@ -21,7 +21,7 @@ from tests.experts.training import model_of as experts_of
 from tests.support.ranks import run_ranks
 from tests.tensor.training import CLIP, Batch, batches, model_of
 
-STEPS = 4
+STEPS = 3
 OPTIONS: dict[str, Any] = {"muon_lr": 0.02, "adam_lr": 0.01, "weight_decay": 0.1}
 PLACES: dict[str, dict[str, Any]] = {
     "at hand": {},

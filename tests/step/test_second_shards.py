@@ -45,13 +45,13 @@ def trained(
     """Steps of two micro-batches, with an evaluation in between."""
     config = config_for(zero, gradient_accumulation_steps=2, gradient_clipping=0.5, **more)
     engine = make(model=Stack(frozen), config=config)[0]
-    losses = train(engine, rank, range(4))
+    losses = train(engine, rank, range(3))
     engine.eval()
     dtype = next(engine.parameters()).dtype
     with torch.no_grad():
         losses.append(engine(batch(rank, 50)[0].to(dtype)).float().sum().item())
     engine.train()
-    losses += train(engine, rank, range(4, 8))
+    losses += train(engine, rank, range(3, 6))
     return losses, whole(engine)
 
 

@@ -21,7 +21,7 @@ from tests.step.test_parity import ROWS, config, groups_of, split
 from tests.support.models import AwkwardMLP, mlp_batches
 from tests.support.ranks import run_ranks
 
-STEPS = 6
+STEPS = 4
 
 
 def made(name: str, model: nn.Module) -> torch.optim.Optimizer:
