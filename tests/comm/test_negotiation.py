@@ -314,7 +314,7 @@ def programs(units: int, longest: int) -> Iterator[tuple[Script, Script]]:
 
 
 def test_small_programs_under_every_order_of_turns() -> None:
-    for scripts in itertools.islice(programs(units=2, longest=2), 0, None, 11):  # the slow test has them all
+    for scripts in itertools.islice(programs(units=2, longest=2), 0, None, 29):  # the slow test has them all
         explore(lambda schedule, scripts=scripts: play(scripts, 2, schedule, steps=1), overtakings=1)
 
 
@@ -367,7 +367,7 @@ def test_backward_passes_at_other_places_are_carried() -> None:
     explore(run, overtakings=1)
 
 
-@pytest.mark.parametrize("limit", [300, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [130, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_message_between_the_last_backward_and_the_step_is_carried(limit: int) -> None:
     """A waiting rank received the awaited message together with its sender's STEP, and treated the finished wait as
     futile. So ranks that communicated between backward and step sometimes raised an error at the step."""
@@ -415,7 +415,8 @@ def test_other_numbers_of_backward_passes_are_refused_on_all_ranks() -> None:
 PAIRS, ACROSS = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 
 
-def test_a_rank_goes_on_alone_only_if_another_needs_that() -> None:
+@pytest.mark.parametrize("limit", [80, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_rank_goes_on_alone_only_if_another_needs_that(limit: int) -> None:
     """With hpZ and tensor parallelism on one host, rank 0 was at the end of its forward while rank 1 still waited for
     rank 3 in a layer. Rank 1 let rank 0 go on, which then waited for rank 1 in a collective of the training loop, where
     it served nobody; so rank 1 never ended its forward."""
@@ -431,10 +432,11 @@ def test_a_rank_goes_on_alone_only_if_another_needs_that() -> None:
 
         world.run(body)
 
-    explore(run, overtakings=1, limit=300)
+    explore(run, overtakings=1, limit=limit)
 
 
-def test_a_rank_lets_any_rank_go_on_whose_message_it_needs() -> None:
+@pytest.mark.parametrize("limit", [80, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_rank_lets_any_rank_go_on_whose_message_it_needs(limit: int) -> None:
     """With hpZ on one host, ranks 0 and 2 evaluated before their backward. Rank 1 waited for a reduction, at first for
     the message of rank 2; rank 0, whose message it needed next, waited for rank 1 at the end of its evaluation. Rank 3
     and rank 2 likewise."""
@@ -451,10 +453,10 @@ def test_a_rank_lets_any_rank_go_on_whose_message_it_needs() -> None:
 
         world.run(body)
 
-    explore(run, overtakings=1, limit=300)
+    explore(run, overtakings=1, limit=limit)
 
 
-@pytest.mark.parametrize("limit", [150, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [60, pytest.param(400, marks=pytest.mark.slow)])
 def test_ranks_that_run_alike_send_nothing_for_each_other(limit: int) -> None:
     """One gather per unit and use, for every scheduling of the ranks."""
 
@@ -485,7 +487,7 @@ def scripts_of(routes_by_rank: Sequence[Sequence[tuple[tuple[int, ...], ...]]], 
     return [[Script(routes, prefetches) for routes in by_step] for by_step in routes_by_rank]
 
 
-@pytest.mark.parametrize("limit", [15, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("limit", [10, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("story", "prefetches"), some_with_prefetching(CHANGES))
 def test_ranks_follow_a_plan_and_leave_it_under_every_order_of_turns(story: str, prefetches: bool, limit: int) -> None:
     """From equal passes to different ones and back: every value is right, and nobody waits forever."""
@@ -493,10 +495,11 @@ def test_ranks_follow_a_plan_and_leave_it_under_every_order_of_turns(story: str,
     explore(lambda schedule: play(scripts, 3, schedule, apart=True), overtakings=1, limit=limit)
 
 
+@pytest.mark.parametrize("limit", [10, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("story", STORIES)
-def test_stories_between_ranks_that_share_no_memory(story: str) -> None:
+def test_stories_between_ranks_that_share_no_memory(story: str, limit: int) -> None:
     scripts = [Script((route,), prefetches=True) for route in STORIES[story]]
-    explore(lambda schedule: play(scripts, 4, schedule, steps=2, apart=True), overtakings=1, limit=25)
+    explore(lambda schedule: play(scripts, 4, schedule, steps=2, apart=True), overtakings=1, limit=limit)
 
 
 def test_ranks_that_run_alike_meet_at_the_ends_of_passes_alone() -> None:

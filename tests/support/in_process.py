@@ -148,7 +148,9 @@ class InProcessWorld:
         self._is_done = [False] * world
         self._is_gone = [False] * world
         self._deadlock: str | None = None
-        self._turns = [threading.Semaphore(0) for _ in range(world)]
+        self._turns = [threading.Lock() for _ in range(world)]  # held; releasing one gives its rank the turn
+        for turn in self._turns:
+            turn.acquire()
         self._local = threading.local()
         self._exchanges: dict[tuple[tuple[int, ...], int, int], dict[int, object]] = {}
         self._num_exchanges: dict[tuple[tuple[int, ...], int, int], int] = {}
