@@ -22,7 +22,7 @@ from tests.hostile.shrink import fails_like, shrink
 from tests.hostile.spec import Call, Forward, Limits, Micro, ModuleSpec, Program, RankMicro, every_call
 from tests.support.campaigns import Outcome, Verdict
 
-NUM_QUICK = 12
+NUM_QUICK = 8
 NUM_SLOW = 2000
 CHUNK = 200
 SHORT_S = 2.0  # for programs that hang on purpose

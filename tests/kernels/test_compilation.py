@@ -70,10 +70,6 @@ def test_every_kernel_compiles(few: list[Compiled]) -> None:
     examine(few, "cuda")
 
 
-def test_every_kernel_compiles_for_amd(tmp_path: Path) -> None:
-    examine(compile_apart("tests.kernels.launches", "hip", "gfx942", tmp_path, launches="FEW"), "hip")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "arch"), TARGETS)
 def test_every_kernel_compiles_without_options(backend: str, arch: int | str, tmp_path: Path) -> None:

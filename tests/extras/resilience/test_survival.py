@@ -42,11 +42,13 @@ def check(survived: Survived, undisturbed: list[Line], num_attacks: int) -> None
     assert len(survived.lines) - len(undisturbed) <= 2 * num_attacks
 
 
-def test_a_kill_and_a_stop_cost_an_update_each(tmp_path: Path) -> None:
-    training = Training(config("stage 2"), updates=12)
+@pytest.mark.parametrize("attacks", [[STOP], pytest.param([KILL, STOP], marks=pytest.mark.slow)])
+def test_an_attack_costs_an_update(attacks: list[signal.Signals], tmp_path: Path) -> None:
+    """By default the one after which ranks must still be killed; the next test kills others."""
+    training = Training(config("stage 2"), updates=6 * len(attacks))
     undisturbed = undisturbed_lines(tmp_path / "undisturbed", training.config, training.updates)
-    survived = survive(training, tmp_path / "attacked", [KILL, STOP], seed=1)
-    check(survived, undisturbed, 2)
+    survived = survive(training, tmp_path / "attacked", attacks, seed=1)
+    check(survived, undisturbed, len(attacks))
     assert "has been stopped for 0.5 s" in survived.output and "from host memory after update" in survived.output
 
 

@@ -128,7 +128,8 @@ def test_added_scores_and_dropout() -> None:
     found = gathered_attention(query, key, value, plan, rules)
     torch.testing.assert_close(found, dense(query, key, value, mask, table), rtol=TOLERANCE, atol=TOLERANCE)
     torch.manual_seed(0)
-    noisy = torch.stack([gathered_attention(query, key, value, plan, Rules(dropout=0.5)) for _ in range(2000)])
+    many = [each.repeat(2000, 1, 1, 1) for each in (query, key, value)]
+    noisy = gathered_attention(*many, plan, Rules(dropout=0.5)).unflatten(0, (2000, 2))
     plain = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     torch.testing.assert_close(noisy.mean(0), plain, rtol=0, atol=0.15)
     assert noisy.std(0).max() > 0.1
