@@ -19,12 +19,15 @@ from train_clm import (
     load_model,
     load_text,
     load_tokenizer,
+    main,
     new_model,
     parse,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hf_zero
 from tests.examples.conftest import EXAMPLES
+from tests.support.ranks import run_ranks
 
 SMALL = ["--vocab_size", "512", "--hidden_size", "32", "--num_layers", "2", "--num_heads", "2", "--block_size", "32"]
 
@@ -121,9 +124,14 @@ def test_document_order_is_random_but_fixed(text_folder: Path) -> None:
     assert order != sorted(order)
 
 
-def run_training(arguments: list[str], cache: Path, num_processes: int) -> str:
-    """Runs the script under torchrun; returns its output, or fails with it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_processes)]
+def run_main(rank: int, arguments: list[str]) -> None:
+    hf_zero.install()
+    main(arguments)
+
+
+def under_the_launcher(arguments: list[str], cache: Path) -> str:
+    """Runs the script under torchrun on two ranks; returns its output, or fails with it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command += [str(EXAMPLES / "train_clm.py"), *arguments]
     settings = {"HF_HOME": str(cache), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_ZERO": "1"}
     done = subprocess.run(
@@ -133,7 +141,11 @@ def run_training(arguments: list[str], cache: Path, num_processes: int) -> str:
     return done.stdout
 
 
-def test_trains_and_evaluates_under_the_launcher(text_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_trains_and_evaluates_on_two_ranks(
+    is_launched: bool, text_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default on ranks that start at once: every launched process imports everything again."""
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -147,7 +159,11 @@ def test_trains_and_evaluates_under_the_launcher(text_folder: Path, tmp_path: Pa
     arguments += ["--output_dir", str(output), "--train_files", str(text_folder / "*.py"), *SMALL]
     arguments += ["--max_steps", "30", "--learning_rate", "1e-2", "--per_device_train_batch_size", "4"]
     arguments += ["--logging_steps", "10", "--logging_first_step", "--save_strategy", "no", "--report_to", "none"]
-    printed = run_training(arguments, tmp_path / "hf", num_processes=2)
+    if is_launched:
+        printed = under_the_launcher(arguments, tmp_path / "hf")
+    else:
+        run_ranks(run_main, 2, arguments, init=False)
+        printed = capsys.readouterr().out
 
     assert printed.count("training on 2 process(es)") == 1  # only the main process logs
     state = json.loads((output / "trainer_state.json").read_text())
