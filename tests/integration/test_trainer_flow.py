@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -315,8 +316,17 @@ def with_own_optimizers(folder: Path, config: Any, kind: type[torch.optim.Optimi
     return run
 
 
-@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.AdamW, torch.optim.Adagrad])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+RMSPROP, ADAMW_OF_TORCH, ADAGRAD = torch.optim.RMSprop, torch.optim.AdamW, torch.optim.Adagrad
+BY_DEFAULT = ((0, RMSPROP), (2, ADAGRAD), (3, ADAMW_OF_TORCH))
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        pytest.param(*cell, marks=[] if cell in BY_DEFAULT else [pytest.mark.slow])
+        for cell in itertools.product((0, 2, 3), (RMSPROP, ADAMW_OF_TORCH, ADAGRAD))
+    ],
+)
 def test_optimizers_that_a_trainer_is_given_train(
     stage: int, kind: type[torch.optim.Optimizer], tmp_path: Path
 ) -> None:
