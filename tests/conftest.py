@@ -29,10 +29,9 @@ if not torch.cuda.is_available():
 from tests.support import durations
 from tests.support.late import VARIABLE, use_if_asked_for
 from tests.support.oracle import build_operators
+from tests.support.ranks import seed
 from tests.support.requirements import missing, oracle_interpreter
 from tests.support.starting import STARTED, item_starts_processes
-
-SEED = 1234
 
 
 def pytest_configure() -> None:
@@ -82,7 +81,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _same_numbers_every_time() -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(SEED)
+    seed()
 
 
 @pytest.fixture(autouse=True)

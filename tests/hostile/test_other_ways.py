@@ -14,7 +14,7 @@ from tests.support.campaigns import Verdict
 
 pytestmark = pytest.mark.lengthy
 
-NUM_QUICK = 5
+NUM_QUICK = 4
 NUM_SLOW = 400
 
 
@@ -61,7 +61,7 @@ def run_apart(first: int, number: int) -> None:
 
 
 def test_ranks_without_shared_memory() -> None:
-    run_apart(900, 5)
+    run_apart(900, NUM_QUICK)
 
 
 @pytest.mark.slow

@@ -22,7 +22,9 @@ import hf_zero.params.sharded
 import hf_zero.sequence.groups
 import hf_zero.tensor.groups
 from hf_zero.config import resolve
+from hf_zero.integration.names import known_modules
 
 # Its cache of where each section is. Nothing here may compute with tensors: OpenMP's threads do not survive a fork, and
 # ranks that set a number of threads would wait for them.
 resolve({"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, world_size=1)
+known_modules()  # the table of DeepSpeed's names

@@ -37,7 +37,7 @@ PRELOAD = ["torch", "torch.distributed", "torch.optim", "torch._dynamo"]
 PRELOAD_IF_USED = {
     "pytest": "pytest",
     "transformers": "transformers.models.llama.modeling_llama",
-    "transformers.trainer": "transformers.trainer",
+    "transformers.trainer": "tests.support.trainer_warm_up",
     "hf_zero.api.entry": "tests.support.engine_warm_up",
 }
 OUR_MODULES = r"hf_zero(\.|$)"  # a pattern
@@ -120,14 +120,21 @@ def run_each(
 
 
 def _run_cases(rank: int, function: Callable[..., Any], cases: tuple[tuple[Any, ...], ...]) -> list[Any]:
-    import torch
-
     found = []
     for case in cases:
         print(f"case {case}")
-        torch.manual_seed(SEED)
+        seed()
         found.append(function(rank, *case))
     return found
+
+
+def seed() -> None:
+    """Seeds every device that is there. `torch.manual_seed` formats the stack for each kind that is not."""
+    import torch
+
+    torch.default_generator.manual_seed(SEED)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(SEED)
 
 
 def _launcher_variables(world_size: int) -> dict[str, str]:
@@ -288,7 +295,7 @@ def _run(rank: int, job: _Job) -> _Report:
     import torch
 
     torch.set_num_threads(1)
-    torch.manual_seed(SEED)
+    seed()
     warnings.filterwarnings("error", module=OUR_MODULES)  # as pyproject.toml has it for the tests themselves
     try:
         if job.init:
