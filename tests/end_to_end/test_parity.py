@@ -59,7 +59,8 @@ def test_trainer_equals_plain_pytorch_everywhere(case: Case, tmp_path: Path) -> 
     assert_parity(case, run_case(case, tmp_path))
 
 
-# By default, the example trains under the launcher (tests/examples/test_train_clm.py).
+# By default, Trainer trains under `hf-zero launch` (tests/extras/resilience/test_survival.py), and torchrun starts
+# engines (tests/integration/test_error_report.py).
 @pytest.mark.parametrize(
     ("processes", "stage"),
     [

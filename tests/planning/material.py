@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,16 @@ def config_folder(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
+@cache
+def of_size(source: str, precision: str = "bf16") -> PlannedModel:
+    """A Llama of this size, the same for all tests, which then share its traces."""
+    return load_model(source, precision)
+
+
 def planned(
     source: str, training: Training | None = None, model: PlannedModel | None = None, **machine: Any
 ) -> RankedPlans:
-    """The plan for a model on given machines."""
+    """The plan for a model, by default `of_size`, on given machines."""
     given = {"gpu": "h100", "gpus_per_node": 8, "host_memory": "1T", **machine}
     training = training or Training(length=64)
-    return plan(model or load_model(source, training.precision), hardware(given), training)
+    return plan(model or of_size(source, training.precision), hardware(given), training)

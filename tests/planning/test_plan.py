@@ -31,7 +31,7 @@ from hf_zero.planning.machine import calibrated, hardware, parse_bytes
 from hf_zero.planning.model import load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict, reasoning, remedies, show, sums
-from tests.planning.material import config_folder, planned
+from tests.planning.material import config_folder, of_size, planned
 
 pytestmark = pytest.mark.lengthy
 
@@ -71,7 +71,7 @@ def test_candidates_of_a_machine() -> None:
 
 def test_a_small_model_needs_nothing_and_a_large_one_everything(tmp_path: Path) -> None:
     assert planned("40M", gpus_per_node=1).chosen.candidate == Candidate(0)  # type: ignore[union-attr]
-    model = load_model("8b")
+    model = of_size("8b")
     by_memory = {  # on a link that is too slow to hide stage 3's gathers
         memory: planned("", Training(length=1024), model, device_memory=memory, link="100G").chosen
         for memory in ("400G", "60G", "24G", "12G", "4G")
@@ -96,7 +96,7 @@ def test_of_the_fitting_ones_the_fastest_is_taken_and_of_equals_the_first() -> N
 
 def test_streaming_is_taken_where_it_is_the_only_or_the_fastest_way(tmp_path: Path) -> None:
     """8 billion parameters on a device that holds none of them: 16 bytes per parameter in host memory, or 14."""
-    model = load_model("8b")
+    model = of_size("8b")
     training = Training(length=1024, checkpointing=True, nvme_path=str(tmp_path))
     plain, streaming = (f"stage 3, optimizer cpu, parameters cpu{more}, checkpointing" for more in ("", ", streaming"))
 
@@ -138,7 +138,7 @@ def shown(plan: RankedPlans) -> str:
 
 def test_updates_beside_backward_are_hidden_behind_it(tmp_path: Path) -> None:
     """With a ds.json that keeps no gradient, the host updates during backward, and not after it."""
-    model, seconds = load_model("1b"), {}
+    model, seconds = of_size("1b"), {}
     for clipping in ("exact", "last_norm"):
         config = ds_config(Candidate(3, "cpu", "cpu", streams=True), Training())
         config |= {"bf16": {"enabled": True, "check_grad_overflow": clipping == "exact"}, "gradient_clipping": 1.0}
@@ -196,7 +196,7 @@ def test_the_work_of_a_plan_does_not_grow_with_ranks(monkeypatch: pytest.MonkeyP
     work = []
     for nodes in (128, 2):  # one model each: traces and layouts are cached per model
         calls.clear()
-        assert planned("70b", Training(length=4096), nodes=nodes).hardware.ranks == 8 * nodes
+        assert planned("", Training(length=4096), load_model("70b"), nodes=nodes).hardware.ranks == 8 * nodes
         work.append((len(layers), dict(calls)))
         assert set(layers) == {model_module.FEW}
         layers.clear()
