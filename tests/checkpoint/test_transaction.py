@@ -33,7 +33,7 @@ def dies_at(call: int, act: Callable[[], Any]) -> bool:
 @pytest.mark.parametrize(
     ("new_tag", "every"),
     [
-        ("global_step3", 3),  # this many calls
+        ("global_step3", 5),  # this many calls
         pytest.param("global_step3", 1, marks=pytest.mark.slow),
         pytest.param("global_step4", 1, marks=pytest.mark.slow),
     ],

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -105,11 +104,15 @@ def test_what_has_no_universal_form_is_refused_and_nothing_is_left(
     assert not list(tmp_path.glob("*again*")) and not (tmp_path / "latest_universal").exists()
 
 
-def test_the_command_is_found_under_deepspeeds_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_is_found_under_deepspeeds_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python -m deepspeed.checkpoint.ds_to_universal` runs it."""
     folder = write(tmp_path, example(), Setting(2, 2))
     words = ["--input_folder", str(folder), "--output_folder", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_ZERO": "1"}, timeout=120)
-    assert done.returncode == 0 and (tmp_path / "out" / "zero" / "mlp.weight" / "fp32.pt").is_file(), done.stderr
+    monkeypatch.setattr(sys, "argv", ["ds_to_universal", *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("deepspeed.checkpoint.ds_to_universal", run_name="__main__", alter_sys=True)
+    assert not ended.value.code and (tmp_path / "out" / "zero" / "mlp.weight" / "fp32.pt").is_file()
     assert ds_to_universal.main(["--input_folder", str(tmp_path / "no"), "--output_folder", str(tmp_path / "out")]) == 1
     assert "is not a folder" in capsys.readouterr().err

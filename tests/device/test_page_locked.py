@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import faulthandler
 import mmap
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hf_zero.device import host_memory
+from tests.support.ranks import run_ranks
 
 MIB = 1 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -168,19 +168,19 @@ def test_reading_it_in_a_fork_ends_the_child_and_names_the_line(runtime: Pinning
     assert "Segmentation fault" in text and "test_page_locked.py" in text
 
 
+def run_forks(rank: int) -> tuple[int, bool, int]:
+    """Whether `faulthandler` is enabled and 2 x locked blocks, summed, in a fork; then both in this process."""
+    host_memory._locked[1 << 40] = host_memory.PAGE
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(faulthandler.is_enabled()) + 2 * len(host_memory._locked))
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code, faulthandler.is_enabled(), len(host_memory._locked)
+
+
 def test_a_forked_program_shows_the_line_without_being_asked() -> None:
     """`faulthandler` is enabled in forks of a process with locked memory."""
-    code = """
-import faulthandler, os
-from hf_zero.device import host_memory
-host_memory._locked[1 << 40] = host_memory.PAGE
-pid = os.fork()
-if pid == 0:
-    os._exit(int(faulthandler.is_enabled()) + 2 * len(host_memory._locked))
-print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), faulthandler.is_enabled(), len(host_memory._locked))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "False", "1"]
+    assert run_ranks(run_forks, 1, init=False) == [(1, False, 1)]
 
 
 class _WithModel(Dataset[int]):

@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 from tests.support.reference import Recipe, Trace, assert_same_numbers, assert_same_weights, train
 
 SCRIPT = Path(__file__).parent / "trainer_script.py"
-STEPS, SHORT = 20, 8
+STEPS, SHORT = 20, 6
 GLOBAL_BATCH = 48  # divisible by every number of processes (1 to 4) times every accumulation (1, 4)
 LEARNING_RATE = 5e-3
 WEIGHT_DECAY = 0.1

@@ -20,7 +20,7 @@ NORM_TOLERANCE = 1e-4  # plain PyTorch in fp32 is itself off by 3e-5 from fp64 h
 # Some gradients are zero except for rounding (the bias of a key, on which softmax does not depend), and there two
 # correct programs differ by noise / eps of an update. A hundredth of an update is far below any real error.
 ABSOLUTE = 1e-2 * LEARNING_RATE
-SHORT, LONG = 6, 20
+SHORT, LONG = 4, 20
 STAGES = [2, 3]
 QUICK_AT_STAGE_2 = ["mixtral", "wav2vec2"]
 

@@ -30,7 +30,7 @@ SELECTION: tuple[tuple[str, int, dict[str, Any]], ...] = (
 
 def _selection(rank: int) -> dict[str, tuple[float, float]]:
     return {
-        f"{kind}, stage {stage}, {[*more]}": compare(rank, kind, stage, 2, world=2, **more)
+        f"{kind}, stage {stage}, {[*more]}": compare(rank, kind, stage, 2, world=2, **{"steps": 3, **more})
         for kind, stage, more in SELECTION
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 from hf_zero.activations.kept import CheckpointedCalls
-from tests.end_to_end.parity import STEPS, Case, assert_parity, outcome, run_script
+from tests.end_to_end.parity import SHORT, Case, assert_parity, outcome, run_script
 from tests.support.late import Late, use
 from tests.support.ranks import run_ranks
 from tests.tiling.test_models import BOTH, small
@@ -30,12 +30,12 @@ def run_in_small_tiles(rank: int, words: list[str]) -> int:
 
 def test_ds_json_alone(tmp_path: Path) -> None:
     """Stage 3, two ranks, accumulation with different numbers of labels, checkpointed layers, a tied head."""
-    case = Case(stage=3, processes=2, accumulation=2, clip=True, tied=True, checkpointing="not_reentrant")
+    case = Case(stage=3, processes=2, accumulation=2, clip=True, tied=True, checkpointing="not_reentrant", steps=SHORT)
     words = case.words(tmp_path)
     config = case.ds_config
     activations = {"cpu_checkpointing": True, "contiguous_memory_optimization": True}
     config |= {"hf_zero": {**config.get("hf_zero", {}), **BOTH}, "activation_checkpointing": activations}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     num_calls = run_ranks(run_in_small_tiles, 2, words, init=False)
-    assert num_calls[0] >= 2 * STEPS and num_calls[0] == num_calls[1]
+    assert num_calls[0] >= 2 * SHORT and num_calls[0] == num_calls[1]
     assert_parity(case, outcome(tmp_path))
