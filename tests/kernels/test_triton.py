@@ -13,7 +13,7 @@ pytestmark = [requires(modules=("triton",)), pytest.mark.lengthy]
 
 HAS_GPU = torch.cuda.is_available()
 FORM = Form(device="cuda") if HAS_GPU else Form(interpreted=True, truncates=True)
-SIZES = [1, 3 * 1024 + 17]
+SIZES = [1, 1024 + 17, pytest.param(3 * 1024 + 17, marks=pytest.mark.slow)]  # a program has 1024 elements
 # A row that ends with a program and one that does not, whole rows and parts of them, each in one of the two widths.
 SLOW = [(1, 8, 4), (2, 1000, 8), (2, 127, 4), (1, 4096 + 256, 8)]
 
