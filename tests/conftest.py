@@ -34,12 +34,14 @@ from tests.support.requirements import missing, oracle_interpreter
 from tests.support.starting import STARTED, item_starts_processes
 
 
-def pytest_configure() -> None:
-    """Disable Hypothesis' deadline: on a busy machine any example may take longer than 200 ms."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Disable Hypothesis' deadline: on a busy machine any example may take longer than 200 ms. Without the slow tests,
+    it tries fewer examples than its default of 100."""
     use_if_asked_for()
     if importlib.util.find_spec("hypothesis") is not None:
         hypothesis = importlib.import_module("hypothesis")
-        hypothesis.settings.register_profile("hf_zero", deadline=None)
+        examples = 40 if "not slow" in config.option.markexpr else 100
+        hypothesis.settings.register_profile("hf_zero", deadline=None, max_examples=examples)
         hypothesis.settings.load_profile("hf_zero")
 
 
@@ -90,7 +92,8 @@ def _same_words_every_time() -> Iterator[None]:
     logger = logging.getLogger("hf_zero")
     level = logger.level
     yield
-    logger.setLevel(level)
+    if logger.level != level:  # setting it clears the caches of all loggers
+        logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
