@@ -169,7 +169,7 @@ def run_loop(rank: int, loop: Loop, stage: int, limits: dict[str, int]) -> list[
     return [weights_of(engine) for engine in engines]
 
 
-@kinds("0", "2", "3-limits-0")
+@kinds("2", "3-limits-0")
 def test_two_engines_train_as_plain_pytorch(stage: int, limits: dict[str, int]) -> None:
     plain = [train_plainly(loop) for loop in LOOPS]
     for results in run_ranks(run_loops, RANKS, stage, limits):

@@ -77,7 +77,7 @@ def break_drive(rank: int, run: Run, where: str, verb: str, error: int, folder: 
         (2, "backward", "write", errno.ENOSPC),
         (3, "update", "read", errno.EIO),
         (3, "forward, of parameters", "read", errno.EIO),
-        (3, "backward, of parameters", "read", errno.EIO),
+        pytest.param(3, "backward, of parameters", "read", errno.EIO, marks=pytest.mark.slow),  # as in forward
         (3, "update, of parameters", "write", errno.ENOSPC),
     ],
 )

@@ -82,8 +82,14 @@ def plain_training(kind: str, states: torch.dtype, steps: range) -> dict[str, Te
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize("states", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "states"),
+    [
+        pytest.param(kind, states, marks=[] if number % 2 == states else [pytest.mark.slow])
+        for number, kind in enumerate(KINDS)
+        for states in (False, True)
+    ],
+)
 def test_as_plain_pytorch(kind: str, states: bool) -> None:
     engine, steps = new_engine(kind, states=states), range(12)
     train(engine, steps)

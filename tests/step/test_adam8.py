@@ -47,7 +47,9 @@ def test_every_stage_trains_as_with_32_bits(world: int) -> None:
         assert ours == pytest.approx(theirs, rel=0.05) and ours != theirs, kind
 
 
-@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "bf16"), [(3, False), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, False), (2, True)))]
+)
 def test_the_place_of_states_changes_nothing(stage: int, bf16: bool, tmp_path: Path) -> None:
     optimizer = (AdamW8bit, {"lr": 1e-2})
     places: list[dict[str, Any]] = [CPU]
@@ -66,7 +68,7 @@ def test_the_place_of_states_changes_nothing(stage: int, bf16: bool, tmp_path: P
 @pytest.mark.parametrize(
     ("stage", "world", "sections"),
     [
-        pytest.param(0, 2, BF16, id="stage0"),
+        pytest.param(0, 2, BF16, id="stage0", marks=pytest.mark.slow),
         pytest.param(1, 2, {}, id="stage1", marks=pytest.mark.slow),
         pytest.param(2, 3, BF16, id="stage2", marks=pytest.mark.slow),
         pytest.param(3, 2, BF16, id="stage3"),

@@ -208,6 +208,7 @@ def attacked(training: TwoHosts, attacks: Attacks, right: dict[int, Any]) -> Non
     assert whole.count("training continues after update") == len(attacks), whole[-6000:]
 
 
+@pytest.mark.slow  # test_memory.py copies between hosts by default, and test_survival.py kills ranks of one
 @pytest.mark.timeout(600)
 def test_the_host_that_leads_is_killed(spaces: list[str], tmp_path: Path) -> None:
     """The other host has lost nothing but the rendezvous, and sends the new one its checkpoint."""
