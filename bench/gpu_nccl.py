@@ -68,7 +68,7 @@ def parts(block: int, kind: str, options: argparse.Namespace) -> list[Part]:
         for name, (_, lossy) in DATA_PARALLEL.items()
     ]
     four += [Case(name, "as one process, within 2e-5", f"hf_zero/{where}") for name, where in MODEL_PARALLEL.items()]
-    lockstep = "hf_zero/comm/lockstep.py: a rank that issues gathers in another order than the others"
+    lockstep = "hf_zero/comm/negotiation/lockstep.py: a rank that issues gathers in another order than the others"
     differ = [_first(2)] + [Case(name, "as one process, within 1e-5; in seconds", lockstep) for name in PROGRAMS]
     ends = f"the other ends within {ENDS_WITHIN_S[kind]:.0f} s, and names rank 1"
     dead = "describe_dead in hf_zero/comm/known_groups.py; NCCL's watchdog"

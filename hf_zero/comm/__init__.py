@@ -7,7 +7,6 @@ from hf_zero.comm.collectives import (
     Channel,
     Collectives,
     LoneCollectives,
-    gather_lane,
     outside_transforms,
     uncompiled,
 )
@@ -27,7 +26,8 @@ from hf_zero.comm.groups import (
 )
 from hf_zero.comm.ledger import Call, Ledger, Tally, ledger
 from hf_zero.comm.mesh import Dimension, Hosts, Mesh, Partition, ShardSize, across, consecutive, group_of
-from hf_zero.comm.negotiation import Gathering, Negotiation
+from hf_zero.comm.negotiation.gathering import Gathering, Negotiation
+from hf_zero.comm.negotiation.own_rows import EngineRows, OwnRow, UnitRows
 from hf_zero.comm.process_group import (
     barrier,
     destroy_process_group,
@@ -39,5 +39,5 @@ from hf_zero.comm.process_group import (
     local_device,
     this_process,
 )
-from hf_zero.comm.rows import Pending, Rows
+from hf_zero.comm.rows import GatherBuffers, Pending, Rows
 from hf_zero.comm.torch_backend import NativeCollectives

@@ -6,9 +6,8 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import IntEnum
-from functools import partial
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -17,10 +16,8 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame
 
 from hf_zero.comm.ledger import Call, ledger
-from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation
+from hf_zero.comm.negotiation.gathering import AlikeNegotiation, Negotiation
 from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
-from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import DONE, Event
 
 MAX_SEND_BUFFERS = 2  # one being reduced, one being filled
 F = TypeVar("F", bound=Callable[..., Any])
@@ -299,46 +296,3 @@ class LoneCollectives(Collectives):
 
     def _sum_with_facts(self, values: Tensor, facts: Sequence[float]) -> list[float]:
         return list(facts)
-
-
-def gather_lane(group: Collectives, device: torch.device, after: Event | None = None) -> AbstractContextManager[None]:
-    """Context that prepares and gathers rows on `device`, on a separate lane if there is one.
-
-    Args:
-        group: the group of the gathers.
-        after: see `Runtime.gather_lane`.
-    """
-    return runtime_of(device).gather_lane(after) if group.has_gather_lane else nullcontext()
-
-
-def start_gather(collectives: Collectives, take: Callable[[int, Tensor], Tensor], rows: Sequence[Tensor]) -> list[Rows]:
-    """Start gathering `rows`, which a source has opened, overlapped with compute.
-
-    Args:
-        take: gives a buffer of at least so many elements for rows like the given one.
-    """
-    with gather_lane(collectives, rows[0].device, DONE):
-        return [collectives._gather_rows(row, partial(_take_like, take, row)) for row in rows]
-
-
-def _take_like(take: Callable[[int, Tensor], Tensor], row: Tensor, numel: int) -> Tensor:
-    return take(numel, row)
-
-
-class AlikeNegotiation(Negotiation):
-    """For one rank, or ranks known to do the same: there is nothing to agree on."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        super().__init__(collectives.rank, collectives.ranks)
-        self._collectives = collectives
-
-    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
-        gathering.decision = self._agreed([gathering.request] * self.size)
-        if gathering.request.kind is Kind.GATHER:
-            source, _ = self.sources.find(gathering.request.unit)
-            gathering.rows = start_gather(self._collectives, source.take_buffer, rows)
-            gathering.call.started(gathering.rows, rows)
-
-    def decide(self, gathering: Gathering) -> Decision:
-        assert gathering.decision is not None, "everything is decided immediately"
-        return gathering.decision

@@ -19,12 +19,12 @@ from hf_zero.comm.calls import find_dead_by, raise_if_elsewhere
 from hf_zero.comm.collectives import Channel, Collectives
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.comm.cpu.host import GroupLink, HostCollectives
-from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.point_to_point import ExchangeCollectives
 from hf_zero.comm.cpu.shared_memory import SharedMemoryLink
-from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.mesh import Hosts, Partition, group_of
-from hf_zero.comm.negotiation import Negotiation
+from hf_zero.comm.negotiation.gathering import Negotiation
+from hf_zero.comm.negotiation.host import HostNegotiation
+from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
 from hf_zero.comm.process_group import (
     ENDED,
     FAILED,

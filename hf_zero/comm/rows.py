@@ -1,10 +1,15 @@
-"""Handles of collectives in flight, and rows that arrive from all ranks."""
+"""Handles of collectives in flight, rows that arrive from all ranks, and buffers for them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import Event
 
 
 class Pending:
@@ -108,6 +113,58 @@ class FlatRows(Rows):
 
     def row(self, rank: int) -> Tensor:
         return own_shard(self.flat, rank, self._world)
+
+
+class GatherBuffers:
+    """A pool of receive buffers, because new ones would be paged in again at every gather.
+
+    A buffer is at most twice as long as requested, so that many small units can be in flight. Free buffers are dropped
+    so that the pool does not exceed the longest request, unless more is in use. Buffers change lanes: a lane that takes
+    a buffer waits until the lane that returned it has read it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._runtime = runtime_of(device)
+        self._free: dict[torch.dtype, list[tuple[Tensor, Event]]] = {}
+        self._longest: dict[torch.dtype, int] = {}
+        self._num_taken: Counter[torch.dtype] = Counter()  # elements in use
+        self._unread: dict[torch.dtype, Tensor] = {}
+
+    def expect(self, numel: int, dtype: torch.dtype) -> None:
+        self._longest[dtype] = max(numel, self._longest.get(dtype, 0))
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """Return a buffer of at least `numel` elements for the calling lane."""
+        free = self._free.setdefault(like.dtype, [])
+        fitting = [index for index, (buffer, _) in enumerate(free) if numel <= buffer.numel() <= 2 * numel]
+        if fitting:
+            buffer, is_read = free.pop(min(fitting, key=lambda index: free[index][0].numel()))
+            self._runtime.wait(is_read)
+        else:
+            room = self._longest.get(like.dtype, 0) - self._num_taken[like.dtype] - numel
+            while free and sum(buffer.numel() for buffer, _ in free) > max(room, 0):
+                free.pop(0)
+            buffer = torch.empty(numel, dtype=like.dtype, device=like.device)
+        self._num_taken[like.dtype] += buffer.numel()
+        return buffer
+
+    def take_unread(self, numel: int, like: Tensor) -> Tensor:
+        """Return a buffer of the calling lane for rows that nobody reads: each gather overwrites the previous one."""
+        buffer = self._unread.get(like.dtype)
+        if buffer is None or buffer.numel() < numel:
+            if buffer is not None:
+                self._runtime.keep_until(self._runtime.record(), buffer)
+            buffer = self._unread[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return buffer
+
+    def give(self, rows: Rows) -> None:
+        """Return the buffer of `rows`, which the calling lane has read."""
+        rows.give_back()
+        if rows.buffer is not None:
+            is_read = self._runtime.record(rows.buffer)
+            self._runtime.keep_until(is_read, rows.buffer)  # its memory belongs to another lane
+            self._num_taken[rows.buffer.dtype] -= rows.buffer.numel()
+            self._free.setdefault(rows.buffer.dtype, []).append((rows.buffer, is_read))
 
 
 def num_bytes(tensor: Tensor) -> int:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, Negotiation, ParallelGroups, Pending
+from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, ParallelGroups, Pending
 from hf_zero.grads.boundary import Boundary
 from hf_zero.grads.bucket import BucketGradients, GradientDtypes
 from hf_zero.layout.sharding import Sharding
@@ -68,7 +68,7 @@ class Reductions:
         self,
         buckets: Sequence[BucketGradients],
         collectives: Collectives,
-        negotiation: Negotiation | None,
+        store: ParameterStore,
         replicas: ReplicaSums | None,
         *,
         scatter: bool,
@@ -76,13 +76,14 @@ class Reductions:
     ) -> None:
         """
         Args:
-            negotiation: serves other ranks while this rank waits.
+            store: serves other ranks while this rank waits.
             replicas: informed of everything that is added; None: there are no replicas.
             scatter: every rank only gets its own part of the sum.
             overlap: whether a reduction may be launched while another is in flight.
         """
         self._collectives = collectives
-        self._negotiation = negotiation
+        self._store = store
+        self._negotiation = store.negotiation
         self._replicas = replicas
         self._scatters = scatter
         self.max_in_flight = MAX_SEND_BUFFERS if overlap else 1
@@ -91,8 +92,8 @@ class Reductions:
         self._subject = collectives.new_subject()
         self._is_completing = False
         self.when_summed: Callable[[BucketGradients], None] | None = None
-        if negotiation is not None:
-            negotiation.meanwhile(self.complete_ready)
+        if self._negotiation is not None:
+            self._negotiation.meanwhile(self.complete_ready)
 
     def launch(self, bucket: BucketGradients, num_backward: int) -> None:
         """Start reducing the arrived gradients of `bucket` in backward pass `num_backward`. Collective."""
@@ -166,7 +167,7 @@ class Reductions:
         while len(self._flights) > num_left:
             if self._flights[0].pending.has_more_rounds:
                 self._advance(self._flights[0])
-            self._prepare_to_wait(self._flights[0])
+            self._store.prepare_to_wait(self._flights[0].number)
             self._complete_first()
 
     def _advance(self, flight: _Flight) -> None:
@@ -176,16 +177,12 @@ class Reductions:
         was_completing, self._is_completing = self._is_completing, True
         try:
             if is_counted:
-                self._prepare_to_wait(flight)
+                self._store.prepare_to_wait(flight.number)
             flight.pending.advance()
         finally:
             self._is_completing = was_completing
         if is_counted:
             flight.number = self._count_launch()
-
-    def _prepare_to_wait(self, flight: _Flight) -> None:
-        if self._negotiation is not None:
-            self._negotiation.wait_for(flight.number)
 
     def _complete_first(self) -> None:
         self._is_completing = True  # a wait may serve others, but must not complete the same reduction again
@@ -300,7 +297,7 @@ class GradientReducer:
         self._reductions = Reductions(
             self.buckets,
             groups.shard,
-            store.negotiation,
+            store,
             self._replicas,
             scatter=sharding.shards_optimizer,
             overlap=overlap,

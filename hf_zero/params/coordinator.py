@@ -413,7 +413,7 @@ class ParameterCoordinator:
         if trains and not self.forward.trains:
             self._edits.give_up_kept()
             self.release_all()
-        self.prefetcher.rows_are_written()  # the program may have written to shards between passes
+        self.prefetcher.rows.are_written()  # the program may have written to shards between passes
         self.forward.begin(hooked, trains=trains)
         self.backward.num_passes += trains
 

@@ -1,21 +1,16 @@
-"""Gathers the units of one engine ahead of their use, and serves this rank's rows to other ranks."""
+"""Gathers the units of one engine ahead of their use."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import islice
 
-from torch import Tensor
-
-from hf_zero.comm import Collectives, Rows, gather_lane, ledger
-from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import DONE, Event
+from hf_zero.comm import Collectives, EngineRows, ledger
 from hf_zero.offload.placement import Placements
 from hf_zero.offload.vector import stop_if_any
 from hf_zero.params.gather_plan import MOST_BESIDE_UPDATE
 from hf_zero.params.hooked_modules import ExecutionOrder
-from hf_zero.params.unit import GatherBuffers, LiveElements, Unit, UnitState
+from hf_zero.params.unit import LiveElements, Unit, UnitState
 from hf_zero.spans import SPANS
 
 
@@ -26,6 +21,7 @@ class Prefetcher:
     Attributes:
         in_backward: whether units are needed from the last to the first.
         trains: whether the current pass records gradients, or is the backward of such a pass.
+        rows: this rank's rows, which gathers send.
     """
 
     def __init__(
@@ -38,53 +34,15 @@ class Prefetcher:
         self._order = order
         self._placements = placements
         self._channel = channel
-        self._number = channel.negotiation.sources.register(self, len(self._units))
-        self._runtime = runtime_of(placements.device)
-        self._rows_written: Event | None = None  # None: not yet recorded
-        self._served: Event = DONE  # when other ranks have this rank's rows; compute has not waited for it
-        self.buffers = GatherBuffers(placements.device)
-        self.take_buffer = self.buffers.take
+        self.rows = EngineRows([unit.rows for unit in self._units], channel, placements.device)
+        self._number = channel.negotiation.table.register(self.rows)
         self._ahead: list[Unit] = []  # prefetched, in the order of their requests
         self._live = LiveElements(sum(unit.numel for unit in units if unit.is_gathered))
         for unit in units:
             unit.live = self._live
             for part in unit.parts:
                 for numel, dtype in part.form.buffers(part.layout, part.dtype):
-                    self.buffers.expect(numel, dtype)
-
-    # What other ranks need from this one (`negotiation.Source`)
-
-    def name(self, unit: int) -> str:
-        return self._units[unit].name
-
-    def open_rows(self, unit: int) -> Sequence[Tensor]:
-        if self._rows_written is None:
-            self._rows_written = self._runtime.record()
-        with gather_lane(self._channel, self._runtime.device, self._rows_written):
-            return self._units[unit].open_rows()
-
-    def close_rows(self, unit: int) -> None:
-        with self._on_lane():
-            self._units[unit].put_back()
-            self._served = self._runtime.record()
-
-    def _put_back(self, unit: Unit) -> None:
-        with self._on_lane():
-            unit.put_back()
-
-    def take_unread(self, numel: int, row: Tensor) -> Tensor:
-        return (self.buffers.take_unread if self._channel.has_gather_lane else self.buffers.take)(numel, row)
-
-    def give_unread(self, rows: Rows) -> None:
-        if not self._channel.has_gather_lane:
-            rows.wait()
-            self.buffers.give(rows)
-
-    def _on_lane(self) -> AbstractContextManager[None]:
-        """Context for work of the gather lane that does not wait for compute."""
-        return gather_lane(self._channel, self._runtime.device, DONE)
-
-    # What this rank needs
+                    self.rows.buffers.expect(numel, dtype)
 
     def gather(self, unit: Unit) -> None:
         """Gather the unit and wait for it."""
@@ -93,7 +51,7 @@ class Prefetcher:
         with SPANS.span("gather", unit.name, _phase(self.in_backward)):
             if unit.state is UnitState.RELEASED:
                 self._ask_for(unit)
-            unit.finish(self.buffers)
+            unit.finish()
             self._put_back(unit)
         if unit in self._ahead:
             self._ahead.remove(unit)
@@ -150,16 +108,9 @@ class Prefetcher:
     def gather_beside_update(self, unit: Unit) -> None:
         """Request `unit`, the next one of the next forward, with its updated rows."""
         self.in_backward, self.trains = False, True  # a rank may have evaluated before this update
-        self.rows_are_written()
+        self.rows.are_written()
         with ledger.phase("forward"):
             self._request(unit)
-
-    def ask_ahead(self, unit: int, *, in_backward: bool, trains: bool) -> bool:
-        is_of_this_pass = (in_backward, trains) == (self.in_backward, self.trains)
-        if not is_of_this_pass or self._units[unit].state is not UnitState.RELEASED:
-            return False
-        self._request(self._units[unit])
-        return True
 
     def _has_room_for(self, unit: Unit, after: Sequence[Unit] = ()) -> bool:
         """Whether `unit` may be prefetched after the units `after`."""
@@ -184,12 +135,12 @@ class Prefetcher:
     def discard_prefetched(self) -> None:
         """Release the prefetched units, which are not needed."""
         unwanted, self._ahead = self._ahead, []
-        with self._on_lane():
+        with self.rows.lane():
             for unit in unwanted:
-                unit.discard(self.buffers)
-                unit.put_back()
+                unit.discard()
+                unit.rows.put_back()
             if unwanted:
-                self._served = self._runtime.record()
+                self.rows.mark_sent()
 
     def release_all(self, except_for: Collection[Unit] = ()) -> None:
         """Release all units, except persistent ones."""
@@ -198,7 +149,24 @@ class Prefetcher:
                 unit.release()
                 self._put_back(unit)
 
-    # Synchronisation of all ranks
+    def _put_back(self, unit: Unit) -> None:
+        with self.rows.lane():
+            unit.rows.put_back()
+
+    # Waiting for other ranks
+
+    def prepare_to_wait(self, reduction: int) -> None:
+        """Return when this rank may wait for reduction number `reduction`: no other rank waits for one of its rows.
+
+        Units that all ranks gather before that are requested now if this pass needs them, so that they are not gathered
+        twice.
+        """
+        negotiation = self._channel.negotiation
+        for number in negotiation.due_before(reduction, in_backward=self.in_backward, trains=self.trains):
+            place = number - self._number
+            if 0 <= place < len(self._units) and self._units[place].state is UnitState.RELEASED:
+                self._request(self._units[place])
+        negotiation.wait_for(reduction)
 
     def end_pass(self, *, in_backward: bool) -> None:
         """End a pass: wait until no rank needs this rank's rows for it. Collective.
@@ -215,7 +183,7 @@ class Prefetcher:
     def begin_update(self, facts: Sequence[int] = ()) -> Sequence[Sequence[int]]:
         """Wait until no rank reads rows, which are about to change. Returns every rank's `facts`. Collective."""
         all_facts = self._channel.negotiation.step(self._number, facts)
-        self.about_to_write()
+        self.rows.about_to_write()
         return all_facts
 
     def end_update(self) -> None:
@@ -225,24 +193,12 @@ class Prefetcher:
             for unit in self._ahead:
                 unit.arrive()
                 self._put_back(unit)
-        self.rows_are_written()
+        self.rows.are_written()
         self._channel.negotiation.reopen()
-
-    def about_to_write(self) -> None:
-        """Make compute wait until gathers for other ranks have read this rank's rows. The next gather waits for what is
-        written then."""
-        self._runtime.wait(self._served)
-        self._served = DONE
-        self._rows_written = None
-
-    def rows_are_written(self) -> None:
-        """Make gathers wait for everything queued on the compute stream so far, and for nothing later: others may need
-        a row before they take part in a collective for which this rank's compute waits."""
-        self._rows_written = self._runtime.record()
 
     def close(self) -> None:
         """Stop, because the units are gone."""
-        self._channel.negotiation.sources.forget(self._number, len(self._units))
+        self._channel.negotiation.table.forget(self._number, len(self._units))
 
 
 def _phase(in_backward: bool) -> str:

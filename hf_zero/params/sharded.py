@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from hf_zero.comm import LoneCollectives, ParallelGroups, Pending
+from hf_zero.comm import GatherBuffers, LoneCollectives, ParallelGroups, Pending
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages
 from hf_zero.config import Zero
 from hf_zero.device.registry import runtime_of
@@ -27,7 +27,7 @@ from hf_zero.params.prefetcher import Prefetcher
 from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter
 from hf_zero.params.stand_ins import FirstNan, StandIns
 from hf_zero.params.store import ParameterStore, Trained, TrainedBucket, of
-from hf_zero.params.unit import GatherBuffers, Unit, UnitPart, UnitState
+from hf_zero.params.unit import Unit, UnitPart, UnitState
 from hf_zero.precision import Precision, can_be_cut, is_packed
 
 PERSISTENT = "(parameters below stage3_param_persistence_threshold)"
@@ -331,7 +331,7 @@ class ShardedParameters(ParameterStore):
     def before_write(self, handle: ShardedParameter) -> None:
         """Complete gathers of the old values before shards are written outside of an update, so that gathered tensors
         can be updated too."""
-        self.coordinator.prefetcher.about_to_write()
+        self.coordinator.prefetcher.rows.about_to_write()
         unit = self._unit_of.get(id(handle.parameter))
         if unit is not None and unit.state is UnitState.IN_FLIGHT:
             self.coordinator.prefetcher.gather(unit)
@@ -372,6 +372,9 @@ class ShardedParameters(ParameterStore):
         # If the expected order is not the actual one, seemingly missing gradients may still arrive.
         if cursor is not None and not self.is_out_of_order:
             self._pass_by(sum(first > cursor for first in self._finished_at))
+
+    def prepare_to_wait(self, reduction: int) -> None:
+        self.coordinator.prefetcher.prepare_to_wait(reduction)
 
     def end_backward(self) -> None:
         self.coordinator.end_backward()

@@ -140,7 +140,7 @@ class ParameterStore(ABC):
         buckets: their buckets, in the order of reduction.
         device: the device of the model.
         sub_group_numel: maximum number of elements updated together; None: the whole bucket.
-        negotiation: serves other ranks while this rank waits for reductions, if needed.
+        negotiation: counts reductions, and serves other ranks while this rank waits for them, if needed.
         edits: users' writes on which ranks must agree.
         first_nan: checks losses for NaN, if parameters are released between uses.
     """
@@ -173,6 +173,11 @@ class ParameterStore(ABC):
     def report_progress(self, pass_by: Callable[[int], None]) -> None:
         """Call `pass_by` with the number of leading buckets for which backward will not produce further gradients, if
         the store knows it."""
+        return None
+
+    def prepare_to_wait(self, reduction: int) -> None:
+        """Return when this rank may wait for reduction number `reduction` of `negotiation`, because no other rank waits
+        for its weights meanwhile."""
         return None
 
     def explain(self, error: RuntimeError) -> None:

@@ -11,7 +11,6 @@ unit is gathered for backward, and released memory is really free. (For views he
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -20,71 +19,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Collectives, Gathering, Pending, Rows
+from hf_zero.comm import Collectives, GatherBuffers, Gathering, OwnRow, Pending, Rows, UnitRows
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages, rounded
-from hf_zero.comm.rows import Then, own_shard
-from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import Event
+from hf_zero.comm.rows import own_shard
 from hf_zero.kernels.accumulate import read_rows
 from hf_zero.layout import RowLayout
 from hf_zero.layout.buckets import KeptRows, ShardSlot
 from hf_zero.offload.quantized import QuantizedVector
 from hf_zero.offload.vector import Store, Vector, part_of
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
-
-# Receive buffers for the gathers of one engine.
-
-
-class GatherBuffers:
-    """A pool of receive buffers, because new ones would be paged in again at every gather.
-
-    A buffer is at most twice as long as requested, so that many small units can be in flight. Free buffers are dropped
-    so that the pool does not exceed the longest request, unless more is in use. Buffers change lanes: a lane that takes
-    a buffer waits until the lane that returned it has read it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._runtime = runtime_of(device)
-        self._free: dict[torch.dtype, list[tuple[Tensor, Event]]] = {}
-        self._longest: dict[torch.dtype, int] = {}
-        self._num_taken: Counter[torch.dtype] = Counter()  # elements in use
-        self._unread: dict[torch.dtype, Tensor] = {}
-
-    def expect(self, numel: int, dtype: torch.dtype) -> None:
-        self._longest[dtype] = max(numel, self._longest.get(dtype, 0))
-
-    def take(self, numel: int, like: Tensor) -> Tensor:
-        """Return a buffer of at least `numel` elements for the calling lane."""
-        free = self._free.setdefault(like.dtype, [])
-        fitting = [index for index, (buffer, _) in enumerate(free) if numel <= buffer.numel() <= 2 * numel]
-        if fitting:
-            buffer, is_read = free.pop(min(fitting, key=lambda index: free[index][0].numel()))
-            self._runtime.wait(is_read)
-        else:
-            room = self._longest.get(like.dtype, 0) - self._num_taken[like.dtype] - numel
-            while free and sum(buffer.numel() for buffer, _ in free) > max(room, 0):
-                free.pop(0)
-            buffer = torch.empty(numel, dtype=like.dtype, device=like.device)
-        self._num_taken[like.dtype] += buffer.numel()
-        return buffer
-
-    def take_unread(self, numel: int, like: Tensor) -> Tensor:
-        """Return a buffer of the calling lane for rows that nobody reads: each gather overwrites the previous one."""
-        buffer = self._unread.get(like.dtype)
-        if buffer is None or buffer.numel() < numel:
-            if buffer is not None:
-                self._runtime.keep_until(self._runtime.record(), buffer)
-            buffer = self._unread[like.dtype] = torch.empty(numel, dtype=like.dtype, device=like.device)
-        return buffer
-
-    def give(self, rows: Rows) -> None:
-        """Return the buffer of `rows`, which the calling lane has read."""
-        rows.give_back()
-        if rows.buffer is not None:
-            is_read = self._runtime.record(rows.buffer)
-            self._runtime.keep_until(is_read, rows.buffer)  # its memory belongs to another lane
-            self._num_taken[rows.buffer.dtype] -= rows.buffer.numel()
-            self._free.setdefault(rows.buffer.dtype, []).append((rows.buffer, is_read))
 
 
 def digest(values: Tensor) -> Tensor:
@@ -134,8 +77,32 @@ class Renewal(Pending):
                 self._stored.flush()
 
 
+class Refill(Pending):
+    """Updated weights of a persistent part in flight."""
+
+    def __init__(self, part: UnitPart, buffers: GatherBuffers) -> None:
+        self._part = part
+        self._buffers = buffers
+        with torch.inference_mode(False), torch.no_grad():
+            row = part.own.open()
+            self._rows = part.members[0].groups.shard.gather_rows(row, partial(buffers.take, like=row))
+
+    def is_ready(self) -> bool:
+        return self._rows.is_ready()
+
+    def wait(self) -> None:
+        self._rows.wait()
+        with torch.inference_mode(False), torch.no_grad():
+            self._part.unpack(self._rows, self._buffers)
+            self._part.own.put_back()
+
+
 class UnitPart:
-    """The parameters of one dtype in a unit."""
+    """The parameters of one dtype in a unit.
+
+    Attributes:
+        own: this rank's row, which gathers send.
+    """
 
     def __init__(
         self,
@@ -174,8 +141,7 @@ class UnitPart:
             member.as_gathered = None if self.form.is_exact else partial(self._as_gathered, slot)
         self._make_room()
         self._row = on_device(self.stored)
-        self._is_fetched = False
-        self._sent: Tensor | None = None  # this rank's row as gathers send it, until `put_back`
+        self.own = OwnRow(self._row, form, device, self.rows.count)
 
     def _make_room(self) -> None:
         """Create an empty storage for the whole parameters."""
@@ -238,30 +204,6 @@ class UnitPart:
         """Whether this rank's row is always on the device that gathers."""
         return self._row.tensor is not None
 
-    def fetch(self) -> None:
-        """Start copying this rank's kept rows to the device that gathers."""
-        if not self._is_fetched:
-            self._is_fetched = True
-            self._row.fetch()
-
-    def open_row(self) -> Tensor:
-        """This rank's rows as gathers send them (1-D), on the device that gathers, until `put_back`."""
-        self.fetch()
-        if self._sent is None:
-            self._sent = self.form.sent(self._row.take().view(self.rows.count, -1)).view(-1)
-        return self._sent
-
-    def put_back(self) -> None:
-        """Undo `fetch`, because the rows are no longer needed. Called on the lane that gathers: a row may be read again
-        for another rank after its own gather, which is all that compute has waited for."""
-        if self._sent is not None and not self.form.is_exact:
-            runtime = runtime_of(self.device)
-            runtime.keep_until(runtime.record(), self._sent)  # a message, which gathers may still read
-        self._sent = None
-        if self._is_fetched:
-            self._is_fetched = False
-            self._row.release(changed=False)
-
     def unpack(self, rows: Rows, buffers: GatherBuffers) -> None:
         """Unpack the result of a gather; parameters in use keep their data."""
         storage = self._full.untyped_storage()
@@ -279,16 +221,7 @@ class UnitPart:
 
     def refill(self, buffers: GatherBuffers) -> Pending:
         """Gather updated weights into a persistent part. Collective."""
-
-        def unpack() -> None:
-            with torch.inference_mode(False), torch.no_grad():
-                self.unpack(rows, buffers)
-                self.put_back()
-
-        with torch.inference_mode(False), torch.no_grad():
-            row = self.open_row()
-            rows = self.members[0].groups.shard.gather_rows(row, partial(buffers.take, like=row))
-        return Then(rows, unpack)
+        return Refill(self, buffers)
 
     def renew(self) -> Pending:
         """Receive other ranks' updates of the rows that this rank keeps. Collective."""
@@ -418,6 +351,7 @@ class Unit:
         numel: number of elements that a gather makes live.
         is_persistent: whether it stays gathered; it is only gathered again after an update.
         is_held: whether it stays gathered for now, so that `release` does nothing.
+        rows: this rank's rows, which gathers send.
         state: only changed by the methods named above.
         live: counts the unit while it is gathered; the units of an engine share one counter.
     """
@@ -426,13 +360,13 @@ class Unit:
         self.index = index
         self.name = name
         self.parts = tuple(parts)
+        self.rows = UnitRows(name, [part.own for part in parts])
         self.numel = sum(slot.numel for part in parts for slot in part.layout.slots)
         self.is_persistent = is_persistent
         self.is_held = False
         self.state = UnitState.RELEASED
         self.live = LiveElements()
         self._gathering: Gathering | None = None
-        self._has_arrived = False
 
     @property
     def is_gathered(self) -> bool:
@@ -445,42 +379,29 @@ class Unit:
     def fetch(self) -> None:
         """Prepare to gather the unit soon."""
         if self.state is UnitState.RELEASED:
-            for part in self.parts:
-                part.fetch()
-
-    def put_back(self) -> None:
-        """Undo `fetch`, unless a gather still needs the rows. Called on the lane that gathers."""
-        if self.state is not UnitState.IN_FLIGHT or self._has_arrived:
-            for part in self.parts:
-                part.put_back()
-
-    def open_rows(self) -> list[Tensor]:
-        """This rank's rows, one per part, until `put_back`. Runs outside of inference mode, because its buffers outlive
-        that mode."""
-        with torch.inference_mode(False), torch.no_grad():
-            return [part.open_row() for part in self.parts]
+            self.rows.fetch()
 
     def start(self, gathering: Gathering) -> None:
         """Start `gathering`, which delivers all rows; `finish` or `discard` must follow."""
-        self.state, self._gathering, self._has_arrived = UnitState.IN_FLIGHT, gathering, False
+        self.state, self._gathering = UnitState.IN_FLIGHT, gathering
 
     def arrive(self) -> None:
         """Wait for the gather, without unpacking its rows; `finish` or `discard` must follow."""
         self._complete(is_used=False)
-        self._has_arrived = True
 
-    def finish(self, buffers: GatherBuffers) -> None:
+    def finish(self) -> None:
         """Wait for the gather and give parameters their values."""
-        rows = self._complete()
+        rows, buffers = self._complete()
         with torch.inference_mode(False), torch.no_grad():
             for part, arrived in zip(self.parts, rows, strict=True):
                 part.unpack(arrived, buffers)
         self._gathering = None
         self._is_now_gathered()
 
-    def discard(self, buffers: GatherBuffers) -> None:
+    def discard(self) -> None:
         """Wait for a gather and drop its result. Called on the lane that gathers."""
-        for arrived in self._complete(is_used=False):
+        rows, buffers = self._complete(is_used=False)
+        for arrived in rows:
             buffers.give(arrived)
         self.state, self._gathering = UnitState.RELEASED, None
 
@@ -515,9 +436,10 @@ class Unit:
         self.state = UnitState.GATHERED
         self.live.numel += self.numel
 
-    def _complete(self, *, is_used: bool = True) -> Sequence[Rows]:
+    def _complete(self, *, is_used: bool = True) -> tuple[Sequence[Rows], GatherBuffers]:
+        """Wait for all ranks' rows. Returns also the pool that takes them back."""
         assert self._gathering is not None, "asked for first"
         try:
-            return self._gathering.wait(is_used=is_used)
+            return self._gathering.wait(is_used=is_used), self._gathering.buffers
         except RuntimeError as error:
             raise RuntimeError(f"gathering the parameters of {self.name!r} failed on this rank: {error}") from error

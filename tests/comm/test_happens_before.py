@@ -8,7 +8,7 @@ compute stream, and a rank's own gather could stand behind a reduction that anot
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import Channel
-from hf_zero.comm.lockstep import LockstepNegotiation
-from hf_zero.params.prefetcher import Prefetcher
+from hf_zero.comm import Channel, EngineRows
+from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
+from hf_zero.device.runtime import DONE, Event
 from tests.hostile.programs import random_program
 from tests.hostile.spec import Call, Forward, Limits, Micro, ModuleSpec, RankMicro
 from tests.hostile.spec import Program as HostileProgram
@@ -230,18 +230,21 @@ def wait_at_once(_self: LockstepNegotiation, _reduction: int) -> None:
     """Wait for a reduction that others may not have started."""
 
 
-def take_from_the_pool(self: Prefetcher, numel: int, row: Tensor) -> Tensor:
+def take_from_the_pool(self: EngineRows, numel: int, row: Tensor) -> Tensor:
     return self.buffers.take(numel, row)
 
 
-def return_after_compute(self: Prefetcher, rows: Any) -> None:
+def return_after_compute(self: EngineRows, rows: Any) -> None:
     rows.wait()
     with self._runtime.gather_lane():
         self.buffers.give(rows)
 
 
-def put_back_after_compute(_self: Prefetcher) -> ExitStack:
-    return ExitStack()
+LANE = EngineRows.lane
+
+
+def put_back_after_compute(self: EngineRows, after: Event = DONE) -> AbstractContextManager[object]:
+    return ExitStack() if after is DONE else LANE(self, after)
 
 
 SERVE = LockstepNegotiation._serve
@@ -255,8 +258,8 @@ FAULTS = {
     "a row for others that is returned with an event of compute": (
         "images on one rank, a sum over all before the text",
         [
-            mock.patch.object(Prefetcher, "take_unread", take_from_the_pool),
-            mock.patch.object(Prefetcher, "give_unread", return_after_compute),
+            mock.patch.object(EngineRows, "take_unread", take_from_the_pool),
+            mock.patch.object(EngineRows, "give_unread", return_after_compute),
         ],
         "operations never run",
     ),
@@ -272,7 +275,7 @@ FAULTS = {
     ),
     "a row that is put back before others have read it": (
         "images on one rank, offload",
-        [mock.patch.object(Prefetcher, "_on_lane", put_back_after_compute)],
+        [mock.patch.object(EngineRows, "lane", put_back_after_compute)],
         "may still use",
     ),
     "a gather that nobody waits for": (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_zero.comm import Channel, Pending, Rows, ledger
-from hf_zero.comm.negotiation import Decision, Disagreement, Gathering, Kind, Request, decide
+from hf_zero.comm import Channel, EngineRows, Gathering, OwnRow, Pending, UnitRows, ledger
+from hf_zero.comm.negotiation import Disagreement
+from hf_zero.comm.negotiation.requests import Decision, Kind, Request, decide
+from hf_zero.comm.quantized import PlainRows
 from tests.support.in_process import HEADS, Deadlock, InProcessWorld, RandomSchedule, Schedule, explore
 
 pytestmark = pytest.mark.lengthy
@@ -99,32 +101,22 @@ def test_something_always_happens_or_is_refused(heads: list[Request]) -> None:
 
 
 @dataclass
-class Shards:
-    """A `Source` whose row for unit u is [rank, u, updates]; counts open rows."""
+class Row:
+    """The row [rank, unit, updates] of a unit; counts fetches without a release."""
 
     rank: int
+    unit: int
     updates: int = 0
-    opened: list[int] = field(default_factory=list)
-    ask_ahead: Callable[..., bool] = lambda *_args, **_kwargs: False
+    num_open: int = 0
 
-    def name(self, unit: int) -> str:
-        return f"module {unit}"
+    def fetch(self) -> None:
+        self.num_open += 1
 
-    def open_rows(self, unit: int) -> list[Tensor]:
-        self.opened.append(unit)
-        return [torch.tensor([float(self.rank), float(unit), float(self.updates)])]
+    def take(self) -> Tensor:
+        return torch.tensor([float(self.rank), float(self.unit), float(self.updates)])
 
-    def close_rows(self, unit: int) -> None:
-        self.opened.remove(unit)
-
-    def take_buffer(self, numel: int, row: Tensor) -> Tensor:
-        return row.new_empty(numel)
-
-    take_unread = take_buffer
-
-    def give_unread(self, rows: Rows) -> None:
-        rows.wait()
-        rows.give_back()
+    def release(self, *, changed: bool) -> None:
+        self.num_open -= 1
 
 
 @dataclass(frozen=True)
@@ -142,8 +134,10 @@ class Player:
         self.world, self.rank, self.units = world.world, world.rank, units
         self.negotiation = world.negotiation()
         self.reduce = world.collectives(Channel.REDUCE)
-        self.shards = Shards(self.rank)
-        self.first = self.negotiation.sources.register(self.shards, units)
+        self.rows = [Row(self.rank, unit) for unit in range(units)]
+        sent = [UnitRows(f"module {row.unit}", [OwnRow(row, PlainRows(), CPU)]) for row in self.rows]
+        self.engine = EngineRows(sent, self.reduce, CPU)
+        self.first = self.negotiation.table.register(self.engine)
         self.negotiation.meanwhile(self.land_ready)
         self.negotiation.reduces_by(self.launch_early, 2)
         self.flights: list[tuple[Pending, Tensor, Tensor, int, int]] = []
@@ -151,7 +145,6 @@ class Player:
         self.in_backward = False
         self.left: list[int] = []  # units whose gradients are still to be reduced in this backward
         self.depth = 2  # prefetched units if the next ones are known
-        self.shards.ask_ahead = self.ask_ahead
 
     def play(self, script: Script) -> None:
         for route in script.routes:
@@ -159,7 +152,8 @@ class Player:
             self.walk(route[::-1], script.prefetches, in_backward=True)
         self.negotiation.step(self.first)
         self.land(0)
-        self.shards.updates += 1
+        for row in self.rows:
+            row.updates += 1
         self.reduce.sum_small(torch.zeros(1))
         self.negotiation.reopen()
 
@@ -188,13 +182,11 @@ class Player:
                 self.ahead[unit + 1] = self.ask(unit + 1, self.in_backward)
             return
         for number in upcoming.units[: upcoming.num_due]:
-            if number - self.first == unit or not self.ask_ahead(number - self.first):
+            if number - self.first == unit or len(self.ahead) >= self.depth or not self.ask_ahead(number - self.first):
                 return
 
-    def ask_ahead(self, unit: int, *, in_backward: bool | None = None, trains: bool = True) -> bool:
-        if in_backward is None and len(self.ahead) >= self.depth:
-            return False
-        if unit in self.ahead or in_backward not in (None, self.in_backward):
+    def ask_ahead(self, unit: int) -> bool:
+        if unit in self.ahead:
             return False
         self.ahead[unit] = self.ask(unit, self.in_backward)
         return True
@@ -205,9 +197,9 @@ class Player:
     def finish(self, unit: int, gathering: Gathering, *, is_used: bool = True) -> None:
         (rows,) = gathering.wait(is_used=is_used)
         seen = [rows.row(rank).tolist() for rank in range(self.world)]
-        assert seen == [[rank, unit, self.shards.updates] for rank in range(self.world)]
-        rows.give_back()
-        self.shards.close_rows(unit)
+        assert seen == [[rank, unit, self.rows[unit].updates] for rank in range(self.world)]
+        self.engine.buffers.give(rows)
+        self.engine.close(unit)
 
     def launch_early(self) -> bool:
         if not self.left:
@@ -227,7 +219,10 @@ class Player:
 
     def land(self, num_left: int) -> None:
         while len(self.flights) > num_left:
-            self.negotiation.wait_for(self.flights[0][4])
+            number = self.flights[0][4]
+            for unit in self.negotiation.due_before(number, in_backward=self.in_backward, trains=True):
+                self.ask_ahead(unit - self.first)
+            self.negotiation.wait_for(number)
             self.land_first()
 
     def land_ready(self) -> None:
@@ -257,7 +252,7 @@ def play(
         mine = scripts[rank]
         for script in [mine] * steps if isinstance(mine, Script) else mine:
             player.play(script)
-        assert not player.shards.opened and not player.flights
+        assert not any(row.num_open for row in player.rows) and not player.flights
         world.exchange(0, None)
         if not apart:
             link = world.link().link
@@ -551,7 +546,7 @@ def test_random_programs_that_change_between_ranks_that_share_no_memory() -> Non
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, name: str, stand_in: Callable[..., object]) -> None:
-    from hf_zero.comm.cpu.negotiation import HostNegotiation
+    from hf_zero.comm.negotiation.host import HostNegotiation
 
     monkeypatch.setattr(HostNegotiation, name, stand_in)
 
@@ -563,7 +558,7 @@ def test_the_search_finds_a_rank_that_looks_after_nobody(monkeypatch: pytest.Mon
 
 
 def test_the_search_finds_ranks_that_serve_what_they_please(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_zero.comm.cpu.negotiation import HostNegotiation
+    from hf_zero.comm.negotiation.host import HostNegotiation
 
     serve = HostNegotiation._serve
     broken(monkeypatch, "_serve", lambda self, unit, number, blocks: serve(self, 0, number, blocks))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,54 +10,42 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import integration
-from hf_zero.comm import Rows, mirror
+from hf_zero.comm import EngineRows, OwnRow, UnitRows, mirror
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.comm.lockstep import LockstepNegotiation, Route, Start
+from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
+from hf_zero.comm.negotiation.passes import Route, Start
+from hf_zero.comm.quantized import PlainRows
+from hf_zero.offload.vector import InMemoryVector
 from hf_zero.params.consolidation import broadcast_buffers
 
+CPU = torch.device("cpu")
 
-class OneRow:
-    """A source of two units with one row each."""
 
-    def __init__(self) -> None:
-        self.opened: list[int] = []
-
-    def name(self, unit: int) -> str:
-        return f"unit {unit}"
-
-    def open_rows(self, unit: int) -> Sequence[Tensor]:
-        self.opened.append(unit)
-        return [torch.full((3,), float(unit))]
-
-    def close_rows(self, unit: int) -> None: ...
-
-    def take_buffer(self, numel: int, row: Tensor) -> Tensor:
-        return row.new_empty(numel)
-
-    take_unread = take_buffer
-
-    def give_unread(self, rows: Rows) -> None: ...
+def two_units() -> EngineRows:
+    """Two units with one row each."""
+    rows = [OwnRow(InMemoryVector(torch.full((3,), float(unit))), PlainRows(), CPU) for unit in (0, 1)]
+    return EngineRows([UnitRows(f"unit {unit}", [row]) for unit, row in enumerate(rows)], LoneCollectives(), CPU)
 
 
 @pytest.mark.parametrize("kind", ["alike", "lockstep"])
 def test_a_rank_alone_gets_what_it_asks_for(kind: str) -> None:
-    collectives, source = LoneCollectives(), OneRow()
+    collectives, engine = LoneCollectives(), two_units()
     negotiation = collectives.negotiation
     if kind == "lockstep":
         negotiation = LockstepNegotiation(collectives, LoneCollectives())
-    first = negotiation.sources.register(source, 2)
+    first = negotiation.table.register(engine)
     ahead = [negotiation.gather(first + unit, order=unit, in_backward=False) for unit in (0, 1)]
     assert [[rows.row(0).tolist() for rows in gathering.wait()] for gathering in ahead] == [[[0.0] * 3], [[1.0] * 3]]
-    assert source.opened == [0, 1]
+    assert not any(unit.is_awaited for unit in engine.units)
     assert negotiation.end(in_backward=False) is False and negotiation.end(in_backward=True, failed=True) is True
     negotiation.step(first)
     assert negotiation.version == 1
 
 
 def test_units_of_an_engine_that_is_gone_cannot_be_gathered() -> None:
-    negotiation, source = LoneCollectives().negotiation, OneRow()
-    first = negotiation.sources.register(source, 2)
-    negotiation.sources.forget(first, 2)
+    negotiation, engine = LoneCollectives().negotiation, two_units()
+    first = negotiation.table.register(engine)
+    negotiation.table.forget(first, 2)
     with pytest.raises(RuntimeError, match="that this rank has destroyed"):
         negotiation.gather(first, order=0, in_backward=False)
 
@@ -99,10 +86,10 @@ def test_a_rank_that_waits_serves_the_plan_of_an_engine_that_is_gone() -> None:
     the waiting rank died looking up the rows' owner. Now it serves them, as if it had asked for rows."""
     collectives = LoneCollectives()
     negotiation = LockstepNegotiation(collectives, LoneCollectives())
-    number = negotiation.sources.register(OneRow(), 1)
+    number = negotiation.table.register(two_units())
     negotiation._pass.base = 0
     negotiation._pass.follow(Start(number, in_backward=True, trains=True), Route((number,), (0,), 1))
     negotiation._shapes[number] = [(3, torch.float32, torch.device("cpu"))]
-    negotiation.sources.forget(number, 1)
+    negotiation.table.forget(number, 1)
     negotiation.wait_for(0)
     assert negotiation._pass.plan is not None and not negotiation._pass.plan.left and negotiation._pass.has_served_gone

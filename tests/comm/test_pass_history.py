@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.comm.lockstep import PassHistory, Route, Start, digest
+from hf_zero.comm.negotiation.passes import PassHistory, Route, Start, digest
 
 FORWARD, BACKWARD, EVALUATION = Start(0, False, True), Start(2, True, True), Start(0, False, False)
 ROUTES = {

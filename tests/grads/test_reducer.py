@@ -85,6 +85,8 @@ class Store:
     def report_progress(self, pass_by: Callable[[int], None]) -> None:
         self.pass_by = pass_by
 
+    def prepare_to_wait(self, reduction: int) -> None: ...
+
 
 def made(stage: int, **options: Any) -> SimpleNamespace:
     sharding = Sharding(stage, 0, WORLD)

@@ -574,5 +574,5 @@ def test_all_gathers_go_through_one_buffer() -> None:
         train(of)
         of.model.zero_grad()
         of.whole.zero_grad()
-    free = of.coordinator.prefetcher.buffers._free[torch.float32]
+    free = of.coordinator.prefetcher.rows.buffers._free[torch.float32]
     assert len(free) == 1, "rows have been read when the next ones are asked for"

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm.rows import FlatRows, Pending
+from hf_zero.comm.rows import FlatRows, GatherBuffers, Pending
 from hf_zero.layout.buckets import KeptRows, MemberSpec, lay_rows
 from hf_zero.params.gather_plan import Use, merge_orders, plan_gathers
 from hf_zero.params.gathered_modules import assign_units, find_gathered_modules
 from hf_zero.params.hooked_modules import set_z3_leaf_modules
-from hf_zero.params.unit import GatherBuffers, LiveElements, Unit, plans_to_unpack
+from hf_zero.params.unit import LiveElements, Unit, plans_to_unpack
 from tests.support.models import tiny_llama
 
 

@@ -86,7 +86,7 @@ def shard_numel(engine: Any) -> int:
 
 def idle_buffers(engine: Any) -> int:
     """Bytes in send and receive buffers that are kept between steps."""
-    kept = engine.module_view.store.coordinator.prefetcher.buffers._free
+    kept = engine.module_view.store.coordinator.prefetcher.rows.buffers._free
     buffers = [buffer for pool in kept.values() for buffer, _ in pool]
     buffers += engine.gradients.assembly.step._collectives.buffers()
     return sum(buffer.untyped_storage().nbytes() for buffer in buffers)

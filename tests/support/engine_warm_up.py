@@ -12,10 +12,10 @@ import hf_zero.api.engine_checkpoints
 import hf_zero.api.entry
 import hf_zero.checkpoint.service
 import hf_zero.comm.cpu.host
-import hf_zero.comm.cpu.negotiation
 import hf_zero.comm.cpu.point_to_point
 import hf_zero.comm.known_groups
-import hf_zero.comm.lockstep
+import hf_zero.comm.negotiation.host
+import hf_zero.comm.negotiation.lockstep
 import hf_zero.offload.memory_estimate
 import hf_zero.optim.adam
 import hf_zero.params.sharded

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from hf_zero.comm import Channel, Collectives, Hosts, Negotiation, Pending, Rows
 from hf_zero.comm.collectives import LoneCollectives
-from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.mesh import Partition, group_of
+from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
 from hf_zero.comm.rows import FlatRows, own_shard
 from hf_zero.comm.torch_backend import GatherStreamCollectives
 from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime

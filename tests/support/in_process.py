@@ -31,10 +31,10 @@ from hf_zero.api.joint_backward import EnginesAtWork
 from hf_zero.comm import Channel, Collectives, Hosts, Negotiation, ParallelGroups, Pending, Rows, groups
 from hf_zero.comm.collectives import LoneCollectives
 from hf_zero.comm.cpu.host import GroupLink, HostCollectives
-from hf_zero.comm.cpu.negotiation import HostNegotiation
 from hf_zero.comm.cpu.shared_memory import Gone, SharedMemoryLink, Wires
-from hf_zero.comm.lockstep import LockstepNegotiation
 from hf_zero.comm.mesh import Partition, group_of
+from hf_zero.comm.negotiation.host import HostNegotiation
+from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
 from hf_zero.comm.process_group import Process
 from hf_zero.comm.rows import FlatRows, own_shard
 from hf_zero.kernels.accumulate import sum_parts

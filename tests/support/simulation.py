@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hf_zero import initialize
 from hf_zero.api import entry
 from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows, ledger
-from hf_zero.comm.lockstep import LockstepNegotiation
+from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
 from hf_zero.comm.process_group import Process
 from hf_zero.comm.rows import FlatRows, own_shard
 from hf_zero.device.registry import HostCopy

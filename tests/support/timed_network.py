@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows
-from hf_zero.comm.lockstep import LockstepNegotiation
+from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
 from hf_zero.comm.rows import FlatRows, num_bytes, own_shard
 from hf_zero.comm.torch_backend import GatherStreamCollectives
 from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Gathering, Negotiation
 from hf_zero.comm.collectives import Collectives, LoneCollectives
-from hf_zero.comm.negotiation import Decision, Kind
+from hf_zero.comm.negotiation.gathering import OpenRequest
+from hf_zero.comm.negotiation.requests import Decision, Kind
 from hf_zero.comm.rows import FlatRows, Pending
 from hf_zero.config import Zero
 from hf_zero.layout import ParameterSpec
@@ -31,7 +32,7 @@ from hf_zero.params.sharded import UnitBuilder
 from hf_zero.params.sharded_parameter import ReadHooks, ShardedParameter, local_chunk
 from hf_zero.params.stand_ins import StandIns
 from hf_zero.params.store import Trained
-from hf_zero.params.unit import GatherBuffers, Unit, UnitPart
+from hf_zero.params.unit import Unit, UnitPart
 from hf_zero.precision import Precision
 from tests.support.groups import groups_of
 
@@ -84,26 +85,25 @@ class PromptNegotiation(Negotiation):
         self.some_rank_failed = False
         self._rows_of = rows_of
 
-    def decide(self, gathering: Gathering) -> Decision:
-        assert gathering.decision is not None, "granted when asked"
-        if gathering.request.kind is Kind.GATHER:
-            self.events.append(f"take {self.sources.find(gathering.request.unit)[0].name(gathering.request.unit)}")
-        return gathering.decision
+    def decide(self, asked: OpenRequest) -> Decision:
+        assert asked.decision is not None, "granted when asked"
+        if isinstance(asked, Gathering):
+            self.events.append(f"take {asked.unit.name}")
+        return asked.decision
 
-    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
-        request = gathering.request
+    def _ask(self, asked: OpenRequest) -> None:
+        request = asked.request
         everybody = frozenset(range(WORLD))
-        gathering.decision = Decision(None, everybody, request.kind is Kind.END and self.some_rank_failed)
-        if request.kind is not Kind.GATHER:
+        asked.decision = Decision(None, everybody, request.kind is Kind.END and self.some_rank_failed)
+        if not isinstance(asked, Gathering):
             phase = "backward" if request.in_backward else "forward"
             self.events.append("step" if request.kind is Kind.STEP else f"end {phase}")
             return
-        source, local = self.sources.find(request.unit)
-        self.events.append(f"ask {source.name(local)}")
+        self.events.append(f"ask {asked.unit.name}")
         self.orders.append(request.order)
-        gathering.rows = [
-            _joined(mine, other, source.take_buffer(mine.numel() * WORLD, mine))
-            for mine, other in zip(rows, self._rows_of(request.unit), strict=True)
+        asked.rows = [
+            _joined(mine, other, asked.buffers.take(mine.numel() * WORLD, mine))
+            for mine, other in zip(asked.own, self._rows_of(request.unit), strict=True)
         ]
 
 
@@ -238,7 +238,7 @@ def _other_row(part: UnitPart, values: Mapping[str, Tensor]) -> Tensor:
 
 def _gather(unit: Unit, negotiation: Negotiation) -> None:
     unit.start(negotiation.gather(unit.index, order=0, in_backward=False))
-    unit.finish(GatherBuffers(torch.device("cpu")))
+    unit.finish()
 
 
 def _notice_reads(model: nn.Module, coordinator: ParameterCoordinator, unit_of: Mapping[int, Unit]) -> None:

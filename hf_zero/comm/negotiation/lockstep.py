@@ -47,245 +47,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
-from hf_zero.comm.collectives import Collectives, gather_lane, start_gather
 from hf_zero.comm.ledger import ledger
-from hf_zero.comm.negotiation import NUM_FIELDS, Decision, Gathering, Kind, Negotiation, Request, Upcoming
+from hf_zero.comm.negotiation.gathering import Gathering, Negotiation, OpenRequest, Upcoming, start_gather
+from hf_zero.comm.negotiation.own_rows import gather_lane
+from hf_zero.comm.negotiation.passes import FollowedPlan, Pass, PassHistory, Route, Start, digest
+from hf_zero.comm.negotiation.requests import NUM_FIELDS, Decision, Kind, Request
 from hf_zero.comm.rows import num_bytes, own_shard
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import DONE
 
-# The common history of past passes, which determines the plan of the next pass.
-#
-# A *pass* is the work between two synchronisations of all ranks (END or STEP): a forward, a backward, an evaluation.
-# Its *plan* is the sequence of units it has used, kept if all ranks have used the same ones. Every method is called at
-# a synchronisation with the facts exchanged there, so that all ranks have the same history. Integers only.
-
-
-MOST_NEEDED = 16  # maximum number of consecutive successes required after failures
-_MODULUS = (1 << 61) - 1
-_BASE = 0x9E3779B97F4A7C15 % _MODULUS
-
-
-class Start(NamedTuple):
-    """The start of a pass, which identifies its plan."""
-
-    unit: int
-    in_backward: bool
-    trains: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """What a rank did in a pass.
-
-    Attributes:
-        units: the units it used, in order.
-        num_before: number of reductions that it started after the last pass and before its first request.
-        launched: number of reductions that it had started before each use, from its first request on.
-        num_launched: number of reductions that it started from its first request on.
-    """
-
-    units: tuple[int, ...] = ()
-    launched: tuple[int, ...] = ()
-    num_launched: int = 0
-    num_before: int = 0
-
-    def due(self, place: int, num_in_flight: int) -> int:
-        """Number of reductions that are started before the gather at `place` is issued, and not waited for before it.
-
-        A rank has at most `num_in_flight` reductions in flight. So if it uses units on this route, it has issued each
-        gather in time, however late it requests it.
-        """
-        return max(0, self.launched[place] - num_in_flight)
-
-
-def digest(start: Start | None, route: Route) -> int:
-    """A digest below 2^61; different passes have equal digests with a probability of about 1e-16."""
-    value = 1 if start is None else 2 + 2 * start.in_backward + 4 * start.trains
-    for number in (*route.units, *route.launched, route.num_launched, route.num_before):
-        value = (value * _BASE + number + 1) % _MODULUS
-    return value
-
-
-@dataclass(slots=True)
-class _Trust:
-    """Whether a prediction is expected to hold again: after each failure, more successes are required."""
-
-    num_right: int = 0
-    needed: int = 1
-
-    def note(self, is_right: bool) -> None:
-        if is_right:
-            self.num_right += 1
-        else:
-            self.num_right = 0
-            self.needed = min(2 * self.needed, MOST_NEEDED)
-
-    @property
-    def is_enough(self) -> bool:
-        return self.num_right >= self.needed
-
-
-@dataclass(slots=True)
-class _Successor:
-    """The training pass observed at some point of an update; None: the update was over."""
-
-    start: Start | None
-    trust: _Trust = field(default_factory=_Trust)
-
-
-class PassHistory:
-    """Plans by the start of a pass, and the order of passes.
-
-    A pass is predicted from its place: the engine of the last update, and the number of training passes since.
-    Evaluations are not predicted, nor is a pass that follows one; nor is a pass with reductions, because a rank that
-    evaluates between forward and backward could not start them, nor one after a backward without gathers.
-    """
-
-    def __init__(self) -> None:
-        self._plans: dict[Start, Route] = {}
-        self._trust: dict[Start, _Trust] = {}
-        self._successors: dict[tuple[int, int], _Successor] = {}
-        self._place: tuple[int, int] | None = (-1, 0)  # None: the next pass cannot be predicted
-        self._are_alike = True  # whether all ranks have run the same passes since the last update
-
-    def foreseen(self) -> Start | None:
-        """The predicted start of the next pass; None: unknown."""
-        successor = None if self._place is None else self._successors.get(self._place)
-        if successor is None or successor.start is None or not successor.trust.is_enough:
-            return None
-        route = self.plan(successor.start)
-        return successor.start if route is not None and not route.num_launched and not route.num_before else None
-
-    def plan(self, start: Start) -> Route | None:
-        """What all ranks will do in a pass with this start; None: they must agree on each unit."""
-        if start.in_backward and not self._are_alike:
-            return None
-        return self._plans[start] if start in self._plans and self._trust[start].is_enough else None
-
-    def end(self, start: Start | None, route: Route, *, are_alike: bool, followed: Start | None) -> None:
-        """Record that all ranks have ended a pass.
-
-        Args:
-            start, route: this rank's pass; only used if all ranks have run the same.
-            followed: the start of the plan that the pass has followed, to its end or not.
-        """
-        if followed is not None and not (are_alike and start != followed):
-            is_right = are_alike and route == self._plans.get(followed)
-            if not is_right:
-                self._trust[followed].note(False)
-                self._plans.pop(followed, None)
-        if not are_alike:
-            self.lose_count()
-            return
-        if start is None:
-            return  # nothing was gathered: ignore the pass
-        self._learn(start, route)
-        if self._place is None:
-            return
-        if start.trains or start.in_backward:
-            self._follow(self._place, start)
-            self._place = self._place[0], self._place[1] + 1
-        else:
-            foreseen = self._successors.get(self._place)
-            if foreseen is not None and followed is not None and foreseen.start == followed:
-                foreseen.trust.note(False)
-            self._place = None
-
-    def step(self, first_unit: int) -> None:
-        """Record that all ranks have reached an update of the engine with this unit."""
-        if self._place is not None:
-            self._follow(self._place, None)
-        self._place = first_unit, 0
-        self._are_alike = True
-
-    def lose_count(self) -> None:
-        """Record that ranks have synchronised at different places, or after different passes."""
-        self._place = None
-        self._are_alike = False
-
-    def _learn(self, start: Start, route: Route) -> None:
-        trust = self._trust.setdefault(start, _Trust())
-        if self._plans.setdefault(start, route) != route:
-            self._plans[start], trust.num_right = route, 0
-        trust.note(True)
-
-    def _follow(self, place: tuple[int, int], start: Start | None) -> None:
-        successor = self._successors.setdefault(place, _Successor(start))
-        if successor.start != start:
-            successor.trust.note(False)
-            successor.start = start
-        successor.trust.note(True)
-
-
-@dataclass(slots=True)
-class FollowedPlan:
-    """The collectives that all ranks issue in the current pass.
-
-    Attributes:
-        issued: number of units that this rank has started to gather.
-    """
-
-    start: Start
-    route: Route
-    issued: int = 0
-
-    @property
-    def left(self) -> Sequence[int]:
-        """The units that this rank has not started to gather."""
-        return self.route.units[self.issued :]
-
-    def is_of(self, *, in_backward: bool, trains: bool) -> bool:
-        return (self.start.in_backward, self.start.trains) == (in_backward, trains)
-
-
-@dataclass(slots=True)
-class Pass:
-    """This rank's work between two synchronisations.
-
-    Attributes:
-        first: number of reductions that this rank had started before the pass.
-        base: the same before its first request in the pass; None: it has made none.
-        plan: the plan, until its end has been issued or it was left.
-        followed: the start of the plan that the pass has, or had.
-        num_sure: number of reductions, including those of earlier passes, that all ranks start whatever they run.
-        start: the start of the pass.
-        units, launched: see `Route`.
-        num_decisions: number of decisions so far.
-        has_served_gone: whether rows of an engine that no longer exists here were served.
-    """
-
-    first: int = 0
-    base: int | None = None
-    plan: FollowedPlan | None = None
-    followed: Start | None = None
-    num_sure: int = 0
-    start: Start | None = None
-    units: list[int] = field(default_factory=list)
-    launched: list[int] = field(default_factory=list)
-    num_decisions: int = 0
-    has_served_gone: bool = False
-
-    def follow(self, start: Start, route: Route, *, issued: int = 0) -> None:
-        self.plan, self.followed = FollowedPlan(start, route, issued), start
-        self.num_sure = (self.base or 0) + route.num_launched
-
-    def num_since(self, launched: int) -> int:
-        """Number of the present pass's reductions, if this rank has started `launched` including earlier passes."""
-        return launched - (launched if self.base is None else self.base)
-
-    def route(self, launched: int) -> Route:
-        """`launched`: by this rank, including earlier passes."""
-        num_before = (launched if self.base is None else self.base) - self.first
-        return Route(tuple(self.units), tuple(self.launched), self.num_since(launched), num_before)
-
+if TYPE_CHECKING:
+    from hf_zero.comm.collectives import Collectives
 
 _NUM_FACTS = 7
 
@@ -348,7 +126,6 @@ class LockstepNegotiation(Negotiation):
         self._pass = Pass()
         self._shapes: dict[int, list[tuple[int, torch.dtype, torch.device]]] = {}  # rows of units in plans
         # Negotiated
-        self._rows: dict[Gathering, Sequence[Tensor]] = {}
         self._exchange: _HeadExchange | None = None
         self._heads = [_Head(Request(Kind.WAIT), 0, ())]  # heads of the last decision
 
@@ -360,13 +137,15 @@ class LockstepNegotiation(Negotiation):
         plan = self._pass.plan
         if plan is None or not plan.is_of(in_backward=in_backward, trains=trains):
             return None
-        num_started = self._pass.num_since(self.launched)
-        places = range(plan.issued, len(plan.route.units))
-        num_due = sum(1 for _ in takewhile(lambda place: self._due(plan, place) <= num_started, places))
-        return Upcoming(plan.left, num_due)
+        return Upcoming(plan.left, self._num_due(plan, self._pass.num_since(self.launched)))
 
     def _due(self, plan: FollowedPlan, place: int) -> int:
         return plan.route.due(place, self._max_in_flight)
+
+    def _num_due(self, plan: FollowedPlan, num_started: int) -> int:
+        """How many more gathers of the plan are due when so many reductions of the present pass have started."""
+        places = range(plan.issued, len(plan.route.units))
+        return sum(1 for _ in takewhile(lambda place: self._due(plan, place) <= num_started, places))
 
     def note_use(self, request: Request) -> None:
         if not self._pass.units:
@@ -374,15 +153,31 @@ class LockstepNegotiation(Negotiation):
         self._pass.units.append(request.unit)
         self._pass.launched.append(self._pass.num_since(self.launched))
 
+    def due_before(self, reduction: int, *, in_backward: bool, trains: bool) -> Sequence[int]:
+        if self._is_clear(reduction):
+            return ()
+        plan = self._pass.plan
+        if plan is None or reduction >= self._pass.num_sure or not plan.is_of(in_backward=in_backward, trains=trains):
+            return ()
+        return plan.left[: self._num_due(plan, self._pass.num_since(reduction))]
+
     def wait_for(self, reduction: int) -> None:
-        if self._all_have_started(reduction) or not self._is_open:  # nothing is gathered before the update
+        if self._is_clear(reduction):
             return
+        plan = self._pass.plan
+        if reduction >= self._pass.num_sure:
+            self._clear_to_wait(reduction)
+        elif plan is not None:
+            for _ in range(self._num_due(plan, self._pass.num_since(reduction))):
+                self._serve_next(plan)
+
+    def _is_clear(self, reduction: int) -> bool:
+        """Whether this rank may wait for a reduction in any case."""
+        if self._all_have_started(reduction) or not self._is_open:  # nothing is gathered before the update
+            return True
         if self._mine and not self._pass.num_decisions:
             self.decide(self._mine[0])  # this may start a plan
-        if reduction < self._pass.num_sure:
-            self._issue_due(self._pass.num_since(reduction))
-        else:
-            self._clear_to_wait(reduction)
+        return False
 
     def _all_have_started(self, reduction: int) -> bool:
         return all(head.request.launched > reduction for head in self._heads)
@@ -417,18 +212,6 @@ class LockstepNegotiation(Negotiation):
         while self._pass.num_since(self.launched) < num_launched and self.launch_early():
             pass
 
-    def _issue_due(self, reduction: int) -> None:
-        """Issue all gathers of the plan that come before waiting for a reduction (its number in the present pass)."""
-        plan = self._pass.plan
-        while plan is not None and plan.left and self._due(plan, plan.issued) <= reduction:
-            unit = plan.left[0]
-            is_needed = False
-            if not self.sources.is_gone(unit):
-                source, local = self.sources.find(unit)
-                is_needed = source.ask_ahead(local, in_backward=plan.start.in_backward, trains=plan.start.trains)
-            if not is_needed:
-                self._serve_next(plan)
-
     # Negotiating
 
     def _clear_to_wait(self, reduction: int) -> None:
@@ -442,29 +225,28 @@ class LockstepNegotiation(Negotiation):
                 for rank, head in enumerate(self._heads)
             )
 
-    def decide(self, gathering: Gathering) -> Decision:
-        while gathering.decision is None:
+    def decide(self, asked: OpenRequest) -> Decision:
+        while asked.decision is None:
             self._decide_next()
-        return gathering.decision
+        return asked.decision
 
-    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
-        plan, request = self._pass.plan, gathering.request
-        if request.kind is Kind.GATHER:
-            self._shapes[request.unit] = [(row.numel(), row.dtype, row.device) for row in rows]
-        if plan is not None:
-            self._start_due(self._due(plan, plan.issued))
-            plan.issued += 1
-            gathering.decision = Decision(request.unit, frozenset(range(self.size)))
-            self._launch(gathering, rows)
-            return
-        self._mine.append(gathering)
-        self._rows[gathering] = rows
+    def _ask(self, asked: OpenRequest) -> None:
+        plan, request = self._pass.plan, asked.request
+        if isinstance(asked, Gathering):
+            self._shapes[request.unit] = [(row.numel(), row.dtype, row.device) for row in asked.own]
+            if plan is not None:
+                self._start_due(self._due(plan, plan.issued))
+                plan.issued += 1
+                asked.decision = Decision(request.unit, frozenset(range(self.size)))
+                asked.start(self._collectives)
+                return
+        self._mine.append(asked)
         if self._exchange is None:
             self._show_head()
         if request.in_backward and request.kind is Kind.GATHER and not self._pass.num_decisions:
             start = Start(request.unit, request.in_backward, request.trains)
             if self.follows and self._history.plan(start) is not None:
-                self.decide(gathering)  # ranks have just met: gathers of the plan come before the first reductions
+                self.decide(asked)  # ranks have just met: gathers of the plan come before the first reductions
 
     def _show_head(self) -> None:
         asked = self._mine[0]
@@ -482,14 +264,13 @@ class LockstepNegotiation(Negotiation):
         self._heads = self._take_heads()
         decision = self._agreed([head.request for head in self._heads])
         self._pass.num_decisions += 1
-        gathering = None
+        granted = None
         if self.rank in decision.granted:
-            gathering = self._mine.popleft()
-            facts = [head.facts[: len(gathering.facts)] for head in self._heads] if gathering.facts else ()
-            gathering.decision = replace(decision, facts=facts)
-            rows = self._rows.pop(gathering)
-        if gathering is not None and gathering.request.kind is Kind.GATHER:
-            self._launch(gathering, rows)
+            granted = self._mine.popleft()
+            facts = [head.facts[: len(granted.facts)] for head in self._heads] if granted.facts else ()
+            granted.decision = replace(decision, facts=facts)
+        if isinstance(granted, Gathering):
+            granted.start(self._collectives)
         elif decision.unit is not None:
             self._serve(decision.unit)
         if any(self._heads[rank].request.kind in (Kind.END, Kind.STEP) for rank in decision.granted):
@@ -513,9 +294,9 @@ class LockstepNegotiation(Negotiation):
             return
         self._pass.follow(begin[0], route, issued=1)
         waiting, self._mine = list(self._mine), deque()
-        for gathering in waiting:
-            self._about_to_ask(gathering.request)
-            self._ask(gathering, self._rows.pop(gathering))
+        for asked in waiting:
+            self._about_to_ask(asked.request)
+            self._ask(asked)
 
     def _end_pass(self) -> None:
         """End the current pass, which is over for all or some ranks."""
@@ -535,23 +316,17 @@ class LockstepNegotiation(Negotiation):
         if start is not None and route_ahead is not None:
             self._pass.follow(start, route_ahead)
 
-    def _launch(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
-        """Start a gather that has been granted to this rank."""
-        source, _ = self.sources.find(gathering.request.unit)
-        gathering.rows = start_gather(self._collectives, source.take_buffer, rows)
-        gathering.call.started(gathering.rows, rows)
-
     def _serve(self, unit: int) -> None:
         """Take part in a gather whose result is not needed here."""
-        if self._pass.followed is not None and self.sources.is_gone(unit):
+        if self._pass.followed is not None and self.table.is_gone(unit):
             self._serve_gone(unit)
             return
-        source, local = self.sources.find(unit)
-        for row in source.open_rows(local):
+        engine, place = self.table.find(unit)
+        for row in engine.open(place):
             with self._count_gather(num_bytes(row) * self.size):
-                (rows,) = start_gather(self._collectives, source.take_unread, [row])
-                source.give_unread(rows)
-        source.close_rows(local)
+                (rows,) = start_gather(self._collectives, [row], engine.take_unread)
+                engine.give_unread(rows)
+        engine.close(place)
 
     def _serve_gone(self, unit: int) -> None:
         """Serve the plan of an engine that was dropped here; if all ranks dropped it, no rank uses it."""
@@ -571,4 +346,4 @@ class LockstepNegotiation(Negotiation):
         if self._pass.has_served_gone and start is not None:
             route = self._history.plan(start) or Route()
             if digest(start, route) in used:
-                self.sources.find(next(unit for unit in route.units if self.sources.is_gone(unit)))
+                self.table.find(next(unit for unit in route.units if self.table.is_gone(unit)))

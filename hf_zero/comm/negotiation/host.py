@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 
-from torch import Tensor
-
 from hf_zero.comm.cpu.blocks import MemoryBlock
 from hf_zero.comm.cpu.host import Arrival, GroupLink, SharedRows, filled, offsets
 from hf_zero.comm.cpu.shared_memory import Mail
-from hf_zero.comm.negotiation import Decision, Gathering, Kind, Negotiation, Request
+from hf_zero.comm.negotiation.gathering import Gathering, Negotiation, OpenRequest
+from hf_zero.comm.negotiation.requests import Decision, Kind, Request
 from hf_zero.comm.rows import num_bytes
 
 
@@ -60,24 +59,26 @@ class HostNegotiation(Negotiation):
         self._acts = [known for known in self._acts if known() is not None]
         self._acts.append(weakref.WeakMethod(act))
 
-    def decide(self, gathering: Gathering) -> Decision:
+    def decide(self, asked: OpenRequest) -> Decision:
         self.reopen()
-        while gathering.decision is None:
+        while asked.decision is None:
             if not self._decide_all():
-                purpose = f"for its next request, since this rank {self.sources.describe(gathering.request)}"
-                self._wait(lambda: self._silent() if gathering.decision is None else set(), purpose)
-        return gathering.decision
+                purpose = f"for its next request, since this rank {self.table.describe(asked.request)}"
+                self._wait(lambda: self._silent() if asked.decision is None else set(), purpose)
+        return asked.decision
 
     # Requests
 
-    def _ask(self, gathering: Gathering, rows: Sequence[Tensor]) -> None:
-        block = filled(self._link, rows) if gathering.request.kind is Kind.GATHER else None
-        self._mine.append(gathering)
-        self._queues[self.rank].append(_Asked(gathering.request, None))
+    def _ask(self, asked: OpenRequest) -> None:
+        block = None
+        if isinstance(asked, Gathering):
+            own, asked.own = asked.own, ()
+            block = filled(self._link, own)
+            asked.rows = [SharedRows(self.rank, row, offset) for row, offset in zip(own, offsets(own), strict=True)]
+        self._mine.append(asked)
+        self._queues[self.rank].append(_Asked(asked.request, None))
         number, self._num_asked[self.rank] = self._num_asked[self.rank], self._num_asked[self.rank] + 1
-        if block is not None:
-            gathering.rows = [SharedRows(self.rank, row, offset) for row, offset in zip(rows, offsets(rows))]
-        self._link.mail(self._peers, _Word.REQUEST, block, number, gathering.request.fields())
+        self._link.mail(self._peers, _Word.REQUEST, block, number, asked.request.fields())
 
     # Decisions
 
@@ -94,11 +95,11 @@ class HostNegotiation(Negotiation):
         granted = {rank: self._queues[rank].popleft() for rank in sorted(decision.granted)}
         blocks = {rank: asked.block for rank, asked in granted.items() if rank != self.rank and asked.block is not None}
         if self.rank in granted:
-            gathering = self._mine.popleft()
-            gathering.decision = decision
-            if gathering.request.kind is Kind.GATHER:
-                arrival = Arrival(self._link, partial(self._claim, number, blocks), len(gathering.rows or ()))
-                for rows in gathering.rows or ():
+            asked = self._mine.popleft()
+            asked.decision = decision
+            if isinstance(asked, Gathering):
+                arrival = Arrival(self._link, partial(self._claim, number, blocks), len(asked.rows or ()))
+                for rows in asked.rows or ():
                     assert isinstance(rows, SharedRows)
                     rows.arrival = arrival
                 return
@@ -107,12 +108,11 @@ class HostNegotiation(Negotiation):
 
     def _serve(self, unit: int, number: int, blocks: dict[int, MemoryBlock]) -> None:
         """Send this rank's rows to the ranks that gather `unit`, and return theirs unread."""
-        source, local = self.sources.find(unit)
-        rows = source.open_rows(local)
-        sizes = [num_bytes(row) * self.size for row in rows]
-        with self._count_gather(*sizes):
-            self._link.mail(blocks, _Word.SERVED, filled(self._link, rows), number)
-            source.close_rows(local)
+        engine, place = self.table.find(unit)
+        own = engine.open(place)
+        with self._count_gather(*[num_bytes(row) * self.size for row in own]):
+            self._link.mail(blocks, _Word.SERVED, filled(self._link, own), number)
+            engine.close(place)
             self._link.finish(blocks)
 
     # Waiting
@@ -156,7 +156,7 @@ class HostNegotiation(Negotiation):
             return False
         in_vain = any(map(self._stands, awaited()))  # after taking in all messages
         if in_vain or self._nudged >= self._num_asked[self.rank]:
-            self._ask(Gathering(self, self._request(Kind.WAIT, lets_go=in_vain)), ())
+            self._ask(OpenRequest(self._request(Kind.WAIT, lets_go=in_vain)))
             return True
         return False
 
