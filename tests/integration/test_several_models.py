@@ -16,7 +16,7 @@ import hf_zero
 hf_zero.install()
 
 from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler  # noqa: E402
+from accelerate.utils import DeepSpeedEngineWrapper, DeepSpeedPlugin, DummyOptim, DummyScheduler  # noqa: E402
 
 from hf_zero.api.engine import ZeroEngine  # noqa: E402
 from tests.integration.flows import ADAMW, WARMUP_DECAY, accelerator, clean  # noqa: E402
@@ -233,6 +233,28 @@ def test_the_norm_is_that_of_the_model_trained_last() -> None:
     first_steps.step()
     second_steps.step()
     assert [engine.global_steps for engine in engines] == [1, 1]
+
+
+def test_the_wrapper_of_the_engine_is_that_of_accelerate() -> None:
+    """A program looked for accelerate's class, and for its engine: `deepspeed_engine_wrapped` was an object of ours,
+    whose `engine` was that object itself if there were two."""
+    one = accelerator(ds(2))
+    first, second = two()
+    *engines, _, _ = one.prepare(first, second, optimizer(first, 0.1), optimizer(second, 0.1))
+    wrapper = one.deepspeed_engine_wrapped
+    assert type(wrapper) is DeepSpeedEngineWrapper and wrapper.engine is engines[1]
+    for engine in engines:
+        one.backward(engine(batch(0)).square().mean())
+        assert wrapper.engine is engine and one.deepspeed_engine_wrapped is wrapper
+        if hasattr(wrapper, "get_global_grad_norm"):  # not in the oldest versions
+            assert wrapper.get_global_grad_norm() == engine.get_global_grad_norm()
+
+
+def test_a_wrapper_that_a_program_made_is_left_to_accelerate() -> None:
+    one, (model, _) = accelerator(ds(2)), two()
+    engine, _ = one.prepare(model, optimizer(model, 0.1))
+    DeepSpeedEngineWrapper(engine).backward(engine(batch(0)).square().mean())
+    assert engine.global_steps == 1
 
 
 def test_a_loss_of_no_model_is_refused() -> None:

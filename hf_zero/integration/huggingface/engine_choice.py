@@ -92,27 +92,23 @@ def prepared_by(optimizer: Any) -> PreparedEngine | None:
 
 
 class EngineChoice:
-    """Replaces accelerate's wrapper of its one engine, and passes each loss to the engine it belongs to.
+    """The engines of one Accelerator. Passes each loss to the engine it belongs to.
 
     This is the engine whose parameters the loss depends on; of several, the one that was prepared first, while the
     others keep their gradients. With one trained model no search is needed.
+
+    Attributes:
+        engines: in the order in which their models were prepared.
+        trained: those with an optimizer.
+        latest: the engine that was trained last; before that, the one that was prepared last.
+        answers_late: whether `norm_of` may return a norm that has not been read yet.
     """
 
     def __init__(self, engines: Sequence[Any], trained: Sequence[PreparedEngine]) -> None:
-        """`engines`: in the order in which their models were prepared; `trained`: those with an optimizer."""
         self.engines = tuple(engines)
         self.trained = tuple(trained)
-        self._latest: Any = engines[-1]
-        self.answers_late = False  # whether `norm_of` may return a norm that has not been read yet
-
-    @property
-    def engine(self) -> Any:
-        """All engines: accelerate destroys this when it frees its memory."""
-        return self.engines[0] if len(self.engines) == 1 else self
-
-    def destroy(self) -> None:
-        for engine in self.engines:
-            engine.destroy()
+        self.latest: Any = engines[-1]
+        self.answers_late = False
 
     def without(self, engine: Any) -> EngineChoice | None:
         """The choice without `engine`; None if no engine is left."""
@@ -129,7 +125,7 @@ class EngineChoice:
             RuntimeError: if the loss does not visibly depend on a trained model.
         """
         chosen = self._engine_of(loss)
-        self._latest = chosen.engine
+        self.latest = chosen.engine
         if sync_gradients is not None:
             for reference in list(_PREPARED.values()):  # the loss may depend on other engines' models, too
                 prepared = reference()
@@ -141,10 +137,6 @@ class EngineChoice:
             if prepared is not None:
                 prepared.finish_backward(sync_gradients)
 
-    def get_global_grad_norm(self) -> Any:
-        """The gradient norm of the model that was trained last."""
-        return self._latest.get_global_grad_norm()
-
     def norm_of(self, parameters: Iterable[Any]) -> Any:
         """The last known gradient norm, before clipping, of the models that these parameters belong to."""
         wanted = {id(parameter) for parameter in parameters}
@@ -153,7 +145,7 @@ class EngineChoice:
             return engines[0].optimizer.late_norm
         norms = [norm for engine in engines if (norm := engine.get_global_grad_norm()) is not None]
         if not norms:
-            return None if engines else self.get_global_grad_norm()
+            return None if engines else self.latest.get_global_grad_norm()
         return norms[0] if len(norms) == 1 else sum(norm**2 for norm in norms) ** 0.5
 
     def _engine_of(self, loss: Tensor) -> PreparedEngine:
@@ -187,17 +179,35 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         waiting.extend(following for following, _ in node.next_functions)
 
 
-def joined(earlier: Any, latest: Any, *, updates_at_step: bool) -> Any:
-    """The object for an accelerator's engines after one more model has been prepared.
+# By accelerate's wrapper of an engine (DeepSpeedEngineWrapper), in `Accelerator.deepspeed_engine_wrapped`.
+_CHOICES: weakref.WeakKeyDictionary[Any, EngineChoice] = weakref.WeakKeyDictionary()
+
+
+def engines_of(wrapper: Any) -> EngineChoice | None:
+    """The engines of the accelerator that has this wrapper; None if it was not made by `prepare`."""
+    return None if wrapper is None else _CHOICES.get(wrapper)
+
+
+def join(earlier: Any, latest: Any, *, updates_at_step: bool) -> None:
+    """Let the wrapper of the engine that was just prepared stand for all engines of its accelerator.
 
     Args:
-        earlier: the previous object, or None.
+        earlier: the previous wrapper, or None.
         latest: accelerate's wrapper of the new engine.
     """
-    before = (earlier.engines, earlier.trained) if isinstance(earlier, EngineChoice) else ((), ())
-    engine = latest.engine
+    before, engine = engines_of(earlier), latest.engine
+    engines, trained = ((), ()) if before is None else (before.engines, before.trained)
     new = [PreparedEngine(engine, updates_at_step=updates_at_step)] if isinstance(engine.optimizer, Optimizer) else []
-    return EngineChoice((*before[0], engine), (*before[1], *new))
+    _CHOICES[latest] = EngineChoice((*engines, engine), (*trained, *new))
+
+
+def give_up(wrapper: Any, engine: Any) -> bool:
+    """Remove `engine` from the engines of this wrapper. Returns whether another one is left."""
+    choice = _CHOICES.pop(wrapper).without(engine)
+    if choice is None:
+        return False
+    _CHOICES[wrapper], wrapper.engine = choice, choice.latest
+    return True
 
 
 # Messages of transformers or accelerate in their own words, because users search for this text.

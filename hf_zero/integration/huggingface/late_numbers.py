@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.device.registry import runtime_of
-from hf_zero.integration.huggingface.engine_choice import EngineChoice
+from hf_zero.integration.huggingface.engine_choice import engines_of
 from hf_zero.step.optimizer import ZeroOptimizer
 from hf_zero.step.outcome import LateNorm
 
@@ -35,8 +35,8 @@ def runs_ahead(trainer: Any) -> bool:
 @contextmanager
 def late_norms(trainer: Any) -> Iterator[None]:
     """Context in which the accelerator's `clip_grad_norm_` returns a `LateNorm` if the norm is not known yet."""
-    engines = getattr(trainer.accelerator, "deepspeed_engine_wrapped", None)
-    if not isinstance(engines, EngineChoice) or not runs_ahead(trainer):
+    engines = engines_of(getattr(trainer.accelerator, "deepspeed_engine_wrapped", None))
+    if engines is None or not runs_ahead(trainer):
         yield
         return
     engines.answers_late = True

@@ -14,7 +14,7 @@ from hf_zero.config.hosts import normalise
 from hf_zero.config.schema.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.schema.fields import as_flag
 from hf_zero.config.sources import is_auto, source_in
-from hf_zero.integration.huggingface.engine_choice import prepared_by, raise_both
+from hf_zero.integration.huggingface.engine_choice import engines_of, prepared_by, raise_both
 from hf_zero.integration.huggingface.late_numbers import knows_skip
 from hf_zero.integration.huggingface.samples import DataRanks, deal_to_groups
 from hf_zero.integration.huggingface.views import (
@@ -115,6 +115,23 @@ def around_reading(original: Callable[..., None], self: Any, config_file_or_dict
         else:
             config.assume(key, number)  # prepare() may come late, and programs compute with what they read here
     original(self, config)
+
+
+@READING.add(
+    "DeepSpeedEngineWrapper.backward(self, loss, sync_gradients, kwargs)",
+    older=("self, loss, kwargs",),
+    without=f"of several models, accelerator.backward() trains the one prepared last, and {_IN_BACKWARD}",
+    until=f"accelerate finds the engine of a loss, and {_STEP_WORKS}",
+)
+def around_backward(original: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
+    """Upstream's wrapper has one engine and updates it. Here it stands for all engines of its accelerator, and the
+    script's optimizer updates; `engine` becomes the one whose norm is meant by `get_global_grad_norm`."""
+    engines = engines_of(self)
+    if engines is None:
+        original(self, *args, **options)
+    else:
+        engines.backward(*args, **options)
+        self.engine = engines.latest
 
 
 @READING.add("DeepSpeedOptimizerWrapper.step(self)", without=_IN_BACKWARD, until=_STEP_WORKS)

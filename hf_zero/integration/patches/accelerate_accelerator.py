@@ -15,7 +15,14 @@ from torch.optim import Optimizer
 from hf_zero.api.engine import ZeroEngine
 from hf_zero.config import ConfigError
 from hf_zero.config.hosts import unfilled_autos
-from hf_zero.integration.huggingface.engine_choice import EngineChoice, joined, no_engine, prepared_by, raise_both
+from hf_zero.integration.huggingface.engine_choice import (
+    engines_of,
+    give_up,
+    join,
+    no_engine,
+    prepared_by,
+    raise_both,
+)
 from hf_zero.integration.huggingface.prepare import (
     fill_autos,
     is_schedule,
@@ -130,25 +137,38 @@ def around_prepare_deepspeed(original: Function, self: Any, *args: Any) -> Any:
     show_filled(self.deepspeed_plugin)
     show_sequence_mesh(self, result)
     keep_adalora_gradients(result)
-    self.deepspeed_engine_wrapped = joined(
-        earlier, self.deepspeed_engine_wrapped, updates_at_step=_has_working_step(result)
-    )
+    join(earlier, self.deepspeed_engine_wrapped, updates_at_step=_has_working_step(result))
     return result
 
 
 def _give_up_engines_of(accelerator: Any, model: nn.Module) -> None:
     """Remove the first engine of a model that is prepared with another optimizer (for a second training phase), because
     the loss would still find it."""
-    engines = accelerator.deepspeed_engine_wrapped
-    if not isinstance(engines, EngineChoice):
+    engines = engines_of(accelerator.deepspeed_engine_wrapped)
+    if engines is None:
         return
     inner = set(model.modules())
     for engine in [prepared.engine for prepared in engines.trained if prepared.engine.module in inner]:
-        engines = engines.without(engine)
+        if not give_up(accelerator.deepspeed_engine_wrapped, engine):
+            accelerator.deepspeed_engine_wrapped = None
         accelerator._models = [each for each in accelerator._models if each is not engine]
         accelerator._optimizers = [each for each in accelerator._optimizers if each.optimizer is not engine.optimizer]
         engine.destroy()
-    accelerator.deepspeed_engine_wrapped = engines
+
+
+@PATCHES.add(
+    "Accelerator.free_memory(self, objects)",
+    without="free_memory() destroys one engine only",
+    until="accelerate keeps an engine for every model",
+)
+def around_free_memory(original: Function, self: Any, *objects: Any) -> Any:
+    """Destroy all engines; upstream knows one."""
+    wrapper: Any = getattr(self, "deepspeed_engine_wrapped", None)
+    engines = engines_of(wrapper)
+    for engine in () if engines is None else engines.engines:
+        if engine is not wrapper.engine:
+            engine.destroy()
+    return original(self, *objects)
 
 
 def _has_working_step(prepared: Sequence[Any]) -> bool:
@@ -223,8 +243,8 @@ def around_no_sync(original: Function, self: Any, model: Any) -> Iterator[None]:
 )
 def around_clip_grad_norm(original: Function, self: Any, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
     """Return the norm of the given model, and warn about a limit that differs from the engine's."""
-    engines = getattr(self, "deepspeed_engine_wrapped", None)
-    if not isinstance(engines, EngineChoice):
+    engines = engines_of(getattr(self, "deepspeed_engine_wrapped", None))
+    if engines is None:
         return original(self, parameters, max_norm, norm_type)
     _tell_of_limit([prepared.engine for prepared in engines.trained], float(max_norm))
     # A single tensor is accepted, as in torch.
