@@ -8,7 +8,7 @@ compute stream, and a rank's own gather could stand behind a reduction that anot
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Channel, EngineRows
 from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
-from hf_zero.device.runtime import DONE, Event
 from tests.hostile.programs import random_program
 from tests.hostile.spec import Call, Forward, Limits, Micro, ModuleSpec, RankMicro
 from tests.hostile.spec import Program as HostileProgram
@@ -240,11 +239,8 @@ def return_after_compute(self: EngineRows, rows: Any) -> None:
         self.buffers.give(rows)
 
 
-LANE = EngineRows.lane
-
-
-def put_back_after_compute(self: EngineRows, after: Event = DONE) -> AbstractContextManager[object]:
-    return ExitStack() if after is DONE else LANE(self, after)
+def put_back_after_compute(_self: EngineRows) -> ExitStack:
+    return ExitStack()
 
 
 SERVE = LockstepNegotiation._serve

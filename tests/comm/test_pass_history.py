@@ -121,3 +121,15 @@ def test_other_passes_have_other_digests(one: tuple[Start, Route], other: tuple[
 
     assert (digest(*one) == digest(*other)) == (shape(one) == shape(other))
     assert 0 <= digest(*one) < 1 << 61
+
+
+@given(st.lists(st.integers(0, 8), max_size=8).map(sorted), st.integers(0, 8), st.integers(-3, 9), st.integers(1, 2))
+def test_gathers_are_due_in_the_order_of_the_plan(
+    launched: list[int], first: int, num_started: int, num_in_flight: int
+) -> None:
+    first = min(first, len(launched))
+    route = Route(tuple(range(len(launched))), tuple(launched))
+    places = range(first, len(launched))
+    expected = [place for place in places if route.due(place, num_in_flight) <= num_started]
+    assert len(expected) == route.num_due(first, num_started, num_in_flight)
+    assert expected == list(places[: len(expected)])

@@ -48,7 +48,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -128,6 +127,7 @@ class LockstepNegotiation(Negotiation):
         # Negotiated
         self._exchange: _HeadExchange | None = None
         self._heads = [_Head(Request(Kind.WAIT), 0, ())]  # heads of the last decision
+        self._num_started_by_all = 0  # reductions, as these heads say
 
     # Following a plan
 
@@ -144,8 +144,7 @@ class LockstepNegotiation(Negotiation):
 
     def _num_due(self, plan: FollowedPlan, num_started: int) -> int:
         """How many more gathers of the plan are due when so many reductions of the present pass have started."""
-        places = range(plan.issued, len(plan.route.units))
-        return sum(1 for _ in takewhile(lambda place: self._due(plan, place) <= num_started, places))
+        return plan.route.num_due(plan.issued, num_started, self._max_in_flight)
 
     def note_use(self, request: Request) -> None:
         if not self._pass.units:
@@ -154,33 +153,31 @@ class LockstepNegotiation(Negotiation):
         self._pass.launched.append(self._pass.num_since(self.launched))
 
     def due_before(self, reduction: int, *, in_backward: bool, trains: bool) -> Sequence[int]:
-        if self._is_clear(reduction):
+        if self._is_clear(reduction) or reduction >= self._pass.num_sure:
             return ()
         plan = self._pass.plan
-        if plan is None or reduction >= self._pass.num_sure or not plan.is_of(in_backward=in_backward, trains=trains):
+        if plan is None or not plan.is_of(in_backward=in_backward, trains=trains):
             return ()
         return plan.left[: self._num_due(plan, self._pass.num_since(reduction))]
 
     def wait_for(self, reduction: int) -> None:
         if self._is_clear(reduction):
             return
-        plan = self._pass.plan
         if reduction >= self._pass.num_sure:
             self._clear_to_wait(reduction)
-        elif plan is not None:
+            return
+        plan = self._pass.plan
+        if plan is not None:
             for _ in range(self._num_due(plan, self._pass.num_since(reduction))):
                 self._serve_next(plan)
 
     def _is_clear(self, reduction: int) -> bool:
         """Whether this rank may wait for a reduction in any case."""
-        if self._all_have_started(reduction) or not self._is_open:  # nothing is gathered before the update
+        if reduction < self._num_started_by_all or not self._is_open:  # nothing is gathered before the update
             return True
         if self._mine and not self._pass.num_decisions:
             self.decide(self._mine[0])  # this may start a plan
         return False
-
-    def _all_have_started(self, reduction: int) -> bool:
-        return all(head.request.launched > reduction for head in self._heads)
 
     def _about_to_ask(self, request: Request) -> None:
         plan, is_gather = self._pass.plan, request.kind is Kind.GATHER
@@ -216,7 +213,7 @@ class LockstepNegotiation(Negotiation):
 
     def _clear_to_wait(self, reduction: int) -> None:
         lets_go = False
-        while not self._all_have_started(reduction):
+        while reduction >= self._num_started_by_all:
             granted = self._run(self._request(Kind.WAIT, lets_go=lets_go)).granted
             lets_go = any(
                 head.request.kind in (Kind.END, Kind.STEP)
@@ -262,6 +259,7 @@ class LockstepNegotiation(Negotiation):
 
     def _decide_next(self) -> None:
         self._heads = self._take_heads()
+        self._num_started_by_all = min(head.request.launched for head in self._heads)
         decision = self._agreed([head.request for head in self._heads])
         self._pass.num_decisions += 1
         granted = None

@@ -125,9 +125,9 @@ class EngineRows:
         self._written: Event | None = None  # None: not yet recorded
         self._sent: Event = DONE  # when other ranks have this rank's rows; compute has not waited for it
 
-    def lane(self, after: Event = DONE) -> AbstractContextManager[None]:
-        """Context for work of the gather lane, which waits for `after`; by default not for compute."""
-        return gather_lane(self._group, self._runtime.device, after)
+    def lane(self) -> AbstractContextManager[None]:
+        """Context for work of the gather lane that does not wait for compute."""
+        return gather_lane(self._group, self._runtime.device, DONE)
 
     # For gathers
 
@@ -135,7 +135,7 @@ class EngineRows:
         """The rows of a unit, until it is put back."""
         if self._written is None:
             self._written = self._runtime.record()
-        with self.lane(self._written):
+        with gather_lane(self._group, self._runtime.device, self._written):
             return self.units[place].open()
 
     def close(self, place: int) -> None:

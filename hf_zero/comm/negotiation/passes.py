@@ -7,6 +7,7 @@ a synchronisation with the facts exchanged there, so that all ranks have the sam
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,6 +48,12 @@ class Route:
         gather in time, however late it requests it.
         """
         return max(0, self.launched[place] - num_in_flight)
+
+    def num_due(self, first: int, num_started: int, num_in_flight: int) -> int:
+        """Number of gathers from place `first` on that are due once `num_started` reductions have started."""
+        if num_started < 0:  # those of an earlier pass
+            return 0
+        return bisect_right(self.launched, num_started + num_in_flight, first) - first  # `launched` never decreases
 
 
 def digest(start: Start | None, route: Route) -> int:
