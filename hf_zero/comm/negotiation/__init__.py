@@ -1,9 +1,9 @@
 """Stage 3 ranks agree on the next gather, whatever modules each of them runs, in whatever order.
 
-    the main road    A plan. If all ranks have used the same units in the same order, that sequence is the plan of the
-                     next such pass: every rank issues its gathers in order, without messages.
-    the side road    Requests and decisions. Without a plan, and when a rank leaves one, ranks tell each other what they
-                     request. A rank also sends its rows of units that only others request.
+    usually      A plan. If all ranks have used the same units in the same order, that sequence is the plan of the
+                 next such pass: every rank issues its gathers in order, without messages.
+    otherwise    Requests and decisions. Without a plan, and when a rank leaves one, ranks tell each other what they
+                 request. A rank also sends its rows of units that only others request.
 
     `gathering.py`   a rank's request, with its rows and buffers; `Negotiation`, what engines call
     `own_rows.py`    the rows that this rank can send, of all engines
@@ -16,7 +16,7 @@ A request goes one way. It takes this rank's rows and a pool of buffers along, a
 for. Nothing here asks an engine for rows, buffers or decisions. Only reductions are called, by what `meanwhile` and
 `reduces_by` have been given: to add a sum that has arrived, and to launch one that a plan expects.
 
-The side road in detail:
+Requests and decisions in detail:
 
 Every rank requests the units it needs, in the order of its own program. Open requests form one queue per rank. The next
 action only depends on the heads of all queues, so that all ranks reach the same decisions without further messages:
