@@ -100,14 +100,14 @@ class GatherStreamCollectives(NativeCollectives):
             flat = buffer.narrow(0, 0, row.numel() * self.size)
             self._gather_into(flat, row)
             gathered = runtime.record()
-        return FlatRows(buffer, flat, self.size, _Recorded(runtime, gathered))
+        return FlatRows(buffer, flat, self.size, _LaneWork(runtime, gathered))
 
     def _gather_into(self, flat: Tensor, row: Tensor) -> None:
         """Gather in order with other work on the present lane. The host does not wait."""
         _all_gather_flat(flat, row, group=self._group)
 
 
-class _Recorded(Pending):
+class _LaneWork(Pending):
     """Work of a device lane up to an event."""
 
     def __init__(self, runtime: Runtime, event: Event) -> None:

@@ -44,7 +44,7 @@ from hf_zero.rank_environment import RankEnvironment, find_rank_environment
 _LAST_OUTPUT_S = 1.0  # limit for reading the output of an ended rank, whose children may keep the pipe open
 
 
-class Process(Protocol):
+class RankProcess(Protocol):
     """The part of `subprocess.Popen` that a supervisor needs."""
 
     @property
@@ -62,7 +62,7 @@ class Rank:
     """A rank's process with its log and output."""
 
     command: RankCommand
-    process: Process
+    process: RankProcess
     log: BinaryIO | None
     watch: int | None  # a descriptor that becomes readable when the process ends
     tail: Tail = field(default_factory=Tail)
@@ -137,7 +137,7 @@ class Supervisor:
         """Write to stderr, below a line that a rank has begun."""
         self.streams[2].write(self, text.encode(errors="backslashreplace"))
 
-    def start_process(self, command: RankCommand) -> Process:
+    def start_process(self, command: RankCommand) -> RankProcess:
         return start(command)
 
     def _start(self, index: int, command: RankCommand) -> None:

@@ -119,7 +119,7 @@ Timed = Callable[[], TimedTransfer | None]
 
 
 @dataclass(slots=True)
-class _Recorded:
+class _UpdateInFlight:
     """What has been recorded of an update, whose marks may not have passed."""
 
     number: int = 0
@@ -146,8 +146,8 @@ class Recorder:
         self._cursor_ns = time.perf_counter_ns()
         self._device_free_ns = 0
         self._has_begun = False  # the first update begins with its first forward
-        self._now = _Recorded()
-        self._waiting: deque[_Recorded] = deque()
+        self._now = _UpdateInFlight()
+        self._waiting: deque[_UpdateInFlight] = deque()
 
     def attach(self) -> None:
         SPANS.watcher = ledger.watcher = self
@@ -193,7 +193,7 @@ class Recorder:
         """Record the end of update `number`."""
         self._now.number = number
         self._waiting.append(self._now)
-        self._now = _Recorded()
+        self._now = _UpdateInFlight()
         self._read_passed()
 
     def finish(self) -> None:
@@ -214,7 +214,7 @@ class Recorder:
             for listener in self.listeners:
                 listener.on_update(self.last)
 
-    def _read(self, recorded: _Recorded) -> Update:
+    def _read(self, recorded: _UpdateInFlight) -> Update:
         edges, later = recorded.edges, self._waiting[0] if self._waiting else self._now
         if not self._has_begun:
             first = next((index for index, edge in enumerate(edges) if edge.kind == "forward"), len(edges))

@@ -17,7 +17,7 @@ from hf_zero.extras.resilience.restarts import TOKEN, Restarts, with_variables
 from hf_zero.launch import LaunchError
 from hf_zero.launch.children import Failure, signal_group
 from hf_zero.launch.job import Job, RankCommand
-from hf_zero.launch.ranks import Process, Rank, Supervisor, run_ranks
+from hf_zero.launch.ranks import Rank, RankProcess, Supervisor, run_ranks
 from hf_zero.launch.relay import BackendOptions
 
 
@@ -66,7 +66,7 @@ class RestartingSupervisor(Supervisor):
             self.ranks, self.first, self.kill_at = [], None, None
             commands = self._restarts.renewed(commands)
 
-    def start_process(self, command: RankCommand) -> Process:
+    def start_process(self, command: RankCommand) -> RankProcess:
         return self._restarts.start(command)
 
     def turn(self) -> None:
