@@ -18,6 +18,7 @@ import torch
 
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.device.runtime import HOST_MEMORY, Runtime
+from hf_zero.offload import update_speed
 from hf_zero.offload.placement import Departures, StagedVector, StagingPool
 from hf_zero.offload.vector import InMemoryVector
 from tests.offload.offload_runs import ROWS, SHARDED, Run, engine_for, train, weights_of
@@ -55,6 +56,11 @@ CASES = {
     "stage 3, all on a drive": Run(3, {"offload_optimizer": NVME, "offload_param": NVME, **SUB_GROUPS}),
     "stage 3, parameters on a drive": Run(3, {"offload_param": NVME}),
 }
+
+
+@pytest.fixture(autouse=True)
+def small_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_speed, "_NUMEL", 1 << 10)  # the late device clones what it copies
 
 
 def with_folder(run: Run, folder: Path) -> Run:
