@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_zero.api.engine_gradients import EngineGradients
 from hf_zero.api.engine_module import EngineSettings, ModuleView, Phases
+from hf_zero.api.garbage import pause_collector
 from hf_zero.api.joint_backward import AT_WORK
 from hf_zero.comm import ParallelGroups, ProgramGroups
 from hf_zero.config import Resolved
@@ -125,6 +126,7 @@ class ZeroEngine(nn.Module):
         self.is_destroyed = False
         self._broadcasts_buffers = resolved.section(HfZero).broadcast_buffers
         self._forward_precision = ForwardPrecision(resolved.precision, device)
+        self._resume_collector = pause_collector(self) if resolved.config.disable_python_gc else None
 
     # Training
 
@@ -380,6 +382,8 @@ class ZeroEngine(nn.Module):
             assembly.placements.close()
         self.module_view.store = None
         self.training_features.close()
+        if self._resume_collector is not None:
+            self._resume_collector()
         self.is_destroyed = True
         self.optimizer = self.client_optimizer = self.lr_scheduler = None
 

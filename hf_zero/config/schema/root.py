@@ -155,8 +155,10 @@ class Root(Observation, BatchSizes):
     log_level: Level | None = supported(
         None, "debug, info, warning, error or critical.", words="is not one of the valid logging levels"
     )
-    disable_python_gc: Flag = unsupported(
-        False, "Disable Python's garbage collector.", why="call gc.disable() in the script"
+    disable_python_gc: Flag = supported(
+        False,
+        "Turn Python's automatic cyclic garbage collection off until engine.destroy(), after one collection; "
+        "engine.collect_python_gc() collects at a moment of the script's choice.",
     )
     vocabulary_size: Positive | None = check(None, "Only checked: a multiple of 8 is faster.")
     disable_allgather: Flag = ignored(False, "Stored but never read, as in DeepSpeed.", why="nothing reads it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -587,5 +588,6 @@ class DeepSpeedEngine(ConfigQueries):
     def enable_backward_allreduce(self) -> bool:
         return True
 
-    def collect_python_gc(self) -> None:
-        """Do nothing: Python collects garbage when it wants to."""
+    def collect_python_gc(self) -> int:
+        """Run a full garbage collection, also with `disable_python_gc`; return the number of objects found."""
+        return gc.collect()
