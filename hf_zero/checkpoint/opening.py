@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_zero.checkpoint.deepspeed.folder import Folder, find
-from hf_zero.checkpoint.deepspeed.keys import UNIVERSAL_FOLDER
+from hf_zero.checkpoint.deepspeed.keys import MODEL_SUFFIX, UNIVERSAL_FOLDER
 from hf_zero.checkpoint.deepspeed.read import Shapes, read_sharded, read_stage_0, read_universal
+from hf_zero.checkpoint.deepspeed.tensor_parts import SavedParts
 from hf_zero.checkpoint.files.stream import Written
-from hf_zero.checkpoint.tensor_ranks import in_parts, joined, saved_cuts
+from hf_zero.checkpoint.tensor_ranks import in_parts, joined, saved_parts_of
 from hf_zero.checkpoint.transaction import check_content, files_to_check, intact_alternatives
 from hf_zero.checkpoint.view import CheckpointView
 from hf_zero.comm import Collectives
@@ -21,16 +22,22 @@ from hf_zero.layout.cuts import Cut
 T = TypeVar("T")
 
 
-def open_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> CheckpointView:
+def open_checkpoint(
+    directory: str | os.PathLike[str], tag: str | None = None, *, with_optimizer: bool = False
+) -> CheckpointView:
     """Open the checkpoint `tag` in `directory` (default: the latest) as intervals of mapped files.
 
     Checks presence and sizes of all files, but not checksums, which would read everything.
 
+    Args:
+        with_optimizer: whether optimizer states are needed, too, of a checkpoint in parts of tensor ranks.
+
     Raises:
-        CheckpointError: names the file that is missing, damaged, foreign or from another checkpoint.
+        CheckpointError: names the file that is missing, damaged, foreign or from another checkpoint, or says why parts
+            cannot be joined.
     """
     views = [view_of(folder) for folder in find(directory, tag)]
-    return views[0] if len(views) == 1 else joined(views, with_optimizer=False)
+    return views[0] if len(views) == 1 else joined(views, with_optimizer=with_optimizer)
 
 
 def view_of_part(
@@ -54,9 +61,9 @@ def view_of_part(
         CheckpointError: if it cannot be assembled, or belongs to another model.
     """
     rank, size = part
-    if len(folders) == size:
+    if len(folders) == size and not (size > 1 and folders[0].is_universal):
         view = view_of(folders[rank], groups)
-        if size == 1 or saved_cuts(view) in (None, cuts):
+        if size == 1 or (saved := saved_parts_of(view)) is None or saved == SavedParts(cuts):
             return view
     shapes = groups and [{name: cuts[name].shape if name in cuts else s for name, s in g.items()} for g in groups]
     views = [view_of(folder, shapes if len(folders) == 1 else None) for folder in folders]
@@ -105,7 +112,8 @@ def check_together(folder: Folder, collectives: Collectives) -> None:
 def _files(folder: Folder) -> Sequence[Written | Path]:
     if not folder.is_universal:
         return files_to_check(folder.path)
-    return [*folder.model_files.values(), *sorted((folder.path / UNIVERSAL_FOLDER).glob("**/*.pt"))]
+    models = sorted(folder.path.glob(f"*{MODEL_SUFFIX}"))  # of all tensor ranks
+    return [*models, *sorted((folder.path / UNIVERSAL_FOLDER).glob("**/*.pt"))]
 
 
 def name_alternative(error: CheckpointError, root: Path, tag: str, collectives: Collectives) -> CheckpointError:

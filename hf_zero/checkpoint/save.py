@@ -25,6 +25,7 @@ from hf_zero.checkpoint.deepspeed.states import (
     optimizer_states_3,
     ours,
 )
+from hf_zero.checkpoint.deepspeed.tensor_parts import affine_maps
 from hf_zero.checkpoint.extra_states import (
     GroupSummary,
     ShardState,
@@ -41,7 +42,7 @@ from hf_zero.checkpoint.extra_states import (
 from hf_zero.checkpoint.files.stream import Arriving, Awaited, Streamed
 from hf_zero.checkpoint.files.torch_file import plain, why_unreadable
 from hf_zero.checkpoint.subject import ModelSubject, Subject
-from hf_zero.checkpoint.tensor_ranks import tensor_parts_for_file
+from hf_zero.checkpoint.tensor_ranks import cuts_of
 from hf_zero.comm import Collectives, hosts
 from hf_zero.comm.parts import whole_value
 from hf_zero.layout.reshard import (
@@ -518,7 +519,10 @@ def _weights(subject: ModelSubject, *, exclude_frozen: bool, exclude_trained: bo
         frozen=None
         if exclude_frozen and not frozen
         else {name: _fragment(values[name], rank, world) if sharded else values[name] for name in frozen},
-        tensor_parts=tensor_parts_for_file(subject.module),
+        affine_maps=affine_maps(
+            cuts_of(subject.module, in_files=True),
+            {name: subject.file_shape(parameter) for name, parameter in subject.module.named_parameters()},
+        ),
     )
 
 

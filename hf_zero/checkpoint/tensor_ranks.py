@@ -14,21 +14,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
-from hf_zero.checkpoint.deepspeed import keys as ds
+from hf_zero.checkpoint.deepspeed.tensor_parts import SavedParts, saved_parts
 from hf_zero.checkpoint.extra_states import FIX
 from hf_zero.checkpoint.files.stream import Between, Parts, Streamed, span
-from hf_zero.checkpoint.view import CheckpointView, Elements
+from hf_zero.checkpoint.view import MASTER, CheckpointView, Elements
 from hf_zero.comm.parts import held_part
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
 
-_SHAPE, _DIM, _INTERVALS = "shape", "dim", "intervals"
+_WHOLE = "start from whole weights (save_16bit_model, save_model)"
 
 
 def cuts_of(module: nn.Module, *, in_files: bool = False) -> dict[str, Cut]:
@@ -38,66 +36,48 @@ def cuts_of(module: nn.Module, *, in_files: bool = False) -> dict[str, Cut]:
     return {name: part.cut for name, part in parts if part is not None and not (in_files and part.is_mixed)}
 
 
-def tensor_parts_for_file(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """`cuts_of` the files, in plain containers."""
-    return {
-        name: {
-            _SHAPE: list(cut.shape),
-            _DIM: cut.dim,
-            _INTERVALS: [[[piece.start, piece.stop] for piece in mine] for mine in cut.intervals],
-        }
-        for name, cut in cuts_of(module, in_files=True).items()
-    }
-
-
-def saved_cuts(view: CheckpointView) -> dict[str, Cut] | None:
-    """How the saved parameters are split; None if the file does not say.
+def saved_parts_of(view: CheckpointView) -> SavedParts | None:
+    """How the saved parameters are cut; None if the file does not say.
 
     Raises:
-        CheckpointError: if the value has an unexpected form.
+        CheckpointError: if the entries have an unexpected form.
     """
-    ours = view.meta.get(ds.HF_ZERO)
-    stated = ours.get(ds.TENSOR_PARTS) if isinstance(ours, Mapping) else None
-    if not isinstance(stated, Mapping):
-        return None
-    return {str(name): _cut(name, entry, view.folder.path) for name, entry in stated.items()}
-
-
-def _cut(name: object, entry: Any, path: Path) -> Cut:
-    try:
-        intervals = tuple(tuple(Interval(start, stop) for start, stop in mine) for mine in entry[_INTERVALS])
-        return Cut(tuple(int(extent) for extent in entry[_SHAPE]), int(entry[_DIM]), intervals)
-    except (TypeError, ValueError, KeyError, IndexError) as error:
-        raise CheckpointError(path, f"does not say how {name!r} is cut, but {entry!r} ({error})", FIX) from error
+    return saved_parts(view.meta, view.folder.path)
 
 
 def joined(views: Sequence[CheckpointView], *, with_optimizer: bool = True) -> CheckpointView:
     """Join the checkpoints of a tensor group's ranks, in order, into one checkpoint of whole parameters.
+
+    In the universal format, trained parameters are whole already.
 
     Raises:
         CheckpointError: if the files do not say how parameters are split, or sizes do not match; or if optimizer states
             are needed and are not per element.
     """
     first = views[0]
-    cuts = saved_cuts(first)
-    if cuts is None:
+    saved = saved_parts_of(first)
+    if saved is None and first.folder.is_universal and not first.frozen:
+        return first
+    if saved is None:
         raise CheckpointError(
             first.folder.path,
             f"was written with {len(views)} ranks per tensor group, and does not say how its matrices are cut, so the "
             "parts cannot be joined",
-            f"set tensor_parallel.autotp_size to {len(views)}, or start from whole weights (save_16bit_model, "
-            "save_model)",
+            f"set tensor_parallel.autotp_size to {len(views)}, or {_WHOLE}",
         )
-    _check_parts(views, cuts)
+    _check_parts(views, saved)
     if with_optimizer:
         _refuse_bound_states(views, f"{len(views)} ranks")
+        _refuse_scaled(first, saved)
+    frozen = {name: _whole_pieces(name, saved, views) for name in first.frozen}
+    if first.folder.is_universal:
+        return replace(first, frozen=frozen)
     kinds = list(dict.fromkeys(kind for view in views for kind in view.elements))
-    frozen = {name: _whole_pieces(name, cuts.get(name), views) for name in first.frozen}
     return replace(
         first,
-        shapes={name: cuts[name].shape if name in cuts else shape for name, shape in first.shapes.items()},
+        shapes={name: saved.cuts[name].shape if name in saved.cuts else shape for name, shape in first.shapes.items()},
         frozen=frozen,
-        elements={kind: _JoinedStates(kind, tuple(views), cuts) for kind in kinds},
+        elements={kind: _JoinedStates(kind, tuple(views), saved) for kind in kinds},
         whole_states={},
         shard_states={},
         gradient_errors=(),
@@ -132,17 +112,42 @@ def in_parts(
     )
 
 
-def _check_parts(views: Sequence[CheckpointView], cuts: Mapping[str, Cut]) -> None:
+def _check_parts(views: Sequence[CheckpointView], saved: SavedParts) -> None:
+    path = views[0].folder.path
+    for name in sorted(saved.unknown.keys() & {*views[0].shapes, *views[0].frozen}):
+        problem = f"holds parts of {name!r} that DeepSpeed does not describe ({saved.unknown[name]})"
+        raise CheckpointError(path, problem, f"{_WHOLE} of the DeepSpeed that wrote it")
+    names, whole, aliases = set(views[0].shapes), _part_shapes(views[0]), views[0].aliases
     for rank, view in enumerate(views):
-        if saved_cuts(view) != cuts:
-            raise CheckpointError(view.folder.path, f"the files of tensor rank {rank} are cut differently", FIX)
-        for name, shape in {**view.shapes, **{name: pieces.shape for name, pieces in view.frozen.items()}}.items():
-            cut = cuts.get(name)
-            if cut is not None and (len(cut.intervals) != len(views) or cut.part_shape(rank) != tuple(shape)):
-                problem = f"tensor rank {rank} has {tuple(shape)} of {name!r}, which does not match {cut}"
-                raise CheckpointError(view.folder.path, problem, FIX)
-        if set(view.shapes) != set(views[0].shapes) or set(view.frozen) != set(views[0].frozen):
-            raise CheckpointError(view.folder.path, f"tensor rank {rank} has other parameters than the first", FIX)
+        if saved_parts_of(view) != saved:
+            raise CheckpointError(path, f"the files of tensor rank {rank} are cut differently", FIX)
+        for name, shape in _part_shapes(view).items():
+            cut = saved.cuts.get(name)
+            have = shape if cut is not None else whole.get(name, shape)
+            wanted = shape if cut is None else cut.part_shape(rank) if len(cut.intervals) == len(views) else None
+            if have != wanted:
+                problem = f"tensor rank {rank} has {shape} of {name!r}, which does not match {cut or have}"
+                raise CheckpointError(path, problem, FIX)
+        # DeepSpeed lists tied names only in the first rank's file, so elsewhere they seem to be frozen.
+        if set(view.shapes) != names or set(view.frozen) - set(aliases) != set(views[0].frozen):
+            raise CheckpointError(path, f"tensor rank {rank} has other parameters than the first", FIX)
+
+
+def _part_shapes(view: CheckpointView) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that the files of a tensor rank hold as parts."""
+    trained = {} if view.folder.is_universal else view.shapes
+    return {name: tuple(shape) for name, shape in trained.items()} | {n: tuple(p.shape) for n, p in view.frozen.items()}
+
+
+def _refuse_scaled(view: CheckpointView, saved: SavedParts) -> None:
+    """Scaling a parameter by s is scaling its learning rate and epsilon, which all parameters of a group share."""
+    name = next((name for name in saved.scales if name in view.shapes), None)
+    if name is not None:
+        raise CheckpointError(
+            view.folder.path,
+            f"holds {name!r} multiplied by {saved.scales[name]:g}, and its optimizer states belong to that",
+            "load with load_optimizer_states=False to load only the weights",
+        )
 
 
 def _refuse_bound_states(views: Sequence[CheckpointView], by: str) -> None:
@@ -161,15 +166,17 @@ class _JoinedStates:
 
     kind: str
     views: tuple[CheckpointView, ...]
-    cuts: Mapping[str, Cut]
+    saved: SavedParts
 
     def has(self, name: str) -> bool:
-        views = self.views if name in self.cuts else self.views[:1]
+        views = self.views if name in self.saved.cuts else self.views[:1]
         return all(self.kind in view.elements and view.elements[self.kind].has(name) for view in views)
 
     def parts(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        for rank, run in _runs(self.cuts.get(name), start, stop):
-            yield from self.views[rank].elements[self.kind].parts(name, run.start, run.stop)
+        scale = self.saved.scales.get(name, 1) if self.kind == MASTER else 1
+        for rank, run in _runs(self.saved.cuts.get(name), start, stop):
+            for part in self.views[rank].elements[self.kind].parts(name, run.start, run.stop):
+                yield part if scale == 1 else part / scale
 
     def whole(self, name: str, numel: int) -> Parts:
         return Between(partial(self.parts, name), 0, numel)
@@ -200,16 +207,19 @@ def _runs(cut: Cut | None, start: int, stop: int) -> Iterable[tuple[int, Interva
     return [(0, Interval(start, stop))] if cut is None else cut.in_parts(start, stop)
 
 
-def _whole_pieces(name: str, cut: Cut | None, views: Sequence[CheckpointView]) -> Streamed:
-    if cut is None:
-        return views[0].frozen[name]
+def _whole_pieces(name: str, saved: SavedParts, views: Sequence[CheckpointView]) -> Streamed:
+    first, cut, scale = views[0].frozen[name], saved.cuts.get(name), saved.scales.get(name, 1)
+    if cut is None and scale == 1:
+        return first
     parts = [view.frozen[name].parts for view in views]
+    shape = tuple(first.shape) if cut is None else cut.shape
 
     def read(start: int, stop: int) -> Iterator[Tensor]:
-        for rank, run in cut.in_parts(start, stop):
-            yield from span(parts[rank], run.start, run.stop)
+        for rank, run in _runs(cut, start, stop):
+            for part in span(parts[rank], run.start, run.stop):
+                yield part if scale == 1 else part / scale
 
-    return replace(views[0].frozen[name], shape=cut.shape, parts=Between(read, 0, math.prod(cut.shape)))
+    return replace(first, shape=shape, parts=Between(read, 0, math.prod(shape)))
 
 
 def _part_of_pieces(pieces: Streamed, cut: Cut | None, rank: int) -> Streamed:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hf_zero.layout.buckets import Interval
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter is split. Parts may be unequal, and may consist of several pieces.
+    """How a parameter is split. Parts may be unequal, and may consist of several pieces, which ranks may share.
 
         q, k and v in one matrix, 2 ranks          q q k k v v
             rank 0 has                             q   k   v
@@ -19,7 +20,7 @@ class Cut:
     Attributes:
         shape: of the whole parameter.
         dim: the dimension that is split.
-        intervals: for every rank its intervals along `dim`, in ascending order.
+        intervals: for every rank its intervals along `dim`, in the order of its part.
     """
 
     shape: tuple[int, ...]
@@ -28,9 +29,9 @@ class Cut:
 
     def __post_init__(self) -> None:
         pieces = sorted((piece.start, piece.stop) for mine in self.intervals for piece in mine if piece.numel)
-        ends = [0, *(stop for _, stop in pieces)]
-        if not 0 <= self.dim < len(self.shape) or [start for start, _ in pieces] != ends[:-1]:
-            raise ValueError(f"pieces {pieces} are not contiguous in dimension {self.dim} of {self.shape}")
+        ends = list(accumulate((stop for _, stop in pieces), max, initial=0))
+        if not 0 <= self.dim < len(self.shape) or any(start > end for (start, _), end in zip(pieces, ends)):
+            raise ValueError(f"pieces {pieces} leave out elements of dimension {self.dim} of {self.shape}")
         if ends[-1] != self.shape[self.dim]:
             raise ValueError(f"pieces {pieces} do not fill dimension {self.dim} of {self.shape}")
 
@@ -48,7 +49,10 @@ class Cut:
             yield run
 
     def in_parts(self, start: int, stop: int) -> Iterator[tuple[int, Interval]]:
-        """Yield (rank, interval in its part) for the elements [start, stop) of the whole, in the order of the whole."""
+        """Yield (rank, interval in its part) for the elements [start, stop) of the whole, in the order of the whole.
+
+        Of ranks that share elements it takes one.
+        """
         inner, table, rows = self._inner, [], []
         for rank, pieces in enumerate(self.intervals):
             offset = 0
@@ -69,7 +73,7 @@ def _runs(
     """Map runs of the elements [start, stop) from one form to another.
 
     Args:
-        table: for a row of the first form, ascending: start and stop of a run, its target, and its place in a row.
+        table: for a row of the first form, by start: start and stop of a run, its target, and its place in a row.
         row: elements of a row of the first form.
         target_rows: elements of a row of each target.
     """

@@ -26,12 +26,14 @@ OURS = {"HF_ZERO": "1"}
 CASES = [(stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")]
 
 
-def run(case: dict[str, Any], folder: Path, processes: int, oracle: str | None) -> dict[str, Any]:
-    """Runs the script with the oracle's interpreter, or (None) with hf_zero; returns what it wrote."""
+def run(
+    case: dict[str, Any], folder: Path, processes: int, oracle: str | None, script: Path = SCRIPT
+) -> dict[str, Any]:
+    """Runs a script with the oracle's interpreter, or (None) with hf_zero; returns what it wrote."""
     out = folder / f"figures-{len(list(folder.iterdir()))}.json"
     python, environment = (oracle, oracle_environment(oracle)) if oracle else (sys.executable, OURS)
     words = [json.dumps({**case, "out": str(out)})]
-    finished = launch(SCRIPT, words, processes=processes, python=python, environment=environment, timeout_s=240)
+    finished = launch(script, words, processes=processes, python=python, environment=environment, timeout_s=240)
     assert out.exists(), finished.output[-6000:]
     return dict(json.loads(out.read_text()))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_zero.checkpoint.deepspeed.folder import Folder
 from hf_zero.checkpoint.files.stream import streamed
 from hf_zero.checkpoint.opening import view_of_part
-from hf_zero.checkpoint.tensor_ranks import in_parts, joined, saved_cuts
+from hf_zero.checkpoint.tensor_ranks import in_parts, joined, saved_parts_of
 from hf_zero.checkpoint.view import MASTER, CheckpointView, StateElements
 from hf_zero.comm import LoneCollectives
 from hf_zero.comm.parts import HeldPart
@@ -123,4 +123,4 @@ def test_what_cannot_be_put_together() -> None:
 def test_a_damaged_file_is_named(entry: Any) -> None:
     view = replace(_view({}, 0), meta={"hf_zero": {"tensor_parts": {"columns": entry}}})
     with pytest.raises(CheckpointError, match="does not say how 'columns' is cut"):
-        saved_cuts(view)
+        saved_parts_of(view)

@@ -88,7 +88,7 @@ def list_files(path: Path, tag: str) -> Sequence[Folder]:
     if not path.is_dir():
         raise CheckpointError(path, f"there is no checkpoint with the tag {tag!r}", _other_tags(path.parent))
     if (path / ds.UNIVERSAL_FOLDER).is_dir():
-        return [_universal(path, tag)]
+        return _universal(path, tag)
     files_to_check(path)  # names the missing file; the code below only sees that some are missing
     folders: dict[int, Folder] = {}
     for entry in sorted(path.iterdir()):
@@ -117,13 +117,16 @@ def list_files(path: Path, tag: str) -> Sequence[Folder]:
     return by_rank
 
 
-def _universal(path: Path, tag: str) -> Folder:
-    model = {}
+def _universal(path: Path, tag: str) -> Sequence[Folder]:
+    """Weights and states are whole, but the model files are those of the checkpoint that was converted."""
+    files: dict[int, dict[int, Path]] = {}
+    per_rank = False
     for entry in sorted(path.iterdir()):
         parsed = ds.parse(entry.name)
         if parsed is not None and parsed.kind == "model":
-            model[parsed.rank or 0] = entry
-    return Folder(path, tag, model, {}, len(model) > 1, True)
+            files.setdefault(parsed.mp_rank, {})[parsed.rank or 0] = entry
+            per_rank |= parsed.rank is not None
+    return [Folder(path, tag, files.get(rank, {}), {}, per_rank, True) for rank in range(max(files, default=0) + 1)]
 
 
 def _check_ranks(folder: Folder) -> None:

@@ -45,6 +45,10 @@ TP_DEGREE = "tp_degree"
 UNIVERSAL_INFO = "universal_checkpoint_info"
 UNIVERSAL_VERSION_KEY = "universal_checkpoint_version"
 UNIVERSAL_VERSION = 0.4
+UNSUPPORTED_PATTERNS = "autotp_unsupported_parameter_patterns"
+AFFINE_MAP = "affine_map"
+AFFINE_MAP_VERSION = "version"
+AFFINE_MAP_PARAMS = "params"
 
 NOT_CLIENT_STATE = frozenset(
     {

@@ -28,6 +28,7 @@ from hf_zero.checkpoint.deepspeed.state_dicts import (
     scaler_values,
     shapes_in_groups,
 )
+from hf_zero.checkpoint.deepspeed.tensor_parts import saved_parts
 from hf_zero.checkpoint.extra_states import FIX, bound_together, merged
 from hf_zero.checkpoint.files.stream import Parts
 from hf_zero.checkpoint.files.torch_file import read_torch_file
@@ -316,7 +317,10 @@ def read_universal(folder: Folder) -> CheckpointView:
         raise CheckpointError(folder.path, f"has no *{ds.MODEL_SUFFIX} file", FIX)
     models = [read_torch_file(path) for path in paths]
     states = read_torch_file(folder.path / ds.UNIVERSAL_FOLDER / ds.UNIVERSAL_OPTIMIZER_FILE)
-    pieces = shapes_in_groups(models[0], paths[0])
+    saved = saved_parts(models[0], paths[0])
+    cuts = saved.cuts if saved is not None else {}
+    parts_in_groups = shapes_in_groups(models[0], paths[0])
+    pieces = [{n: cuts[n].shape if n in cuts else shape for n, shape in group.items()} for group in parts_in_groups]
     shapes = {name: shape for group in pieces for name, shape in group.items()}
     part = module_part(models, paths, shapes)
     buffers: dict[str, dict[int, Tensor]] = {}

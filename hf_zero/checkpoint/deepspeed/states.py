@@ -46,7 +46,7 @@ class ModelWeights:
         shared: second names of tied parameters -> first names.
         frozen_shapes, frozen: parameters that are not trained: whole, or this rank's shard at stage 3. None leaves
             them out of the file (`exclude_frozen_parameters`).
-        tensor_parts: how parameters are split that this file has parts of; see `tensor_ranks`.
+        affine_maps: how parameters are split that this file has parts of; see `tensor_parts`.
     """
 
     module: Mapping[str, Content]
@@ -54,7 +54,7 @@ class ModelWeights:
     shared: Mapping[str, str]
     frozen_shapes: Shapes | None
     frozen: Mapping[str, Content] | None
-    tensor_parts: Mapping[str, Any] = field(default_factory=dict)
+    affine_maps: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,6 @@ def model_states(
         optimizer: at stage 0, the whole optimizer state.
         ours: values that only hf_zero reads.
     """
-    extras = {**(ours or {}), **({ds.TENSOR_PARTS: dict(weights.tensor_parts)} if weights.tensor_parts else {})}
     frozen_shapes = None if weights.frozen is None else _sizes(weights.frozen_shapes or {})
     states: dict[str, Any] = {
         ds.MODULE: OrderedDict(weights.module),
@@ -138,14 +137,14 @@ def model_states(
         ds.GLOBAL_SAMPLES: run.global_samples,
         ds.DP_WORLD_SIZE: run.world,
         ds.MP_WORLD_SIZE: run.model_size,
-        ds.PARALLEL_DIMENSIONS: {ds.PP_DEGREE: 1, ds.TP_DEGREE: 1},
+        ds.PARALLEL_DIMENSIONS: {ds.PP_DEGREE: 1, ds.TP_DEGREE: run.model_size},
         ds.DS_CONFIG: plain(run.config),
         ds.DS_VERSION: ds.FORMAT_VERSION,
-        ds.UNIVERSAL_INFO: {ds.UNIVERSAL_VERSION_KEY: ds.UNIVERSAL_VERSION},
+        ds.UNIVERSAL_INFO: {ds.UNIVERSAL_VERSION_KEY: ds.UNIVERSAL_VERSION, **weights.affine_maps},
     }
     # The client state may contain keys of an earlier checkpoint, which describe other files.
     client_state = {key: value for key, value in run.client_state.items() if key not in states}
-    return {**states, **plain(client_state), **({ds.HF_ZERO: extras} if extras else {})}
+    return {**states, **plain(client_state), **({ds.HF_ZERO: dict(ours)} if ours else {})}
 
 
 def _features(states: Mapping[str, Any]) -> dict[str, Any]:

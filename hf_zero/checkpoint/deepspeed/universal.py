@@ -17,7 +17,7 @@ from hf_zero.checkpoint.deepspeed import keys as ds
 from hf_zero.checkpoint.files.stream import into_place, write_small
 from hf_zero.checkpoint.files.torch_file import read_torch_file, write_torch_file
 from hf_zero.checkpoint.opening import open_checkpoint
-from hf_zero.checkpoint.tensor_ranks import saved_cuts
+from hf_zero.checkpoint.tensor_ranks import saved_parts_of
 from hf_zero.checkpoint.transaction import move_into_place
 from hf_zero.checkpoint.view import MASTER, CheckpointView
 from hf_zero.errors import CheckpointError
@@ -35,7 +35,7 @@ def convert_to_universal(source: Path, target: Path, on_parameter: Callable[[str
     Raises:
         CheckpointError: if the checkpoint cannot be read, or its states have no universal format.
     """
-    view = open_checkpoint(source)
+    view = open_checkpoint(source, with_optimizer=True)
     _refuse_unfit(view)
     staging = StagingFolder(target.parent, target.name)
     try:
@@ -54,9 +54,6 @@ def _refuse_unfit(view: CheckpointView) -> None:
         raise CheckpointError(where, "is of stage 0, whose weights are whole and have no universal form", fix)
     if not view.groups or MASTER not in view.elements:
         raise CheckpointError(where, "has no optimizer states with names of parameters", fix)
-    if saved_cuts(view):
-        problem = "is of tensor-parallel training: its model files, which the universal format copies, hold parts"
-        raise CheckpointError(where, problem, f"{fix}; save again without tensor_parallel.autotp_size to convert that")
     if view.whole_states or view.shard_states:
         raise CheckpointError(where, "holds optimizer states that are not one value per element", fix)
 
@@ -64,14 +61,15 @@ def _refuse_unfit(view: CheckpointView) -> None:
 def _write(view: CheckpointView, folder: Path, on_parameter: Callable[[str], object]) -> None:
     parameters = folder / ds.UNIVERSAL_FOLDER
     parameters.mkdir(parents=True)
-    for path in view.folder.model_files.values():
+    for path in view.folder.path.glob(f"*{ds.MODEL_SUFFIX}"):  # of all tensor ranks
         shutil.copyfile(path, folder / path.name)
     _write_file(parameters / ds.UNIVERSAL_OPTIMIZER_FILE, _common_state(view))
+    is_flat = view.stage == 3 and not saved_parts_of(view)
     steps = {name: group.scalars.get(ds.STEP) for group in view.groups for name in group.names} | dict(view.steps)
     for name, shape in view.shapes.items():
         for kind in (MASTER, *view.states_of(name)):
             flat = view.read(name, kind).float()
-            value = flat if view.stage == 3 else {ds.CAT_DIM: 0, ds.PARAM: flat.view(shape)}
+            value = flat if is_flat else {ds.CAT_DIM: 0, ds.PARAM: flat.view(shape)}
             _write_file(parameters / name / f"{kind}.pt", value)
         if view.stage < 3 and steps.get(name) is not None:
             # A tensor, because DeepSpeed passes it to torch's own optimizers, which require one.
