@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,9 +34,10 @@ from hf_zero.checkpoint.deepspeed.folder import Folder, find
 from hf_zero.checkpoint.deepspeed.tensor_parts import affine_maps, saved_parts
 from hf_zero.checkpoint.files.stream import streamed
 from hf_zero.checkpoint.files.torch_file import read_torch_file
-from hf_zero.checkpoint.opening import view_of_part
+from hf_zero.checkpoint.opening import check_together, view_of_part
 from hf_zero.checkpoint.tensor_ranks import joined
 from hf_zero.checkpoint.view import MASTER, CheckpointView, StateElements
+from hf_zero.comm import LoneCollectives
 from hf_zero.errors import CheckpointError
 from hf_zero.layout import Interval
 from hf_zero.layout.cuts import Cut
@@ -296,6 +298,18 @@ def test_its_universal_checkpoint_is_whole(stored: Path) -> None:
     found = get_fp32_state_dict_from_zero_checkpoint(stored, "universal")
     for name, value in get_fp32_state_dict_from_zero_checkpoint(stored, "global_step2").items():
         assert torch.equal(found[name], value), name
+
+
+def test_a_flipped_byte_in_another_ranks_model_file_is_named(stored: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "universal"
+    shutil.copytree(stored / "universal", folder)
+    check_together(find(folder)[0], LoneCollectives())
+    path = folder / "mp_rank_01_model_states.pt"
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK\x01\x02") // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=path.name):
+        check_together(find(folder)[0], LoneCollectives())
 
 
 @pytest.mark.parametrize("tag", ["global_step2", "universal"])

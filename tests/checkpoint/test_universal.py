@@ -67,6 +67,18 @@ def test_a_flipped_byte_is_named(universal: tuple[Path, Contents], name: str) ->
         check_together(*find(folder.parent, folder.name), LoneCollectives())
 
 
+@pytest.mark.parametrize("key", ["ds_autoep_layers", "autoep_layers"])
+def test_experts_of_deepspeed_are_refused(key: str, universal: tuple[Path, Contents], tmp_path: Path) -> None:
+    """At stage 3 no file name shows them. Sizes did not match, or names were missing, which explained nothing."""
+    for folder in (universal[0], write(tmp_path / "sharded", example(), Setting(3, 2))):
+        (folder / "hf_zero_manifest.json").unlink(missing_ok=True)  # sizes change
+        for path in folder.glob("*_model_states.pt"):
+            model = torch.load(path, weights_only=False)
+            torch.save({**model, key: [{"num_experts": 4}]}, path)
+        with pytest.raises(CheckpointError, match="(?s)is of DeepSpeed's expert parallelism.*save whole weights"):
+            open_checkpoint(folder)
+
+
 # Writing universal checkpoints
 
 

@@ -50,6 +50,7 @@ def read_sharded(folder: Folder) -> CheckpointView:
     """Open every file of a checkpoint of stages 1 to 3 and create its view."""
     model_paths = list(folder.model_files.values())
     models = [read_torch_file(path) for path in model_paths]
+    _refuse_experts(models[0], model_paths[0])
     files = [_rank_file(path) for path in folder.optimizer_files.values()]
     if not files and not models[0].get(ds.PARAM_SHAPES):
         return _untrained(folder, models, model_paths)
@@ -85,6 +86,16 @@ def _untrained(folder: Folder, models: Sequence[Any], paths: Sequence[Path]) -> 
     check_manifest_is_there(models[0].get(ds.HF_ZERO), paths[0])
     part = module_part(models, paths, ())
     return CheckpointView(folder=folder, stage=3, world=len(models), shapes={}, groups=(), elements={}, **part)
+
+
+def _refuse_experts(model: Mapping[str, Any], path: Path) -> None:
+    """DeepSpeed's AutoEP makes other modules of experts, whose shards at stage 3 belong to other groups of ranks."""
+    if model.get(ds.AUTOEP_LAYERS_KEY) or model.get(ds.AUTOEP_LAYERS_KEY_LEGACY):
+        raise CheckpointError(
+            path,
+            "is of DeepSpeed's expert parallelism, whose experts have other names and forms than the model's",
+            "save whole weights with the DeepSpeed that wrote it, and start from these",
+        )
 
 
 def _rank_file(path: Path) -> _RankFile:
@@ -316,6 +327,7 @@ def read_universal(folder: Folder) -> CheckpointView:
     if not paths:
         raise CheckpointError(folder.path, f"has no *{ds.MODEL_SUFFIX} file", FIX)
     models = [read_torch_file(path) for path in paths]
+    _refuse_experts(models[0], paths[0])
     states = read_torch_file(folder.path / ds.UNIVERSAL_FOLDER / ds.UNIVERSAL_OPTIMIZER_FILE)
     saved = saved_parts(models[0], paths[0])
     cuts = saved.cuts if saved is not None else {}
