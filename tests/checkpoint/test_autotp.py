@@ -45,7 +45,7 @@ def convert(folder: Path, oracle: str | None) -> Path:
 
 
 def assert_same_universal(ours: Path, theirs: Path, *, tied: bool = False) -> None:
-    """Of tied names, DeepSpeed's converter writes the first rank's part, which nothing reads."""
+    """Of tied names, DeepSpeed's converter writes the first rank's part below stage 3, which nothing reads."""
     ours_by_key, theirs_by_key = states_of(ours / "universal"), states_of(theirs / "universal")
     different = {key for key, value in theirs_by_key.items() if not torch.equal(ours_by_key[key], value)}
     assert ours_by_key.keys() >= theirs_by_key.keys()
@@ -69,7 +69,7 @@ def test_we_resume_from_autotp(kind: str, stage: int, dtype: str, processes: int
     partition = {"config": {"tensor_parallel": {"partition_config": FUSED}}} if kind == "fused" else {}
     saved = run(saving(stage, dtype, tmp_path, kind=kind, tensor=2, **partition), tmp_path, processes, oracle, SCRIPT)
     theirs, ours = convert(tmp_path, oracle), convert(tmp_path, None)
-    assert_same_universal(ours, theirs, tied=kind == "tied")
+    assert_same_universal(ours, theirs, tied=kind == "tied" and stage < 3)
     weights = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt")
     whole = open_checkpoint(theirs, "universal")
     assert all(torch.equal(weights[name].flatten(), whole.read(name)) for name in whole.shapes)
@@ -89,7 +89,7 @@ def test_autotp_resumes_from_our_parts(kind: str, stage: int, dtype: str, tmp_pa
     """From the universal form, in which neither program's parts matter: made by either converter."""
     saved = run(saving(stage, dtype, tmp_path, kind=kind, tensor=2), tmp_path, 2, None, SCRIPT)
     theirs, ours = convert(tmp_path, oracle), convert(tmp_path, None)
-    assert_same_universal(ours, theirs, tied=kind == "tied")
+    assert_same_universal(ours, theirs, tied=kind == "tied" and stage < 3)
     for tensor, root in ((2, ours), (1, theirs)):
         case = loading(stage, dtype, tmp_path, kind=kind, tensor=tensor) | {"load": str(root), "config": UNIVERSAL}
         assert_continues(saved, run(case, tmp_path, tensor, oracle, SCRIPT), dtype)
