@@ -276,7 +276,7 @@ FAULTS = {
     ),
     "a gather that nobody waits for": (
         "alike",
-        [mock.patch("hf_zero.comm.torch_backend._Recorded.wait", lambda self: None)],
+        [mock.patch("hf_zero.comm.torch_backend._LaneWork.wait", lambda self: None)],
         "may still use",
     ),
     "a copy that does not wait for its buffer": (
