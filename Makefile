@@ -57,7 +57,7 @@ $(READY): setup.cfg packaging/backend.py packaging/hf_zero.pth
 demo: venv ## train a small Llama-style model on 2 processes, plot its loss, generate code with it (about five minutes on 2 cores)
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: venv ## set up and run the tests (at most a quarter of an hour on 2 cores; writes each test's time to out/durations.txt)
+test: venv ## set up and run the tests (about ten minutes on 2 cores; writes each test's time to out/durations.txt)
 	@echo "Running the tests on $(WORKERS) workers (without slow tests and DeepSpeed comparisons: make test-all, make test-oracle)."
 	@$(PYTEST) -m "$(DEFAULT)" $(ARGS)
 
