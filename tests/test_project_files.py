@@ -32,10 +32,19 @@ def test_workflows_run_targets_and_sets_that_exist(path: Path) -> None:
     for job in load(path)["jobs"].values():
         commands = [step["run"].split() for step in job["steps"] if "run" in step]
         assert commands and all(words[0] == "make" and words[1] in TARGETS for words in commands)
+        if "strategy" not in job:
+            continue
         matrix = job["strategy"]["matrix"]
         pythons = [entry["python"] for entry in matrix["include"]] if "include" in matrix else matrix["python"]
         assert min(pythons, key=lambda version: int(version.partition(".")[2])) == OLDEST_PYTHON
         assert {entry["set"] for entry in matrix.get("include", ())} <= BY_NAME.keys()
+
+
+@pytest.mark.parametrize("path", sorted(GITHUB.glob("workflows/*.yml")), ids=lambda path: path.name)
+def test_workflows_use_actions_by_the_digest_of_their_code(path: Path) -> None:
+    """A tag can be moved to other code."""
+    used = [step["uses"] for job in load(path)["jobs"].values() for step in job["steps"] if "uses" in step]
+    assert used and all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40}", action) for action in used)
 
 
 def test_continuous_integration_runs_targets_that_exist() -> None:
