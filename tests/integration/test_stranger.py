@@ -64,5 +64,15 @@ def test_the_first_ten_minutes(wheel: Path, tmp_path: Path) -> None:
     whole = load_file(folder / "weights.safetensors")
     assert all(whole[name].equal(values) for name, values in trained.items())
 
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (folder / "ds.json").write_text(re.findall(r"```jsonc\n(.*?)```", readme, re.DOTALL)[0], encoding="utf-8")
+    assert "ds.fixed.json: no problems" in run(site, folder, "-m", "hf_zero", "explain", "ds.json", "--fix")
+    (planned,) = re.findall(r"`python -m hf_zero (plan [^`]+)`", readme)
+    said = run(site, folder, "-m", "hf_zero", *planned.split(), "--write", "planned.json")
+    assert "; chosen" in said and (folder / "plan.html").exists()
+    given = re.search(r"--per_device_train_batch_size \d+", said)
+    assert given is not None
+    run(site, folder, "-m", "hf_zero", "explain", "planned.json", "--world-size", "8", *given[0].split())
+
     frozen = pip("freeze", python=site.python)
     assert "hf-zero" in frozen.lower().replace("_", "-") and "deepspeed" not in frozen.lower()
