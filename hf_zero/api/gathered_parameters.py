@@ -109,7 +109,7 @@ def gathered_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         ValueError: for adapters that are not added to a weight (such as DoRA), or on quantized weights.
     """
     inner = getattr(model, "module", model)
-    names, adapted = _names_without_adapters(inner), adapted_layers(inner)
+    names, adapted = names_without_adapters(inner), adapted_layers(inner)
     for parameter, values in unsharded_values(inner, together_numel=TOGETHER_NUMEL):
         for layer in adapted.get(id(parameter), ()):
             own = [each for name, each in layer.named_parameters() if "base_layer" not in name.split(".")]
@@ -142,8 +142,8 @@ def adapted_layers(model: nn.Module) -> dict[int, list[Any]]:
     return adapters
 
 
-def _names_without_adapters(model: nn.Module) -> dict[int, list[str]]:
-    """Names by parameter id, without parameters that only PEFT has."""
+def names_without_adapters(model: nn.Module) -> dict[int, list[str]]:
+    """Names by parameter id, without parameters that only PEFT has. A tied parameter has several."""
     prefix = getattr(model, "prefix", None)  # "lora_" and so on
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -237,8 +237,11 @@ def update_buffers(rank: RankSizes) -> Sizes:
     longest = max((bucket.owned for bucket in rank.buckets if bucket.place == DISK), default=0)
     sizes = Sizes()
     sizes[BUFFERS, rank.host] = FP32_BYTES * min(rank.sub_group_numel or longest, longest) * rank.state_vectors
+    # Weights that are stored elsewhere come and leave, too.
+    is_stored_elsewhere = any(place != DEVICE for unit in rank.units for place in unit.stored)
     streamed = (
-        min(bucket.owned, rank.streamed_numel) * (bucket.master + bucket.states + bucket.summed)
+        min(bucket.owned, rank.streamed_numel)
+        * (bucket.master + bucket.states + bucket.summed + is_stored_elsewhere * bucket.weight)
         for bucket in rank.buckets
         if bucket.place != DEVICE
     )

@@ -114,8 +114,15 @@ class SizesByPolicy:
 
     def needs_master(self, dtype: str, weights_at: str, place: str) -> bool:
         """Whether masters are separate: of another dtype, or because the update cannot reach the weights."""
-        own, works_at = getattr(torch, dtype), place_of("cpu", self.separate) if place == DISK else place
-        return self.precision.master_dtype(own) != own or weights_at != works_at
+        own = getattr(torch, dtype)
+        return self.precision.master_dtype(own) != own or any(weights_at != each for each in self._works_at(place))
+
+    def _works_at(self, place: str) -> list[str]:
+        """Where states at `place` are updated. Which of several it will be is not known beforehand."""
+        on_host = place_of("cpu", self.separate)
+        if place == DEVICE or not self.separate:
+            return [on_host if place == DISK else place]
+        return {"cpu": [on_host], "device": [DEVICE], "both": [on_host, DEVICE]}[self.zero.offload_update]
 
     def bucket(self, dtype: str, numel: int, owned: int, *, place: str, has_master: bool) -> BucketSizes:
         """A bucket of parameters of `dtype`."""

@@ -419,7 +419,8 @@ class Options:
         if self._after not in (None, after):
             raise RuntimeError(
                 f"{self._name} computes numbers of its param groups from all parameters together, so it cannot be run "
-                'on one sub-group after the other. Set zero_optimization.offload_optimizer.device to "cpu".'
+                'on one sub-group after the other. Set zero_optimization.offload_optimizer.device to "cpu", and leave '
+                "hf_zero.offload_update out."
             )
         self._after = after
 

@@ -180,7 +180,8 @@ def attach_offload(updater: Updater, reducer: GradientReducer, policy: OffloadOp
     )
     for sub_group in updater.sub_groups:
         names = updater.state_names(updater.optimizer.param_groups[sub_group.group]) or ()
-        if policy is not None and sub_group.stored is not None and sub_group.stored.states is not None:
+        states = None if sub_group.stored is None else sub_group.stored.states
+        if policy is not None and states is not None and states.can_fail:  # on a drive
             _check_buffers(policy, type(updater.optimizer).__name__, 1 + len(names))
         updater.stager.reserve(sub_group, names, getattr(updater.optimizer, "state_dtype", None), updater.form_of)
     for bucket in reducer.buckets:

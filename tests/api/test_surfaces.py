@@ -257,6 +257,13 @@ def test_an_engine_answers_questions_about_its_config() -> None:
     assert engine.optimizer.zero_stage_string == "ZeRO-2" and engine.optimizer.partition_count == [1]
 
 
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_an_optimizer_says_whether_its_states_are_offloaded(device: str) -> None:
+    """It looked whether they were in memory, and said no for host memory."""
+    engine = new_engine(2, zero_optimization={"stage": 2, "offload_optimizer": {"device": device}})
+    assert engine.optimizer.cpu_offload is engine.optimizer.offload_optimizer is (device == "cpu")
+
+
 def test_the_model_unit_can_be_assigned() -> None:
     engine = new_engine(1)
     assert engine.mpu is None and engine.training_dataloader is None

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+
+# Beside this script: DeepSpeed's interpreter does not find the package `tests`.
+from interchange_script import config, train  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedConfig
 
 VOCABULARY, ROWS, LENGTH = 67, 2, 9  # the latter two: of a batch
@@ -39,27 +41,8 @@ def config_of(kind: str) -> PreTrainedConfig:
     return LlamaConfig(**shape, **common, num_key_value_heads=2)
 
 
-def config(case: dict[str, Any]) -> dict[str, Any]:
-    """The ds.json of the case."""
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_clipping": 1.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": case["stage"], "stage3_param_persistence_threshold": 0},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}},
-    }
-    if case["tensor"] > 1:
-        settings["tensor_parallel"] = {"autotp_size": case["tensor"]}
-    if case["dtype"] == "bf16":
-        settings["bf16"] = {"enabled": True}
-    for key, section in case.get("config", {}).items():
-        settings[key] = {**settings.get(key, {}), **section}
-    return settings
-
-
 def main() -> None:
-    """Run the case; rank 0 writes losses and norms."""
+    """Run the case with a model of transformers."""
     case = json.loads(sys.argv[1])
     torch.manual_seed(case.get("seed", 0))
     model = AutoModelForCausalLM.from_config(config_of(case["kind"]), attn_implementation="eager").train()
@@ -70,27 +53,18 @@ def main() -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("v_proj" not in name)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=config(case))[0]
-    client_state = None
-    if case.get("load"):
-        path, client_state = engine.load_checkpoint(case["load"])
-        assert path is not None, "nothing was loaded"
-    losses, norms = [], []
-    for step in range(*case["steps"]):
-        torch.manual_seed(100 + step)
+    settings = config(case)
+    settings["optimizer"]["params"]["weight_decay"] = 0.1
+    if case["tensor"] > 1:
+        settings["tensor_parallel"] = {"autotp_size": case["tensor"], **settings.get("tensor_parallel", {})}
+    engine: Any = deepspeed.initialize(model=model, model_parameters=trained, config=settings)[0]
+
+    def loss_of() -> torch.Tensor:
         tokens = torch.randint(1, model.config.vocab_size, (ROWS, LENGTH))
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-        norms.append(float(engine.get_global_grad_norm()))
-        if case.get("save") and step + 1 == case["save_after"]:
-            engine.save_checkpoint(case["save"], client_state={"note": ["hello", 1]})
-    if engine.global_rank == 0:
-        note = None if client_state is None else client_state.get("note")
-        figures = {"losses": losses, "norms": norms, "note": note, "steps": engine.global_steps, "lr": engine.get_lr()}
-        Path(case["out"]).write_text(json.dumps(figures))
-    torch.distributed.destroy_process_group()
+        loss: torch.Tensor = engine(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    train(engine, case, loss_of)
 
 
 if __name__ == "__main__":

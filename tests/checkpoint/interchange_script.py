@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def config(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the case; rank 0 writes losses and norms."""
+    """Run the case with this script's model."""
     case = json.loads(sys.argv[1])
     model = Model(case.get("seed", 0))
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -71,6 +72,21 @@ def main() -> None:
     ]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config(case))
     rank, world = engine.global_rank, engine.world_size
+
+    def loss_of() -> torch.Tensor:
+        tokens = torch.randint(19, (ROWS * world,))[ROWS * rank :][:ROWS]
+        loss: torch.Tensor = engine(tokens)
+        return loss
+
+    train(engine, case, loss_of)
+
+
+def train(engine: Any, case: dict[str, Any], loss_of: Callable[[], torch.Tensor]) -> None:
+    """Load, train and save as the case says; rank 0 writes losses, norms and what was loaded.
+
+    Args:
+        loss_of: of the next batch, for which torch has been seeded.
+    """
     client_state = None
     if case.get("load"):
         path, client_state = engine.load_checkpoint(case["load"])
@@ -78,15 +94,14 @@ def main() -> None:
     losses, norms = [], []
     for step in range(*case["steps"]):
         torch.manual_seed(100 + step)
-        tokens = torch.randint(19, (ROWS * world,))[ROWS * rank :][:ROWS]
-        loss = engine(tokens)
+        loss = loss_of()
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
         norms.append(float(engine.get_global_grad_norm()))
         if case.get("save") and step + 1 == case["save_after"]:
             engine.save_checkpoint(case["save"], client_state={"note": ["hello", 1]})
-    if rank == 0:
+    if engine.global_rank == 0:
         note = None if client_state is None else client_state.get("note")
         figures = {"losses": losses, "norms": norms, "note": note, "steps": engine.global_steps, "lr": engine.get_lr()}
         Path(case["out"]).write_text(json.dumps(figures))

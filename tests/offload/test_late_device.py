@@ -21,6 +21,7 @@ from hf_zero.device.runtime import HOST_MEMORY, Runtime
 from hf_zero.offload import update_speed
 from hf_zero.offload.placement import Departures, StagedVector, StagingPool
 from hf_zero.offload.vector import InMemoryVector
+from hf_zero.optim.adam8 import AdamW8bit
 from tests.offload.offload_runs import ROWS, SHARDED, Run, engine_for, train, weights_of
 from tests.support.late import Late, LateError, use
 from tests.support.models import mlp_batches
@@ -44,6 +45,12 @@ CASES = {
     "the same, in fp32": Run(3, {"offload_param": CPU}, bf16=False),
     "stage 2, streamed through the device": Run(
         2, {"offload_optimizer": CPU, **SUB_GROUPS}, clip=0.05, accumulation=2, sections=ON_DEVICE
+    ),
+    "the same in fp32, whose weights are the masters": Run(
+        2, {"offload_optimizer": CPU, **SUB_GROUPS}, bf16=False, sections=ON_DEVICE
+    ),
+    "8-bit states, streamed": Run(
+        2, {"offload_optimizer": CPU}, optimizer=(AdamW8bit, {"lr": 0.01}), sections=ON_DEVICE
     ),
     "the same in fp32, stage 3": Run(
         3, {"offload_optimizer": CPU, "offload_param": CPU, **SUB_GROUPS}, bf16=False, sections=ON_DEVICE

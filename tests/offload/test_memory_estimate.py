@@ -97,6 +97,24 @@ def test_weights_in_fp32_have_masters_where_the_update_runs() -> None:
     assert found.host == 4000 * M + 2 * ARRIVING
 
 
+def test_streamed_states_have_masters_where_the_device_updates() -> None:
+    """In fp32 the weights on the device are the masters of an update there; those in host memory are not."""
+    cpu = {"device": "cpu"}
+    sizes = StateSizes(num_states=2, longest=100 * M, precision=WIDE_MASTERS)
+    specs = [ParameterSpec("w", 10**9, 0, "float32")]
+
+    def found(update: str, stage: int, **zero: object) -> MemoryEstimate:
+        config = {"train_batch_size": 4, "zero_optimization": {"stage": stage, "offload_optimizer": cpu, **zero}}
+        policy = resolve({**config, "hf_zero": {"offload_update": update}}, world_size=4).zero
+        return estimate_memory(specs, policy, Sharding(stage, 0, 4), CUDA, sizes)
+
+    assert found("cpu", 2).host - found("device", 2).host == 1000 * M
+    assert found("both", 2).host == found("cpu", 2).host, "it may be all on the CPU"
+    assert found("device", 3, offload_param=cpu).host - found("cpu", 3, offload_param=cpu).host == 1000 * M
+    chunk = min(25 * M, 1 << 23)
+    assert found("device", 2).device - found("cpu", 2).device == 3 * chunk * (8 + 4), "three chunks"
+
+
 def test_accumulation_below_stage_2_takes_whole_gradients_on_the_device() -> None:
     """They were missing, and sums in another dtype than the weights' were counted in that of the weights."""
     zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}

@@ -85,6 +85,19 @@ def test_features_that_no_candidate_has(model: PlannedModel) -> None:
     assert [each["name"] for each in as_dict(found)["yours"]] == [each.candidate.name for each in found.yours]
 
 
+def test_updates_on_the_device_are_counted_in_memory_but_not_in_time(model: PlannedModel) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    on_cpu, on_device = (
+        with_config(
+            model, {**OPEN, "zero_optimization": zero, "hf_zero": {"offload_update": update}}, Training(length=64)
+        )
+        for update in ("cpu", "device")
+    )
+    assert on_device.yours[0].seconds == on_cpu.yours[0].seconds
+    notes = [note for note in on_device.notes if "timed as if the CPU ran them all" in note]
+    assert len(notes) == 1 and not any("timed as if" in note for note in on_cpu.notes)
+
+
 def test_it_is_measured_too(model: PlannedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Experiment] = []
 

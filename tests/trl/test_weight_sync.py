@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 import hf_zero
+from hf_zero.api import gathered_parameters
 from hf_zero.comm import ledger
+from hf_zero.integration.patches import MARK
 from tests.support.ranks import run_ranks
 from tests.support.requirements import requires
 
@@ -39,7 +41,7 @@ class Receiver:
         return None
 
 
-def _prepared(kind: str, stage: int) -> tuple[Any, Any, Any]:
+def _prepared(kind: str, stage: int, *, tied: bool = False) -> tuple[Any, Any, Any]:
     """(accelerator, engine, optimizer) as in GRPOTrainer."""
     from accelerate import Accelerator, DeepSpeedPlugin
     from peft import LoraConfig, get_peft_model
@@ -47,7 +49,9 @@ def _prepared(kind: str, stage: int) -> tuple[Any, Any, Any]:
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
+    model: Any = LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=4, use_cache=False, tie_word_embeddings=tied)
+    )
     if kind == "lora":
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     config = {
@@ -58,6 +62,25 @@ def _prepared(kind: str, stage: int) -> tuple[Any, Any, Any]:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     engine, optimizer = accelerator.prepare(model, optimizer)
     return accelerator, engine, optimizer
+
+
+def run_alone(rank: int) -> tuple[list[str], list[str]]:
+    """Names that arrive, and those that TRL itself would send."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    accelerator, engine, _ = _prepared("lora", 3, tied=True)
+    with mock.patch.object(VLLMGeneration, "_init_vllm"):
+        generation = VLLMGeneration(accelerator.unwrap_model(engine), accelerator, None, mode="colocate")
+    with mock.patch.object(gathered_parameters, "TOGETHER_NUMEL", 1):
+        arrived = [name for name, _ in generation._iter_named_params()]
+    upstream = getattr(VLLMGeneration._iter_named_params, MARK)
+    return arrived, [name for name, _ in upstream(generation)]
+
+
+def test_merged_weights_have_the_names_that_trl_would_send() -> None:
+    """Every weight once, a tied one under its first name, also if each is gathered alone."""
+    for arrived, expected in run_ranks(run_alone, WORLD):
+        assert sorted(arrived) == sorted(expected) and "lm_head.weight" not in arrived
 
 
 def run_sync(rank: int, kind: str, mode: str, stage: int) -> list[tuple[float, int, int]]:

@@ -236,11 +236,11 @@ class DeepSpeedOptimizer(ZeroOptimizer):
 
     @View
     def cpu_offload(self) -> bool:
-        return not self.updater.stager.always_at_hand
+        return self.engine.settings.resolved.zero.offload_optimizer is not None
 
     @View
     def offload_optimizer(self) -> bool:
-        return not self.updater.stager.always_at_hand
+        return self.engine.settings.resolved.zero.offload_optimizer is not None
 
     # How states are sharded and gradients reduced
 

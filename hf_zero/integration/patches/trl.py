@@ -7,7 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_zero.api.gathered_parameters import GatheredParameters, adapted_layers, gathered_weights, handles_of
+from hf_zero.api.gathered_parameters import (
+    GatheredParameters,
+    adapted_layers,
+    gathered_weights,
+    handles_of,
+    names_without_adapters,
+)
 from hf_zero.integration.patches import Patches
 
 PATCHES = Patches("trl.trainer.utils")
@@ -66,8 +72,7 @@ def around_iter_named_params(original: Callable[[Any], Any], self: Any) -> Itera
 
 def _merged(generation: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield merged weights under the names that vLLM expects, tied ones once. Collective."""
-    seen: set[int] = set()
+    first_names = {names[0] for names in names_without_adapters(generation.model).values()}
     for name, values in gathered_weights(generation.model):
-        if values.data_ptr() not in seen:
+        if name in first_names:
             yield generation._fix_param_name_to_vllm(name), values
-        seen = {values.data_ptr()}
