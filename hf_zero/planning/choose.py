@@ -271,7 +271,7 @@ def _rounds(config: dict[str, Any]) -> bool:
 
 
 def _streams_updates(config: dict[str, Any]) -> bool:
-    return (config.get("hf_zero") or {}).get("offload_update", "cpu") != "cpu"
+    return bool((config.get("hf_zero") or {}).get("offload_update", "cpu") != "cpu")
 
 
 @lru_cache(maxsize=64)  # candidates share traces, and `remedies` needs them again
