@@ -101,7 +101,7 @@ def _offload() -> list[Part]:
     offloads = ("hf_zero 3 offload", "hf_zero 3 offload both", "hf_zero 2 offload", "hf_zero 3 streaming")
     ways = ("compute alone", "hf_zero 3", *offloads)
     both = [trained(case, micro_batches=number) for number in PER_UPDATE.values() for case in ways]
-    beside = [trained("deepspeed 3 offload", micro_batches=4)]
+    beside = [trained(case, micro_batches=4) for case in ("hf_zero 3 offload in step", "deepspeed 3 offload")]
     larger = [trained(case, "3.2b", limit_s=80) for case in ("hf_zero 3 offload", "hf_zero 3 streaming")]
     adam = "28 bytes per parameter; no stored figure of this host: more threads until the memory bandwidth is reached"
     threads = tuple(Case(f"{number} threads", adam, "hf_zero/kernels/adam.py") for number in THREADS)

@@ -67,6 +67,7 @@ OURS = {
     "hf_zero 3": Way(Setup(3)),
     "hf_zero 2 offload": Way(Setup(2, offload_optimizer=True)),
     "hf_zero 3 offload": Way(Setup(3, **_OFFLOAD)),
+    "hf_zero 3 offload in step": Way(Setup(3, **_OFFLOAD, overlaps_step=False)),
     "hf_zero 3 offload both": Way(Setup(3, **_OFFLOAD), update="both"),
     "hf_zero 3 streaming": Way(Setup(3, **_OFFLOAD, **_STREAMING)),
     "hf_zero 3 streaming bf16": Way(Setup(3, **_OFFLOAD, **_STREAMING), states="bf16"),
@@ -189,8 +190,8 @@ def ds_config(way: Way, batch: int, micro_batches: int = 1) -> dict[str, Any]:
         "zero_optimization": zero,
         "steps_per_print": 1 << 30,
     }
-    if way.update != "cpu":
-        config["hf_zero"] = {"offload_update": way.update}
+    if way.update != "cpu" or not way.setup.overlaps_step:
+        config["hf_zero"] = {"offload_update": way.update, "overlap_step": way.setup.overlaps_step}
     if setup.streams:
         states = {"states": "bf16"} if way.states == "bf16" else {}
         config["bf16"] |= {"check_grad_overflow": False}

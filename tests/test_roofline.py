@@ -13,6 +13,8 @@ from hf_zero.planning.event_model import Machine, Setup, Shape, Step, default_ga
 ROUND = Machine("round", 1, flops=2.0, memory=28.0, link=1.0, host_link=2.0, host_memory=28.0, capacity=100.0)
 TWO_UNITS = Shape("two", 2.0, 2)
 PLAIN = Setup(0, tokens=1, recomputes=False)
+NONE_STAYS = default_gathers().model_copy(update={"stage3_max_live_parameters": 0})
+ALL_ON_HOST = replace(PLAIN, stage=3, offload_optimizer=True, offload_parameters=True, gathers=NONE_STAYS)
 
 
 def spans(step: Step, lane: str) -> list[tuple[str, float, float]]:
@@ -37,8 +39,7 @@ def test_a_step_without_offload_is_its_compute() -> None:
 def test_a_step_with_everything_on_the_host() -> None:
     """Weights are fetched one unit ahead within a pass; gradients leave while the previous unit computes; updates
     follow one another."""
-    none_stays = default_gathers().model_copy(update={"stage3_max_live_parameters": 0})
-    setup = replace(PLAIN, stage=3, offload_optimizer=True, offload_parameters=True, gathers=none_stays)
+    setup = replace(ALL_ON_HOST, overlaps_step=False)
     step = simulate(ROUND, TWO_UNITS, setup)
     assert spans(step, "in") == [("weights 0", 0, 1), ("weights 1", 1, 2), ("weights 1", 3, 4), ("weights 0", 4, 5)]
     assert spans(step, "compute") == [
@@ -50,6 +51,19 @@ def test_a_step_with_everything_on_the_host() -> None:
     assert spans(early, "host") == [("update 1", 7, 8), ("update 0", 9, 10)]
 
 
+def test_updates_run_beside_the_next_forward() -> None:
+    """Each unit is updated before its weights are fetched, while the device computes the unit before it. The step has
+    begun with the gradients of the one before."""
+    step = simulate(ROUND, TWO_UNITS, ALL_ON_HOST)
+    assert spans(step, "host") == [("update 0", 0, 1), ("update 1", 1, 2)]
+    assert spans(step, "in") == [("weights 0", 1, 2), ("weights 1", 2, 3), ("weights 1", 4, 5), ("weights 0", 5, 6)]
+    assert spans(step, "compute")[:2] == [("forward 0", 2, 3), ("forward 1", 3, 4)]
+    assert step.seconds == 10, "and not 11: gradients of unit 0 arrive last"
+    half = simulate(ROUND, TWO_UNITS, replace(ALL_ON_HOST, offload_ratio=0.5))
+    assert spans(half, "host") == [("update 1", 0, 1)], "the first units stay on the device"
+    assert spans(half, "compute")[-1][0] == "update 0"
+
+
 def test_weights_go_back_while_the_next_are_updated() -> None:
     step = simulate(ROUND, TWO_UNITS, replace(PLAIN, stage=3, offload_optimizer=True))
     assert spans(step, "host") == [("update 1", 7, 8), ("update 0", 8, 9)]
@@ -57,7 +71,7 @@ def test_weights_go_back_while_the_next_are_updated() -> None:
 
 
 def test_everything_overlaps_with_offload() -> None:
-    setup = Setup(3, offload_optimizer=True, offload_parameters=True, tokens=4096, clips=False)
+    setup = Setup(3, offload_optimizer=True, offload_parameters=True, tokens=4096, clips=False, overlaps_step=False)
     step = simulate(MACHINES[2], SHAPES[1], setup)
     for lane in ("in", "out", "host"):
         assert overlap(step, "compute", lane) > 0.4 * step.busy[lane], lane

@@ -111,6 +111,7 @@ class EngineCheckpoints:
         if engine.is_destroyed:
             raise RuntimeError(f"engine.{caller}() after destroy(): its weights and states have been released")
         engine.gradients.wait_for_outcome()
+        engine.gradients.finish_update()
         engine.gradients.publish_changes()
         assembly, store = engine.gradients.assembly, engine.module_view.store
         if assembly is None:

@@ -189,10 +189,16 @@ class EngineGradients:
         if self.assembly is not None:
             self.assembly.step.wait_for_outcome()
 
+    def finish_update(self) -> None:
+        """Finish what the last step has deferred."""
+        if self.assembly is not None:
+            self.assembly.placements.deferred.finish()
+
     def end(self) -> None:
         """End training. The trained weights stay as they are."""
         self.bring_back()
         self.wait_for_outcome()
+        self.finish_update()
         AT_WORK.end(self)
         if self.assembly is not None:
             self.assembly.reducer.clear()

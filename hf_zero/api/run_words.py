@@ -39,12 +39,12 @@ from hf_zero.layout.memory import (
 from hf_zero.layout.sharding import Sharding
 from hf_zero.log import log_dist
 from hf_zero.offload.memory_estimate import SizesByPolicy
-from hf_zero.offload.placement import Placements
 from hf_zero.optim.registry import states_per_element, stored_bytes_per_element
 from hf_zero.optim.updater import OwnStepUpdater, Updater
 from hf_zero.params.store import of
 from hf_zero.precision import explain_dtypes, precision_from
 from hf_zero.spans import SPANS
+from hf_zero.step.assemble import Assembly
 
 if TYPE_CHECKING:
     from hf_zero.params.unit import Unit
@@ -209,7 +209,7 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
             stored = ", ".join(f"{size(n)} {_words(engine, place)}" for place, n in places if n)
             small = f"; small ones also whole, {size(gathered)} {_words(engine, DEVICE)}" if gathered else ""
             yield f"{what}: {how} on each rank, {stored}{small}"
-    yield from () if assembly is None else _offloaded_updates(assembly.placements)
+    yield from () if assembly is None else _offloaded_updates(assembly)
     gathers = zero.keys.stage3_gather_16bit_weights_on_model_save
     if stage == 3 and not gathers and not hasattr(engine.module, "peft_config"):  # adapters are written
         yield f"whole weights: {NOT_GATHERED}"
@@ -226,11 +226,14 @@ def _lines(engine: ZeroEngine) -> Iterator[str]:
     yield from (f"remark: {remark}" for remark in resolved.remarks if not (remark.ignored or remark.idle))
 
 
-def _offloaded_updates(placements: Placements) -> Iterator[str]:
+def _offloaded_updates(assembly: Assembly) -> Iterator[str]:
     """What updates offloaded states, for a model on an accelerator."""
+    placements = assembly.placements
     shares = {placement.streams: share for placement, share in placements.far}
     if shares.get(True):
         yield f"updates of offloaded states on the device: {shares[True]:.0%} (hf_zero.offload_update)"
+    if assembly.step.defers:
+        yield "updates of offloaded states: beside the next forward (hf_zero.overlap_step)"
     if placements.update_threads is not None and shares.get(False):
         threads = count(placements.update_threads, "thread")
         yield f"updates in host memory: {threads} of this rank (hf_zero.offload_threads)"

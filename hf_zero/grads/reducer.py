@@ -284,6 +284,7 @@ class GradientReducer:
         )
         self.late: set[int] = set()
         self.is_replaced = False
+        self._deferred = store.deferred
         self._parameters = store.parameters
         self._bucket_of = store.layout.bucket_of()
         self._shards_gradients = sharding.shards_gradients
@@ -327,6 +328,7 @@ class GradientReducer:
         if self.is_replaced:
             raise RuntimeError("the model was given to initialize() again: train it with the engine that this returned")
         self.wait()  # buckets need their previous sums, which have had the whole forward to complete
+        self._deferred.finish()  # gradients take the place of those that it reads
         if self._applies:
             raise RuntimeError(TOO_LATE)
         self._applies = boundary is Boundary.LAST and self._may_apply
@@ -451,6 +453,8 @@ class GradientReducer:
             hooks[self._hooks[index].id] = hooks.pop(self._hooks[index].id)
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._arrived, index, parameter))
             return
+        if not self._has_begun:
+            self._deferred.finish()
         bucket = self.buckets[self._bucket_of[index]]
         missing = None if self._mode is Mode.HOLD_BACK else bucket.arrivals.arrive(index)
         if missing is None:

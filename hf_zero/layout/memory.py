@@ -128,15 +128,6 @@ def place_of(device: str | None, separate: bool) -> str:
     return HOST if device == "cpu" and separate else DEVICE
 
 
-def up_to(numels: Iterable[int], limit: int) -> list[bool]:
-    """Which vectors an offloaded share of `limit` elements has: the first ones, until it is full or exceeded."""
-    chosen, left = [], limit
-    for numel in numels:
-        chosen.append(left > 0)
-        left -= numel if left > 0 else 0
-    return chosen
-
-
 def within(numels: Iterable[int], limit: int) -> list[bool]:
     """Which vectors a store capped at `limit` elements has: each for which there is still room."""
     chosen, left = [], limit

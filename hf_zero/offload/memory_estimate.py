@@ -30,7 +30,6 @@ from hf_zero.layout.memory import (
     optimizer_sizes,
     parameter_sizes,
     place_of,
-    up_to,
     update_buffers,
     within,
 )
@@ -102,8 +101,9 @@ class SizesByPolicy:
     def places(self, owned: Sequence[int]) -> list[str]:
         """The place of each bucket's states, by the elements that this rank owns (`Placements.next`)."""
         policy = self.zero.offload_optimizer
-        chosen = up_to(owned, 0 if policy is None else round(sum(owned) * policy.ratio))
-        return [self.far if is_far else DEVICE for is_far in chosen]
+        ratio = 0.0 if policy is None else policy.ratio
+        stay = within(owned, sum(owned) - round(sum(owned) * ratio))
+        return [DEVICE if stays else self.far for stays in stay]
 
     def row_places(self, numels: Sequence[int]) -> list[str]:
         """The place of each part's rows, by their elements (`CappedStore`)."""

@@ -27,7 +27,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import DONE, HOST_MEMORY, Event, Memory, Runtime
 from hf_zero.layout import Bucket, Interval
 from hf_zero.layout.buckets import cut_sub_groups
-from hf_zero.offload.sub_group import StoredSubGroup
+from hf_zero.offload.sub_group import DeferredUpdate, StoredSubGroup
 from hf_zero.offload.vector import (
     CappedStore,
     MemoryStore,
@@ -428,7 +428,13 @@ def staging_in(memory: Memory, device: torch.device, *, pinned: bool = False, li
 
 
 class Placements:
-    """Assigns placements to buckets: the far ones up to their part of the elements, then the near one."""
+    """Assigns placements to buckets: the near one to as many as their part of the elements allows, from the first, and
+    the far ones to the others. At stage 3 the first are those that forward reads first, so they need not wait for an
+    update that is deferred.
+
+    Attributes:
+        deferred: what is left of the last update.
+    """
 
     def __init__(
         self,
@@ -437,7 +443,7 @@ class Placements:
         far: Sequence[tuple[Placement, float]] = (),
         *,
         parameters: Store | None = None,
-        far_numel: int = 0,
+        near_numel: int = 0,
         sub_group_numel: int | None = None,
         drives: Sequence[Drive] = (),
         update_threads: int | None = None,
@@ -447,18 +453,19 @@ class Placements:
             device: device of the model.
             far: placements outside the device's memory, each with its share of the elements there.
             parameters: store of stage 3's parameter shards; None: the memory of `device`.
-            far_numel: number of elements of this rank's part in far placements.
+            near_numel: maximum elements of this rank's part that stay near, if there are far placements.
             sub_group_numel: maximum elements of a sub-group; None: the whole bucket.
             drives: drives to close at the end.
             update_threads: CPU threads of an update in host memory for a model on an accelerator; None: PyTorch's.
         """
         self.device = device
+        self.deferred = DeferredUpdate()
         self.parameters = MemoryStore(runtime_of(device).own) if parameters is None else parameters
         self._rows = staging_in(runtime_of(device).own, device)
         self._near = near
         self.far = tuple(far)
         self._assigned = [0] * len(self.far)
-        self._left = far_numel
+        self._near_left = near_numel
         self.drives = tuple(drives)
         self.sub_group_numel = sub_group_numel
         self.update_threads = update_threads
@@ -496,9 +503,9 @@ class Placements:
 
     def next(self, numel: int) -> Placement:
         """Return the placement of the next bucket, of which this rank owns `numel` elements."""
-        if not self.far or self._left <= 0:
+        if not self.far or numel <= self._near_left:
+            self._near_left -= numel
             return self._near
-        self._left -= numel
         # The placement furthest below its share, so that the updates of neighbouring buckets run at the same time.
         total = sum(self._assigned) + numel
         lacking = [share * total - has for (_, share), has in zip(self.far, self._assigned, strict=True)]

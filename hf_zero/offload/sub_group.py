@@ -2,23 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from threading import Event
 
+import torch
 from torch import Tensor, nn
 
 from hf_zero.layout import Bucket, Interval, Piece
 from hf_zero.layout.buckets import pieces_of_sub_group
 from hf_zero.offload.vector import Store, Vector, at_hand_or_absent
 
-READERS: set[Event] = set()  # each is set when a concurrent reader has copied masters and states
+Context = Callable[[], AbstractContextManager[object]]
+READERS: set[threading.Event] = set()  # each is set when a concurrent reader has copied masters and states
 
 
 def wait_for_readers() -> None:
     """Wait until concurrent readers have copied masters and states, which may then change."""
     for reader in list(READERS):
         reader.wait()
+
+
+class DeferredUpdate:
+    """The part of a step's update that runs when its result is needed.
+
+        host       backward | step | forward 0 | update 2 | forward 1 | update 3 | ...     queues work, and updates
+        device     backward ..........| forward 0 ..........| forward 1 ..........| ...
+
+    Weights that are updated in host memory are next read when their unit is gathered. Until then the update may wait,
+    so that the device computes the units before it meanwhile. Everything else that reads or writes masters, states,
+    gradients or shards calls `finish` first, so no program sees the difference.
+    """
+
+    def __init__(self) -> None:
+        self._updates: Iterator[int] = iter(())
+        self._left: set[int] = set()
+        self._around: Context = nullcontext
+        self._join: Callable[[], None] = lambda: None
+        self._is_running = False
+        self._is_joined = True
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._left)
+
+    def begin(self, updates: Iterator[int], buckets: Iterable[int], around: Context, join: Callable[[], None]) -> None:
+        """Defer `updates`, which yields each of `buckets` when its last sub-group has been updated.
+
+        Args:
+            around: context of every part of the update, which may be on another lane of the device.
+            join: makes the calling lane wait for the parts so far.
+        """
+        assert not self._left, "the previous update has been finished"
+        self._updates, self._left, self._around, self._join = updates, set(buckets), around, join
+
+    def run_until(self, bucket: int) -> None:
+        """Update everything up to this bucket, unless that is done. Called on the lane of the update."""
+        self._run(lambda: bucket in self._left)
+
+    def finish(self) -> None:
+        """Update everything that is left. The calling lane may read and write everything then."""
+        self._run(lambda: bool(self._left))
+        if not self._is_joined and not self._is_running:
+            self._join()
+            self._is_joined = True
+
+    def _run(self, is_wanted: Callable[[], bool]) -> None:
+        if self._is_running or not is_wanted():  # the update itself reads masters and states
+            return
+        self._is_running, self._is_joined = True, False
+        try:
+            with torch.inference_mode(False), torch.no_grad(), self._around():
+                while is_wanted():
+                    self._left.discard(next(self._updates))
+                if not self._left:
+                    next(self._updates, None)  # what comes after the last bucket
+        except BaseException:
+            self._left.clear()  # nothing can continue it, as after an error in a step
+            raise
+        finally:
+            self._is_running = False
 
 
 @dataclass(slots=True)

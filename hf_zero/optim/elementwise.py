@@ -9,7 +9,6 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -229,6 +228,7 @@ class CountingUpdater(Updater):
         self._counted = []
 
     def parameter_steps(self) -> dict[int, int]:
+        self.stager.finish_update()
         for sub_group, counters in self._counters.items():
             counters.follow(self._read_step(sub_group))
         return {
@@ -238,11 +238,13 @@ class CountingUpdater(Updater):
         }
 
     def restore_steps(self, steps: Mapping[int, int]) -> None:
+        self.stager.finish_update()
         for sub_group, counters in self._counters.items():
             counters.written = known = self._read_step(sub_group)
             counters.steps = [steps.get(piece.parameter, known) for piece in sub_group.pieces]
 
     def set_steps(self, parameter: int, steps: int) -> None:
+        self.stager.finish_update()
         for sub_group, counters in self._counters.items():
             if any(piece.parameter == parameter for piece in sub_group.pieces):
                 known = self._read_step(sub_group)
@@ -266,6 +268,11 @@ class CountingUpdater(Updater):
         self._counted = []
 
 
+def _frozen(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a param group as they are now."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+
+
 class ElementwiseUpdater(CountingUpdater):
     """Runs one family on flat shards in one pass over memory; see the kernel's file for the formulas.
 
@@ -273,6 +280,7 @@ class ElementwiseUpdater(CountingUpdater):
         rounds_stochastically: whether 16-bit masters are rounded stochastically.
     """
 
+    may_defer = True
     rounds_stochastically = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], family: Family) -> None:
@@ -288,18 +296,32 @@ class ElementwiseUpdater(CountingUpdater):
     def step(self, gradients: StepGradients) -> Iterator[SubGroup]:
         self.begin_step()
 
+        groups = [_frozen(group) for group in self.optimizer.param_groups]  # the update may be deferred
+
         def writes_all(sub_group: SubGroup) -> bool:
             return all(piece.parameter in gradients.used for piece in sub_group.pieces)
 
-        return self.stager.each(
-            gradients.wanted, partial(self.update_sub_group, gradients=gradients), writes_all=writes_all
-        )
+        def work(sub_group: SubGroup) -> None:
+            self.update_sub_group(sub_group, gradients=gradients, group=groups[sub_group.group])
+
+        return self.stager.each(gradients.wanted, work, writes_all=writes_all)
 
     @torch.no_grad()
-    def update_sub_group(self, sub_group: SubGroup, gradients: StepGradients, reduced: Tensor | None = None) -> None:
-        """Update one sub-group with its reduced gradient; `reduced`: the gradient, if it was already read."""
+    def update_sub_group(
+        self,
+        sub_group: SubGroup,
+        gradients: StepGradients,
+        reduced: Tensor | None = None,
+        group: dict[str, Any] | None = None,
+    ) -> None:
+        """Update one sub-group with its reduced gradient.
+
+        Args:
+            reduced: the gradient, if it was already read.
+            group: the options of its param group; None: as they are now.
+        """
         reduced = gradients.of(sub_group) if reduced is None else reduced
-        group = self.optimizer.param_groups[sub_group.group]
+        group = self.optimizer.param_groups[sub_group.group] if group is None else group
         state = self._family.state_of(self.optimizer, sub_group.tensors[0].parameter, group)
         before, counters = int(state["step"]), self._counters[sub_group]
         counters.follow(before)

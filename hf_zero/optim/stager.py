@@ -71,10 +71,15 @@ WritesAll = Callable[[SubGroup], bool]
 
 
 class StateStager:
-    """A stager for states that are always in the update's memory."""
+    """A stager for states that are always in the update's memory.
+
+    Attributes:
+        finish_update: called before masters and states are read or written outside an update.
+    """
 
     def __init__(self, sub_groups: Sequence[SubGroup]) -> None:
         self.sub_groups = tuple(sub_groups)
+        self.finish_update: Callable[[], None] = lambda: None
 
     def each(
         self, sub_groups: Sequence[SubGroup], work: Work, *, writes_all: WritesAll | None = None
@@ -99,11 +104,13 @@ class StateStager:
     @contextmanager
     def opened(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[None]:
         """Context with master and states of one sub-group in memory, outside an update."""
+        self.finish_update()
         yield
 
     @contextmanager
     def viewing(self) -> Iterator[None]:
         """Context to read masters and states of all sub-groups. Values stay valid until the next change."""
+        self.finish_update()
         yield
 
     @property
@@ -121,6 +128,7 @@ class StateStager:
 
     def flush(self) -> None:
         """Wait until everything has been written back."""
+        self.finish_update()
 
 
 class OffloadStager(StateStager):
@@ -227,6 +235,7 @@ class OffloadStager(StateStager):
 
     @contextmanager
     def opened(self, sub_group: SubGroup, *, changes: bool = False) -> Iterator[None]:
+        self.finish_update()
         stored = _stored(sub_group)
         self._adopt_written(sub_group)
         with ExitStack() as stack:
@@ -266,6 +275,7 @@ class OffloadStager(StateStager):
             stored.vectors.pop(place).free()
 
     def flush(self) -> None:
+        self.finish_update()
         for sub_group in self.sub_groups:
             self._adopt_written(sub_group)
             _flush(sub_group)

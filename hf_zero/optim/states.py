@@ -1,9 +1,9 @@
-"""The optimizer's `state` in an engine, where masters have taken the place of the model's parameters."""
+"""The optimizer's `state` and groups in an engine, where masters have taken the place of the model's parameters."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -71,3 +71,33 @@ def guard_states(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
 
     guard(optimizer)
     optimizer.register_load_state_dict_post_hook(guard)
+
+
+class MasterList(list[Any]):
+    """The masters of a param group. Programs that read or write them get them when the last update is finished.
+
+    Attributes:
+        finish_update: finishes what the last step has deferred.
+    """
+
+    finish_update: Callable[[], None]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.finish_update()
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.finish_update()
+        return super().__getitem__(index)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """A copy is a plain list."""
+        return list, (list(self),)
+
+
+def guard_masters(optimizer: torch.optim.Optimizer, finish_update: Callable[[], None]) -> None:
+    """Make `optimizer.param_groups` call `finish_update` before they give out a master."""
+    for group in optimizer.param_groups:
+        masters = MasterList(group["params"])
+        masters.finish_update = finish_update
+        group["params"] = masters

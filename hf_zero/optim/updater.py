@@ -120,10 +120,13 @@ class Updater(ABC):
         stager: fetches an update's inputs; by default everything is already in memory.
         obeys_skip: whether a step obeys `StepGradients.skip` on the device; if not, the host decides beforehand.
         stays: the reason why masters and states cannot be offloaded; None: they can.
+        may_defer: whether the rest of a step may run after it: no rank takes part in another's, and everything that a
+            program may change between steps has been read.
         may_take_local: whether some steps need local gradients, see `takes_local_gradients`.
     """
 
     obeys_skip = False
+    may_defer = False
     may_take_local = False
     stays: str | None = None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from hf_zero.config import Zero
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, RowLayout, lay_rows, stay_gathered
 from hf_zero.offload.placement import Placement, Placements
-from hf_zero.offload.sub_group import StoredSubGroup, sub_group
+from hf_zero.offload.sub_group import Context, StoredSubGroup, sub_group
 from hf_zero.offload.vector import InMemoryVector, MemoryStore, Store, part_of
 from hf_zero.params.coordinator import ParameterCoordinator
 from hf_zero.params.edits import ShardedEdits
@@ -410,6 +411,32 @@ class ShardedParameters(ParameterStore):
         self.gather_beside_update(set(first))
         return first
 
+    def next_use(self, bucket: int) -> int:
+        return self._order.first_use.get(self._in_reduce_order[bucket][0], -1)
+
+    def may_defer(self, bucket: int) -> bool:
+        unit, part = self._in_reduce_order[bucket]
+        weights = (each.stored.lp_param for each in self.buckets[bucket].sub_groups if each.stored is not None)
+        # Persistent ones are read without a gather, and with hpZ other ranks keep the same rows. Weights that leave the
+        # device, which updates them, do so beside the next forward anyway.
+        is_read_otherwise = unit.is_persistent or unit not in self._order.first_use or part.rows.count > 1
+        return not is_read_otherwise and not any(each is not None and each.leaves_late for each in weights)
+
+    def defer(self, updates: Iterator[int], buckets: Collection[int], around: Context) -> None:
+        rows = self.coordinator.prefetcher.rows
+
+        @contextmanager
+        def beside() -> Iterator[None]:
+            with rows.writing_beside(), around():
+                yield
+
+        self.deferred.begin(updates, buckets, beside, rows.join)
+        for bucket, (unit, part) in enumerate(self._in_reduce_order):
+            if bucket in buckets:
+                part.own.update = partial(self.deferred.run_until, bucket)
+            elif not unit.is_persistent:
+                part.own.update = partial(self._flush_weights, bucket)
+
     def gather_beside_update(self, to_update: Set[int]) -> None:
         prefetcher = self.coordinator.prefetcher
         for unit in prefetcher.next_forward():
@@ -433,12 +460,15 @@ class ShardedParameters(ParameterStore):
         unit, part = self._in_reduce_order[bucket]
         if unit.is_persistent:
             return part.refill(self._buffers)
-        for each in self.buckets[bucket].sub_groups:
-            if each.stored is not None and each.stored.lp_param is not None:
-                weights = each.stored.lp_param
-                if part.rows.count > 1 and weights.leaves_late:
-                    weights.flush()  # updated on the device, but stored on the host
+        if part.rows.count > 1:
+            self._flush_weights(bucket)
         return part.renew()
+
+    def _flush_weights(self, bucket: int) -> None:
+        """Wait for weights that are updated on the device, but stored on the host."""
+        for each in self.buckets[bucket].sub_groups:
+            if each.stored is not None and each.stored.lp_param is not None and each.stored.lp_param.leaves_late:
+                each.stored.lp_param.flush()
 
     # Order
 

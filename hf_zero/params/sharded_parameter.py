@@ -171,6 +171,7 @@ class ShardedParameter:
     @contextmanager
     def opened(self) -> Iterator[Tensor]:
         """Context that provides this rank's chunk, to be read."""
+        self._finish_update()
         if self.kept is None:
             yield self.shard
             return
@@ -179,6 +180,7 @@ class ShardedParameter:
 
     def view(self) -> Tensor:
         """A read-only view of this rank's chunk, valid until it changes."""
+        self._finish_update()
         return self.shard if self.kept is None else self.kept.view()
 
     def move(self, kept: Vector, device: torch.device) -> None:
@@ -218,8 +220,14 @@ class ShardedParameter:
 
     def chunks(self) -> list[tuple[int, Vector]]:
         """All chunks that this rank keeps, with their numbers; its own comes first."""
+        self._finish_update()
         own = self.kept if self.kept is not None else InMemoryVector(self.shard, self._memory)
         return [(self.groups.shard.rank, own), *self.beside]
+
+    def _finish_update(self) -> None:
+        """Finish the last update before a chunk is read or written outside of gathers."""
+        if self.owner is not None:
+            self.owner.deferred.finish()
 
     @torch.no_grad()
     def _take_over(self, unsharded: Tensor, *, only_written: bool = False) -> None:

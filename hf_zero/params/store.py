@@ -15,7 +15,7 @@ from hf_zero.comm import Negotiation, Pending
 from hf_zero.device.registry import runtime_of
 from hf_zero.layout import Bucket, FlatLayout, Interval, ParameterSpec
 from hf_zero.offload.placement import Placement, Placements
-from hf_zero.offload.sub_group import SubGroup, wait_for_readers
+from hf_zero.offload.sub_group import Context, SubGroup, wait_for_readers
 
 if TYPE_CHECKING:
     from hf_zero.params.sharded_parameter import ShardedParameter
@@ -139,6 +139,7 @@ class ParameterStore(ABC):
         parameters: the model's trained parameters.
         buckets: their buckets, in the order of reduction.
         device: the device of the model.
+        deferred: what is left of the last update.
         sub_group_numel: maximum number of elements updated together; None: the whole bucket.
         negotiation: counts reductions, and serves other ranks while this rank waits for them, if needed.
         edits: users' writes on which ranks must agree.
@@ -160,6 +161,7 @@ class ParameterStore(ABC):
         self.parameters = tuple(parameters)
         self.buckets = tuple(buckets)
         self.device = placements.device
+        self.deferred = placements.deferred
         self.sub_group_numel = placements.sub_group_numel
 
     @abstractmethod
@@ -217,6 +219,19 @@ class ParameterStore(ABC):
     def updated_first(self) -> Sequence[int]:
         """Begin an update. Returns the buckets to update first, because the next forward starts with them."""
         return ()
+
+    def next_use(self, bucket: int) -> int:
+        """Position in the next forward from which on the weights of a bucket are read, if known. The same on all
+        ranks."""
+        return 0
+
+    def may_defer(self, bucket: int) -> bool:
+        """Whether the update of a bucket may be deferred (`defer`) until its weights are read. Equal on all ranks."""
+        return False
+
+    def defer(self, updates: Iterator[int], buckets: Collection[int], around: Context) -> None:
+        """Run the rest of an update up to one of these buckets when its weights are gathered; see `DeferredUpdate`."""
+        raise NotImplementedError
 
     def gather_beside_update(self, to_update: Set[int]) -> None:
         """Gather those of `updated_first` that are updated, up to the first that is in `to_update`."""

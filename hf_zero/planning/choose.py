@@ -441,6 +441,7 @@ def _step(
         recomputes=recomputes,
         clips=_waits(answers),
         streams=zero.streaming is not None,
+        overlaps_step=zero.overlap_step,
         trained=model.num_trained / max(1, model.num_parameters),
         micro_batches=training.accumulation,
         disk_optimizer=optimizer is not None and optimizer.device == "nvme",

@@ -20,8 +20,8 @@ and wait for them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
 
@@ -113,6 +113,7 @@ class Setup:
     recomputes: bool = True  # gradient checkpointing
     clips: bool = True  # updates wait for all gradients: for their norm, or to check that they are finite
     streams: bool = False  # hf_zero.streaming
+    overlaps_step: bool = True  # hf_zero.overlap_step
     trained: float = 1.0  # fraction of the parameters that is trained
     micro_batches: int = 1  # per step; they share its tokens
     disk_optimizer: bool = False  # offloaded states are on a drive
@@ -124,6 +125,11 @@ class Setup:
     exchange: tuple[float, float] = (0.0, 0.0)  # seconds of exchanging activations, per forward and per backward
     gathers: Zero = field(default_factory=default_gathers)
     agreement: Literal["plan", "memory", "messages"] = "plan"
+
+    def defers(self, ranks: int) -> bool:
+        """Whether updates on the host run beside the next forward, with the states shared by `ranks`."""
+        gathers = self.offload_parameters or ranks > 1
+        return self.overlaps_step and self.stage == 3 and self.offload_optimizer and not self.streams and gathers
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,12 +285,30 @@ class _Passes:
         self._host_waits = machine.host_waits
         self._whole: set[int] = set() if self._is_sharded else set(range(shape.units))
         self._fetched: dict[int, float] = {}  # unit -> when its shard is on the device
+        self._to_update: dict[int, float] = {}  # unit -> seconds of its deferred update
+        self._updated = 0.0  # when the host, which queues all work, has ended its last update
+        self._setup = setup
         self._ahead: dict[int, float] = {}  # prefetched unit -> when the gather is agreed on, or has ended
         self.now = 0.0
         if self._is_sharded and self._agreement == "plan" and not setup.offload_parameters:
             while len(self._ahead) < min(MOST_BESIDE_UPDATE, shape.units) and self._has_room():
                 self._ahead[len(self._ahead)] = 0.0  # gathered in the step before
         self.beside_update = list(self._ahead)
+
+    def defer(self, units: Sequence[int], seconds: float) -> None:
+        """Begin with units whose updates of the step before have been deferred, each with so many seconds."""
+        self._to_update = dict.fromkeys(units, seconds)
+
+    def _update(self, unit: int) -> float:
+        """Run what is left of the last update up to this unit. Returns when its weights can be read."""
+        ready = 0.0
+        for each in [each for each in self._to_update if each <= unit]:
+            read = self._step.do("disk", f"states {each}", self._one.states)
+            ready = self._updated = self._step.do("host", f"update {each}", self._to_update.pop(each), read)
+            self._step.do("disk", f"states {each} back", self._one.states, ready)
+            if not self._setup.offload_parameters:
+                ready = self._step.do("in", f"updated weights {each}", self._one.take, ready)
+        return ready
 
     def over(self, units: Iterable[int], what: str, seconds: float, exchange: float) -> Iterator[tuple[int, float]]:
         """Run one pass; yields each unit and the end of its use."""
@@ -301,7 +325,7 @@ class _Passes:
                 self._ask_for(upcoming.popleft())
             if upcoming:
                 self._fetch(upcoming[0])
-            computed = self._step.do("compute", f"{what} {unit}", seconds, here, self.now)
+            computed = self._step.do("compute", f"{what} {unit}", seconds, here, self.now, self._updated)
             self.now = self._step.do("exchange", f"activations {unit}", exchange, computed)
             if self._is_sharded and not (what == "forward" and unit in self._plan.kept_for_backward):
                 self._whole.remove(unit)
@@ -324,12 +348,14 @@ class _Passes:
         return self._plan.has_room_for(self._numel, ahead_numel=ahead, live_numel=live)
 
     def _fetch(self, unit: int) -> None:
-        if unit not in self._fetched:
+        if unit not in self._fetched and unit not in self._to_update:
             read = self._step.do("disk", f"weights {unit}", self._one.read, self.now)
             self._fetched[unit] = self._step.do("in", f"weights {unit}", self._one.bring, self.now, read)
 
     def _ask_for(self, unit: int) -> None:
+        updated = self._update(unit)
         self._fetch(unit)
+        self._fetched[unit] = max(self._fetched[unit], updated)
         if self._agreement == "messages":
             self._ahead[unit] = self._tell(f"gather {unit}")
         else:
@@ -351,6 +377,15 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
     """Simulate one step in steady state: weights are where the step before has left them."""
     step, one, units = Step(machine.has_one_link), _seconds(machine, shape, setup), range(shape.units)
     passes = _Passes(step, one, machine, shape, setup)
+    lane = machine.gpus // setup.tensor
+    deferred: list[int] = []
+    update = one
+    if setup.defers(min(setup.shard or lane, lane)):
+        near = round(shape.units * (1 - setup.offload_ratio))  # the first units stay on the device
+        deferred = [unit for unit in units[near:] if unit not in passes.beside_update]
+        passes.defer(deferred, one.host_update * shape.units / max(1, shape.units - near))
+        if near:
+            update = replace(one, host_update=0.0, update=one.update * shape.units / near)
     arrived: list[tuple[int, float]] = []
     for number in range(setup.micro_batches):
         reduces = setup.stage >= 2 or number == setup.micro_batches - 1
@@ -360,7 +395,8 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
             reduced = step.do("collectives", f"reduce {unit}", one.reduce if reduces else 0.0, done)
             arrived.append((unit, step.do("out", f"gradients {unit}", one.take if reduces else 0.0, reduced)))
     passes.meet("update", arrived[-1][1])
-    _update(step, one, setup, arrived, passes.beside_update, passes.now if machine.host_waits else 0.0)
+    met = passes.now if machine.host_waits else 0.0
+    _update(step, update, setup, [each for each in arrived if each[0] not in deferred], passes.beside_update, met)
     return step
 
 
@@ -369,6 +405,8 @@ def _update(
 ) -> None:
     """Update one sub-group after another: first the units in `first`, which the next forward needs first, then the
     others in the order of their gradients. Nothing starts before `met`."""
+    if not arrived:
+        return
     norm = max(met, arrived[-1][1] if setup.clips else 0.0)
     arrived = sorted(arrived, key=lambda each: first.index(each[0]) if each[0] in first else len(first))
     reads = iter([unit for unit, _ in arrived])

@@ -30,7 +30,7 @@ from hf_zero.optim.registry import (
     stored_bytes_per_element,
     suit_precision,
 )
-from hf_zero.optim.states import guard_states
+from hf_zero.optim.states import guard_masters, guard_states
 from hf_zero.optim.traits import Sees, Traits, adopt_masters, lists_beside, traits_of, updater_for
 from hf_zero.optim.updater import Peers, Spread, UpdaterRanks
 from hf_zero.params.flat import FlatParameters
@@ -319,8 +319,20 @@ def assemble(
     runs_ahead = not is_offloaded and host_runs_ahead(plan.device)
     streamed = _streamed(plan, reducer, updater, placements)
     step = ShardedStep(
-        store, reducer, updater, sharding, plan.groups, plan.rules, placements, runs_ahead=runs_ahead, streamed=streamed
+        store,
+        reducer,
+        updater,
+        sharding,
+        plan.groups,
+        plan.rules,
+        placements,
+        runs_ahead=runs_ahead,
+        defers=plan.zero.overlap_step,
+        streamed=streamed,
     )
+    if step.defers:
+        updater.stager.finish_update = placements.deferred.finish
+        guard_masters(optimizer, placements.deferred.finish)
     kind = optimizer_class(sharding.stage, store.parameters[0].dtype if store.parameters else torch.float32)
     wrapped = kind(step, store, updater, sharding, plan.rules)
     return Assembly(wrapped, step, reducer, store, placements, members)

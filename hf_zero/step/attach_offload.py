@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -118,8 +117,7 @@ def _placements(
         in_memory_placement(device),
         [(placement, share) for placement, share in far if share],
         parameters=store_of_parameters(rest, device, None if rest is None else drives.get(rest.nvme_path)),
-        # The parts of buckets have padding, which `owned_numel` does not count.
-        far_numel=0 if policy is None else sys.maxsize if policy.ratio == 1 else round(owned_numel * policy.ratio),
+        near_numel=0 if policy is None else owned_numel - round(owned_numel * policy.ratio),
         sub_group_numel=longest if cuts and policy is not None else None,
         drives=tuple(drives.values()),
         update_threads=update_threads,

@@ -68,6 +68,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
+        self.updater.stager.finish_update()
         return self.optimizer.state
 
     @state.setter
@@ -154,11 +155,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """This rank's part of the optimizer state, in torch's format. `engine.save_checkpoint` writes all of it, in a
         form that other numbers of ranks can read."""
         self._step.wait_for_outcome()
+        self.updater.stager.finish_update()
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of `state_dict` from the same rank of the same layout."""
         self._step.wait_for_outcome()
+        self.updater.stager.finish_update()
         self.optimizer.load_state_dict(state_dict)
         self.updater.state_replaced()
 

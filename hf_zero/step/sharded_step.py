@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -254,6 +255,7 @@ class ShardedStep:
         values: access to this rank's masters, gradients and states between steps.
         outside: changes of masters outside steps.
         outcome: of the last step, None before the first; the host may not have read it yet.
+        defers: whether updates may be deferred, see `DeferredUpdate`.
     """
 
     def __init__(
@@ -267,11 +269,13 @@ class ShardedStep:
         placements: Placements,
         *,
         runs_ahead: bool = False,
+        defers: bool = False,
         streamed: Any = None,
     ) -> None:
         """
         Args:
             runs_ahead: a step does not wait for its own outcome if the updater does not need it.
+            defers: the updates of weights that stage 3 gathers for their next use may run then, see `DeferredUpdate`.
             streamed: `StreamedUpdates`, which update during backward; None: everything is updated in the step.
         """
         self._store = store
@@ -281,6 +285,8 @@ class ShardedStep:
         self._rules = rules
         self._placements = placements
         self._runs_ahead = runs_ahead and rules.loss_scale is None
+        self.defers = defers and updater.may_defer and streamed is None
+        self.defers = any(self._may_defer(bucket, ()) for bucket in range(len(store.buckets)))
         self._agreement = Agreement(store, reducer, sharding, groups, placements)
         self._reduced = ReducedGradients(reducer)
         self._local = LocalGradients(reducer, sharding.num_ranks)
@@ -368,33 +374,60 @@ class ShardedStep:
         if self._streamed is not None:
             self.factors.refuse_mixed()
             self._streamed.fix_scale()  # by the outcome of the last step, which the next line replaces
+        self._placements.deferred.finish()
         self.publish_changes()
         used, outcome = self._agree()
         if not outcome.is_known_to_skip:
-            first = self._store.updated_first()
-            gradients = self._gradients(used, outcome, first)
-            left = Counter(sub_group.bucket for sub_group in gradients.wanted)
-            gathered = Pending()
-            if READERS:
-                wait_for_readers()
-            with ledger.phase("step"), self._placements.updating():
-                for sub_group in self._updater.step(gradients):
-                    bucket = sub_group.bucket
-                    left[bucket] -= 1
-                    if not left[bucket]:
-                        del left[bucket]
-                        gathered.wait()
-                        gathered = self._store.all_gather_params(bucket)
-                        if bucket in first:
-                            gathered.wait()
-                            self._store.gather_beside_update(left.keys())
-                gathered.wait()
-                self._placements.check(self._collectives)
-                self._placements.release_buffers()
-            self.outside.note()
-            self._store.outdate(used)
+            self._update(used, outcome)
         self._store.finish_update()
         self._clear()
+
+    def _update(self, used: Set[int], outcome: StepOutcome) -> None:
+        """Update and gather bucket by bucket, except what is deferred."""
+        first = self._store.updated_first()
+        gradients = self._gradients(used, outcome, first)
+        left = dict.fromkeys(sub_group.bucket for sub_group in gradients.wanted)
+        deferred = [bucket for bucket in left if self._may_defer(bucket, first)]
+        # This call reads what a program may change before the rest of the update runs, such as learning rates.
+        updates = self._updates(self._updater.step(gradients), gradients.wanted)
+        gathered = Pending()
+        if READERS:
+            wait_for_readers()
+        with self._updating():
+            for bucket in islice(updates, len(left) - len(deferred)) if deferred else updates:
+                del left[bucket]
+                gathered.wait()
+                gathered = self._store.all_gather_params(bucket)
+                if bucket in first:
+                    gathered.wait()
+                    self._store.gather_beside_update(left.keys())
+            gathered.wait()
+            self._placements.check(self._collectives)
+        if deferred:
+            self._store.defer(updates, deferred, self._updating)
+        self._store.outdate(used)
+
+    def _updates(self, updated: Iterator[SubGroup], wanted: Sequence[SubGroup]) -> Iterator[int]:
+        """Run an update; yields each bucket when the last of its sub-groups is done."""
+        left = Counter(sub_group.bucket for sub_group in wanted)
+        for sub_group in updated:
+            left[sub_group.bucket] -= 1
+            if not left[sub_group.bucket]:
+                yield sub_group.bucket
+        self._placements.release_buffers()
+        self.outside.note()
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Context of each part of an update."""
+        with ledger.phase("step"), self._placements.updating():
+            yield
+
+    def _may_defer(self, bucket: int, first: Sequence[int]) -> bool:
+        """Whether the update of a bucket may run beside the next forward. Only what is updated in or through host
+        memory does: the device's own update needs what forward needs, too."""
+        is_far = self._store.buckets[bucket].placement.departures is not None
+        return self.defers and is_far and bucket not in first and self._store.may_defer(bucket)
 
     def _agree(self) -> tuple[Set[int], StepOutcome]:
         """Agree with all ranks on the parameters with gradients, and on the outcome."""
@@ -438,7 +471,7 @@ class ShardedStep:
         # This must not depend on this rank's own pieces: all ranks must gather the same buckets.
         updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
         wanted = [sub_group for sub_group in self._updater.sub_groups if updated[sub_group.bucket]]
-        wanted.sort(key=lambda sub_group: first.index(sub_group.bucket) if sub_group.bucket in first else len(first))
+        wanted.sort(key=lambda sub_group: self._turn(sub_group.bucket, first))
         if not outcome.is_known:
             outcome.when_skipped(self._updater.roll_back)
         if self._streamed is not None:
@@ -446,6 +479,12 @@ class ShardedStep:
         skip = None if outcome.is_known else outcome.skip
         # Bind the present source: the updater may switch to another one once the step has started.
         return StepGradients(self._source.of, used, outcome.scale, wanted, skip)
+
+    def _turn(self, bucket: int, first: Sequence[int]) -> tuple[int, int]:
+        """When a bucket is updated: those of `first`, then all others, and the deferred ones in the order of use."""
+        if bucket in first:
+            return 0, first.index(bucket)
+        return 1 + self._may_defer(bucket, first), self._store.next_use(bucket) if self.defers else 0
 
     def wait_for_outcome(self) -> None:
         """Read the outcome of the last step, if not read yet; waits for the device.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Channel, EngineRows
 from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
+from hf_zero.offload.placement import StagedVector
 from tests.hostile.programs import random_program
 from tests.hostile.spec import Call, Forward, Limits, Micro, ModuleSpec, RankMicro
 from tests.hostile.spec import Program as HostileProgram
@@ -131,6 +132,16 @@ PROGRAMS = {
     "alike, offload": Program(
         zero={**NONE_KEPT, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     ),
+    "alike, updates beside forward": Program(zero={**NONE_KEPT, "offload_optimizer": {"device": "cpu"}}),
+    "alike, a half updated beside forward": Program(
+        zero={**FAR_AHEAD, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, evaluates=True, steps=5
+    ),
+    "images on one rank, updates beside forward": Program(
+        on_first(image=True), micro=2, zero={**NONE_KEPT, "offload_optimizer": {"device": "cpu"}}
+    ),
+    "one rank runs a forward more, updates beside forward": Program(
+        on_first(forward_more=True), num_text=10, steps=3, zero={**NONE_KEPT, "offload_optimizer": {"device": "cpu"}}
+    ),
     "alike, stage 2": Program(zero={"stage": 2}),
     "images on one rank, 4 vision blocks": Program(on_first(image=True), num_vision=4, num_text=4, steps=3),
     "images on one rank, 12 vision blocks": Program(on_first(image=True), num_vision=12, num_text=4, steps=3),
@@ -160,6 +171,7 @@ PROGRAMS = {
 FAST = ["alike, hpZ 2 of 4", "alike, offload", "images on one rank, 4 vision blocks"]
 FAST += ["images on both, later on one", "images on one rank, a sum over all before the text"]
 FAST += ["one rank leaves a plan in backward", "images on one rank, offload"]
+FAST += ["images on one rank, updates beside forward"]
 
 
 def train(world: InProcessWorld, program: Program) -> list[list[Tensor]]:
@@ -277,6 +289,11 @@ FAULTS = {
     "a gather that nobody waits for": (
         "alike",
         [mock.patch("hf_zero.comm.torch_backend._LaneWork.wait", lambda self: None)],
+        "may still use",
+    ),
+    "a gather that does not wait for the update of its row": (
+        "alike, updates beside forward",
+        [mock.patch.object(StagedVector, "join", lambda self: None)],
         "may still use",
     ),
     "a copy that does not wait for its buffer": (

@@ -65,20 +65,21 @@ def test_shards_of_parameters_stay_in_memory_unless_a_drive_is_asked_for() -> No
         assert store.adopt("weights", torch.arange(3.0)).take().tolist() == [0, 1, 2]
 
 
-def test_the_far_placement_is_used_up_first() -> None:
+def test_the_first_buckets_stay_near_as_long_as_there_is_room() -> None:
+    """At stage 3 forward uses them first, so that it need not wait for an update that is deferred."""
     near, far = in_memory_placement(CPU), in_memory_placement(CPU)
-    placements = Placements(CPU, near, [(far, 1.0)], far_numel=10)
-    assert [placements.next(6) is far for _ in range(3)] == [True, True, False]
+    placements = Placements(CPU, near, [(far, 1.0)], near_numel=10)
+    assert [placements.next(numel) is near for numel in (6, 6, 4, 1)] == [True, False, True, False]
     assert placements.failure is None
 
 
 def test_far_placements_alternate_by_their_shares() -> None:
     """Neighbouring buckets are updated at the same time only if they are in different placements."""
     near, host, device = (in_memory_placement(CPU) for _ in range(3))
-    placements = Placements(CPU, near, [(host, 0.25), (device, 0.75)], far_numel=8)
+    placements = Placements(CPU, near, [(host, 0.25), (device, 0.75)], near_numel=1)
+    assert placements.next(1) is near
     chosen = ["device" if placements.next(1) is device else "host" for _ in range(8)]
     assert chosen == ["device", "host", "device", "device"] * 2
-    assert placements.next(1) is near
 
 
 def test_what_is_to_be_tidied_up_at_a_signal_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from hf_zero.api import run_words
 from hf_zero.config import ConfigError, resolve
 from hf_zero.device.cores import Cores
+from hf_zero.device.runtime import Runtime
 from hf_zero.optim.elementwise import ElementwiseUpdater
 from tests.offload.offload_runs import Run, engine_for, train
 from tests.support.late import Late, use
@@ -82,7 +83,8 @@ def test_the_drive(tmp_path: Path) -> None:
 
 
 def test_without_an_accelerator_the_users_number_applies_everywhere() -> None:
-    assert threads_of(Run(2, ON_HOST)) == ({1}, {1}, 1)
+    with use(Runtime()):
+        assert threads_of(Run(2, ON_HOST)) == ({1}, {1}, 1)
 
 
 def run_threads(rank: int, bound: bool) -> Any:

@@ -39,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "small ones persistent": {**SEVERAL, "stage3_param_persistence_threshold": 12},
     "weights in host memory": {**NOTHING_KEPT, "offload_param": {"device": "cpu"}},
     "all in host memory": {**SEVERAL, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
+    "updates beside forward": {**NOTHING_KEPT, "offload_optimizer": {"device": "cpu"}},
     "quantized": {**SEVERAL, "zero_quantized_weights": True},
     "kept until backward": {"stage3_param_persistence_threshold": 0},
 }
@@ -86,7 +87,13 @@ def trained(rank: int, zero: dict[str, Any]) -> list[float]:
     return numbers
 
 
-FEW = ["one ahead", "small ones persistent", "all in host memory", "quantized"]  # with the features of the others
+FEW = [
+    "one ahead",
+    "small ones persistent",
+    "all in host memory",
+    "updates beside forward",
+    "quantized",
+]  # with the features of the others
 
 
 def run_apart(rank: int, ways: Sequence[str]) -> dict[str, list[float]]:

@@ -10,8 +10,8 @@ So a rank can send every row that it has without asking the engine, at any time 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -38,7 +38,11 @@ class StoredRow(Protocol):
 
 
 class OwnRow:
-    """This rank's row of one part of a unit; with hpZ all rows that it keeps."""
+    """This rank's row of one part of a unit; with hpZ all rows that it keeps.
+
+    Attributes:
+        update: called before the next read of the row, which it brings up to date; None: it is.
+    """
 
     def __init__(self, stored: StoredRow, form: PlainRows, device: torch.device, num_kept: int = 1) -> None:
         """
@@ -50,17 +54,21 @@ class OwnRow:
         self._form = form
         self._device = device
         self._num_kept = num_kept
+        self.update: Callable[[], None] | None = None
         self._is_fetched = False
         self._sent: Tensor | None = None  # as gathers send it, until `put_back`
 
     def fetch(self) -> None:
-        """Start copying the row to the device that gathers."""
-        if not self._is_fetched:
+        """Start copying the row to the device that gathers, if it is up to date."""
+        if not self._is_fetched and self.update is None:
             self._is_fetched = True
             self._stored.fetch()
 
     def open(self) -> Tensor:
         """The row as gathers send it (1-D), on the device that gathers, until `put_back`."""
+        if self.update is not None:
+            update, self.update = self.update, None
+            update()
         self.fetch()
         if self._sent is None:
             self._sent = self._form.sent(self._stored.take().view(self._num_kept, -1)).view(-1)
@@ -157,6 +165,18 @@ class EngineRows:
 
     # For the engine
 
+    @contextmanager
+    def writing_beside(self) -> Iterator[None]:
+        """Context for changes of rows beside compute: on the lane that gathers, so that gathers read them without a
+        wait. Compute calls `join` before it reads them."""
+        with gather_lane(self._group, self._runtime.device):
+            yield
+            self.mark_sent()
+
+    def join(self) -> None:
+        """Make compute wait for what the gather lane has read and written so far."""
+        self._runtime.wait(self._sent)
+
     def mark_sent(self) -> None:
         """Make the next change of rows wait for what the gather lane has sent so far. Called on that lane."""
         self._sent = self._runtime.record()
@@ -164,7 +184,7 @@ class EngineRows:
     def about_to_write(self) -> None:
         """Make compute wait until gathers for other ranks have read this rank's rows. The next gather waits for what is
         written then."""
-        self._runtime.wait(self._sent)
+        self.join()
         self._sent = DONE
         self._written = None
 

@@ -88,6 +88,11 @@ class HfZero(Tiling):
         'accelerator in chunks; "both": at the same time, each a share that lets them end together, measured at the '
         "start (docs/offload.md). The last bits of weights differ between the two.",
     )
+    overlap_step: Flag = supported(
+        True,
+        "At stage 3 with offloaded states on an accelerator: each unit is updated just before the next forward reads "
+        "it, while the device computes the units before it. Same values. false: everything is updated in step().",
+    )
     decay_biases_and_norms: Flag = supported(
         False,
         "Under Trainer with an optimizer section: true puts all parameters into one param group, as DeepSpeed does; "

@@ -430,6 +430,7 @@ class ZeroPolicy:
     offload_param: OffloadParam | None = None
     offload_threads: int | Literal["auto", "unchanged"] = "auto"  # of an offloaded update
     offload_update: Literal["cpu", "device", "both"] = "cpu"  # what updates offloaded states
+    overlap_step: bool = True  # whether stage 3 may update offloaded states beside the next forward
     streaming: Any = None  # the section of the extra `streaming`; None: updates run after backward
     files: Aio
 
@@ -469,6 +470,7 @@ def zero_of(config: Root, streaming: Any) -> ZeroPolicy:
         offload_param=zero.offloaded_parameters,
         offload_threads=own.offload_threads,
         offload_update=own.offload_update,
+        overlap_step=own.overlap_step,
         streaming=streaming,
         files=config.section(Aio),
     )
