@@ -221,9 +221,10 @@ class ReducedGradient:
 
     def opened(self, *, changes: bool = False) -> AbstractContextManager[Tensor]:
         """Context that provides the sum; with `changes` it may be overwritten."""
+        vector = self.vector  # parts that arrive now set the squares
         if changes:
             self._squares = None
-        return self.vector.opened(changes=changes)
+        return vector.opened(changes=changes)
 
     def release_applied(self) -> None:
         """Free the sum, which was applied before its step, and keep only its norm."""

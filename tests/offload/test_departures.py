@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
 from hf_zero.offload.placement import MAX_DEPARTURES, Departures, StagingPool
-from tests.support.late import Late
+from tests.offload.offload_runs import Run, engine_for, train
+from tests.support.late import Late, use
+from tests.support.ranks import run_each
 
 
 def departures() -> tuple[Late, Departures]:
@@ -49,3 +55,20 @@ def test_gradients_may_arrive_where_they_stay() -> None:
     leaving.send(torch.ones(4), lambda values: None, place)
     leaving.wait()
     assert place.eq(1).all()
+
+
+def norms_of_replicas(rank: int, offload: dict[str, Any]) -> list[float]:
+    with use(Late()):
+        run = Run(3, {"mics_shard_size": 1, **offload}, bf16=False, clip=0.05, steps=2)
+        engine = engine_for(run, 2)
+        numbers = train(engine, run, rank, 2)
+        engine.destroy()
+    return numbers
+
+
+def test_the_norm_is_of_the_sums_over_replicas(tmp_path: Path) -> None:
+    """With states on a drive and several copies of them, an accelerator's norm was that of one copy's gradients: they
+    were still on their way when the sum over copies began, and their arrival noted their squares."""
+    nvme = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_count": 5}}
+    [on_drive, _], [expected, _] = run_each(norms_of_replicas, 2, [(nvme,), ({},)])
+    assert on_drive == pytest.approx(expected, rel=1e-6)

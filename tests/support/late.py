@@ -333,7 +333,8 @@ class Late(Runtime):
         self._kept = [(event, tensor) for event, tensor in self._kept if not _covers(self._host, event.clock)]
 
     def _source_side(self, copy: _Copy) -> Clock:
-        return self._host if copy.lane is Lane.IN else self._clocks[Lane.COMPUTE]
+        """What the side that reuses the memory knows; what the host knows, it knows when it requests something."""
+        return self._host if copy.lane is Lane.IN else self._clocks[Lane.COMPUTE] | self._host
 
     def _carry_out(self, copy: _Copy) -> None:
         if copy.is_done:
