@@ -18,6 +18,7 @@ from hf_zero.device.cores import Cores, torch_threads
 from hf_zero.device.host_memory import disk_available
 from hf_zero.device.kinds import current_device, found_accelerators
 from hf_zero.device.registry import runtime_of
+from hf_zero.offload.update_speed import measure_on_cpu
 from hf_zero.planning.arguments import Gpu, known_gpu, unknown_gpu, words_of
 from hf_zero.planning.event_model import Machine
 from hf_zero.quantities import bytes_of
@@ -201,7 +202,8 @@ def _bytes(given: Mapping[str, object], key: str) -> float | None:
     return None if value is None else parse_bytes(str(value), f"--{key.replace('_', '-')}")
 
 
-# Speeds of this machine, measured in about a second: matrix products, memory, and the link between ranks of a host.
+# Speeds of this machine, measured in about a second: matrix products, memory, the link between ranks of a host, and
+# updates in host memory.
 #
 # CPUs differ by a factor of thirty in 16-bit products, which some only emulate, and a container's share of a host is
 # not in any data sheet.
@@ -212,6 +214,7 @@ _LARGER = 16  # factor on an accelerator, for the first two extents and for copi
 _COPIED_BYTES = 1 << 26
 _LEAST_S = 0.1
 _ROUNDS = 3
+_UPDATE_BYTES = 28  # per element: gradient, master and two states are read, and all but the gradient written
 _COPIES = 2  # on CPUs a byte is copied into shared memory and out of it
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -229,10 +232,16 @@ def calibrated(hardware: Hardware, precision: str) -> Hardware:
     with torch_threads(min(torch.get_num_threads(), share)):
         flops, memory = _flops(device, _DTYPES[precision]), _bytes_per_s(device)
     gpu = replace(hardware.gpu, flops=flops, memory=memory)
-    if not hardware.separate:
+    speeds = f"{flops / 1e9:,.0f} GFLOP/s, {memory / 1e9:,.1f} GB/s of memory"
+    host_memory_per_s = hardware.host_memory_per_s
+    if hardware.separate:
+        host_memory_per_s = _UPDATE_BYTES * measure_on_cpu(Cores.here().equal_share(1))
+        speeds += f", {host_memory_per_s / 1e9:,.1f} GB/s of host memory in updates"
+    else:
         gpu = replace(gpu, link=memory / 2 / _COPIES)
-    speeds = f"{flops / 1e9:,.0f} GFLOP/s, {memory / 1e9:,.1f} GB/s of memory, {gpu.link / 1e9:,.1f} GB/s of link"
-    return replace(hardware, gpu=gpu, notes=(*hardware.notes, f"measured on this machine: {speeds}"))
+        speeds += f", {gpu.link / 1e9:,.1f} GB/s of link"
+    notes = (*hardware.notes, f"measured on this machine: {speeds}")
+    return replace(hardware, gpu=gpu, host_memory_per_s=host_memory_per_s, notes=notes)
 
 
 def _flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from hf_zero.__main__ import main
 from hf_zero.config import ConfigError, TrainingView, load_config, resolve
 from hf_zero.device.kinds import found_accelerators
 from hf_zero.explain.views import config_file
+from hf_zero.offload import update_speed
+from hf_zero.planning import machine
 from hf_zero.planning import memory as memory_module
 from hf_zero.planning import model as model_module
 from hf_zero.planning import show as show_module
@@ -219,6 +222,18 @@ def test_sizes_and_machines() -> None:
     assert hardware({"gpu": "NVIDIA A100-SXM4-80GB"}).gpu == GPUS["a100"]
     assert hardware({"gpu": "NVIDIA A100-SXM4-40GB"}).gpu == hardware({"gpu": "a100-40"}).gpu == GPUS["a100-40"]
     assert all(each.num_bytes > 0 for each in found_accelerators())
+
+
+def test_updates_in_host_memory_are_measured_where_the_accelerator_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers differ by a factor of ten in the bandwidth of their memory, which decides what offload costs."""
+    monkeypatch.setattr(update_speed, "_NUMEL", 1 << 12)
+    monkeypatch.setattr(machine, "current_device", lambda: torch.device("cuda:0"))
+    monkeypatch.setattr(machine, "_flops", lambda device, dtype: 5e14)
+    monkeypatch.setattr(machine, "_bytes_per_s", lambda device: 2e12)
+    assumed = hardware({"gpu": "h100", "gpus_per_node": 8})
+    measured = calibrated(assumed, "bf16")
+    assert measured.host_memory_per_s > 0 and measured.host_memory_per_s != assumed.host_memory_per_s
+    assert "GB/s of host memory in updates" in measured.notes[-1]
 
 
 def test_a_name_that_only_contains_a_known_one_is_another_gpu() -> None:
