@@ -7,6 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -138,6 +139,48 @@ class _Parts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         back = _own if ctx.joins else _side_by_side
         return None, back(ctx.group, grads[0], ctx.sizes), None, None
+
+
+class _PartialCrossEntropy(torch.autograd.Function):
+    """Cross entropy of each token, from this rank's columns of the logits.
+
+    The softmax over the whole vocabulary needs two numbers per token of every rank: the logarithm of its sum of
+    exponentials, and the label's logit (0 if the label is elsewhere). Backward needs no communication.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: Collectives, logits: Tensor, labels: Tensor, first: int, ignored: int) -> Tensor:
+        local = labels - first
+        is_here = (local >= 0) & (local < logits.shape[-1]) & (labels != ignored)
+        local = local.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)
+        own = torch.stack([logits.logsumexp(-1), logits.gather(-1, local).squeeze(-1) * is_here], dim=-1)
+        sums, chosen = _side_by_side(group, own, (2,) * group.size).view(len(labels), -1, 2).unbind(-1)
+        total = sums.logsumexp(-1)
+        ctx.save_for_backward(logits, total, local, is_here, labels != ignored)
+        return (total - chosen.sum(-1)).where(labels != ignored, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        logits, total, local, is_here, counts = ctx.saved_tensors
+        back = (logits - total.unsqueeze(-1)).exp_()
+        back.scatter_add_(-1, local, -is_here.unsqueeze(-1).to(back.dtype))
+        return None, back.mul_(grads[0].where(counts, 0.0).unsqueeze(-1)), None, None, None
+
+
+@uncompiled
+def partial_cross_entropy(
+    group: Collectives, logits: Tensor, labels: Tensor, sizes: Sequence[int], *, ignore_index: int
+) -> Tensor:
+    """The sum of the tokens' cross entropies, from parts of the logits. Collective: 8 bytes per token and rank.
+
+    Args:
+        logits: this rank's columns, [tokens, sizes[rank]], in fp32.
+        labels: [tokens], the same on all ranks; tokens with `ignore_index` do not count.
+        sizes: columns of every rank.
+    """
+    _ENTERED.pop(group, None)
+    first = sum(sizes[: group.rank])
+    return cast("Tensor", _PartialCrossEntropy.apply(group, logits, labels, first, ignore_index)).sum()
 
 
 def check_first_batch(model: nn.Module, group: Collectives) -> None:
@@ -284,13 +327,15 @@ def enter_inputs(module: nn.Module, group: Collectives, number: int = 1) -> None
 
 
 def gather_output(module: nn.Module, group: Collectives, sizes: Sequence[int]) -> None:
-    """Gather the output of `module`. `module.whole_output` does the same for code that runs the module piece by piece
-    (see `change_output`), and `module.whole_width` is the resulting width."""
+    """Gather the output of `module`. For code that runs the module piece by piece (see `change_output`),
+    `module.whole_output` does the same, `module.cross_entropy` computes that of logits that are not gathered, and
+    `module.whole_width` is the width of whole ones."""
 
     def whole(output: Tensor) -> Tensor:
         return gather(group, output, sizes)
 
     vars(module)["whole_output"], vars(module)["whole_width"] = whole, sum(sizes)
+    vars(module)["cross_entropy"] = partial(partial_cross_entropy, group, sizes=sizes)
     change_output(module, whole)
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import GetSetDescriptorType
 from typing import Any, ClassVar
 
@@ -181,15 +182,22 @@ class _Job:
     steps: Sequence[Step]
     eager: bool
 
-    def run(self, head: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        """The sum of losses: scalar, fp32."""
+    def run(
+        self, head: Callable[[Tensor], Tensor], cross_entropy: Callable[..., Tensor], parameters: Sequence[Tensor]
+    ) -> Tensor:
+        """The sum of losses: scalar, fp32.
+
+        Args:
+            head: computes logits, or this rank's columns of them.
+            cross_entropy: (those in fp32, labels, ignore_index) -> the sum of losses.
+        """
 
         def call(tiles: Sequence[Tensor], _: Sequence[Tensor]) -> Tensor:
             hidden, labels = tiles
             logits = head(hidden)
             for step in self.steps:
                 logits = step(logits)
-            return functional.cross_entropy(logits.float(), labels, ignore_index=self.ignore_index, reduction="sum")
+            return cross_entropy(logits.float(), labels, ignore_index=self.ignore_index)
 
         tokens = len(self.labels)
         size = loss_tile_tokens(self.width, self.hidden.shape[-1])
@@ -204,9 +212,6 @@ class _AllLogits:
 
     changes_in_pieces: ClassVar[bool] = True
     hidden: Tensor
-
-    def run(self, head: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]) -> Tensor:
-        return head(self.hidden)
 
 
 class TiledLoss(TrainingFeature):
@@ -262,12 +267,19 @@ class TiledLoss(TrainingFeature):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The head's forward, which runs inside its hooks."""
-        if args and isinstance(args[0], (_Job, _AllLogits)):
-            return args[0].run(self._whole, list(self._head.parameters()))
+        if args and isinstance(args[0], _Job):
+            return args[0].run(self._own, self._cross_entropy, list(self._head.parameters()))
+        if args and isinstance(args[0], _AllLogits):
+            return self._whole(args[0].hidden)
         if self._defers and len(args) == 1 and not kwargs and torch.is_grad_enabled():
             self._was_deferred = True
             return DeferredLogits.of(args[0], self._width, _dtype_of(args[0]), self._compute, self._on_use)
         return self._own(*args, **kwargs)
+
+    @property
+    def _cross_entropy(self) -> Callable[..., Tensor]:
+        """That of columns of the logits, if the head is cut over ranks."""
+        return vars(self._head).get("cross_entropy") or partial(functional.cross_entropy, reduction="sum")
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """Logits of the whole vocabulary, which a tensor-parallel head gathers."""

@@ -9,10 +9,11 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from hf_zero.comm import LoneCollectives, ledger
 from hf_zero.tensor import layers
-from hf_zero.tensor.layers import enter, gather, leave
+from hf_zero.tensor.layers import enter, gather, leave, partial_cross_entropy
 from hf_zero.tensor.shard import shard_model
 from tests.tensor.threads import ThreadCollectives, in_threads
 from tests.tensor.training import batches, config_of, model_of
@@ -81,3 +82,29 @@ def test_without_a_graph_nothing_enters() -> None:
     with torch.inference_mode():
         assert enter(alone, source) is source
     assert enter(alone, source.detach()).grad_fn is None
+
+
+@pytest.mark.parametrize("sizes", [(5, 5), (4, 3, 3)])
+def test_the_loss_of_parts_of_the_logits(sizes: tuple[int, ...]) -> None:
+    """`tiled_loss` gathered every tile's logits to compute a number per token: 8 bytes per token and rank suffice."""
+    torch.manual_seed(0)
+    logits, labels = 20 * torch.randn(7, sum(sizes)), torch.tensor([0, 9, -100, 4, 5, 2, 8])
+    whole = logits.clone().requires_grad_()
+    expected = functional.cross_entropy(whole, labels, reduction="sum")
+    (3 * expected).backward()
+    ledger.reset()
+
+    def body(group: ThreadCollectives) -> tuple[Tensor, Tensor]:
+        part = logits.split(sizes, dim=-1)[group.rank].clone().requires_grad_()
+        loss = partial_cross_entropy(group, part, labels, sizes, ignore_index=-100)
+        (3 * loss).backward()
+        assert part.grad is not None
+        return loss.detach(), part.grad
+
+    losses, gradients = zip(*in_threads(body, len(sizes)), strict=True)
+    assert whole.grad is not None
+    torch.testing.assert_close(torch.stack(losses), expected.detach().expand(len(sizes)))
+    torch.testing.assert_close(torch.cat(gradients, dim=-1), whole.grad)
+    tallies = {name: tally for (_, name), tally in ledger.tallies.items()}
+    assert tallies.keys() == {"all_gather"} and tallies["all_gather"].calls == len(sizes)
+    assert torch.equal(gradients[0][2], torch.zeros(sizes[0])), "an ignored token"
