@@ -42,10 +42,10 @@ class TensorParallel(Section):
     )
     partition_config: Any = check(None, "Custom partition rules: refused with autotp_size; set the model's tp_plan.")
     vocab_parallel_lm_head: Flag | None = check(
-        None, "Keep logits of a part of the vocabulary: true is refused with autotp_size."
+        None, "Keep logits of a part of the vocabulary: with autotp_size, true needs hf_zero.tiled_loss, which does so."
     )
     vocab_parallel_ce_backend: str = ignored(
-        "torch", "Loss implementation.", why="logits are whole on every rank, as losses expect them"
+        "torch", "Loss implementation.", why="hf_zero.tiled_loss has its own"
     )
     dtype: Any = ignored(None, "Dtype.", why="the sections bf16 and fp16 decide", met=True)
     tp: TensorParallelGroup | None = detail(None, "Group of ranks.", names=("tensor_parallel",))
@@ -86,10 +86,10 @@ class TensorParallel(Section):
             fix="set tp_plan on the model, with transformers' styles, and remove it",
         ),
         Rule(
-            keys=("tensor_parallel.vocab_parallel_lm_head", RANKS),
-            broken=lambda parallel, ranks: ranks.tensor_size > 1 and parallel,
-            rule="logits are whole on every rank, as losses expect them",
-            fix="remove it, or set it to false",
-            edit=Edit.at("tensor_parallel.vocab_parallel_lm_head"),
+            keys=("tensor_parallel.vocab_parallel_lm_head", "hf_zero.tiled_loss", RANKS),
+            broken=lambda parallel, tiled, ranks: ranks.tensor_size > 1 and parallel and not tiled,
+            rule="logits are whole on every rank, as losses expect them, unless the loss is tiled",
+            fix='set "hf_zero": {"tiled_loss": true}, or remove it',
+            edit=Edit.at("hf_zero.tiled_loss", True),
         ),
     )
