@@ -121,12 +121,18 @@ def test_what_programs_say() -> None:
         ({"autotp_size": 3}, "world size = data ranks x ranks per tensor group does not hold: 4 != n x 3"),
         ({"autotp_size": 2, "tp": {"tp_size": 4}}, "autotp_size is 2"),
         ({"autotp_size": 2, "partition_config": {}}, "set tp_plan on the model"),
-        ({"autotp_size": 2, "vocab_parallel_lm_head": True}, "logits are whole"),
+        ({"autotp_size": 2, "vocab_parallel_lm_head": True}, 'set "hf_zero": {"tiled_loss": true}, or remove it'),
     ],
 )
 def test_what_the_config_cannot_have(more: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         resolve({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": more}, world_size=4)
+
+
+def test_a_tiled_loss_keeps_logits_cut() -> None:
+    parallel = {"autotp_size": 2, "vocab_parallel_lm_head": True}
+    config = {"train_micro_batch_size_per_gpu": 1, "tensor_parallel": parallel, "hf_zero": {"tiled_loss": True}}
+    assert resolve(config, world_size=4).tensor_size == 2
 
 
 def test_all_ranks_count_in_the_batch_size() -> None:

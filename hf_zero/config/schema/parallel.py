@@ -89,7 +89,7 @@ class TensorParallel(Section):
             keys=("tensor_parallel.vocab_parallel_lm_head", "hf_zero.tiled_loss", RANKS),
             broken=lambda parallel, tiled, ranks: ranks.tensor_size > 1 and parallel and not tiled,
             rule="logits are whole on every rank, as losses expect them, unless the loss is tiled",
-            fix='set "hf_zero": {"tiled_loss": true}, or remove it',
+            fix='set "hf_zero": {{"tiled_loss": true}}, or remove it',
             edit=Edit.at("hf_zero.tiled_loss", True),
         ),
     )
