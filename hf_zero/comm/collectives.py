@@ -137,9 +137,11 @@ class Collectives(ControlMessages):
     Attributes:
         negotiation: how ranks agree on the gathers of stage 3.
         has_gather_lane: whether gathers of rows run on the device's gather lane.
+        starts_at_once: whether a reduction starts without waiting for other ranks.
     """
 
     has_gather_lane = False
+    starts_at_once = False
 
     def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
         """`ranks`: default: the first `size` ranks."""

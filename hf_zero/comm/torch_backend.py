@@ -25,6 +25,8 @@ _AS_BYTES = ("torch.int16", "torch.uint16", "torch.uint32", "torch.uint64", "tor
 class NativeCollectives(Collectives):
     """Passes every flat buffer to the process group in one call."""
 
+    starts_at_once = True
+
     def __init__(self, group: dist.ProcessGroup | None = None, hosts: dist.ProcessGroup | None = None) -> None:
         """`hosts`: the same ranks on a backend for host memory, if `group` is for a device."""
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -61,6 +61,7 @@ class Reductions:
 
     Attributes:
         max_in_flight: maximum number of reductions in flight.
+        are_last: whether the present backward is the last of its step, so that its buckets are complete.
         when_summed: called with each bucket whose reduction has been added to `reduced`.
     """
 
@@ -87,6 +88,7 @@ class Reductions:
         self._replicas = replicas
         self._scatters = scatter
         self.max_in_flight = MAX_SEND_BUFFERS if overlap else 1
+        self.are_last = False
         self._longest = _longest(buckets)
         self._flights: deque[_Flight] = deque()
         self._subject = collectives.new_subject()
@@ -200,6 +202,8 @@ class Reductions:
             if self._replicas is not None:
                 self._replicas.about_to_add(flight.bucket)
             flight.bucket.reduced.add(flight.result, is_lent=is_lent)
+            if self._replicas is not None and self.are_last:
+                self._replicas.start(flight.bucket)
         flight.bucket.local = None
         if flight.sent is not None:
             (flight.bucket.wire or flight.bucket.collectives).give_send_buffer(flight.sent)
@@ -331,6 +335,7 @@ class GradientReducer:
         self._deferred.finish()  # gradients take the place of those that it reads
         if self._applies:
             raise RuntimeError(TOO_LATE)
+        self._reductions.are_last = boundary is Boundary.LAST
         self._applies = boundary is Boundary.LAST and self._may_apply
         self._open(boundary)
         self._has_begun = True
@@ -412,7 +417,7 @@ class GradientReducer:
         self._reductions.wait()
         if self._replicas is not None:
             self._replicas.clear()
-        self._applies = False
+        self._applies = self._reductions.are_last = False
         self.late.clear()
         for bucket in self.buckets:
             bucket.clear()

@@ -3,6 +3,9 @@
     backward        reduce-scatter within the shard group, micro-batch by micro-batch: sums of this replica's ranks
     at the boundary all-reduce of the shard across the replicas, once: sums of all ranks
 
+Beside the last backward of a step, each bucket is summed as soon as its own reduction is complete, where nothing has to
+be copied for it. Nobody waits for these sums before the step.
+
 If gradients arrive after a sum, all replicas except the first restart at zero, so that the sum counts once.
 """
 
@@ -31,18 +34,37 @@ class ReplicaSums:
         self._collectives = collectives
         self._is_first = is_first
         self._summed: set[int] = set()  # buckets whose `reduced` is summed over all replicas
+        self._beside: dict[int, Pending] = {}  # those of them that are still in flight, by bucket
 
     def about_to_add(self, bucket: BucketGradients) -> None:
         """Prepare `bucket` for more gradients."""
         if bucket.bucket.index in self._summed:
+            self._finish(bucket.bucket.index)
             self._summed.remove(bucket.bucket.index)
             if not self._is_first:
                 with bucket.reduced.opened(changes=True) as total:
                     total.zero_()
 
     @torch.no_grad()
+    def start(self, bucket: BucketGradients) -> None:
+        """Start the sum of a bucket that will get no more gradients in this step. Collective, without a wait; all ranks
+        start the same buckets in the same order. Does nothing if the sum needs a copy."""
+        shard = bucket.reduced
+        fits = shard.is_on_device and bucket.dtypes.are_one and bucket.trained.owned.numel % self._collectives.size == 0
+        if fits and self._collectives.starts_at_once:
+            self._summed.add(bucket.bucket.index)
+            self._beside[bucket.bucket.index] = self._start(bucket)
+
+    def _finish(self, index: int) -> None:
+        pending = self._beside.pop(index, None)
+        if pending is not None:
+            pending.wait()
+
+    @torch.no_grad()
     def sum(self) -> None:
         """Sum everything reduced since the last call, and wait for it. Collective."""
+        for index in list(self._beside):
+            self._finish(index)
         flights: deque[Pending] = deque()
         for bucket in self._buckets:
             if bucket.reduced.is_there and bucket.bucket.index not in self._summed:
@@ -56,6 +78,8 @@ class ReplicaSums:
 
     def clear(self) -> None:
         """Drop all gradients."""
+        for index in list(self._beside):
+            self._finish(index)
         self._summed.clear()
 
     def _start(self, bucket: BucketGradients) -> Pending:

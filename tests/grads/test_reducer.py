@@ -16,6 +16,7 @@ from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout import Interval, ParameterSpec, plan_layout
 from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import in_memory_placement
+from hf_zero.offload.sub_group import DeferredUpdate
 from hf_zero.params.store import TrainedBucket
 from hf_zero.precision import Precision
 from tests.support.groups import groups_of
@@ -75,6 +76,7 @@ class Store:
         specs = [ParameterSpec(f"p{i}", NUMEL, 0, "float32") for i in range(3)]
         self.layout = plan_layout(specs, world=WORLD, bucket_numel=NUMEL)
         self.parameters = tuple(nn.Parameter(torch.zeros(NUMEL)) for _ in specs)
+        self.deferred = DeferredUpdate()
         place = in_memory_placement(CPU)
         self.buckets = tuple(
             TrainedBucket(b, owned(b), (), place, tuple(self.parameters[s.parameter] for s in b.slots), CPU)

@@ -301,6 +301,8 @@ class _Arrival(Pending):
 class GraphCollectives(ApartCollectives):
     """Collectives of one communicator. Values are this rank's own, as if the others had the same."""
 
+    starts_at_once = True
+
     def __init__(self, world: GraphWorld, ranks: tuple[int, ...], channel: Channel) -> None:
         super().__init__(world, ranks, channel)
         self._graph = world.graph

@@ -44,9 +44,7 @@ class TensorParallel(Section):
     vocab_parallel_lm_head: Flag | None = check(
         None, "Keep logits of a part of the vocabulary: with autotp_size, true needs hf_zero.tiled_loss, which does so."
     )
-    vocab_parallel_ce_backend: str = ignored(
-        "torch", "Loss implementation.", why="hf_zero.tiled_loss has its own"
-    )
+    vocab_parallel_ce_backend: str = ignored("torch", "Loss implementation.", why="hf_zero.tiled_loss has its own")
     dtype: Any = ignored(None, "Dtype.", why="the sections bf16 and fp16 decide", met=True)
     tp: TensorParallelGroup | None = detail(None, "Group of ranks.", names=("tensor_parallel",))
 
