@@ -144,7 +144,8 @@ _READING = """\
 Peaks are those of tensors. In session 1 gradients kept their memory between steps (3 GB here); since then a device has
 it back. FSDP2 holds fp32 weights alone between its blocks and casts what it gathers, which takes less on a single GPU
 (of eight ranks, both hold 2 of 16 bytes per parameter) and more time. Streaming was measured before its masters were
-updated chunk by chunk, when joining and splitting them took most of a step (docs/offload.md).
+updated chunk by chunk, when joining and splitting them took most of a step, and all offload before updates ran beside
+the next forward (docs/offload.md).
 """
 _KERNELS = """\
 ### Kernels
