@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -200,6 +200,10 @@ class Delayed(NativeCollectives):
         self.calls["reduce_scatter"] += 1
         return self.device.late(lambda: super(Delayed, self)._reduce_scatter(shard, flat), shard, flat)
 
+    def _reduce_scatter_pieces(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending:
+        self.calls["reduce_scatter"] += 1
+        return self.device.late(lambda: super(Delayed, self)._reduce_scatter_pieces(shards, wholes), *shards, *wholes)
+
     def _all_gather(self, flat: Tensor) -> Pending:
         self.calls["all_gather"] += 1
         return self.device.late(lambda: super(Delayed, self)._all_gather(flat), flat)
@@ -220,6 +224,10 @@ class DelayedGathers(Delayed, GatherStreamCollectives):
     def _gather_into(self, flat: Tensor, row: Tensor) -> None:
         self.calls["gather"] += 1
         self._between_naps(lambda: super(DelayedGathers, self)._gather_into(flat, row))
+
+    def _gather_each_into(self, wholes: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
+        self.calls["gather"] += 1
+        self._between_naps(lambda: super(DelayedGathers, self)._gather_each_into(wholes, pieces))
 
 
 @contextmanager

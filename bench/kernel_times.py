@@ -227,8 +227,9 @@ _PASSES = """\
 
 Bytes per parameter of the model, read + written, counted from the operations of a step of one rank of eight
 (`tests/support/step_passes.py`): bf16 training with AdamW and clipping, weights gathered for forward and again for
-backward. Collectives are left out. Ours are the fewest that collectives leave to do, at every stage: gathered rows lie
-by rank and have to lie by parameter, gradients come one by one, and nothing is updated before the norm of all is known.
-Mean, loss scale, clipping and the cast of the weights are in the update. FSDP2 casts what it gathers and what it has
-reduced, and clips, in passes of their own.
+backward. Collectives are left out. Ours are the fewest that collectives leave to do, at every stage: below stage 3
+gradients come one by one, and nothing is updated before the norm of all is known. At stage 3 large parameters are
+gathered where they are used, and their gradients reduced where autograd has left them. Mean, loss scale, clipping and
+the cast of the weights are in the update. FSDP2 copies what it has gathered and what it reduces, casts both, and clips,
+in passes of their own.
 """

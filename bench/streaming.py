@@ -191,7 +191,7 @@ def _on_device(engine: Any) -> list[torch.Tensor]:
     store = engine.gradients.assembly.store
     parts = [(unit, part) for unit in store.units for part in unit.parts]
     rows = [part.stored.tensor for unit, part in parts if unit.is_persistent]
-    return [part._full for _, part in parts] + rows + list(engine.module.buffers())
+    return [part.whole.full for _, part in parts] + rows + list(engine.module.buffers())
 
 
 def _host_bytes(engine: Any) -> int:

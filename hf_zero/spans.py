@@ -97,9 +97,9 @@ class Spans:
             name: the name of the unit or bucket; PyTorch's profiles only show spans with names.
             phase: the phase of the pass, for these profiles.
         """
-        is_profiled = name != "" and _profiler_enabled()
-        shown = f"hf_zero {kind} {name} ({phase})" if phase else f"hf_zero {kind} {name}"
-        return _Span(self, kind, name, shown if is_profiled else None)
+        if not (name and _profiler_enabled()):
+            return _Span(self, kind, name, None)
+        return _Span(self, kind, name, f"hf_zero {kind} {name} ({phase})" if phase else f"hf_zero {kind} {name}")
 
 
 SPANS = Spans()

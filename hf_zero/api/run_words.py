@@ -167,6 +167,7 @@ def _unit_sizes(unit: Unit, runtime: Runtime) -> UnitSizes:
         stored=stored,
         whole=sum(part.layout.full_numel * part.dtype.itemsize for part in unit.parts),
         is_persistent=unit.is_persistent,
+        is_direct=all(part.is_direct for part in unit.parts),
     )
 
 

@@ -39,5 +39,5 @@ from hf_zero.comm.process_group import (
     local_device,
     this_process,
 )
-from hf_zero.comm.rows import GatherBuffers, Pending, Rows
+from hf_zero.comm.rows import GatherBuffers, OutsideAutograd, Pending, Rows
 from hf_zero.comm.torch_backend import NativeCollectives

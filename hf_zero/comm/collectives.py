@@ -17,7 +17,7 @@ from torch._C._dynamo import eval_frame
 
 from hf_zero.comm.ledger import Call, ledger
 from hf_zero.comm.negotiation.gathering import AlikeNegotiation, Negotiation
-from hf_zero.comm.rows import FlatRows, Pending, Rows, num_bytes, own_shard
+from hf_zero.comm.rows import DirectRows, FlatRows, Pending, Rows, Together, num_bytes, own_shard
 
 MAX_SEND_BUFFERS = 2  # one being reduced, one being filled
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,20 +25,29 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def uncompiled(function: F) -> F:
     """Exclude a communicating function from compiled code, like `torch.compiler.disable`, but without importing the
-    compiler, which takes seconds; before it is imported nothing could compile the function."""
+    compiler, which takes seconds; before it is imported nothing could compile the function, nor while no compiled code
+    is running."""
     disabled: list[Callable[..., Any]] = []
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if _callback_of_compiler() is None:
+            return function(*args, **kwargs)
         if not disabled:
-            if "torch._dynamo" not in sys.modules:
-                return function(*args, **kwargs)
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **kwargs)
 
     run._torchdynamo_disable = True  # type: ignore[attr-defined]  # tracing stops before `run`, not inside
     _never_compile(run.__code__)  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
+
+
+def _callback_of_dynamo() -> object:
+    return sys.modules.get("torch._dynamo")
+
+
+# What the compiler calls for each new frame of Python; None while it is not active. (torch 2.6 does not tell.)
+_callback_of_compiler: Callable[[], object] = getattr(eval_frame, "get_eval_frame_callback", _callback_of_dynamo)
 
 
 def outside_transforms(function: F) -> F:
@@ -138,10 +147,12 @@ class Collectives(ControlMessages):
         negotiation: how ranks agree on the gathers of stage 3.
         has_gather_lane: whether gathers of rows run on the device's gather lane.
         starts_at_once: whether a reduction starts without waiting for other ranks.
+        moves_pieces: whether several tensors in one group of collectives are as fast as one tensor.
     """
 
     has_gather_lane = False
     starts_at_once = False
+    moves_pieces = False
 
     def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:
         """`ranks`: default: the first `size` ranks."""
@@ -185,6 +196,19 @@ class Collectives(ControlMessages):
         with _counted(self, "reduce_scatter", num_bytes(flat)) as call:
             return call.follow(self._reduce_scatter(shard, flat), flat)
 
+    def reduce_scatter_pieces(self, shard: Tensor, sizes: Sequence[int], wholes: Sequence[Tensor]) -> Pending:
+        """Like `reduce_scatter` for each of `wholes` (1-D) and its piece of `shard`, as one group of collectives.
+
+        Args:
+            sizes: elements of the pieces.
+            wholes: must not change until the group has ended.
+        """
+        with _counted(self, "reduce_scatter", num_bytes(shard) * self.size) as call:
+            return call.follow(self._reduce_scatter_pieces(shard.split_with_sizes(sizes), wholes), shard)
+
+    def _reduce_scatter_pieces(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending:
+        return Together([self._reduce_scatter(shard, whole) for shard, whole in zip(shards, wholes, strict=True)])
+
     def all_gather(self, flat: Tensor) -> Pending:
         """Fill every other rank's shard of `flat` from its owner, in place; the own shard is already filled."""
         with _counted(self, "all_gather", num_bytes(flat)) as call:
@@ -204,6 +228,16 @@ class Collectives(ControlMessages):
         flat = buffer.narrow(0, 0, row.numel() * self.size)
         own_shard(flat, self.rank, self.size).copy_(row)
         return FlatRows(buffer, flat, self.size, self._all_gather(flat))
+
+    def _gather_pieces(self, pieces: Sequence[Tensor], wholes: Sequence[Tensor], buffer: Tensor | None = None) -> Rows:
+        """Start gathering each of every rank's `pieces` (1-D) into one of `wholes`, in rank order.
+
+        Args:
+            buffer: holds `wholes` if nobody uses them.
+        """
+        for piece, whole in zip(pieces, wholes, strict=True):
+            own_shard(whole, self.rank, self.size).copy_(piece)
+        return DirectRows(buffer, Together([self._all_gather(whole) for whole in wholes]))
 
     def exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
         """Start sending the r-th of `world` equal shards of `flat` (1-D) to rank r.

@@ -41,7 +41,7 @@ from hf_zero.comm.process_group import (
     releases_groups_at_exit,
 )
 from hf_zero.comm.progress import explain
-from hf_zero.comm.torch_backend import GatherStreamCollectives, NativeCollectives
+from hf_zero.comm.torch_backend import GROUPING, GatherStreamCollectives, NativeCollectives
 from hf_zero.device.kinds import kind_of_backend
 from hf_zero.log import logger
 
@@ -251,7 +251,9 @@ class KnownGroups:
         # A separate stream: calls of two channels on one stream would need the same order on all ranks.
         kind = GatherStreamCollectives if channel is Channel.GATHER else NativeCollectives
         group = self.native_group(number, channel, device)
-        return kind(group, None if channel is Channel.GATHER else self._hosts_of(number, channel))
+        collectives = kind(group, None if channel is Channel.GATHER else self._hosts_of(number, channel))
+        collectives.moves_pieces = backend_of(device.type) in GROUPING
+        return collectives
 
     def _hosts_of(self, number: int, channel: Channel) -> dist.ProcessGroup | None:
         """The group for host memory of a channel on an accelerator: that of all channels of these ranks, which a

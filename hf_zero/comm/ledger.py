@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,6 +47,22 @@ class Call:
 
 
 UNWATCHED = Call()
+
+
+class _Phase:
+    """A context of `Ledger.phase`; an object, because a generator takes twice as many calls, for every unit."""
+
+    __slots__ = ("_ledger", "_name", "_previous")
+
+    def __init__(self, ledger: Ledger, name: str) -> None:
+        self._ledger = ledger
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._previous, self._ledger.current_phase = self._ledger.current_phase, self._name
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger.current_phase = self._previous
 
 
 class CallWatcher(Protocol):
@@ -100,7 +116,9 @@ class Ledger:
             num_beside: number of ranks on this rank's host, including itself; None: all.
         """
         for num_bytes in sizes:
-            tally = self.tallies.setdefault((self.current_phase, operation), Tally())
+            tally = self.tallies.get((self.current_phase, operation))
+            if tally is None:
+                tally = self.tallies[self.current_phase, operation] = Tally()
             within, across = received(operation, num_bytes, num_ranks, num_ranks if num_beside is None else num_beside)
             tally.calls += 1
             tally.num_bytes += num_bytes
@@ -110,14 +128,9 @@ class Ledger:
             return UNWATCHED
         return self.watcher.call(self.current_phase, operation, sizes, num_ranks)
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Context that counts collectives under phase `name`."""
-        previous, self.current_phase = self.current_phase, name
-        try:
-            yield
-        finally:
-            self.current_phase = previous
+        return _Phase(self, name)
 
     def tally(self, phase: str, operation: str) -> Tally:
         """The counts so far; zero if there are none."""

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event
+
+
+class OutsideAutograd:
+    """Context for the engine's own tensors, which no graph records and which outlive inference mode. torch's two
+    contexts take ten Python calls more, for every gather."""
+
+    __slots__ = ("_mode", "_had_grad")
+
+    def __enter__(self) -> None:
+        self._mode: torch.inference_mode | None = None
+        if torch.is_inference_mode_enabled():
+            self._mode = torch.inference_mode(False)
+            self._mode.__enter__()
+        self._had_grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._had_grad)
+        if self._mode is not None:
+            self._mode.__exit__(*error)
 
 
 class Pending:
@@ -32,6 +53,20 @@ class Pending:
 
     def wait(self) -> None:
         """Wait for the result."""
+
+
+class Together(Pending):
+    """Several collectives."""
+
+    def __init__(self, parts: Sequence[Pending]) -> None:
+        self._parts = tuple(parts)
+
+    def is_ready(self) -> bool:
+        return all(part.is_ready() for part in self._parts)
+
+    def wait(self) -> None:
+        for part in self._parts:
+            part.wait()
 
 
 class Then(Pending):
@@ -84,10 +119,12 @@ class Rows(Pending):
     Attributes:
         flat: all rows, if they are contiguous.
         buffer: the buffer that the gather took for them.
+        is_direct: whether the gather has written them where they are used, so that there are no rows to read.
     """
 
     flat: Tensor | None = None
     buffer: Tensor | None = None
+    is_direct = False
 
     def row(self, rank: int) -> Tensor:
         raise NotImplementedError
@@ -113,6 +150,23 @@ class FlatRows(Rows):
 
     def row(self, rank: int) -> Tensor:
         return own_shard(self.flat, rank, self._world)
+
+
+class DirectRows(Rows):
+    """Rows of which each piece is gathered into a tensor of its own."""
+
+    is_direct = True
+
+    def __init__(self, buffer: Tensor | None, pending: Pending) -> None:
+        """`buffer`: holds these tensors if nobody uses them."""
+        self.buffer = buffer
+        self._pending = pending
+
+    def is_ready(self) -> bool:
+        return self._pending.is_ready()
+
+    def wait(self) -> None:
+        self._pending.wait()
 
 
 class GatherBuffers:

@@ -7,17 +7,21 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from hf_zero.comm.calls import waiting
 from hf_zero.comm.collectives import Collectives, Pending, own_shard
 from hf_zero.comm.process_group import releases_groups_at_exit
-from hf_zero.comm.rows import FlatRows, Rows
+from hf_zero.comm.rows import DirectRows, FlatRows, Rows
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import Event, Runtime
 
 # torch 2.12 renamed these two; the old names warn on every call.
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_has_new_names = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+GROUPING = ("nccl", "xccl")  # backends that run several collectives as one: in one kernel, with one call of the host
 
 _AS_BYTES = ("torch.int16", "torch.uint16", "torch.uint32", "torch.uint64", "torch.float8")  # unknown to gloo and NCCL
 
@@ -50,6 +54,13 @@ class NativeCollectives(Collectives):
 
     def _reduce_scatter(self, shard: Tensor, flat: Tensor) -> Pending:
         return _BackendWork(_reduce_scatter_flat(shard, flat, group=self._group, async_op=True))
+
+    def _reduce_scatter_pieces(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> Pending:
+        group, options = self._group or dist.group.WORLD, ReduceScatterOptions()
+        assert group is not None, "initialized"
+        scatter = group.reduce_scatter_single_coalesced if _has_new_names else group.reduce_scatter_tensor_coalesced
+        options.asyncOp = True
+        return _BackendWork(scatter(list(shards), list(wholes), options))
 
     def _all_gather(self, flat: Tensor) -> Pending:
         return _BackendWork(
@@ -104,9 +115,26 @@ class GatherStreamCollectives(NativeCollectives):
             gathered = runtime.record()
         return FlatRows(buffer, flat, self.size, _LaneWork(runtime, gathered))
 
+    def _gather_pieces(self, pieces: Sequence[Tensor], wholes: Sequence[Tensor], buffer: Tensor | None = None) -> Rows:
+        runtime = runtime_of(wholes[0].device)
+        with runtime.gather_lane():
+            self._gather_each_into(wholes, pieces)
+            gathered = runtime.record()
+        return DirectRows(buffer, _LaneWork(runtime, gathered))
+
     def _gather_into(self, flat: Tensor, row: Tensor) -> None:
         """Gather in order with other work on the present lane. The host does not wait."""
         _all_gather_flat(flat, row, group=self._group)
+
+    def _gather_each_into(self, wholes: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
+        """Like `_gather_into`, for several as one group of collectives."""
+        group, options = self._group or dist.group.WORLD, AllgatherOptions()
+        assert group is not None, "initialized"
+        gather = group.all_gather_single_coalesced if _has_new_names else group.allgather_into_tensor_coalesced
+        options.asyncOp = False
+        work = gather(list(wholes), list(pieces), options)
+        if work is not None:
+            work.wait()
 
 
 class _LaneWork(Pending):

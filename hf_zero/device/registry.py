@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -51,7 +51,7 @@ class StreamClock(Clock):
         return timed(torch.accelerator.current_stream(self._device))
 
     def mark_after(self, wait: Callable[[], None]) -> Event:
-        with _current(self._watching):
+        with _Current(self._watching):
             wait()
         return timed(self._watching)
 
@@ -97,7 +97,7 @@ class Accelerator(Runtime):
             stream.wait_event(after.recorded)
         watcher = SPANS.watcher
         begin = None if watcher is None else timed(stream)
-        with torch.no_grad(), _current(stream):
+        with torch.no_grad(), _Current(stream):
             target.copy_(source, non_blocking=True)
         if watcher is not None:
             watcher.transfer(lane.value, source.numel() * source.element_size(), begin, timed(stream))
@@ -122,21 +122,19 @@ class Accelerator(Runtime):
             if len(arriving) == len(buffers):
                 complete_first()
             buffer = buffers[number % 2][: source.numel() * source.element_size()].view(source.dtype)
-            with _current(stream):
+            with _Current(stream):
                 buffer.copy_(source, non_blocking=True)
             arriving.append((stream.record_event(), buffer, target))
         while arriving:
             complete_first()
 
-    @contextmanager
-    def gather_lane(self, after: Event | None = None) -> Iterator[None]:
+    def gather_lane(self, after: Event | None = None) -> AbstractContextManager[None]:
         stream = self._stream(Lane.GATHER)
         if after is None and torch.accelerator.current_stream(self.device) != stream:
             after = self.record()
         if isinstance(after, StreamEvent):
             stream.wait_event(after.recorded)
-        with _current(stream):
-            yield
+        return _Current(stream)
 
     def record(self, *read: Tensor) -> Event:
         return StreamEvent(torch.accelerator.current_stream(self.device).record_event())
@@ -200,15 +198,20 @@ def _parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Ten
         yield from zip(source.split(limit), target.split(limit), strict=True)
 
 
-@contextmanager
-def _current(stream: Any) -> Iterator[None]:
+class _Current:
     """Context in which `stream` is current. (torch.Stream is a context manager since torch 2.7.)"""
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
+
+    __slots__ = ("_stream", "_before")
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch.accelerator.current_stream(self._stream.device)
+        torch.accelerator.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._before)
 
 
 _runtimes: dict[torch.device, Runtime] = {}

@@ -39,6 +39,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.kernels.accumulate import add_into, add_rows, write_rows
 from hf_zero.kernels.norm import sum_of_squares
 from hf_zero.layout import Interval, Slot
+from hf_zero.layout.buckets import direct_chunks
 from hf_zero.offload.vector import Vector, part_of
 from hf_zero.params.store import TrainedBucket
 
@@ -148,9 +149,10 @@ class ReducedGradient:
         """Storage (1-D, on the training device) for a sum over ranks, which is then passed to `add`."""
         is_in_place = self._departures is None and self._memory == self._trained.placement.work
         if not self.is_there and self._dtypes.are_one and is_in_place:
-            self.vector.fetch(reads=False)
+            place = self.vector
+            place.fetch(reads=False)
             self._state = ReducedState.AWAITED
-            return self.vector.take()
+            return place.take()
         return torch.empty(self._trained.owned.numel, dtype=self._dtypes.communication, device=self._trained.device)
 
     def add(self, part: Tensor, *, is_lent: bool = False) -> None:
@@ -316,6 +318,18 @@ class Arrivals:
         else:
             self._write_flat(target, sources, add=add)
 
+    def take_each(self, dtype: torch.dtype) -> list[Tensor]:
+        """Take all gradients, each whole (1-D, in `dtype`): as autograd has left them, where that is possible, and
+        zeros for those that have not arrived."""
+        arrived = {slot.parameter: grad for slot, grad in self._taken()}
+        return [
+            torch.zeros(slot.numel, dtype=dtype, device=self._trained.device)
+            if slot.parameter not in arrived
+            else arrived[slot.parameter].to(dtype).reshape(-1)
+            for slot in self._bucket.slots
+            if slot.numel
+        ]
+
     def take_apart(self, target: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Like `take`, but leaves copying to the caller: returns (view of `target`, gradient) for arrived gradients.
         The rest of `target`, a whole bucket owned by this rank, becomes zero."""
@@ -375,6 +389,8 @@ class BucketGradients:
 
     Attributes:
         owns_all: this rank updates the whole bucket.
+        chunks: elements of each parameter's chunk in a row, if gradients are reduced without a copy in a send buffer;
+            else empty. The same on all ranks.
     """
 
     def __init__(
@@ -401,7 +417,15 @@ class BucketGradients:
         self.reduced = ReducedGradient(trained, dtypes)
         self.local: Tensor | None = None
         self.owns_all = trained.owned.numel == trained.bucket.numel
+        self.chunks = self._chunks()
         self._needs_whole = False  # local gradients had to be stored since the last step
+
+    def _chunks(self) -> tuple[int, ...]:
+        is_plain = self.bucket.by_rows and not self.trained.is_persistent and self.wire is None
+        if not (is_plain and self.collectives.moves_pieces):
+            return ()
+        numels = [slot.numel for slot in self.bucket.slots]
+        return direct_chunks(numels, self.bucket.world, self.dtypes.communication.itemsize)
 
     def keep_local(self) -> None:
         """Move this backward's gradients into `local`, to be reduced after a later micro-batch."""

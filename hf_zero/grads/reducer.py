@@ -11,7 +11,8 @@ early waits for its predecessors, and gradients still missing when backward ends
     launch     take ----> send buffer ----> collective, overlapped with backward
     complete                                            ----> wait, add to `reduced`, return the buffer
 
-Sharded stages copy into one of two send buffers, so there is never a second copy of all gradients.
+Sharded stages copy into one of two send buffers, so there is never a second copy of all gradients. On accelerators
+stage 3 reduces large gradients where autograd has left them, in one group of collectives (`BucketGradients.chunks`).
 
 A rank that launches bucket 2 waits until the others have read its bucket 0, which they do when they launch bucket 2
 themselves or wait for anything. While it waits, it sends the others what they need. `hf_zero.comm.negotiation` explains
@@ -47,13 +48,14 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class _Flight:
     """A reduction in flight: its number among this rank's reductions, the tensor for its result (None: already added),
-    and the send buffer to return afterwards, if any."""
+    the send buffer to return afterwards, if any, and gradients that are reduced where they are."""
 
     number: int
     bucket: BucketGradients
     pending: Pending
     result: Tensor | None
     sent: Tensor | None
+    in_place: Sequence[Tensor] = ()
 
 
 class Reductions:
@@ -107,23 +109,15 @@ class Reductions:
                 return
         self._complete_until(self.max_in_flight - 1)
         number = self._count_launch()
-        wire = bucket.wire or bucket.collectives
         if is_alone:
             result = bucket.reduced.place_for_result()  # no other rank, so no send buffer
             bucket.arrivals.take(result, add=False)
             self._flights.append(_Flight(number, bucket, Pending(), result, None))
             return
-        buffer, sent = self._collect(bucket)
-        wire.about(self._subject, num_backward, bucket.bucket.index)
-        if self._scatters:
-            result = bucket.reduced.place_for_result()
-            pending = wire.reduce_scatter(result, buffer)
-        else:
-            result = buffer
-            pending = (bucket.sparse_rows or bucket.collectives).all_reduce(buffer)
+        flight = self._start(number, bucket, num_backward)
         if self._flights:
             self._advance(self._flights[-1])  # it has had one bucket's backward to complete
-        self._flights.append(_Flight(number, bucket, pending, result, sent))
+        self._flights.append(flight)
 
     def complete_ready(self) -> None:
         """Add completed reductions, so that other ranks get their buffers back."""
@@ -140,6 +134,21 @@ class Reductions:
             return 0
         self._negotiation.launched += 1
         return self._negotiation.launched - 1
+
+    def _start(self, number: int, bucket: BucketGradients, num_backward: int) -> _Flight:
+        wire = bucket.wire or bucket.collectives
+        if self._scatters and bucket.chunks and bucket.local is None:
+            grads = bucket.arrivals.take_each(bucket.dtypes.communication)
+            result = bucket.reduced.place_for_result()
+            pending = bucket.collectives.reduce_scatter_pieces(result, bucket.chunks, grads)
+            return _Flight(number, bucket, pending, result, None, grads)
+        buffer, sent = self._collect(bucket)
+        wire.about(self._subject, num_backward, bucket.bucket.index)
+        if self._scatters:
+            result = bucket.reduced.place_for_result()
+            return _Flight(number, bucket, wire.reduce_scatter(result, buffer), result, sent)
+        pending = (bucket.sparse_rows or bucket.collectives).all_reduce(buffer)
+        return _Flight(number, bucket, pending, buffer, sent)
 
     def _collect(self, bucket: BucketGradients) -> tuple[Tensor, Tensor | None]:
         """The bucket's gradients in one buffer of the communication dtype, and the send buffer used, if any."""
@@ -421,8 +430,9 @@ class GradientReducer:
         self.late.clear()
         for bucket in self.buckets:
             bucket.clear()
-        for parameter in self._parameters:
-            parameter.grad = None
+        with torch._C.DisableTorchFunctionSubclass():  # released ones have a class of their own
+            for parameter in self._parameters:
+                parameter.grad = None
         self._open(Boundary.LAST)  # so that a plain `loss.backward()` finds an open reducer
 
     def _wants_local(self) -> bool:

@@ -23,7 +23,7 @@ comes first and is ordered by optimizer group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 ALIGN_NUMEL = 32
@@ -291,6 +291,11 @@ def pieces_of_sub_group(bucket: Bucket, owned: Interval, part: Interval) -> tupl
 
 
 CHUNK_ALIGN_NUMEL = 8  # 16 bytes of a 16-bit type: allows wide copies with little padding at any world size
+DIRECT_ALIGN_BYTES = 16  # NCCL moves other pieces element by element
+# Below this mean size of a rank's chunk, several small collectives take longer than one and a copy. An estimate, not a
+# measurement: each further collective costs a ring one hop's latency per rank (2 us; NCCL runs some 16 of a group side
+# by side), and saves a copy of a chunk per rank (read and written at 2 to 3 TB/s).
+MIN_DIRECT_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +375,25 @@ class RowLayout:
             runs=self.runs,
             by_rows=True,
         )
+
+
+def direct_chunks(numels: Iterable[int], world: int, itemsize: int) -> tuple[int, ...]:
+    """Elements of each chunk of a row, if one group of collectives moves the chunks from or to the whole parameters.
+    Empty if the row is moved as a whole, and copied. The same on all ranks.
+
+    Every chunk must be a contiguous piece of its parameter on every rank. Then rows have no gaps either.
+
+    Args:
+        numels: elements of each parameter in the row.
+        itemsize: bytes per element in the collectives.
+    """
+    sizes = [numel for numel in numels if numel]
+    chunks = tuple(chunk_numel(numel, world) for numel in sizes)
+    are_even = all(
+        numel == chunk * world and not chunk % CHUNK_ALIGN_NUMEL and not chunk * itemsize % DIRECT_ALIGN_BYTES
+        for numel, chunk in zip(sizes, chunks, strict=True)
+    )
+    return chunks if are_even and sum(chunks) * itemsize >= len(chunks) * MIN_DIRECT_BYTES else ()
 
 
 def lay_rows(members: Sequence[MemberSpec], *, world: int, dtype: str, full_align: int) -> RowLayout:

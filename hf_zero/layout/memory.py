@@ -69,12 +69,14 @@ class UnitSizes:
         stored: place -> bytes of the rows that the rank keeps (with hpZ more than its own).
         whole: the gathered unit.
         is_persistent: it stays gathered.
+        is_direct: gathers write it where it is used.
     """
 
     row: int
     stored: Mapping[str, int]
     whole: int
     is_persistent: bool = False
+    is_direct: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ class RankSizes:
         streamed_numel: maximum elements of a sub-group that streams through the device for its update; 0: none does.
         joined_numel: maximum elements of a sub-group whose masters are joined for its update; 0: masters are whole.
         row_buffers: number of buffers for rows on a drive, unless these exceed `row_buffer_numel` elements in total.
-        ahead: bytes of receive buffers filled by gathers ahead; at least one unit's.
+        ahead: bytes of receive buffers filled by gathers ahead; at least one unit's, if that needs one.
     """
 
     buckets: Sequence[BucketSizes]
@@ -215,9 +217,10 @@ def _row_buffers(rank: RankSizes) -> int:
 
 
 def receive_buffers(rank: RankSizes) -> int:
-    """Bytes on the device that gathers write to, for the current unit and those ahead; on CPUs in shared memory."""
-    row = max((unit.row for unit in rank.units if not unit.is_persistent), default=0)
-    if rank.ranks == 1:
+    """Bytes of buffers on the device that gathers write to, for the current unit and those ahead; on CPUs in shared
+    memory."""
+    row = max((unit.row for unit in rank.units if not (unit.is_persistent or unit.is_direct)), default=0)
+    if rank.ranks == 1 or not row:
         return 0
     return rank.ranks * row + max(rank.ranks * row, rank.ahead) if rank.separate else 2 * row
 

@@ -460,6 +460,8 @@ def _in_autograd() -> bool:
 
 def _tensors(value: Any, depth: int = _DEEPEST, seen: set[int] | None = None) -> list[Tensor]:
     """The tensors of a module's output: in containers, and in attributes of objects down to this depth."""
+    if isinstance(value, Tensor):
+        return [value]
     tensors, seen = [], set() if seen is None else seen
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):

@@ -41,7 +41,7 @@ class Prefetcher:
         for unit in units:
             unit.live = self._live
             for part in unit.parts:
-                for numel, dtype in part.form.buffers(part.layout, part.dtype):
+                for numel, dtype in () if part.is_direct else part.form.buffers(part.layout, part.dtype):
                     self.rows.buffers.expect(numel, dtype)
 
     def gather(self, unit: Unit) -> None:
@@ -114,7 +114,7 @@ class Prefetcher:
 
     def _has_room_for(self, unit: Unit, after: Sequence[Unit] = ()) -> bool:
         """Whether `unit` may be prefetched after the units `after`."""
-        ahead = sum(each.numel for each in (*self._ahead, *after))
+        ahead = sum([each.numel for each in (*self._ahead, *after)])
         return self._order.gather_plan.has_room_for(unit.numel, ahead_numel=ahead, live_numel=self._live.numel)
 
     def _request(self, unit: Unit) -> None:
@@ -135,6 +135,9 @@ class Prefetcher:
     def discard_prefetched(self) -> None:
         """Release the prefetched units, which are not needed."""
         unwanted, self._ahead = self._ahead, []
+        for unit in unwanted:
+            if unit.is_direct:
+                unit.arrive()
         with self.rows.lane():
             for unit in unwanted:
                 unit.discard()
@@ -145,13 +148,14 @@ class Prefetcher:
     def release_all(self, except_for: Collection[Unit] = ()) -> None:
         """Release all units, except persistent ones."""
         for unit in self._units:
-            if unit not in except_for:
+            if (unit.is_gathered or unit.rows.are_open) and unit not in except_for:
                 unit.release()
                 self._put_back(unit)
 
     def _put_back(self, unit: Unit) -> None:
-        with self.rows.lane():
-            unit.rows.put_back()
+        if unit.rows.are_open:
+            with self.rows.lane():
+                unit.rows.put_back()
 
     # Waiting for other ranks
 

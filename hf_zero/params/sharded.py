@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +26,7 @@ from hf_zero.params.gathered_modules import GatheredModule, assign_units, find_g
 from hf_zero.params.hooked_modules import ExecutionOrder, hook_modules, mark_leaves
 from hf_zero.params.partitioning import shard_anew, shard_parameter
 from hf_zero.params.prefetcher import Prefetcher
-from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter
+from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter, outdate
 from hf_zero.params.stand_ins import FirstNan, StandIns
 from hf_zero.params.store import ParameterStore, Trained, TrainedBucket, of
 from hf_zero.params.unit import Unit, UnitPart, UnitState
@@ -50,7 +51,11 @@ class UnitBuilder:
         groups: ParallelGroups,
         placements: Placements,
         policy: Zero,
+        *,
+        may_gather_directly: bool = False,
     ) -> None:
+        """`may_gather_directly`: gathers may write parameters where they are used, see `UnitPart`."""
+        self._may_gather_directly = may_gather_directly
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         inside = list(module.parameters())
         self.everything = [*inside, *(p for p in trained.parameters if id(p) not in self._names)]
@@ -139,7 +144,17 @@ class UnitBuilder:
                     handle.move(InMemoryVector(chunk.to(dtype)), self._device)
         store = self._placements.parameters if persistent_in is None else persistent_in
         across = self._groups.across_gather if persistent_in is None else LoneCollectives()
-        part = UnitPart(layout, handles, store, self._device, self._placements.on_device, form(), across)
+        may_be_direct = persistent_in is None and self._may_gather_directly
+        part = UnitPart(
+            layout,
+            handles,
+            store,
+            self._device,
+            self._placements.on_device,
+            form(),
+            across,
+            may_be_direct=may_be_direct,
+        )
         if layout.trained_numel:
             self._store_masters(part, in_master_dtype)
         if self._device.type == "cpu":
@@ -254,7 +269,11 @@ class ShardedParameters(ParameterStore):
         follows_plans: bool,
     ) -> None:
         """Broadcast whole parameters from rank 0 and shard them one after the other. Collective."""
-        builder = UnitBuilder(module, trained, precision, groups, placements, policy)
+        # A direct gather waits for what compute has queued, and ranks that differ may each wait for the other there.
+        may_gather_directly = follows_plans and groups.gather.moves_pieces
+        builder = UnitBuilder(
+            module, trained, precision, groups, placements, policy, may_gather_directly=may_gather_directly
+        )
         _retire_earlier_stores(builder.everything)
         mark_leaves(module, policy)
         gathered_modules = find_gathered_modules(module)
@@ -283,7 +302,7 @@ class ShardedParameters(ParameterStore):
         self._reads = ReadHooks(self.gather_read)
         prefetcher = Prefetcher(self.units, self._order, placements, groups.gather)
         self.coordinator = ParameterCoordinator(self._order, prefetcher, self.edits, self._tell)
-        self._finished_at = sorted(self._first_uses(), reverse=True)
+        self._finished_at = sorted(-first for first in self._first_uses())  # in backward's order
         if groups.across_gather.size > 1:
             # Second shards came from other groups. No rank gathers before its own group knows the units.
             groups.shard.gather_objects(None)
@@ -372,7 +391,7 @@ class ShardedParameters(ParameterStore):
     def _tell(self, cursor: int | None) -> None:
         # If the expected order is not the actual one, seemingly missing gradients may still arrive.
         if cursor is not None and not self.is_out_of_order:
-            self._pass_by(sum(first > cursor for first in self._finished_at))
+            self._pass_by(bisect_left(self._finished_at, -cursor))
 
     def prepare_to_wait(self, reduction: int) -> None:
         self.coordinator.prefetcher.prepare_to_wait(reduction)
@@ -445,10 +464,9 @@ class ShardedParameters(ParameterStore):
             prefetcher.gather_beside_update(unit)
 
     def outdate(self, updated: Collection[int]) -> None:
-        for index in updated:
-            handle = of(self.parameters[index])
-            if handle is not None:  # an empty one has none
-                handle.outdate()
+        # An empty parameter has no handle.
+        handles = [handle for handle in map(of, [self.parameters[index] for index in updated]) if handle is not None]
+        outdate(handles)
 
     def finish_update(self) -> None:
         self.coordinator.prefetcher.end_update()
@@ -483,7 +501,7 @@ class ShardedParameters(ParameterStore):
         orders = self._groups.world.gather_objects(tuple(self.coordinator.forward.seen))
         self.coordinator.reorder(merge_orders(orders, len(self._order.by_position)))  # type: ignore[arg-type]
         first = self._first_uses()
-        self._finished_at = sorted(first, reverse=True)
+        self._finished_at = sorted(-each for each in first)
         return sorted(range(len(first)), key=lambda bucket: -first[bucket])
 
     def _first_uses(self) -> list[int]:

@@ -26,7 +26,7 @@ from hf_zero.device.runtime import Memory
 from hf_zero.layout import chunk_interval, chunk_numel
 from hf_zero.offload.vector import InMemoryVector, Vector, absent
 from hf_zero.params.stand_ins import REPLACE_FIX, released_class, signed_nan
-from hf_zero.params.store import of
+from hf_zero.params.store import HANDLE
 
 if TYPE_CHECKING:
     from hf_zero.params.sharded import ShardedParameters
@@ -64,6 +64,8 @@ class ShardedParameter:
         unshard_count: number of GatheredParameters contexts that hold the parameter.
         left: whole values for a graph that has saved the parameter, which has them as its data while released.
         number: stored in the NaN that the released parameter holds.
+        stand_in: that NaN in the parameter's shape, its data while it is released.
+        mark: that NaN, 0-dim, unless the released parameter was filled with a constant, which torch allows.
         owner: the store whose unit the parameter belongs to; None before initialize().
         as_gathered: returns the kept chunk with this number as a gather delivers it, if gathers are not exact.
     """
@@ -87,7 +89,7 @@ class ShardedParameter:
         self.owner: ShardedParameters | None = None
         self.as_gathered: Callable[[int], Tensor] | None = None
         self.number = next(_numbers)
-        self.stand_in = self._stand_in(shard.dtype, shard.device)
+        self._set_stand_in(shard.dtype, shard.device)
         self.hide()
 
     @property
@@ -107,6 +109,17 @@ class ShardedParameter:
         self.parameter.data = self.stand_in if self.left is None else self.left
         self.parameter.__class__ = self._released_kind
         self.parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+
+    def release(self) -> None:
+        """Stop using the gathered tensor, after a write into it has been copied."""
+        whole = self.unsharded
+        if whole is not None and not self.unshard_count:
+            parameter = self.parameter
+            if parameter._version != self._version or parameter.data_ptr() != whole.data_ptr():
+                self.sync_master()
+        self.unsharded = None
+        if not self.unshard_count:
+            self.hide()
 
     def show_between_uses(self) -> None:
         """Show the parameter's state between uses: the unit's tensor if that is gathered, else the stand-in."""
@@ -128,11 +141,10 @@ class ShardedParameter:
         if not self.is_available:
             self.hide()
         if is_outdated:
-            self.outdate()
+            outdate([self])
 
-    def outdate(self) -> None:
-        """Let autograd know of new values, so that graphs of earlier ones, and of views of them, raise an error."""
-        torch.autograd.graph.increment_version(self.parameter)
+    def note_version(self) -> None:
+        """Take the present version as that of the engine's values."""
         self._version = self.parameter._version
 
     def sync_master(self, *, is_certain: bool = False) -> bool:
@@ -192,18 +204,14 @@ class ShardedParameter:
         self.shard = absent(kept.numel, kept.dtype) if at_hand is None else at_hand
         self.parameter.ds_tensor = described_shard(self)  # type: ignore[attr-defined]
         if self.stand_in.dtype != kept.dtype or self.stand_in.device != device:
-            self.stand_in = self._stand_in(kept.dtype, device)
+            self._set_stand_in(kept.dtype, device)
             if not self.is_available:
                 self.hide()
 
-    def _stand_in(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _set_stand_in(self, dtype: torch.dtype, device: torch.device) -> None:
         # A separate scalar for each parameter: other libraries recognise tied parameters by equal addresses.
-        return signed_nan(self.number, dtype, device).expand(self.shape)
-
-    @property
-    def mark(self) -> Tensor:
-        """0-dim: NaN, unless the released parameter was filled with a constant, which torch allows."""
-        return self.stand_in.as_strided((), ())
+        self.mark = signed_nan(self.number, dtype, device)
+        self.stand_in = self.mark.expand(self.shape)
 
     def local_chunk(self, unsharded: Tensor) -> Tensor:
         """This rank's chunk of `unsharded` (logical shape, any dtype), zero-padded, as a new 1-D tensor."""
@@ -249,6 +257,14 @@ class ShardedParameter:
                 place[: part.numel].copy_(written)
             if number == self.groups.shard.rank and self.owner is not None:
                 self.owner.edits.write_master(self, written)
+
+
+def outdate(handles: Sequence[ShardedParameter]) -> None:
+    """Let autograd know of new values, so that graphs of earlier ones, and of views of them, raise an error."""
+    for handle in handles:
+        torch.autograd.graph.increment_version(handle.parameter)  # torch 2.6 takes no list
+        if handle.unsharded is not None or handle.unshard_count:
+            handle.note_version()
 
 
 def local_chunk(unsharded: Tensor, rank: int, world: int) -> Tensor:
@@ -302,9 +318,10 @@ class ReadHookedParameters(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         parameter = dict.__getitem__(self, name)
         if parameter is not None:
-            handle = of(parameter)
+            handle = getattr(parameter, HANDLE, None)  # `of`, without a call
             if handle is not None and handle.unsharded is None and not handle.unshard_count:
-                self.on_read(handle)
+                if handle.parameter is parameter:
+                    self.on_read(handle)
         return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:

@@ -2,10 +2,17 @@
 
     between uses    shard            one row per rank; this rank has its own (with hpZ also some rows of other ranks)
     gathering       W rows           in one buffer from a pool, or each row in its rank's shared memory
+                 or directly         every chunk where it is used, in `full`
     in use          full             every parameter whole and aligned; `parameter.data` is a view of it
 
 `full` is one storage object, emptied and refilled: views that autograd saved (`weight.t()`) are valid again once the
 unit is gathered for backward, and released memory is really free. (For views held by users, see `leave_views`.)
+
+On accelerators units are gathered directly if their chunks are contiguous pieces of the parameters and large enough
+(`direct_chunks`), unless rows are quantized or a rank keeps several. The memory of `full` is then allocated when the
+gather starts, on the compute stream as always, so that the allocator can give it to activations between uses. What used
+it before may still be queued there, so the gather starts after that. Before the memory is freed, compute has waited for
+the gather.
 """
 
 from __future__ import annotations
@@ -19,12 +26,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_zero.comm import Collectives, GatherBuffers, Gathering, OwnRow, Pending, Rows, UnitRows
+from hf_zero.comm import Collectives, GatherBuffers, Gathering, OutsideAutograd, OwnRow, Pending, Rows, UnitRows
 from hf_zero.comm.quantized import PlainRows, RoundedRows, StoredMessages, rounded
 from hf_zero.comm.rows import own_shard
 from hf_zero.kernels.accumulate import read_rows
 from hf_zero.layout import RowLayout
-from hf_zero.layout.buckets import KeptRows, ShardSlot
+from hf_zero.layout.buckets import KeptRows, ShardSlot, direct_chunks
 from hf_zero.offload.quantized import QuantizedVector
 from hf_zero.offload.vector import Store, Vector, part_of
 from hf_zero.params.sharded_parameter import HEAP, ShardedParameter
@@ -60,7 +67,7 @@ class Renewal(Pending):
 
     def __init__(self, stored: Vector, rows: KeptRows, layout: RowLayout, across: Collectives) -> None:
         self._stored = stored
-        with torch.inference_mode(False), torch.no_grad():
+        with OutsideAutograd():
             stored.fetch()
             self._place = stored.take().view(rows.count, -1)[:, : layout.trained_numel]
             self._rows = self._place.contiguous()  # the same tensor if everything is trained
@@ -68,7 +75,7 @@ class Renewal(Pending):
 
     def wait(self) -> None:
         self._pending.wait()
-        with torch.inference_mode(False), torch.no_grad():
+        with OutsideAutograd():
             if self._rows.data_ptr() != self._place.data_ptr():
                 self._place.copy_(self._rows)
             self._stored.release(changed=True)
@@ -83,7 +90,7 @@ class Refill(Pending):
     def __init__(self, part: UnitPart, buffers: GatherBuffers) -> None:
         self._part = part
         self._buffers = buffers
-        with torch.inference_mode(False), torch.no_grad():
+        with OutsideAutograd():
             row = part.own.open()
             self._rows = part.members[0].groups.shard.gather_rows(row, partial(buffers.take, like=row))
 
@@ -92,9 +99,65 @@ class Refill(Pending):
 
     def wait(self) -> None:
         self._rows.wait()
-        with torch.inference_mode(False), torch.no_grad():
+        with OutsideAutograd():
             self._part.unpack(self._rows, self._buffers)
             self._part.own.put_back()
+
+
+class WholeParameters:
+    """Memory of a part's whole parameters: one storage object, allocated and freed again and again.
+
+    Attributes:
+        full: all parameters, 1-D.
+        views: each parameter, in its shape.
+        sizes: elements of each chunk of a row, if gathers write chunks directly (a `Place`); else empty.
+    """
+
+    def __init__(self, layout: RowLayout, shapes: Sequence[torch.Size], like: Tensor, sizes: tuple[int, ...]) -> None:
+        """`like`: a tensor of the part's dtype on the device that gathers."""
+        self.sizes = sizes
+        self._layout = layout
+        self._shapes = tuple(shapes)
+        self._like = like
+        self.renew()
+
+    def renew(self) -> None:
+        """Use a new storage object, which is empty."""
+        self.full = self._like.new_empty(self._layout.full_numel)
+        places = [self.full.narrow(0, slot.full_offset, slot.numel) for slot in self._layout.slots]
+        self.views = tuple(place.view(shape) for place, shape in zip(places, self._shapes, strict=True))
+        self._pieces = tuple(place for place in places if place.numel()) if self.sizes else ()
+        del places  # not counted as uses
+        self._storage = self.full.untyped_storage()
+        self.num_bytes = self._storage.nbytes()
+        self._storage.resize_(0)
+        self._num_own_uses = self._num_uses()
+
+    @property
+    def address(self) -> int:
+        """Address of the memory; 0 if there is none."""
+        return self._storage.data_ptr()
+
+    @property
+    def num_other_uses(self) -> int:
+        """Number of tensors that use the storage, besides those created here."""
+        return self._num_uses() - self._num_own_uses
+
+    def _num_uses(self) -> int:
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return count
+
+    def allocate(self) -> None:
+        if not self._storage.nbytes():
+            self._storage.resize_(self.num_bytes)
+
+    def open(self) -> Sequence[Tensor]:
+        """Allocate the memory for a gather that writes chunks directly. Returns each parameter, 1-D."""
+        self.allocate()
+        return self._pieces
+
+    def free(self) -> None:
+        self._storage.resize_(0)
 
 
 class UnitPart:
@@ -102,6 +165,7 @@ class UnitPart:
 
     Attributes:
         own: this rank's row, which gathers send.
+        whole: memory of the whole parameters.
     """
 
     def __init__(
@@ -113,6 +177,8 @@ class UnitPart:
         on_device: Callable[[Vector], Vector],
         form: PlainRows,
         across: Collectives,
+        *,
+        may_be_direct: bool = False,
     ) -> None:
         """Create the part. Collective if several ranks keep the same rows.
 
@@ -122,6 +188,7 @@ class UnitPart:
             on_device: fetches the vector to the device that gathers.
             form: how rows are sent.
             across: ranks that keep the same rows, their own and each other's.
+            may_be_direct: whether gathers may write chunks directly, if rows allow it.
         """
         self.layout = layout
         self.members = tuple(members)
@@ -139,40 +206,31 @@ class UnitPart:
             member.move(chunks.pop(self.rows.own)[1], device)
             member.beside = chunks
             member.as_gathered = None if self.form.is_exact else partial(self._as_gathered, slot)
-        self._make_room()
-        self._row = on_device(self.stored)
-        self.own = OwnRow(self._row, form, device, self.rows.count)
-
-    def _make_room(self) -> None:
-        """Create an empty storage for the whole parameters."""
-        self._full = torch.empty(self.layout.full_numel, dtype=self.dtype, device=self.device)
-        self._views = tuple(
-            self._full.narrow(0, slot.full_offset, slot.numel).view(member.shape)
-            for slot, member in zip(self.layout.slots, self.members, strict=True)
-        )
+        is_direct = may_be_direct and type(form) is PlainRows and self.rows.count == 1
+        sizes = direct_chunks([slot.numel for slot in layout.slots], layout.world, self.dtype.itemsize)
+        like = torch.empty(0, dtype=self.dtype, device=device)
+        self.whole = WholeParameters(layout, [member.shape for member in members], like, sizes if is_direct else ())
         self._by_row: list[_RowPlan] = []  # created at the first gather whose rows are not in one buffer
         self._by_run: list[_RunPlan | _SlotPlan] = []  # created at the first gather into one buffer
-        self._num_bytes = self._full.untyped_storage().nbytes()
-        self._full.untyped_storage().resize_(0)
-        self._num_own_uses = self._num_uses()
+        self._row = on_device(self.stored)
+        place = self.whole if self.is_direct else None
+        self.own = OwnRow(
+            self._row, form, device, self.rows.count, place, stays=self.is_at_hand and type(form) is PlainRows
+        )
 
-    def _num_uses(self) -> int:
-        """Number of tensors that use the storage."""
-        count: int = torch._C._storage_Use_Count(self._full.untyped_storage()._cdata)
-        return count
+    @property
+    def is_direct(self) -> bool:
+        """Whether gathers write chunks directly."""
+        return bool(self.whole.sizes)
 
     def leave_views(self) -> None:
         """Leave the storage to the user's views of it (`detach()`, a state dict) before a unit that inference kept is
         released, because these views would otherwise read freed memory."""
         in_plans = sum(len(plan.places) for plan in (*self._by_row, *self._by_run))
         shown = sum(not member.unshard_count for member in self.members)
-        if self._num_uses() > self._num_own_uses + in_plans + shown:
-            self._make_room()
-
-    @property
-    def address(self) -> int:
-        """Address of the whole parameters while they are gathered."""
-        return self._full.untyped_storage().data_ptr()
+        if self.whole.num_other_uses > in_plans + shown:
+            self.whole.renew()
+            self._by_row, self._by_run = [], []
 
     def _joined(self) -> Tensor:
         """Join the members' chunks into one new tensor, with zeros between them."""
@@ -206,15 +264,14 @@ class UnitPart:
 
     def unpack(self, rows: Rows, buffers: GatherBuffers) -> None:
         """Unpack the result of a gather; parameters in use keep their data."""
-        storage = self._full.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self._num_bytes)
-        opened = self.form.opened(rows, self.layout, self._full, buffers.take, self.rows.count)
-        self._unpack(opened)
-        buffers.give(rows)
-        if opened is not rows:
-            buffers.give(opened)
-        for member, view in zip(self.members, self._views, strict=True):
+        if not rows.is_direct:
+            self.whole.allocate()
+            opened = self.form.opened(rows, self.layout, self.whole.full, buffers.take, self.rows.count)
+            self._unpack(opened)
+            buffers.give(rows)
+            if opened is not rows:
+                buffers.give(opened)
+        for member, view in zip(self.members, self.whole.views, strict=True):
             member.unsharded = view
             if not member.unshard_count:
                 member.show(view)
@@ -230,34 +287,32 @@ class UnitPart:
     def _unpack(self, rows: Rows) -> None:
         group, count = self.rows.group, self.rows.count
         if rows.flat is None:
-            self._by_row = self._by_row or [_RowPlan(self.layout, self._full, r) for r in range(self.layout.world)]
+            ranks = range(self.layout.world)
+            self._by_row = self._by_row or [_RowPlan(self.layout, self.whole.full, rank) for rank in ranks]
             for rank in range(group):
                 for plan, row in zip(self._by_row[rank::group], rows.row(rank).chunk(count), strict=True):
                     plan.read(row)
             return
-        self._by_run = self._by_run or plans_to_unpack(self.layout, self._views, self.rows)
+        self._by_run = self._by_run or plans_to_unpack(self.layout, self.whole.views, self.rows)
         flat = rows.flat.view(group, count, -1)
         for run in self._by_run:
             run.read(flat)
 
     def release(self) -> None:
         for member in self.members:
-            member.sync_master()
-            member.unsharded = None
-            if not member.unshard_count:
-                member.hide()
-        self._full.untyped_storage().resize_(0)
+            member.release()
+        self.whole.free()
         if self.kept.tensor is None and self.device.type == "cpu":
-            HEAP.freed(self._num_bytes)  # holes in the heap matter if memory is scarce
+            HEAP.freed(self.whole.num_bytes)  # holes in the heap matter if memory is scarce
 
     def allocate(self) -> None:
         """Allocate storage for whole parameters, with zeros between them, so that `digest` is equal on all ranks."""
-        self._full.untyped_storage().resize_(self._num_bytes)
-        self._full.zero_()
+        self.whole.allocate()
+        self.whole.full.zero_()
 
     def digest(self) -> Tensor:
         """Digest of everything gathered: 0-dim."""
-        return digest(self._full)
+        return digest(self.whole.full)
 
     def _as_gathered(self, slot: ShardSlot, row: int) -> Tensor:
         """A kept chunk of a member as a gather delivers it."""
@@ -392,22 +447,30 @@ class Unit:
     def finish(self) -> None:
         """Wait for the gather and give parameters their values."""
         rows, buffers = self._complete()
-        with torch.inference_mode(False), torch.no_grad():
+        with OutsideAutograd():
             for part, arrived in zip(self.parts, rows, strict=True):
                 part.unpack(arrived, buffers)
         self._gathering = None
         self._is_now_gathered()
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether gathers write to memory of the compute stream, so that this must wait before it is freed."""
+        return any(part.is_direct for part in self.parts)
+
     def discard(self) -> None:
-        """Wait for a gather and drop its result. Called on the lane that gathers."""
+        """Wait for a gather and drop its result. Called on the lane that gathers, after `arrive` if `is_direct`."""
         rows, buffers = self._complete(is_used=False)
-        for arrived in rows:
-            buffers.give(arrived)
+        for part, arrived in zip(self.parts, rows, strict=True):
+            if arrived.is_direct:
+                part.whole.free()
+            else:
+                buffers.give(arrived)
         self.state, self._gathering = UnitState.RELEASED, None
 
     def addresses(self) -> set[int]:
         """Addresses of the whole parameters while they are gathered."""
-        return {part.address for part in self.parts if part.address}
+        return {part.whole.address for part in self.parts if part.whole.address}
 
     def leave_views(self) -> None:
         """Keep the present storages for the user's views of them, before a release."""
@@ -417,7 +480,7 @@ class Unit:
 
     def release(self) -> None:
         """Release the whole parameters, unless the unit is persistent or held."""
-        if self.is_gathered and not (self.is_persistent or self.is_held):
+        if self.state is UnitState.GATHERED and not (self.is_persistent or self.is_held):
             for part in self.parts:
                 part.release()
             self.state = UnitState.RELEASED

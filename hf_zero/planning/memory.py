@@ -29,6 +29,7 @@ from hf_zero.layout import (
     plan_layout,
     stay_gathered,
 )
+from hf_zero.layout.buckets import direct_chunks
 from hf_zero.layout.memory import (
     BUFFERS,
     DEVICE,
@@ -76,6 +77,14 @@ class PlannedUnit:
     @property
     def whole_bytes(self) -> int:
         return sum(layout.full_numel * members[0].itemsize for layout, members in self.parts)
+
+    @property
+    def has_direct_chunks(self) -> bool:
+        """Whether an accelerator can gather it where it is used."""
+        return all(
+            direct_chunks([slot.numel for slot in layout.slots], layout.world, members[0].itemsize)
+            for layout, members in self.parts
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +139,9 @@ class PlannedUnits:
             live_bytes.append(sum(whole[unit] for unit in live | kept))
         return live_bytes
 
-    @property
-    def ahead_bytes(self) -> int:
+    def ahead_bytes(self, *, may_be_direct: bool) -> int:
         """Bytes of receive buffers that plans may fill while another one is read."""
-        whole = sum(unit.whole_bytes for unit in self.units)
+        whole = sum(unit.whole_bytes for unit in self.units if not (may_be_direct and unit.has_direct_chunks))
         share = self.plan.prefetch_numel / max(1, sum(unit.numel for unit in self.units)) if self.looks_far else 0.0
         return int(whole * min(1.0, share))
 
@@ -305,6 +313,14 @@ class Setting:
         return self.resolved.zero.follows_plans and (self.separate or self.hosts > 1)
 
     @property
+    def gathers_directly(self) -> bool:
+        """Whether gathers may write parameters where they are used (`UnitPart`)."""
+        keys = self.resolved.zero.keys
+        is_quantized = keys.zero_quantized_weights or keys.zero_quantized_nontrainable_weights
+        is_plain = not is_quantized and self.sharding.kept_rows == 1
+        return self.separate and is_plain and self.resolved.zero.follows_plans
+
+    @property
     def sharding(self) -> Sharding:
         place = self.resolved.zero.offload_param
         elsewhere = place is not None and (place.device == "nvme" or self.separate)
@@ -411,7 +427,8 @@ def rank_sizes(model: PlannedModel, setting: Setting, layout: FlatLayout, units:
     """Describe a planned layout to `hf_zero.layout.memory`."""
     policies, sharding = setting.policies, setting.sharding
     rows_at: dict[int, str] = {}
-    sizes = [] if units is None else list(_unit_sizes(units, policies, sharding.kept_rows, rows_at))
+    may_be_direct = setting.gathers_directly
+    sizes = [] if units is None else list(_unit_sizes(units, policies, sharding.kept_rows, rows_at, may_be_direct))
     owned = [sharding.owned(bucket).numel for bucket in layout.buckets]
     weights_at = [DEVICE] * len(owned) if units is None else [rows_at[id(part)] for part in units.trained_parts]
     buckets = [
@@ -432,12 +449,12 @@ def rank_sizes(model: PlannedModel, setting: Setting, layout: FlatLayout, units:
         accumulates=setting.accumulates,
         keeps_sums=setting.keeps_sums,
         other_weights=frozen,
-        ahead=0 if units is None else units.ahead_bytes,
+        ahead=0 if units is None else units.ahead_bytes(may_be_direct=may_be_direct),
     )
 
 
 def _unit_sizes(
-    units: PlannedUnits, policies: SizesByPolicy, kept_rows: int, rows_at: dict[int, str]
+    units: PlannedUnits, policies: SizesByPolicy, kept_rows: int, rows_at: dict[int, str], may_be_direct: bool
 ) -> Iterator[UnitSizes]:
     """Yield the sizes of all units; fills `rows_at`: id of a part -> place of its rows."""
     parts = [layout for unit in units.units for layout, _ in unit.parts]
@@ -447,7 +464,8 @@ def _unit_sizes(
         stored = Counter[str]()
         for layout, members in unit.parts:
             stored[rows_at[id(layout)]] += layout.row_numel * members[0].itemsize * kept_rows
-        yield UnitSizes(row=unit.row_bytes, stored=stored, whole=unit.whole_bytes)
+        is_direct = may_be_direct and unit.has_direct_chunks
+        yield UnitSizes(row=unit.row_bytes, stored=stored, whole=unit.whole_bytes, is_direct=is_direct)
     if units.persistent is not None:
         rows_at.update((id(layout), DEVICE) for layout, _ in units.persistent.parts)
         row, whole = units.persistent.row_bytes, units.persistent.whole_bytes

@@ -271,11 +271,11 @@ def run_views(rank: int, limits: dict[str, int]) -> None:
     if limits != NOTHING_STAYS:
         assert torch.equal(taken["detached"], before["detached"]) and not torch.equal(weight, before["detached"])
         assert torch.equal(taken["first.weight"], before["first.weight"])
-    uses = [part._num_uses() for unit in engine.module_view.store.units for part in unit.parts]
+    uses = [part.whole._num_uses() for unit in engine.module_view.store.units for part in unit.parts]
     evaluate(engine)
     step(engine)
     evaluate(engine)
-    assert uses == [part._num_uses() for unit in engine.module_view.store.units for part in unit.parts]
+    assert uses == [part.whole._num_uses() for unit in engine.module_view.store.units for part in unit.parts]
 
 
 def test_views_that_were_taken_after_an_evaluation_stay_what_they_were() -> None:

@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 from hf_zero.comm import Channel, EngineRows
 from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
+from hf_zero.device.runtime import DONE, Event
+from hf_zero.layout import buckets
 from hf_zero.offload.placement import StagedVector
+from hf_zero.params.unit import Unit
 from tests.hostile.programs import random_program
 from tests.hostile.spec import Call, Forward, Limits, Micro, ModuleSpec, RankMicro
 from tests.hostile.spec import Program as HostileProgram
@@ -64,6 +67,7 @@ class Does:
     image: bool = False
     forward_more: bool = False
     in_backward: bool = False
+    spare: str = ""  # "before" or "after" `between`
 
 
 class TextAndImages(nn.Module):
@@ -82,7 +86,11 @@ class TextAndImages(nn.Module):
             for block in self.vision:
                 image = block(image)
             x = x + image
+        if does.spare == "before":
+            x = self.spare(x)
         self.between()
+        if does.spare == "after":
+            x = self.spare(x)
         for number, block in enumerate(self.text):
             x = block(x)
             if does.in_backward and number == len(self.text) // 2:
@@ -103,6 +111,7 @@ class Program:
             and backward, or another module in the middle of backward.
         evaluates: all ranks evaluate before every other update.
         sums: ranks sum something in the middle of forward, on the compute stream, over groups of that many; 0: nothing.
+        is_direct: parameters of any size are gathered where they are used, and gradients reduced where they are.
     """
 
     does: OnRank = lambda rank, step: ALIKE
@@ -114,6 +123,7 @@ class Program:
     zero: dict[str, Any] = field(default_factory=lambda: NONE_KEPT)
     evaluates: bool = False
     sums: int = 0
+    is_direct: bool = False
 
 
 def on_first(**what: bool) -> OnRank:
@@ -172,6 +182,9 @@ FAST = ["alike, hpZ 2 of 4", "alike, offload", "images on one rank, 4 vision blo
 FAST += ["images on both, later on one", "images on one rank, a sum over all before the text"]
 FAST += ["one rank leaves a plan in backward", "images on one rank, offload"]
 FAST += ["images on one rank, updates beside forward"]
+PROGRAMS |= {f"{name}, direct": replace(each, is_direct=True) for name, each in PROGRAMS.items() if each.size == 2}
+FAST += [f"{name}, direct" for name in FAST if f"{name}, direct" in PROGRAMS]
+FAST += ["alike, far ahead, direct", "alike, evaluations between, direct"]
 
 
 def train(world: InProcessWorld, program: Program) -> list[list[Tensor]]:
@@ -215,7 +228,8 @@ def train(world: InProcessWorld, program: Program) -> list[list[Tensor]]:
 
 def graph_of(program: Program) -> Graph:
     world = GraphWorld(program.size)
-    with use(world.device):
+    smallest = mock.patch.object(buckets, "MIN_DIRECT_BYTES", 0 if program.is_direct else buckets.MIN_DIRECT_BYTES)
+    with use(world.device), smallest:
         train(world, program)
     return world.graph
 
@@ -253,6 +267,14 @@ def return_after_compute(self: EngineRows, rows: Any) -> None:
 
 def put_back_after_compute(_self: EngineRows) -> ExitStack:
     return ExitStack()
+
+
+RECORD = GraphDevice.record
+
+
+def forget_reads(self: GraphDevice, *read: Tensor) -> Event:
+    event = RECORD(self, *read)
+    return DONE if read else event
 
 
 SERVE = LockstepNegotiation._serve
@@ -296,12 +318,35 @@ FAULTS = {
         [mock.patch.object(StagedVector, "join", lambda self: None)],
         "may still use",
     ),
+    "a gather into memory that compute still reads": (
+        "alike, direct",
+        [mock.patch.object(GraphDevice, "record", forget_reads)],
+        "may still use",
+    ),
+    "memory that is given back while it is gathered": (
+        "alike, evaluations between, direct",
+        [mock.patch.object(Unit, "is_direct", False)],
+        "may still use",
+    ),
     "a copy that does not wait for its buffer": (
         "alike, offload",
         [mock.patch.object(GraphDevice, "wait", lambda self, event: None)],
         "may still use",
     ),
 }
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_unit_on_different_sides_of_a_programs_own_collective(is_direct: bool) -> None:
+    """A limit of direct gathers (docs/step.md): they wait for what compute has queued, and so for a collective that the
+    program itself runs on the compute stream. Another rank may only reach that one with the gathered unit."""
+    sides = Program(lambda rank, step: Does(spare="before" if rank == 0 else "after"), num_vision=0, sums=2)
+    graph = graph_of(replace(sides, is_direct=is_direct))
+    if is_direct:
+        with pytest.raises(Fault, match="operations never run"):
+            graph.refuse_faults()
+    else:
+        graph.refuse_faults()
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -89,7 +89,7 @@ def test_a_rank_that_waits_serves_the_plan_of_an_engine_that_is_gone() -> None:
     number = negotiation.table.register(two_units())
     negotiation._pass.base = 0
     negotiation._pass.follow(Start(number, in_backward=True, trains=True), Route((number,), (0,), 1))
-    negotiation._shapes[number] = [(3, torch.float32, torch.device("cpu"))]
+    negotiation._shapes[number] = [(3, torch.float32, torch.device("cpu"), ())]
     negotiation.table.forget(number, 1)
     negotiation.wait_for(0)
     assert negotiation._pass.plan is not None and not negotiation._pass.plan.left and negotiation._pass.has_served_gone

@@ -11,6 +11,7 @@ from torch import nn, optim
 
 from hf_zero.comm import groups
 from hf_zero.comm.cpu import shared_memory
+from hf_zero.layout import buckets
 from tests.hostile.body import make_zero_engine
 from tests.support.late import Late
 from tests.support.late_gathers import late_gathers
@@ -31,6 +32,7 @@ def make_engine_late(model: nn.Module, optimizer: optim.Optimizer, config: dict[
     _device.close()
     beside = _on_a_host(config)
     _device.enter_context(late_gathers(Late(), beside))
+    _device.enter_context(mock.patch.object(buckets, "MIN_DIRECT_BYTES", 0))
     return make_zero_engine(model, optimizer, config)
 
 

@@ -6,10 +6,12 @@ from __future__ import annotations
 import tempfile
 import traceback
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn, optim
 
 from hf_zero.comm import Hosts
+from hf_zero.layout import buckets
 from tests.hostile.body import run_rank
 from tests.hostile.spec import Program
 from tests.hostile.verdicts import judge
@@ -74,7 +76,8 @@ class GraphRunner:
         beside = 2 if program.groups == "hpz" else 1
         hosts = Hosts.named([f"host {rank // beside}" for rank in range(program.world)])
         world = GraphWorld(program.world, RandomSchedule(self._seed + program.seed, self._share), hosts)
-        with tempfile.TemporaryDirectory() as folder, use(world.device), engines_in(world) as initialize:
+        small_too = mock.patch.object(buckets, "MIN_DIRECT_BYTES", 0)
+        with tempfile.TemporaryDirectory() as folder, use(world.device), engines_in(world) as initialize, small_too:
 
             def make_engine(model: nn.Module, optimizer: optim.Optimizer, config: dict[str, Any]) -> Any:
                 return initialize(model=model, optimizer=optimizer, config=config)[0]

@@ -119,6 +119,7 @@ def test_gathers_receive_into_buffers() -> None:
     assert receive_buffers(replace(found, ahead=3000)) == 4 * 200 + 3000
     assert receive_buffers(replace(found, separate=False)) == 2 * 200, "peers' rows are in their shared memory"
     assert receive_buffers(replace(found, ranks=1)) == 0
+    assert receive_buffers(replace(found, units=[replace(UNIT, is_direct=True)])) == 0
 
 
 def test_places() -> None:

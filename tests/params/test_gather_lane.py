@@ -20,6 +20,10 @@ from torch import Tensor, nn
 import hf_zero
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm.cpu import shared_memory
+from hf_zero.device.registry import runtime_of
+from hf_zero.device.runtime import DONE, Event
+from hf_zero.layout import buckets
+from hf_zero.params.stand_ins import ReleasedView
 from tests.support.late import Late
 from tests.support.late_gathers import late_gathers
 from tests.support.ranks import run_ranks
@@ -43,12 +47,16 @@ WAYS: dict[str, dict[str, Any]] = {
     "quantized": {**SEVERAL, "zero_quantized_weights": True},
     "kept until backward": {"stage3_param_persistence_threshold": 0},
 }
+DIRECT = [name for name in WAYS if name not in ("small ones persistent", "quantized")]
+WAYS |= {f"{name}, direct": WAYS[name] for name in DIRECT}
+"""Direct: on the late device parameters are gathered where they are used, and gradients reduced where they are. Without
+biases, whose chunks are too small."""
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH + 2 * number) for number in range(5))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH + 2 * number, bias=bias) for number in range(5))
 
     def forward(self, values: Tensor) -> Tensor:
         for block in self.blocks:
@@ -56,8 +64,14 @@ class Model(nn.Module):
         return values.square().mean()
 
 
-def trained(rank: int, zero: dict[str, Any]) -> list[float]:
-    """Losses, with an evaluation and an edit of a weight in between; then all weights."""
+def trained(rank: int, way: str) -> list[float]:
+    """Losses, with an evaluation and an edit of a weight in between; then all weights, and a view of an earlier one."""
+    is_direct = way.endswith(", direct")
+    with mock.patch.object(buckets, "MIN_DIRECT_BYTES", 0 if is_direct else buckets.MIN_DIRECT_BYTES):
+        return _trained(rank, WAYS[way], is_direct)
+
+
+def _trained(rank: int, zero: dict[str, Any], is_direct: bool) -> list[float]:
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -65,13 +79,19 @@ def trained(rank: int, zero: dict[str, Any]) -> list[float]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, **zero},
     }
-    engine, *_ = hf_zero.initialize(model=Model(), config=config)
+    engine, *_ = hf_zero.initialize(model=Model(bias=not is_direct), config=config)
+    is_late = isinstance(runtime_of(engine.device), Late)
+    parts = [part for unit in engine.module_view.store.units for part in unit.parts]
+    reduced = engine.gradients.assembly.step._reducer.buckets
+    assert {part.is_direct for part in parts} == {is_direct and is_late}
+    assert {bool(bucket.chunks) for bucket in reduced} == {is_direct and is_late}
     numbers = []
     for update in range(6):
         batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * update + rank)).bfloat16()
         if update == 3:
             with torch.no_grad():
                 numbers.append(engine(batch).item())
+            view = engine.module.blocks[1].weight.detach()  # which keeps its memory, if inference keeps the unit
         loss = engine(batch)
         if update == 4:  # between forward and backward, when rows change but no gathered unit is about to be released
             weight = engine.module.blocks[2].weight
@@ -84,7 +104,7 @@ def trained(rank: int, zero: dict[str, Any]) -> list[float]:
         for parameter in engine.module.parameters():
             numbers += parameter.float().flatten().tolist()
     engine.destroy()
-    return numbers
+    return numbers + ([] if isinstance(view, ReleasedView) else view.float().flatten().tolist())
 
 
 FEW = [
@@ -93,12 +113,13 @@ FEW = [
     "all in host memory",
     "updates beside forward",
     "quantized",
-]  # with the features of the others
+]
+FEW += ["one ahead, direct", "several ahead, direct", "all in host memory, direct"]
 
 
 def run_apart(rank: int, ways: Sequence[str]) -> dict[str, list[float]]:
     with mock.patch.object(shared_memory, "host_name", lambda: f"host {rank}"):
-        return {way: trained(rank, WAYS[way]) for way in ways}
+        return {way: trained(rank, way) for way in ways}
 
 
 class Deaf(Late):
@@ -122,7 +143,7 @@ def run_late(rank: int, early: float, ways: Sequence[str]) -> tuple[dict[str, li
     for way in ways:
         runtime = Deaf(early)
         with late_gathers(runtime):
-            found[way] = trained(rank, WAYS[way])
+            found[way] = trained(rank, way)
         sites = sites or runtime.sites
     return found, sites
 
@@ -130,7 +151,7 @@ def run_late(rank: int, early: float, ways: Sequence[str]) -> tuple[dict[str, li
 def run_deaf(rank: int, way: str, site: str) -> list[float] | str:
     try:
         with late_gathers(Deaf(deaf_at=site)):
-            return trained(rank, WAYS[way])
+            return trained(rank, way)
     except Exception as error:  # noqa: BLE001 (whatever it is, the wait was missed)
         return f"{type(error).__name__}: {error}"
 
@@ -171,6 +192,26 @@ def test_every_wait_between_lanes_is_needed(late: list[tuple[dict[str, list[floa
     for site in waits:
         for found in run_ranks(run_deaf, 2, "one ahead", site):
             assert isinstance(found, str) or any(map(math.isnan, found)), f"nobody minds that {site} does not wait"
+
+
+RECORD = Late.record
+
+
+def forget_reads(self: Late, *read: Tensor) -> Event:
+    event = RECORD(self, *read)
+    return DONE if read else event
+
+
+def run_hasty(rank: int) -> list[float] | str:
+    """A direct gather does not wait for what compute may still read."""
+    with mock.patch.object(Late, "record", forget_reads):
+        return run_deaf(rank, "several ahead, direct", "")
+
+
+def test_a_direct_gather_waits_for_what_compute_may_still_read() -> None:
+    """The allocator gives a unit memory that queued work of other units, or of activations, may still read."""
+    for found in run_ranks(run_hasty, 2):
+        assert isinstance(found, str) and "a copy into what the compute stream may still read" in found, found
 
 
 def line_of(site: str) -> str:

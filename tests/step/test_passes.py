@@ -49,10 +49,12 @@ def theirs_and_all() -> tuple[step_passes.Table, dict[str, step_passes.Table]]:
 
 
 def test_passes_of_fsdp2(theirs_and_all: tuple[step_passes.Table, dict[str, step_passes.Table]]) -> None:
-    """It casts what is gathered and what is reduced, and clips, in separate passes."""
+    """It copies what is gathered and what is reduced, and casts both and clips, in separate passes."""
     floor, found = step_passes.floor(3), theirs_and_all[0]
     more = {phase: moved for phase, moved in found.items() if sum(moved) > sum(floor.get(phase, (0, 0))) + 0.02}
     assert more == {
+        "gathered rows into parameters": pytest.approx((4.0, 4.0), abs=0.01),
+        "gradients into a bucket": pytest.approx((2.0, 2.0), abs=0.01),
         "weights, cast for the gather": (1.0, 0.5),
         "reduced gradients, cast or added up": pytest.approx((0.25, 0.5), abs=0.01),
         "norm": pytest.approx((0.5, 0.0), abs=0.01),

@@ -139,12 +139,13 @@ def test_a_rank_holds_its_share_of_fourteen_bytes_per_parameter(seen: Seen) -> N
     assert seen.resting < 0.95 * 2**30 * seen.num_parameters / NUM_PARAMETERS[LAYERS]  # of 900 GiB
 
 
-def test_within_a_forward_two_blocks_are_there(seen: Seen) -> None:
-    """The block in use and the next one in flight; the same in any layer."""
+def test_within_a_first_forward_one_block_is_there(seen: Seen) -> None:
+    """The block in use, gathered without a buffer; the same in any layer. The next one is gathered once all hosts have
+    asked for it; these answer when they are waited for."""
     block = 2 * (seen.num_parameters - 2 * EMBEDDING_NUMEL - HIDDEN) // seen.layers
     activations = 2**20 * seen.layers  # of two tokens
     for above in seen.within.values():
-        assert 2 * block <= above <= 2.02 * block + activations
+        assert block <= above <= 1.01 * block + activations
     assert max(seen.within.values()) - min(seen.within.values()) < activations
 
 

@@ -29,7 +29,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -41,8 +42,10 @@ from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
 from hf_zero.comm.rows import FlatRows, own_shard
 from hf_zero.comm.torch_backend import GatherStreamCollectives
 from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime
+from hf_zero.params.unit import WholeParameters
 from tests.support.in_process import HEADS, ApartCollectives, InProcessWorld, Schedule
 
+T = TypeVar("T")
 HOSTS = "host"  # the lane of a rank's own thread
 
 
@@ -76,6 +79,7 @@ class Node(Event):
 
 @dataclass(eq=False)
 class _Access:
+    tensor: Tensor
     node: Node
     start: int
     stop: int
@@ -160,15 +164,20 @@ class Graph:
         if not tensor.numel():
             return
         start = tensor.data_ptr()
-        access = _Access(node, start, start + tensor.numel() * tensor.element_size(), writes)
-        for other in self._accesses[node.rank]:
+        access = _Access(tensor.detach(), node, start, start + tensor.numel() * tensor.element_size(), writes)
+        accesses = self._accesses[node.rank]
+        accesses[:] = [each for each in accesses if each.tensor.untyped_storage().nbytes()]  # without those given back
+        for other in accesses:
             overlaps = other.start < access.stop and access.start < other.stop
             if overlaps and (writes or other.writes) and not node.covers(other.node):
                 self.faults.append(f"{node} {'writes' if writes else 'reads'} what {other.node} may still use")
-        accesses = self._accesses[node.rank]
         accesses[:] = [each for each in accesses if not (writes and node.covers(each.node) and _within(each, access))]
         accesses.append(access)
         self._memory.append(tensor.detach())
+
+    def gives_back(self, tensor: Tensor) -> None:
+        """The compute stream's memory of `tensor` is freed, and may be reused there at once."""
+        self.uses(self.add(Lane.COMPUTE.value, "frees"), tensor, writes=True)
 
     # Results
 
@@ -302,6 +311,7 @@ class GraphCollectives(ApartCollectives):
     """Collectives of one communicator. Values are this rank's own, as if the others had the same."""
 
     starts_at_once = True
+    moves_pieces = True
 
     def __init__(self, world: GraphWorld, ranks: tuple[int, ...], channel: Channel) -> None:
         super().__init__(world, ranks, channel)
@@ -378,12 +388,20 @@ class GraphGathers(GraphCollectives):
 
     has_gather_lane = True
     _gather_rows = GatherStreamCollectives._gather_rows  # type: ignore[assignment]
+    _gather_pieces = GatherStreamCollectives._gather_pieces  # type: ignore[assignment]
 
     def _gather_into(self, flat: Tensor, row: Tensor) -> None:
         self._repeat(row, flat)
         end = self._run(f"gather of {row.numel()}")
         self._graph.uses(end, row, writes=False)
         self._graph.uses(end, flat, writes=True)
+
+    def _gather_each_into(self, wholes: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
+        end = self._run(f"gather of {[piece.numel() for piece in pieces]}")
+        for piece, whole in zip(pieces, wholes, strict=True):
+            self._repeat(piece, whole)
+            self._graph.uses(end, piece, writes=False)
+            self._graph.uses(end, whole, writes=True)
 
 
 class GraphHosts(ApartCollectives):
@@ -416,6 +434,17 @@ class GraphWorld(InProcessWorld):
         super().__init__(world, schedule, hosts, apart=True)
         self.graph = Graph(self)
         self.device = GraphDevice(self.graph)
+
+    def run(self, body: Callable[[int], T]) -> list[T]:
+        free = WholeParameters.free
+
+        def check_and_free(whole: WholeParameters) -> None:
+            if whole.address:
+                self.graph.gives_back(whole.full)
+            free(whole)
+
+        with mock.patch.object(WholeParameters, "free", check_and_free):
+            return super().run(body)
 
     def collectives(self, channel: Channel = Channel.REDUCE, partition: Partition | None = None) -> Collectives:
         partition = partition or self._everyone

@@ -6,7 +6,8 @@ Device memory is in CPU memory, separate from host memory, and compute is immedi
   the compute stream for device memory, the host for host memory. Some copies are carried out earlier, in random order
 - the source must not change before somebody on the source's side knows that the copy has read it
 - memory that is freed while a copy needs it is poisoned; writing into it is an error
-- two copies that touch the same memory, or a copy into a buffer that the compute stream still reads, must be ordered
+- two copies that touch the same memory, or a copy into a buffer that the compute stream still reads, must be ordered;
+  memory that was given back meanwhile no longer counts
 - a gather copies a row of this rank into the buffer of all ranks' rows; the gather lane must be ordered after all
   writes of the compute stream into the row since it was last gathered
 Knowledge is tracked by vector clocks: for every lane, up to which of its entries. Waiting for an event takes over its
@@ -101,10 +102,15 @@ class _Copy:
 class _Lease:
     """A buffer that a lane reads until a given entry."""
 
+    buffer: Tensor
     span: _Span
     lane: Lane
     number: int
     site: str
+
+    @property
+    def is_gone(self) -> bool:
+        return not _has_memory(self.buffer)
 
 
 @dataclass(slots=True)
@@ -251,7 +257,7 @@ class Late(Runtime):
             if any(target.overlaps(span) for span in other.spans) or source.overlaps(other.spans[1]):
                 raise LateError(f"{copy.site}: a copy touches what that of {other.site} may still use")
         for lease in self._leases:
-            if target.overlaps(lease.span) and copy.clock[lease.lane] < lease.number:
+            if target.overlaps(lease.span) and not lease.is_gone and copy.clock[lease.lane] < lease.number:
                 raise LateError(f"{copy.site}: a copy into what the compute stream may still read ({lease.site})")
 
     # Events
@@ -261,7 +267,7 @@ class Late(Runtime):
         clock, lane = self._clocks[self._here], self._here
         _learn(clock, self._host)
         clock[lane] += 1
-        self._leases += [_Lease(_span(tensor), lane, clock[lane], _site()) for tensor in read]
+        self._leases += [_Lease(_alias(tensor), _span(tensor), lane, clock[lane], _site()) for tensor in read]
         if lane is Lane.COMPUTE:
             self._look_at_rows(clock[lane])
         return LateEvent(clock.copy(), self._num_ranges)
@@ -329,7 +335,7 @@ class Late(Runtime):
             if copy.is_known(self._host) or (arrives_here and copy.is_known(here)):
                 self._carry_out(copy)
         self._copies = [c for c in self._copies if not (c.is_done and c.is_known(self._source_side(c)))]
-        self._leases = [lease for lease in self._leases if self._host[lease.lane] < lease.number]
+        self._leases = [x for x in self._leases if self._host[x.lane] < x.number and not x.is_gone]
         self._kept = [(event, tensor) for event, tensor in self._kept if not _covers(self._host, event.clock)]
 
     def _source_side(self, copy: _Copy) -> Clock:
@@ -351,9 +357,11 @@ class Late(Runtime):
         """Checks that memory of pending copies was not changed."""
         aliases = Counter(end.untyped_storage().data_ptr() for copy in self._copies for end in _ends(copy))
         aliases.update(known.row.untyped_storage().data_ptr() for known in self._rows.values())
+        aliases.update(lease.buffer.untyped_storage().data_ptr() for lease in self._leases)
         for copy in self._copies:
             for end in _ends(copy)[: 1 if copy.is_done else 2]:
-                if end.numel() and _num_uses(end) <= aliases[end.untyped_storage().data_ptr()]:
+                is_held = _num_uses(end) > aliases[end.untyped_storage().data_ptr()]
+                if end.numel() and not (is_held and _has_memory(end)):
                     raise LateError(f"{copy.site}: memory was given back before its copy {copy.lane.value} was done")
             is_free = copy.may_change or copy.is_known(self._source_side(copy))
             if not is_free and not torch.equal(_bytes(copy.source), _bytes(copy.before)):
@@ -395,6 +403,11 @@ def _poison(tensor: Tensor) -> None:
 def _span(tensor: Tensor) -> _Span:
     assert tensor.is_contiguous(), "copies are of contiguous memory"
     return _Span(tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether the tensor's storage has not been emptied."""
+    return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
 
 
 def _num_uses(tensor: Tensor) -> int:

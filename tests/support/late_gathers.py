@@ -6,7 +6,7 @@ Everything else is as between hosts without accelerators.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -34,6 +34,13 @@ class LateGathers(GatherStreamCollectives):
         assert isinstance(runtime, Late)
         runtime.gather(row, flat, values)
 
+    def _gather_each_into(self, wholes: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
+        values, runtime = [torch.empty_like(whole) for whole in wholes], runtime_of(wholes[0].device)
+        super()._gather_each_into(values, [piece.clone() for piece in pieces])
+        assert isinstance(runtime, Late)
+        for piece, whole, value in zip(pieces, wholes, values, strict=True):
+            runtime.gather(piece, whole, value)
+
 
 @contextmanager
 def late_gathers(runtime: Late, num_beside: int = 1) -> Iterator[None]:
@@ -42,8 +49,11 @@ def late_gathers(runtime: Late, num_beside: int = 1) -> Iterator[None]:
 
     def collectives(known: Any, device: torch.device, channel: Channel, ranks: Any, number: int) -> Collectives:
         if channel is Channel.GATHER:
-            return LateGathers(known.native_group(number, channel))
-        return usual(known, device, channel, ranks, number)
+            found: Collectives = LateGathers(known.native_group(number, channel))
+        else:
+            found = usual(known, device, channel, ranks, number)
+        found.moves_pieces = True  # as on an accelerator
+        return found
 
     with (
         use(runtime),

@@ -26,7 +26,7 @@ from hf_zero.api import entry
 from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows, ledger
 from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
 from hf_zero.comm.process_group import Process
-from hf_zero.comm.rows import FlatRows, own_shard
+from hf_zero.comm.rows import DirectRows, FlatRows, own_shard
 from hf_zero.device.registry import HostCopy
 from tests.support.groups import plain
 
@@ -35,6 +35,8 @@ META = torch.device("meta")
 
 class SimulatedCollectives(Collectives):
     """Records every call in the ledger and moves no data."""
+
+    moves_pieces = True
 
     def gather_objects(self, value: object) -> list[object]:
         return [value] * self.size
@@ -49,6 +51,17 @@ class SimulatedCollectives(Collectives):
 
     def _all_gather(self, flat: Tensor) -> Pending:
         assert flat.is_meta and flat.numel() % self.size == 0
+        return Pending()
+
+    def _gather_pieces(self, pieces: Any, wholes: Any, buffer: Tensor | None = None) -> Rows:
+        numels = [piece.numel() for piece in pieces]
+        assert [whole.numel() for whole in wholes] == [numel * self.size for numel in numels]
+        own = [whole.narrow(0, self.rank * numel, numel) for whole, numel in zip(wholes, numels, strict=True)]
+        torch._foreach_copy_(own, list(pieces))
+        return DirectRows(buffer, Pending())
+
+    def _reduce_scatter_pieces(self, shards: Any, wholes: Any) -> Pending:
+        assert [whole.numel() for whole in wholes] == [shard.numel() * self.size for shard in shards]
         return Pending()
 
     def _all_to_all(self, received: Any, sent: Any) -> None:

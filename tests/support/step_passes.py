@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.passes import Passes
-from tests.support.simulation import META, simulated_world
+from tests.support.simulation import META, SimulatedCollectives, simulated_world
 
-WORLD, RANK, WIDTH, LAYERS = 8, 3, 256, 4
+WORLD, RANK, WIDTH, LAYERS = 8, 3, 1024, 4
 BF16 = torch.bfloat16
 # phase -> (bytes read, bytes written) per parameter of the model
 Table = dict[str, tuple[float, float]]
@@ -27,21 +27,18 @@ Table = dict[str, tuple[float, float]]
 def floor(stage: int, micro_batches: int = 1) -> Table:
     """The minimum that collectives and PyTorch's autograd require.
 
-    Gathered data is ordered by rank but computed with by parameter, gradients arrive one by one, and no parameter is
-    updated before the total norm is known.
+    At stage 3 parameters are gathered where they are used, and gradients are reduced where autograd has left them.
+    Below it gradients arrive one by one. No parameter is updated before the total norm is known.
     """
     times, own = micro_batches, 2 / WORLD
     later = 4.0 if stage == 1 else 2.0  # added to existing gradients, before they are reduced or after
-    found = {
-        "gradients into a bucket": (2.0 + (times - 1) * later, 2.0 * times),
-        "norm": (own, 0.0),
-        "update": (7 * own, 7 * own),
-    }
+    found = {"norm": (own, 0.0), "update": (7 * own, 7 * own)}
+    if stage < 3:
+        found["gradients into a bucket"] = (2.0 + (times - 1) * later, 2.0 * times)
     if times > 1 and stage > 1:
         found["reduced gradients, cast or added up"] = ((times - 1) * 2 * own, (times - 1) * own)
     if stage == 3:
         found["own row into the gather"] = (2 * times * own, 2 * times * own)
-        found["gathered rows into parameters"] = (4.0 * times, 4.0 * times)
     return found
 
 
@@ -107,6 +104,7 @@ def _phases(passes: Passes) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, phase in (
             (Collectives, "_gather_rows", "own row into the gather"),
+            (SimulatedCollectives, "_gather_pieces", "own row into the gather"),
             (UnitPart, "_unpack", "gathered rows into parameters"),
             (Arrivals, "take", "gradients into a bucket"),
             (ReducedGradient, "add", "reduced gradients, cast or added up"),

@@ -217,11 +217,19 @@ class TimedGathers(TimedCollectives):
     """Stage 3's gathers on an accelerator."""
 
     has_gather_lane = True
+    moves_pieces = True
     _gather_rows = GatherStreamCollectives._gather_rows  # type: ignore[assignment]
+    _gather_pieces = GatherStreamCollectives._gather_pieces  # type: ignore[assignment]
 
     def _gather_into(self, flat: Tensor, row: Tensor) -> None:
         _fill(flat, row)
         self._device.travel(Lane.GATHER.value, f"gather {row.numel()}", self._received(flat))
+
+    def _gather_each_into(self, wholes: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
+        for piece, whole in zip(pieces, wholes, strict=True):
+            _fill(whole, piece)
+        numel, size = sum(piece.numel() for piece in pieces), sum(map(self._received, wholes))
+        self._device.travel(Lane.GATHER.value, f"gather {numel}", size)
 
 
 class TimedHosts(TimedCollectives):

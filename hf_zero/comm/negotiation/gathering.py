@@ -15,15 +15,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from hf_zero.comm.ledger import Call, ledger
 from hf_zero.comm.negotiation import Disagreement
-from hf_zero.comm.negotiation.own_rows import RowTable, UnitRows, gather_lane
+from hf_zero.comm.negotiation.own_rows import Place, RowTable, UnitRows, gather_lane
 from hf_zero.comm.negotiation.requests import Decision, Kind, Request, decide
 from hf_zero.comm.rows import GatherBuffers, Rows, num_bytes
+from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import DONE
 from hf_zero.spans import SPANS
 
@@ -76,7 +78,7 @@ class Gathering(OpenRequest):
 
     def start(self, collectives: Collectives) -> None:
         """Start the gather, overlapped with compute, because all ranks take part now."""
-        self.rows = start_gather(collectives, self.own, self.buffers.take)
+        self.rows = start_gather(collectives, self.own, self.unit.places, self.buffers.take)
         self._call.started(self.rows, self.own)
         self.own = ()
 
@@ -97,14 +99,46 @@ class Gathering(OpenRequest):
         return self.rows
 
 
-def start_gather(collectives: Collectives, rows: Sequence[Tensor], take: Callable[[int, Tensor], Tensor]) -> list[Rows]:
+def start_gather(
+    collectives: Collectives,
+    rows: Sequence[Tensor],
+    places: Sequence[Place | None],
+    take: Callable[[int, Tensor], Tensor],
+) -> list[Rows]:
     """Start gathering this rank's `rows`.
 
     Args:
+        places: where each is gathered to; None: into a buffer.
         take: gives a buffer of at least so many elements for rows like the given one.
     """
-    with gather_lane(collectives, rows[0].device, DONE):
-        return [collectives._gather_rows(row, partial(_take_like, take, row)) for row in rows]
+    runtime = runtime_of(rows[0].device)
+    opened = [() if place is None else place.open() for place in places]
+    # What is allocated here, on the compute stream, may have been freed while queued work still reads it.
+    after = runtime.record(*chain(*opened)) if any(opened) else DONE
+    with gather_lane(collectives, runtime.device, after):
+        return [
+            collectives._gather_rows(row, partial(_take_like, take, row))
+            if place is None
+            else collectives._gather_pieces(row.split_with_sizes(place.sizes), wholes)
+            for row, place, wholes in zip(rows, places, opened, strict=True)
+        ]
+
+
+def start_unread_gather(
+    collectives: Collectives, row: Tensor, sizes: Sequence[int], take: Callable[[int, Tensor], Tensor]
+) -> Rows:
+    """Start gathering `row` for other ranks, into a buffer.
+
+    Args:
+        sizes: of its pieces (`Place`), if these are gathered one by one.
+        take: see `start_gather`.
+    """
+    with gather_lane(collectives, row.device, DONE):
+        if not sizes:
+            return collectives._gather_rows(row, partial(_take_like, take, row))
+        buffer = take(row.numel() * collectives.size, row)
+        wholes = buffer[: row.numel() * collectives.size].split([size * collectives.size for size in sizes])
+        return collectives._gather_pieces(row.split_with_sizes(sizes), wholes, buffer)
 
 
 def _take_like(take: Callable[[int, Tensor], Tensor], row: Tensor, numel: int) -> Tensor:

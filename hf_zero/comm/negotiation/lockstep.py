@@ -20,7 +20,8 @@ Whether a rank needs the result, and how far ahead it requests it, does not affe
 update on all ranks: every update synchronises, and each rank issues the following gathers after its own update.
 
 Why nothing hangs, neither a host nor a stream of a device. Gathers depend on reductions, because a gather reuses memory
-that compute has read after it has waited for a reduction; reductions depend on gathers, because gradients are computed
+that compute has read after it has waited for a reduction (a direct gather waits for all that compute has queued when it
+is issued); reductions depend on gathers, because gradients are computed
 from gathered weights. Both kinds of collectives run in the same order on all ranks, but ranks may interleave them
 differently. A cycle is only possible if one rank issues gather G after it has begun to wait for reduction R (on an
 accelerator: has made compute wait), while another rank needs G, or a gather after it, before it starts R. So:
@@ -53,7 +54,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from hf_zero.comm.ledger import ledger
-from hf_zero.comm.negotiation.gathering import Gathering, Negotiation, OpenRequest, Upcoming, start_gather
+from hf_zero.comm.negotiation.gathering import Gathering, Negotiation, OpenRequest, Upcoming, start_unread_gather
 from hf_zero.comm.negotiation.own_rows import gather_lane
 from hf_zero.comm.negotiation.passes import FollowedPlan, Pass, PassHistory, Route, Start, digest
 from hf_zero.comm.negotiation.requests import NUM_FIELDS, Decision, Kind, Request
@@ -121,9 +122,11 @@ class LockstepNegotiation(Negotiation):
         self.num_beside = collectives.num_beside
         self._collectives = collectives
         self._hosts = hosts
+        self._everyone = frozenset(range(self.size))
         self._history = PassHistory()
         self._pass = Pass()
-        self._shapes: dict[int, list[tuple[int, torch.dtype, torch.device]]] = {}  # rows of units in plans
+        # Rows of units in plans: elements, dtype, device, and the sizes of pieces that are gathered one by one.
+        self._shapes: dict[int, list[tuple[int, torch.dtype, torch.device, Sequence[int]]]] = {}
         # Negotiated
         self._exchange: _HeadExchange | None = None
         self._heads = [_Head(Request(Kind.WAIT), 0, ())]  # heads of the last decision
@@ -184,6 +187,8 @@ class LockstepNegotiation(Negotiation):
         if is_gather and self._pass.base is None:
             self._pass.base = self.launched
         if plan is not None and is_gather and plan.is_of(in_backward=request.in_backward, trains=request.trains):
+            if plan.is_next(request.unit):
+                return
             if request.unit in plan.left:
                 while plan.route.units[plan.issued] != request.unit:
                     self._serve_next(plan)  # this rank has skipped it
@@ -230,11 +235,15 @@ class LockstepNegotiation(Negotiation):
     def _ask(self, asked: OpenRequest) -> None:
         plan, request = self._pass.plan, asked.request
         if isinstance(asked, Gathering):
-            self._shapes[request.unit] = [(row.numel(), row.dtype, row.device) for row in asked.own]
+            if request.unit not in self._shapes:
+                self._shapes[request.unit] = [
+                    (row.numel(), row.dtype, row.device, sizes)
+                    for row, sizes in zip(asked.own, asked.unit.sizes, strict=True)
+                ]
             if plan is not None:
                 self._start_due(self._due(plan, plan.issued))
                 plan.issued += 1
-                asked.decision = Decision(request.unit, frozenset(range(self.size)))
+                asked.decision = Decision(request.unit, self._everyone)
                 asked.start(self._collectives)
                 return
         self._mine.append(asked)
@@ -320,19 +329,18 @@ class LockstepNegotiation(Negotiation):
             self._serve_gone(unit)
             return
         engine, place = self.table.find(unit)
-        for row in engine.open(place):
+        for row, sizes in zip(engine.open(place), engine.units[place].sizes, strict=True):
             with self._count_gather(num_bytes(row) * self.size):
-                (rows,) = start_gather(self._collectives, [row], engine.take_unread)
-                engine.give_unread(rows)
+                engine.give_unread(start_unread_gather(self._collectives, row, sizes, engine.take_unread))
         engine.close(place)
 
     def _serve_gone(self, unit: int) -> None:
         """Serve the plan of an engine that was dropped here; if all ranks dropped it, no rank uses it."""
         self._pass.has_served_gone = True
-        for numel, dtype, device in self._shapes[unit]:
+        for numel, dtype, device, sizes in self._shapes[unit]:
             with self._count_gather(numel * dtype.itemsize * self.size), gather_lane(self._collectives, device, DONE):
                 row = torch.full((numel,), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-                rows = self._collectives._gather_rows(row, row.new_empty)
+                rows = start_unread_gather(self._collectives, row, sizes, lambda numel, row: row.new_empty(numel))
                 rows.wait()
                 for memory in (row, rows.buffer):
                     if memory is not None:

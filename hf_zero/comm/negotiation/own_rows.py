@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.comm.negotiation.requests import Kind, Request
-from hf_zero.comm.rows import GatherBuffers, Rows
+from hf_zero.comm.rows import GatherBuffers, OutsideAutograd, Rows
 from hf_zero.device.registry import runtime_of
 from hf_zero.device.runtime import DONE, Event
 
@@ -37,19 +37,45 @@ class StoredRow(Protocol):
     def release(self, *, changed: bool) -> None: ...
 
 
+class Place(Protocol):
+    """Where a gather writes the rows of a part, piece by piece, so that nothing is unpacked.
+
+    Attributes:
+        sizes: elements of the pieces of a row; the same on all ranks.
+    """
+
+    sizes: tuple[int, ...]
+
+    def open(self) -> Sequence[Tensor]:
+        """Allocate the memory. Returns the whole that the pieces make, for each piece (1-D)."""
+
+
 class OwnRow:
     """This rank's row of one part of a unit; with hpZ all rows that it keeps.
 
     Attributes:
+        place: where gathers that this rank reads write; None: in a buffer.
+        stays: whether the row is always on the device in the form in which it is sent, so that nothing is put back.
         update: called before the next read of the row, which it brings up to date; None: it is.
     """
 
-    def __init__(self, stored: StoredRow, form: PlainRows, device: torch.device, num_kept: int = 1) -> None:
+    def __init__(
+        self,
+        stored: StoredRow,
+        form: PlainRows,
+        device: torch.device,
+        num_kept: int = 1,
+        place: Place | None = None,
+        *,
+        stays: bool = False,
+    ) -> None:
         """
         Args:
             stored: the rows, in a storage that fetches them to `device`, which gathers.
             form: how they are sent.
         """
+        self.place = place
+        self.stays = stays
         self._stored = stored
         self._form = form
         self._device = device
@@ -92,26 +118,36 @@ class UnitRows:
     Attributes:
         name: the unit's name, for messages.
         is_awaited: whether a gather that this rank has requested still reads them.
+        are_open: whether `put_back` has anything to undo.
+        places: where gathers of each part write; None: in a buffer.
+        sizes: of the pieces of each part's row that are gathered one by one, if any; the same on all ranks.
     """
 
     def __init__(self, name: str, parts: Sequence[OwnRow]) -> None:
         self.name = name
         self.is_awaited = False
+        self.are_open = False
+        self._stay = all(part.stays for part in parts)
         self._parts = tuple(parts)
+        self.places = tuple(part.place for part in parts)
+        self.sizes = tuple(() if place is None else place.sizes for place in self.places)
 
     def fetch(self) -> None:
         """Prepare to open them soon."""
+        self.are_open = not self._stay
         for part in self._parts:
             part.fetch()
 
     def open(self) -> list[Tensor]:
         """The rows, until `put_back`. Runs outside of inference mode, because its buffers outlive that mode."""
-        with torch.inference_mode(False), torch.no_grad():
+        self.are_open = not self._stay
+        with OutsideAutograd():
             return [part.open() for part in self._parts]
 
     def put_back(self) -> None:
         """Undo `fetch` and `open`, unless a gather still reads the rows. Called on the lane that gathers."""
         if not self.is_awaited:
+            self.are_open = False
             for part in self._parts:
                 part.put_back()
 

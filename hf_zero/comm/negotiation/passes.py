@@ -192,8 +192,11 @@ class FollowedPlan:
         """The units that this rank has not started to gather."""
         return self.route.units[self.issued :]
 
+    def is_next(self, unit: int) -> bool:
+        return self.issued < len(self.route.units) and self.route.units[self.issued] == unit
+
     def is_of(self, *, in_backward: bool, trains: bool) -> bool:
-        return (self.start.in_backward, self.start.trains) == (in_backward, trains)
+        return self.start.in_backward == in_backward and self.start.trains == trains
 
 
 @dataclass(slots=True)
