@@ -1,7 +1,8 @@
-"""Trains a small Llama on long rows of bytes, split over several ranks: Accelerate's loop for sequence parallelism.
+"""Trains a small model on long rows of bytes, split over several ranks: Accelerate's loop for sequence parallelism.
 
     torchrun --nproc-per-node 2 examples/sequence_parallel.py
     torchrun --nproc-per-node 4 examples/sequence_parallel.py --sp_size 2 --zero_stage 3
+    torchrun --nproc-per-node 2 examples/sequence_parallel.py --hybrid
 
 The text is the standard library's sources. The loss of a step is the mean of the ranks' losses, weighted by tokens.
 """
@@ -19,7 +20,7 @@ from accelerate.utils import DeepSpeedPlugin, ParallelismConfig, set_seed
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -27,6 +28,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sp_size", type=int, default=0, help="ranks per sequence; default: all")
     parser.add_argument("--zero_stage", type=int, default=2)
     parser.add_argument("--length", type=int, default=512, help="bytes per row")
+    parser.add_argument("--hybrid", action="store_true", help="an LFM2, where every other layer is a convolution")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--cpu", action="store_true", help="train on CPUs even if there are GPUs")
@@ -51,11 +53,11 @@ def whole_loss(own: Tensor, labels: Tensor, group: object) -> Tensor:
 def main() -> None:
     options = arguments()
     set_seed(42)
-    shape = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+    layers = {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 4} if options.hybrid else {}
+    shape = AutoConfig.for_model("lfm2" if options.hybrid else "llama", vocab_size=256, **sizes, **layers)
     # Created before stage 3 is configured, which partitions models on creation: all stages get the same weights.
-    model = LlamaForCausalLM._from_config(shape, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     size = options.sp_size or world
     config = {

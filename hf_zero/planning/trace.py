@@ -9,14 +9,15 @@ dropout, where torch has no fused kernel, as it is. Experts are counted as one p
 
 A model that is cut for several ranks (`hf_zero.tensor`, experts over ranks) runs as the first of them: the others are
 `AbsentRanks`, which record messages without sending any; tokens are routed evenly. With sequence parallelism the model
-sees one rank's part of the sequence, and the messages around attention (`Ulysses`) are only counted.
+sees one rank's part of the sequence, and the messages around attention (`Ulysses`) are only counted; layers such as
+linear attention run on whole sequences, as in training.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,10 +31,13 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm import LoneCollectives, Pending
 from hf_zero.comm.parts import held_part
-from hf_zero.comm.rows import num_bytes
+from hf_zero.comm.rows import FlatRows, Rows, num_bytes
+from hf_zero.features import text_config, unwrapped
 from hf_zero.layout.traffic import Message
 from hf_zero.planning.llama import SHAPES
-from hf_zero.sequence.shared import copies_of_key_heads
+from hf_zero.sequence.attention import has_scans_alone
+from hf_zero.sequence.mixers import attach_mixers, find_mixers
+from hf_zero.sequence.shared import Shared, copies_of_key_heads
 
 _aten = torch.ops.aten
 
@@ -90,6 +94,10 @@ class AbsentRanks(LoneCollectives):
 
     def all_to_all(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         self.sent["all_to_all"] += sum(map(num_bytes, sent))
+
+    def exchange_rows(self, flat: Tensor, take: Callable[[int], Tensor]) -> Rows:
+        self.sent["all_to_all"] += num_bytes(flat)
+        return FlatRows(None, flat, self.size, Pending())
 
 
 def messages_of(model: nn.Module) -> Counter[str]:
@@ -457,13 +465,29 @@ def trace_step(
         (torch, "_grouped_mm", grouped),
         *(() if on_cpu else ((nn.functional, "dropout", _masked),)),
     )
-    with _watched(recorder, trained, modules), in_place_of(*functions), living:
+    others = AbsentRanks(ulysses.size)
+    others.sent = sent
+    with _watched(recorder, trained, modules), _whole_mixers(model, others), in_place_of(*functions), living:
         loss = model(**inputs).loss
         recorder.event("loss")
         loss.backward()
     recorder.event("begin")  # ends the last segment
-    is_unseen = ulysses.size > 1 and not attention.calls
+    is_unseen = ulysses.size > 1 and not attention.calls and not has_scans_alone(unwrapped(model))
     return ModelTrace(tuple(recorder.segments), UNSEEN_ATTENTION if is_unseen else "")
+
+
+@contextmanager
+def _whole_mixers(model: nn.Module, group: AbsentRanks) -> Iterator[None]:
+    """Ranks that share sequences run layers such as linear attention on whole ones."""
+    base = unwrapped(model)
+    config = text_config(getattr(base, "config", None))
+    mixers = find_mixers(base, config) if group.size > 1 else []
+    handles = attach_mixers(mixers, Shared(group, config, skips_evaluation=False))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from hf_zero.comm import Collectives
 from hf_zero.features import text_config, unwrapped
 from hf_zero.sequence.forwards import MARK, after_forward, before_forward, install_masks
 from hf_zero.sequence.layer import HEADS, POSITIONS, exchange, gather
+from hf_zero.sequence.mixers import attach_mixers, check_kinds, find_mixers
+from hf_zero.sequence.scans import functions_of
 from hf_zero.sequence.shared import (
     MODULES,
     RUNNING,
@@ -29,8 +31,6 @@ from hf_zero.sequence.shared import (
 
 _HANDLES = "_hf_zero_sequence_hooks"
 _EAGER = "eager_attention_forward"
-_LAYER_TYPES = ("layer_types", "layers_block_type", "block_types", "_block_types")
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 
 
 def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> None:
@@ -46,11 +46,14 @@ def attach(model: nn.Module, group: Collectives, *, skips_evaluation: bool) -> N
     base = unwrapped(model)
     check_model(base, group.size)
     detach(model)
-    shared = Shared(group, text_config(getattr(base, "config", None)), skips_evaluation)
-    for module in _of_text(base, shared.config):
+    config = text_config(getattr(base, "config", None))
+    mixers = find_mixers(base, config)
+    shared = Shared(group, config, skips_evaluation, attends=not has_scans_alone(base), has_mixers=bool(mixers))
+    for module in _of_text(base, config):
         MODULES[module] = shared
     MODULES[model] = shared
     hooks = (
+        *attach_mixers(mixers, shared),
         model.register_forward_pre_hook(before_forward, with_kwargs=True),
         model.register_forward_hook(after_forward, always_call=True),
     )
@@ -72,60 +75,39 @@ def is_attached(model: nn.Module) -> bool:
 
 def check_model(model: Any, size: int) -> None:
     """Raises ValueError if the model does not support sequence parallelism with `size` ranks."""
-    takes = getattr(model, "_can_set_attn_implementation", None)
-    if takes is None or not takes():
+    if not is_supported(model):
         raise ValueError(
             f"{type(model).__name__} does not use transformers' attention interface, so that heads cannot be exchanged "
             "around attention: use a model that does, or deepspeed.sequence.layer.DistributedAttention"
         )
     config = text_config(getattr(model, "config", None))
     check_config(config, size)
-    for name, module in _beside_attention(model, config):
-        raise _mixed_beside_attention(f"{type(model).__name__}, in {name} ({type(module).__name__})")
+    find_mixers(model, config)
+
+
+def is_supported(model: Any) -> bool:
+    """Whether ranks know where to exchange heads: in transformers' attention interface, or in scans alone."""
+    takes = getattr(model, "_can_set_attn_implementation", None)
+    return (takes is not None and bool(takes())) or has_scans_alone(model)
+
+
+def has_scans_alone(model: Any) -> bool:
+    """Whether a model has no attention (Mamba)."""
+    config = text_config(getattr(model, "config", None))
+    if config is None or getattr(config, "num_attention_heads", None) is not None:
+        return False
+    mixers = find_mixers(model, config)
+    return bool(mixers) and all(functions_of(mixer, 1) for mixer in mixers)
 
 
 def check_config(config: Any, size: int) -> None:
     """Like `check_model`, for a model config."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError("encoder-decoder models cannot share sequences: their two sequences have different lengths")
-    for key in _LAYER_TYPES:
-        others = dict.fromkeys(kind for kind in getattr(config, key, None) or () if kind not in _ATTENTION)
-        if others:
-            raise _mixed_beside_attention(f"{type(config).__name__}, by its {key}: {', '.join(map(str, others))}")
+    check_kinds(config)
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):
         check_heads(heads, size)
-
-
-def _mixed_beside_attention(what: str) -> ValueError:
-    return ValueError(
-        f"{what}: this model also combines positions outside of the attention that ranks exchange heads for (linear "
-        "attention, recurrent layers, convolutions, indexers), where a rank would see only its own part of the "
-        "sequence: use a model whose layers all have attention, or another way to save memory "
-        "(docs/long_sequences.md)"
-    )
-
-
-def _beside_attention(model: nn.Module, config: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of the text model that combine positions by themselves, with their names.
-
-    Those of other inputs (convolutions over sound, projectors of images) are in a module with another config.
-    """
-
-    def walk(module: nn.Module, name: str, *, is_text: bool) -> Iterator[tuple[str, nn.Module]]:
-        own = getattr(module, "config", None)
-        is_text = is_text if own is None else type(own) is type(config)
-        if is_text and (
-            isinstance(module, nn.RNNBase)
-            or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
-            or "A_log" in module._parameters  # the decay of state-space layers
-            or "Indexer" in type(module).__name__
-        ):
-            yield name, module
-        for child, inner in module.named_children():
-            yield from walk(inner, f"{name}.{child}" if name else child, is_text=is_text)
-
-    return walk(model, "", is_text=False)
 
 
 def _of_text(model: nn.Module, config: Any) -> Iterable[nn.Module]:
@@ -164,7 +146,7 @@ def _around(core: Callable[..., Any]) -> Callable[..., Any]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **more: Any
     ) -> Any:
         shared = MODULES.get(module)
-        if shared is None or not (shared.is_on(module) or RUNNING.sight is not None):
+        if shared is None or RUNNING.mixers or not (shared.is_on(module) or RUNNING.sight is not None):
             return core(module, query, key, value, attention_mask, *args, **more)
         group, heads = shared.group, query.shape[HEADS]
         check_heads(heads, group.size)

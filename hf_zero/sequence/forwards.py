@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_zero.features import unwrapped
 from hf_zero.sequence.batches import is_part
 from hf_zero.sequence.layer import gather, told_by_all
-from hf_zero.sequence.shared import MODULES, RUNNING, Shared, Sight
+from hf_zero.sequence.shared import CACHES, MODULES, RUNNING, Shared, Sight
 
 IGNORED = -100
 MARK = "_hf_zero_shared_sequences"
@@ -31,6 +31,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, 
     seen = next((tensor for tensor in candidates if isinstance(tensor, Tensor) and tensor.dim() >= 2), None)
     shared = MODULES.get(model)
     RUNNING.sights.append(None)
+    RUNNING.mixers.clear()  # of a forward that was interrupted
     if shared is None or seen is None:
         return None
     # from_pretrained returns models in eval mode, and scripts may train them so; gradients distinguish these cases.
@@ -41,6 +42,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], keywords: dict[str, 
     _, *parameters = inspect.signature(type(unwrapped(model)).forward).parameters
     keywords = {**dict(zip(parameters, args, strict=False)), **keywords}
     _check_parts(shared, seen)
+    _check_cache(shared, model, keywords)
     length = seen.shape[1]
     if keywords.get("position_ids") is None and "position_ids" in parameters:
         first = shared.group.rank * length
@@ -57,7 +59,7 @@ def after_forward(model: nn.Module, args: Any, output: Any) -> None:
         NotImplementedError: if no attention ran through transformers' interface: parts have not seen each other.
     """
     sight = RUNNING.sights.pop() if RUNNING.sights else None
-    if sight is not None and output is not None and not sight.num_exchanges:
+    if sight is not None and output is not None and not sight.num_exchanges and MODULES[model].attends:
         raise NotImplementedError(
             f"{type(unwrapped(model)).__name__} has called no attention of transformers' attention interface, around "
             "which ranks exchange heads: each rank has computed its part of the sequences alone. It cannot share "
@@ -73,6 +75,16 @@ def _check_whole(shared: Shared, seen: Tensor) -> None:
             f"has parts of sequences that ranks {', '.join(map(str, shared.group.ranks))} share, which would be taken "
             "for whole ones. Prepare the loader for evaluation in a separate call, without the model "
             "(accelerator.prepare(loader)); each rank then gets its own whole batches"
+        )
+
+
+def _check_cache(shared: Shared, model: nn.Module, keywords: dict[str, Any]) -> None:
+    handed = [name for name in CACHES if keywords.get(name) is not None]
+    if shared.has_mixers and handed:
+        raise NotImplementedError(
+            f"{type(unwrapped(model)).__name__} got {handed[0]}=, but its recurrent states cannot continue where ranks "
+            "share sequences: call it with use_cache=False, or generate with whole sequences (disable_in_eval, eval "
+            "mode)"
         )
 
 

@@ -72,12 +72,11 @@ class SequenceGroups(ProgramGroups):
         `DistributedAttention` themselves."""
         if asked is None and not shares_sequences(model):
             return
-        from hf_zero.sequence.attention import attach, detach, is_attached
+        from hf_zero.sequence.attention import attach, detach, is_attached, is_supported
 
-        takes = getattr(unwrapped(model), "_can_set_attn_implementation", None)
         if asked is None:
             detach(model)
-        elif not is_attached(model) and takes is not None and takes():
+        elif not is_attached(model) and is_supported(unwrapped(model)):
             attach(model, groups.along(cls.name), skips_evaluation=asked.skips_evaluation)
 
     def own_part(self, batch: Any, group: Collectives) -> Any:

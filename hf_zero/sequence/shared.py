@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,11 +22,15 @@ class Shared:
         group: the ranks that hold parts of the same sequences, in the order of positions.
         config: config of the model's text part.
         skips_evaluation: whether inputs in eval mode are whole sequences.
+        attends: whether the model has attention, in which ranks exchange heads.
+        has_mixers: whether layers combine positions outside of attention.
     """
 
     group: Collectives
     config: Any
     skips_evaluation: bool
+    attends: bool = True
+    has_mixers: bool = False
 
     def is_on(self, module: nn.Module) -> bool:
         return module.training or not self.skips_evaluation
@@ -54,6 +58,7 @@ class Sight:
     num_exchanges: int = 0
 
 
+CACHES = ("cache", "past_key_values", "past_key_value", "cache_params")  # arguments with states of earlier forwards
 MODULES: WeakKeyDictionary[nn.Module, Shared] = WeakKeyDictionary()  # every module of an attached model
 
 
@@ -62,15 +67,43 @@ def shares_sequences(model: nn.Module) -> bool:
     return any(module in MODULES for module in model.modules())
 
 
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """The forward of a module that combines positions outside of attention.
+
+    Attributes:
+        length: number of positions on this rank.
+        functions: those with which it combines positions, where ranks exchange heads; none: it runs on whole sequences.
+        calls: functions that it has called.
+    """
+
+    mixer: nn.Module
+    group: Collectives
+    samples: int
+    length: int
+    functions: tuple[str, ...]
+    calls: set[str] = field(default_factory=set)
+
+
 class _Running:
-    """The running forwards of this process, outermost first."""
+    """The running forwards of this process, outermost first.
+
+    Attributes:
+        mixers: the mixers that run, outermost first.
+    """
 
     def __init__(self) -> None:
         self.sights: list[Sight | None] = []
+        self.mixers: list[Mixing] = []
 
     @property
     def sight(self) -> Sight | None:
         return self.sights[-1] if self.sights else None
+
+    @property
+    def scanning(self) -> Mixing | None:
+        """The running mixer, if ranks exchange heads in it."""
+        return self.mixers[-1] if self.mixers and self.mixers[-1].functions else None
 
 
 RUNNING = _Running()

@@ -25,3 +25,9 @@ def test_stages_and_sizes_agree() -> None:
     assert two[-1] < two[0] - 0.5
     four = losses(["--sp_size", 2, "--zero_stage", 1], 4)
     assert len(four) == 4 and four[0] == pytest.approx(two[0], abs=2e-5)
+
+
+def test_a_hybrid_model() -> None:
+    two, four = losses(["--hybrid"], 2), losses(["--hybrid", "--zero_stage", 3], 4)
+    assert len(two) == 8 and two == pytest.approx(four, abs=2e-5)
+    assert two[-1] < two[0] - 0.5

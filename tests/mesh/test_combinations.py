@@ -77,7 +77,7 @@ def test_eight_ranks_train_as_one_process(stage: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "mixtral", "qwen3_next"])
 def test_other_models_train_as_one_process(kind: str) -> None:
     shapes = {name: shape for name, shape in FOUR.items() if shape.tensor > 1}
     _check(_at(shapes, (1, 3)), steps=4, kind=kind)

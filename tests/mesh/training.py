@@ -78,7 +78,7 @@ def plain_run(kind: str, steps: int, together: int) -> Trained:
 def compare(
     shape: Shape, stage: int, world: int, *, steps: int, kind: str = "llama", accumulated: int = 1, **more: Any
 ) -> tuple[float, ...]:
-    """Largest differences of (a loss, a norm, a weight)."""
+    """Largest differences of (a loss, a norm in proportion, a weight)."""
     data_ranks = world // (shape.tensor * shape.sequence)
     data, model = batches(steps * data_ranks * accumulated), model_of(kind)
     plain = plain_run(kind, steps, data_ranks * accumulated)
@@ -95,6 +95,6 @@ def compare(
 def differences(found: Trained, plain: Trained) -> tuple[float, ...]:
     return (
         max(abs(a - b) for a, b in zip(found.losses, plain.losses, strict=True)),
-        max(abs(a - b) for a, b in zip(found.norms, plain.norms, strict=True)),
+        max(abs(a - b) / max(1.0, b) for a, b in zip(found.norms, plain.norms, strict=True)),
         max((found.weights[name] - value).abs().max().item() for name, value in plain.weights.items()),
     )

@@ -32,6 +32,7 @@ from hf_zero.planning.show import as_dict, reasoning, title
 from hf_zero.tensor.shard import shard_model
 from tests.planning.material import config_folder, planned
 from tests.planning.test_memory import _sums, filled
+from tests.sequence.training import config_of, model_of
 from tests.support.ranks import run_ranks
 from tests.tensor.threads import ThreadCollectives, in_threads
 
@@ -153,6 +154,48 @@ def test_messages_of_shared_sequences_are_those_of_an_engine(tmp_path: Path) -> 
         ("forward", "all_to_all", found[0]),
         ("backward", "all_to_all", found[1]),
     ]
+
+
+def messages_of_a_hybrid_model(rank: int) -> list[dict[str, int]]:
+    """Bytes by phase, for a model whose heads are exchanged beside attention and one with layers on whole sequences."""
+    found = []
+    for kind in HYBRID_KINDS:
+        model, tokens = model_of(kind), torch.zeros(2, 6, dtype=torch.long)
+        config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "zero_optimization": {"stage": 0}}
+        config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
+        ledger.reset()
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        sums: dict[str, int] = {}
+        for (phase, operation), tally in ledger.tallies.items():
+            if operation == "all_to_all":
+                sums[phase] = sums.get(phase, 0) + tally.num_bytes
+        found.append(sums)
+        engine.destroy()
+    return found
+
+
+HYBRID_KINDS = ("qwen3_next", "jamba", "minimax")
+
+
+def test_messages_of_hybrid_models_are_those_of_an_engine(tmp_path: Path) -> None:
+    [found, _] = run_ranks(messages_of_a_hybrid_model, 2)
+    for kind, sums in zip(HYBRID_KINDS, found, strict=True):
+        config_of(kind).save_pretrained(tmp_path / kind)
+        seen = trace(
+            load_model(str(tmp_path / kind), "fp32"), micro_batch=2, length=12, checkpointing=False, sequence_size=2
+        )
+        messages = {each.phase: each.payload for each in seen.messages if each.operation == "all_to_all"}
+        assert messages == {"forward": sum(sums.values()) - sums["backward"], "backward": sums["backward"]}, kind
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2", "jamba"])
+def test_layers_whose_heads_are_exchanged_take_as_many_times_less(kind: str, tmp_path: Path) -> None:
+    config_of(kind).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), "fp32")
+    one, two, four = (trace(model, micro_batch=1, length=1024, checkpointing=True, sequence_size=n) for n in (1, 2, 4))
+    assert two.peak == pytest.approx(one.peak / 2, rel=0.01) and four.peak == pytest.approx(one.peak / 4, rel=0.05)
+    assert two.flops == pytest.approx(one.flops / 2, rel=0.01)
 
 
 @pytest.fixture(scope="module")

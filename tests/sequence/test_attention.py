@@ -19,6 +19,7 @@ from hf_zero.sequence.attention import attach, check_config, check_model, detach
 from hf_zero.sequence.batches import UlyssesSPDataLoaderAdapter, part_of
 from hf_zero.sequence.groups import SequenceGroups
 from hf_zero.sequence.layer import HEADS, POSITIONS, DistributedAttention, exchange
+from hf_zero.sequence.mixers import find_mixers
 from hf_zero.sequence.registration import UlyssesSPAttentionHF
 from tests.sequence.training import Rows, batches, model_of, packed, padded
 from tests.support.ranks import run_ranks
@@ -80,36 +81,43 @@ _SMALL: dict[str, Any] = {
     "vocab_size": 50,
     "pad_token_id": 0,
 }
-_HYBRIDS = (
-    "qwen3_next qwen3_5_text nemotron_h falcon_h1 jamba bamba zamba2 granitemoehybrid minimax kimi_linear deepseek_v32"
-)
 
 
-@pytest.mark.parametrize("kind", _HYBRIDS.split())
-def test_models_that_combine_positions_beside_attention_are_refused(kind: str) -> None:
-    """Ranks shared the sequences of Qwen3-Next, and the loss was wrong, without a word.
-
-    Three of four layers have linear attention: a causal convolution and a recurrence over positions, which began anew
-    on each rank. The page said that accelerate refuses such models, but it does not.
-    """
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"])
+def test_models_with_an_index_over_positions_are_refused(kind: str) -> None:
+    """The indexer of sparse attention scores all positions outside of the attention that ranks exchange heads for, and
+    each rank saw only its own part, without a word."""
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"this version of transformers has no {kind}")
     try:
         check_config(CONFIG_MAPPING[kind](), 2)
     except ValueError as error:
-        assert "combines positions outside of the attention" in str(error)
+        assert "combines positions in a way that ranks cannot share" in str(error)
         return
     # In older versions the config of some of them does not say what their layers are; their modules do.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](num_hidden_layers=1))
-    with pytest.raises(ValueError, match="combines positions outside of the attention"):
+    with pytest.raises(ValueError, match="combines positions in a way that ranks cannot share"):
         check_model(model, 2)
 
 
 def test_the_kinds_of_layers_are_named() -> None:
-    config = CONFIG_MAPPING["lfm2"](num_hidden_layers=2, layer_types=["conv", "full_attention"], **_SMALL)
-    with pytest.raises(ValueError, match="Lfm2Config, by its layer_types: conv: this model"):
-        UlyssesSPAttentionHF.register_with_transformers(AutoModelForCausalLM.from_config(config), None, 2, 1)
+    config = model_of("llama").config
+    config.layer_types = ["full_attention", "wavelets"]
+    with pytest.raises(ValueError, match="LlamaConfig, by its layer_types: wavelets: this model"):
+        check_config(config, 2)
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(
+        ValueError, match=r"LlamaForCausalLM, in model.layers.1 \(LlamaDecoderLayer, linear_attention\)"
+    ):
+        check_model(_without_cache(config), 2)
+
+
+def _without_cache(config: Any) -> Any:
+    """A model whose second layer has nothing that could keep a state."""
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.model.layers[1].self_attn = _Alone()
+    return model
 
 
 class _Mixer(nn.Module):
@@ -117,18 +125,37 @@ class _Mixer(nn.Module):
         super().__init__()
         self.A_log = nn.Parameter(torch.zeros(2))
 
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.cumsum(1) * self.A_log
+
+
+def test_the_module_around_a_decay_is_found() -> None:
+    """A gate with the decay of a state space concerns single positions; the state is that of the module around it."""
+    model: Any = model_of("llama")
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    around = model.model.layers[1].self_attn
+    around.gate = _Mixer()
+    assert find_mixers(model, model.config) == [around]
+    model.model.layers[0].extra = shared = _Mixer()
+    model.model.extra = shared
+    assert find_mixers(model, model.config) == [shared, around]
+
 
 @pytest.mark.parametrize("mixer", [_Mixer, lambda: nn.Conv1d(4, 4, 3), lambda: nn.GRU(4, 4)])
 def test_modules_that_combine_positions_are_found(mixer: Any) -> None:
     """In a model whose config does not say what its layers are. Convolutions for other inputs are allowed."""
     model: Any = model_of("llama")
-    model.model.layers[1].extra = mixer()
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM, in model\.layers\.1\.extra .*combines positions"):
+    layer = model.model.layers[1]
+    layer.extra = mixer()
+    assert find_mixers(model, model.config) == [layer.extra if isinstance(layer.extra, _Mixer) else layer]
+    layer.extra.config = GPT2Config()  # such as a tower for sound
+    assert not find_mixers(model, model.config)
+    layer.extra = nn.Conv1d(4, 4, 1)  # of single positions
+    assert not find_mixers(model, model.config)
+    layer.extra = nn.Linear(4, 4)
+    model.model.extra = nn.ModuleList([nn.Conv1d(4, 4, 3)])  # of what, is not known
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM, in model \(LlamaModel\): this model also combines"):
         check_model(model, 2)
-    model.model.layers[1].extra.config = GPT2Config()  # such as a tower for sound
-    check_model(model, 2)
-    model.model.layers[1].extra = nn.Conv1d(4, 4, 1)  # of single positions
-    check_model(model, 2)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "mixtral", "gemma2", "gpt_oss", "llama4_text"])

@@ -42,6 +42,13 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
             found["evaluation"] = abs(trainer.evaluate()["eval_loss"] - _evaluated(plain, rows[:4]))
         del trainer
         clean()
+    plain = in_one_process(model_of("qwen3_next"), rows, data_ranks=1)
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    trained, trainer = by_trainer(rows, Path(folder) / "hybrid", stage=2, size=2, kind="qwen3_next", **options)
+    found["hybrid model"] = largest_difference(trained, plain.losses, plain)
+    found["hybrid model, evaluation"] = abs(trainer.evaluate()["eval_loss"] - _evaluated(plain, rows[:4], "qwen3_next"))
+    del trainer
+    clean()
     rows = rows_of(8)
     plain = in_one_process(model_of("llama"), rows, data_ranks=1)
     saved: dict[str, Any] = {"stage": 2, "size": 2, "save_strategy": "steps", "save_steps": 5}
@@ -55,8 +62,8 @@ def _two_ranks(rank: int, folder: str) -> dict[str, float]:
     return found
 
 
-def _evaluated(trained: Trained, rows: list[dict[str, torch.Tensor]]) -> float:
-    model = model_of("llama").eval()
+def _evaluated(trained: Trained, rows: list[dict[str, torch.Tensor]], kind: str = "llama") -> float:
+    model = model_of(kind).eval()
     model.load_state_dict(trained.weights, strict=False)
     with torch.no_grad():
         losses = [model(**row).loss.item() for row in rows]

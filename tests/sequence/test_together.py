@@ -37,10 +37,10 @@ def _recomputed(rank: int, stage: int, *, reentrant: bool) -> float:
     return max(differences(rank, in_parts(rank, model, data, stage=stage, size=2), plain, data_ranks=1, size=2))
 
 
-def _lora(rank: int, stage: int) -> float:
-    data, base = [packed(batch) for batch in batches(4)], model_of("qwen2")
+def _lora(rank: int, stage: int, kind: str = "qwen2", layers: Any = ("q_proj", "v_proj")) -> float:
+    data, base = [packed(batch) for batch in batches(4)], model_of(kind)
     torch.manual_seed(5)
-    wanted = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wanted = LoraConfig(r=2, target_modules=layers, init_lora_weights=False)
     model: nn.Module = get_peft_model(base, wanted)  # type: ignore[arg-type]
     plain = in_one_process(model, data, data_ranks=1)
     return max(differences(rank, in_parts(rank, model, data, stage=stage, size=2), plain, data_ranks=1, size=2))
@@ -100,6 +100,7 @@ def _all(rank: int, folder: str) -> dict[str, float]:
         "recomputed, reentrant, stage 3": _recomputed(rank, 3, reentrant=True),
         "recomputed, stage 2": _recomputed(rank, 2, reentrant=False),
         "LoRA": _lora(rank, 1),
+        "LoRA, hybrid model": _lora(rank, 3, "lfm2", "all-linear"),
         "tiles": _tiled(rank, 3),
         "resumed": _resumed_at_another_size(rank, folder),
     }

@@ -14,6 +14,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF,
 from deepspeed.utils import groups as ds_groups
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
@@ -23,11 +24,49 @@ from transformers import (
     Qwen2Config,
 )
 
+from tests.tensor.peculiar import MORE
+from tests.tensor.plans import tiny
+
 VOCABULARY, HEADS, RATE = 67, 4, 0.1
 Batch = dict[str, Tensor]
 
 
+# Kinds with layers that combine positions outside of attention, and what makes them tiny.
+_TWO = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _TWO,
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 2},
+    "falcon_h1": {"num_hidden_layers": 1},
+    "granitemoehybrid": _TWO,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2},
+    "kimi_linear": _TWO,
+    "falcon_mamba": {"num_hidden_layers": 1},
+    "lara_mini": _TWO,
+    "lfm2": {**_TWO, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**_TWO, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lfm3": {**_TWO, "layer_types": ["conv", "full_attention"]},
+    "mamba": {"num_hidden_layers": 1},
+    "mamba2": {"num_hidden_layers": 1, "num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16},
+    "minimax": {**_TWO, "block_size": 4},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+    "olmo_hybrid": _TWO,
+    "qwen3_5_moe_text": _TWO,
+    "qwen3_5_text": _TWO,
+    "qwen3_next": _TWO,
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 64},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "num_mem_blocks": 1},
+    "zaya": {"num_hidden_layers": 2, "num_experts_per_tok": 1},
+}
+
+
 def config_of(kind: str) -> PreTrainedConfig:
+    if kind in HYBRIDS:
+        found = CONFIG_MAPPING[kind]
+        more = MORE.get(found.__name__.removesuffix("Config"), {})
+        # Weights are larger than usual, so that an error in one layer is seen in the loss.
+        more = {**more, "vocab_size": VOCABULARY, "initializer_range": 0.1}
+        return tiny(found, {**more, **HYBRIDS[kind]})
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS}
     common = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "use_cache": False}
     if kind == "gpt2":
@@ -44,6 +83,7 @@ def config_of(kind: str) -> PreTrainedConfig:
 
 def model_of(kind: str, attention: str = "sdpa") -> nn.Module:
     torch.manual_seed(7)
+    attention = "eager" if kind in ("falcon_mamba", "mamba", "mamba2") else attention  # they have none
     model: nn.Module = AutoModelForCausalLM.from_config(config_of(kind), attn_implementation=attention)
     return model.train()
 

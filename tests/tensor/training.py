@@ -20,12 +20,17 @@ from transformers import (
     Qwen3Config,
 )
 
+from tests.sequence.training import HYBRIDS
+from tests.sequence.training import config_of as hybrid_config
+
 VOCABULARY, RATE, CLIP, SEED = 67, 0.1, 0.5, 23
 Batch = dict[str, Tensor]
 
 
 def config_of(kind: str) -> PreTrainedConfig:
     """Tiny models; "uneven": 6 query heads, 3 key heads and an MLP of 50, which few numbers of ranks divide."""
+    if kind in HYBRIDS:
+        return hybrid_config(kind)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     common = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "use_cache": False}
     if kind.startswith("gpt2"):  # "gpt2, dropout" drops whole activations, "gpt2, attention" those of heads

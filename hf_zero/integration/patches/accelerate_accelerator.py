@@ -7,6 +7,8 @@ import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from torch import nn
@@ -45,6 +47,7 @@ from hf_zero.integration.patches import MARK, Function, Patches
 from hf_zero.log import logger
 
 PATCHES = Patches("accelerate.accelerator")
+_REFUSAL = "_refuse_recurrent_layers_under_sequence_parallelism"
 _told: set[tuple[float, float]] = set()
 _EVERY_SAMPLE = "under tensor parallelism every sample is gathered from each rank that sees it"
 _ONCE = "accelerate gathers from one rank of those that it deals the same batches to"
@@ -334,3 +337,16 @@ def around_get_state_dict(original: Function, self: Any, model: Any, unwrap: boo
     if isinstance(model, ZeroEngine) and model.groups.holds_parts and model.zero_optimization_stage() < 3:
         return model.module_view.consolidated()
     return original(self, model, unwrap)
+
+
+def around_refusal(original: Function, model: Any) -> None:
+    """Do nothing: hf_zero shares the sequences of these layers, and refuses what it cannot share itself."""
+
+
+if find_spec("accelerate") and hasattr(import_module("accelerate.big_modeling"), _REFUSAL):  # not in older versions
+    PATCHES.add(
+        f"{_REFUSAL}(model)",
+        without="models with linear attention cannot share sequences under Trainer and Accelerate; initialize() alone "
+        "can",
+        until="accelerate asks the library that shares sequences whether it can",
+    )(around_refusal)
