@@ -72,7 +72,7 @@ class HfZero(Tiling):
         'Between hosts and on accelerators: "planned" prefetches units in the order of the last pass that all ranks '
         'ran alike, and negotiates each gather if there is none; "negotiated" always negotiates, for programs whose '
         "ranks do different things in every pass, and gathers into buffers, so that ranks may use a unit on "
-        "different sides of a collective of the program (docs/step.md). Ranks that communicate through shared memory "
+        "different sides of a collective of the program (docs/stage3.md). Ranks that communicate through shared memory "
         "always negotiate.",
         stages=(3,),
     )
