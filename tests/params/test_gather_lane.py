@@ -21,10 +21,10 @@ import hf_zero
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.device.registry import runtime_of
-from hf_zero.device.runtime import DONE, Event
+from hf_zero.device.runtime import DONE, Event, Runtime
 from hf_zero.layout import buckets
 from hf_zero.params.stand_ins import ReleasedView
-from tests.support.late import Late
+from tests.support.late import Late, use
 from tests.support.late_gathers import late_gathers
 from tests.support.ranks import run_ranks
 
@@ -118,7 +118,7 @@ FEW += ["one ahead, direct", "several ahead, direct", "all in host memory, direc
 
 
 def run_apart(rank: int, ways: Sequence[str]) -> dict[str, list[float]]:
-    with mock.patch.object(shared_memory, "host_name", lambda: f"host {rank}"):
+    with use(Runtime()), mock.patch.object(shared_memory, "host_name", lambda: f"host {rank}"):
         return {way: trained(rank, way) for way in ways}
 
 
