@@ -12,7 +12,7 @@ If gradients arrive after a sum, all replicas except the first restart at zero, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -39,7 +39,7 @@ class ReplicaSums:
     def about_to_add(self, bucket: BucketGradients) -> None:
         """Prepare `bucket` for more gradients."""
         if bucket.bucket.index in self._summed:
-            self._finish(bucket.bucket.index)
+            self._wait_for([bucket.bucket.index])
             self._summed.remove(bucket.bucket.index)
             if not self._is_first:
                 with bucket.reduced.opened(changes=True) as total:
@@ -55,16 +55,15 @@ class ReplicaSums:
             self._summed.add(bucket.bucket.index)
             self._beside[bucket.bucket.index] = self._start(bucket)
 
-    def _finish(self, index: int) -> None:
-        pending = self._beside.pop(index, None)
-        if pending is not None:
-            pending.wait()
+    def _wait_for(self, indices: Iterable[int]) -> None:
+        """Wait for those of these buckets that are still in flight."""
+        for index in list(indices):
+            self._beside.pop(index, Pending()).wait()
 
     @torch.no_grad()
     def sum(self) -> None:
         """Sum everything reduced since the last call, and wait for it. Collective."""
-        for index in list(self._beside):
-            self._finish(index)
+        self._wait_for(self._beside)
         flights: deque[Pending] = deque()
         for bucket in self._buckets:
             if bucket.reduced.is_there and bucket.bucket.index not in self._summed:
@@ -78,8 +77,7 @@ class ReplicaSums:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        for index in list(self._beside):
-            self._finish(index)
+        self._wait_for(self._beside)
         self._summed.clear()
 
     def _start(self, bucket: BucketGradients) -> Pending:

@@ -41,7 +41,7 @@ class UpdateSpeed:
 
 
 def measure(device: torch.device, threads: int | None, *, pinned: bool) -> UpdateSpeed:
-    """Measure both, one after the other (some 200 ms). What they take from each other when they share the bandwidth of
+    """Measure both, one after the other. What they take from each other when they share the bandwidth of
     host memory is not measured.
 
     Args:

@@ -20,7 +20,7 @@ from hf_zero.device.kinds import current_device, found_accelerators
 from hf_zero.device.registry import runtime_of
 from hf_zero.offload.update_speed import measure_on_cpu
 from hf_zero.planning.arguments import Gpu, known_gpu, unknown_gpu, words_of
-from hf_zero.planning.event_model import Machine
+from hf_zero.planning.event_model import UPDATE_BYTES, Machine
 from hf_zero.quantities import bytes_of
 
 CPU = "cpu"
@@ -214,7 +214,6 @@ _LARGER = 16  # factor on an accelerator, for the first two extents and for copi
 _COPIED_BYTES = 1 << 26
 _LEAST_S = 0.1
 _ROUNDS = 3
-_UPDATE_BYTES = 28  # per element: gradient, master and two states are read, and all but the gradient written
 _COPIES = 2  # on CPUs a byte is copied into shared memory and out of it
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -235,7 +234,7 @@ def calibrated(hardware: Hardware, precision: str) -> Hardware:
     speeds = f"{flops / 1e9:,.0f} GFLOP/s, {memory / 1e9:,.1f} GB/s of memory"
     host_memory_per_s = hardware.host_memory_per_s
     if hardware.separate:
-        host_memory_per_s = _UPDATE_BYTES * measure_on_cpu(Cores.here().equal_share(1))
+        host_memory_per_s = UPDATE_BYTES * measure_on_cpu(Cores.here().equal_share(1))
         speeds += f", {host_memory_per_s / 1e9:,.1f} GB/s of host memory in updates"
     else:
         gpu = replace(gpu, link=memory / 2 / _COPIES)

@@ -286,7 +286,7 @@ class ShardedStep:
         self._placements = placements
         self._runs_ahead = runs_ahead and rules.loss_scale is None
         self.defers = defers and updater.may_defer and streamed is None
-        self.defers = any(self._may_defer(bucket, ()) for bucket in range(len(store.buckets)))
+        self.defers = bool(self._deferrable())
         self._agreement = Agreement(store, reducer, sharding, groups, placements)
         self._reduced = ReducedGradients(reducer)
         self._local = LocalGradients(reducer, sharding.num_ranks)
@@ -385,9 +385,10 @@ class ShardedStep:
     def _update(self, used: Set[int], outcome: StepOutcome) -> None:
         """Update and gather bucket by bucket, except what is deferred."""
         first = self._store.updated_first()
-        gradients = self._gradients(used, outcome, first)
+        may_wait = self._deferrable().difference(first)
+        gradients = self._gradients(used, outcome, self._turns(first, may_wait))
         left = dict.fromkeys(sub_group.bucket for sub_group in gradients.wanted)
-        deferred = [bucket for bucket in left if self._may_defer(bucket, first)]
+        deferred = [bucket for bucket in left if bucket in may_wait]
         # This call reads what a program may change before the rest of the update runs, such as learning rates.
         updates = self._updates(self._updater.step(gradients), gradients.wanted)
         gathered = Pending()
@@ -423,11 +424,24 @@ class ShardedStep:
         with ledger.phase("step"), self._placements.updating():
             yield
 
-    def _may_defer(self, bucket: int, first: Sequence[int]) -> bool:
-        """Whether the update of a bucket may run beside the next forward. Only what is updated in or through host
-        memory does: the device's own update needs what forward needs, too."""
-        is_far = self._store.buckets[bucket].placement.departures is not None
-        return self.defers and is_far and bucket not in first and self._store.may_defer(bucket)
+    def _deferrable(self) -> set[int]:
+        """Buckets whose update may run beside the next forward. Only what is updated in or through host memory does:
+        the device's own update needs what forward needs, too."""
+        if not self.defers:
+            return set()
+        far = (index for index, each in enumerate(self._store.buckets) if each.placement.departures is not None)
+        return set(filter(self._store.may_defer, far))
+
+    def _turns(self, first: Sequence[int], may_wait: Set[int]) -> list[tuple[int, int]]:
+        """When each bucket is updated: those of `first`, which the next forward needs first, so that stage 3 gathers
+        them during the other updates; then all others, and what may wait in the order of its use."""
+        turns = [
+            (1 + (index in may_wait), self._store.next_use(index) if self.defers else 0)
+            for index in range(len(self._store.buckets))
+        ]
+        for turn, index in enumerate(first):
+            turns[index] = 0, turn
+        return turns
 
     def _agree(self) -> tuple[Set[int], StepOutcome]:
         """Agree with all ranks on the parameters with gradients, and on the outcome."""
@@ -465,13 +479,12 @@ class ShardedStep:
             outcome.origin = first if found or first == last else f"a parameter from {last} to {first}"
             return
 
-    def _gradients(self, used: Set[int], outcome: StepOutcome, first: Sequence[int]) -> StepGradients:
-        """Gradients for an update that starts with the buckets `first`. The next forward needs these first, so stage 3
-        gathers them during the other updates."""
+    def _gradients(self, used: Set[int], outcome: StepOutcome, turns: Sequence[tuple[int, int]]) -> StepGradients:
+        """Gradients for an update of buckets in the order of their `turns`."""
         # This must not depend on this rank's own pieces: all ranks must gather the same buckets.
         updated = [any(slot.parameter in used for slot in bucket.bucket.slots) for bucket in self._reducer.buckets]
         wanted = [sub_group for sub_group in self._updater.sub_groups if updated[sub_group.bucket]]
-        wanted.sort(key=lambda sub_group: self._turn(sub_group.bucket, first))
+        wanted.sort(key=lambda sub_group: turns[sub_group.bucket])
         if not outcome.is_known:
             outcome.when_skipped(self._updater.roll_back)
         if self._streamed is not None:
@@ -479,12 +492,6 @@ class ShardedStep:
         skip = None if outcome.is_known else outcome.skip
         # Bind the present source: the updater may switch to another one once the step has started.
         return StepGradients(self._source.of, used, outcome.scale, wanted, skip)
-
-    def _turn(self, bucket: int, first: Sequence[int]) -> tuple[int, int]:
-        """When a bucket is updated: those of `first`, then all others, and the deferred ones in the order of use."""
-        if bucket in first:
-            return 0, first.index(bucket)
-        return 1 + self._may_defer(bucket, first), self._store.next_use(bucket) if self.defers else 0
 
     def wait_for_outcome(self) -> None:
         """Read the outcome of the last step, if not read yet; waits for the device.

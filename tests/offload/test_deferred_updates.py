@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,11 +15,14 @@ import torch
 from hf_zero.api import run_words
 from hf_zero.api.gathered_parameters import GatheredParameters
 from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from hf_zero.config import resolve
 from hf_zero.offload import update_speed
 from hf_zero.offload.update_speed import UpdateSpeed
 from tests.offload.offload_runs import ROWS, Run, assert_same_bits, engine_for, train, weights_of
 from tests.support.late import Late, use
 from tests.support.models import mlp_batches
+
+T = TypeVar("T")
 
 CPU = {"device": "cpu"}
 ZERO = {"offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 64}
@@ -71,7 +75,11 @@ def test_each_unit_is_updated_just_before_forward_reads_it(late: Late) -> None:
     train(engine, RUN, 0, 1, first=2, steps=2)
     store = engine.module_view.store
     assert between(seen, "step", "end of step") == [], "a step decides, and updates nothing"
-    bucket_of = {unit: bucket for bucket, (unit, _) in enumerate(store._in_reduce_order)}
+    bucket_of = {
+        unit: trained.bucket.index
+        for unit, trained in itertools.product(store.units, store.buckets)
+        if {id(member.parameter) for member in unit.members}.intersection(map(id, trained.parameters))
+    }
     forward = seen[seen.index("end of step") + 1 :]
     updated: set[int] = set()
     for what in forward[: forward.index("step")]:
@@ -239,59 +247,60 @@ def _saved(engine: Any, folder: Path) -> list[torch.Tensor]:
 SAVING = {"stage3_gather_16bit_weights_on_model_save": True}
 
 
+def in_both_ways(body: Callable[[Any, Run], T], zero: dict[str, Any] = ZERO) -> list[T]:
+    """Results of `body` with an engine whose updates run beside forward, and with one whose steps run them."""
+    found = []
+    for sections in ({}, IN_STEP):
+        torch.manual_seed(1234)
+        run = replace(RUN, zero=zero, sections=sections)
+        engine = engine_for(run, 1)
+        found.append(body(engine, run))
+        engine.destroy()
+    return found
+
+
 @pytest.mark.parametrize("what", READS)
 def test_whoever_reads_right_after_a_step_reads_what_it_has_updated(what: str, late: Late, tmp_path: Path) -> None:
-    found = []
-    for number, sections in enumerate(({}, IN_STEP)):
-        torch.manual_seed(1234)
-        run = replace(RUN, zero={**ZERO, **SAVING}, sections=sections)
-        engine = engine_for(run, 1)
+    def body(engine: Any, run: Run) -> list[torch.Tensor]:
         train(engine, run, 0, 1, steps=3)
-        assert engine.gradients.assembly.placements.deferred.is_pending == (not sections)
-        folder = tmp_path / str(number)
-        found.append(READS[what](engine, folder))
+        assert engine.gradients.assembly.placements.deferred.is_pending == (not run.sections)
+        read = READS[what](engine, tmp_path / str(not run.sections))
         late.synchronize()
-        engine.destroy()
-    assert found[0] and all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+        return list(read)
+
+    deferred, expected = in_both_ways(body, {**ZERO, **SAVING})
+    assert deferred and all(torch.equal(ours, theirs) for ours, theirs in zip(deferred, expected, strict=True))
 
 
 def test_a_program_clips_masters_between_steps(late: Late) -> None:
     """It must clip what the step has updated, and not what the next forward will."""
-    found = []
-    for sections in ({}, IN_STEP):
-        torch.manual_seed(1234)
-        run = replace(RUN, sections=sections)
-        engine = engine_for(run, 1)
+
+    def body(engine: Any, run: Run) -> Any:
         numbers = train(engine, run, 0, 1, steps=2)
         with torch.no_grad():
             for group in engine.optimizer.param_groups:
                 for master in group["params"]:
                     master.clamp_(-0.05, 0.05)
-        numbers += train(engine, run, 0, 1, first=2, steps=2)
-        found.append((numbers, weights_of(engine)))
-        engine.destroy()
-    assert_same_bits(*found)
+        return numbers + train(engine, run, 0, 1, first=2, steps=2), weights_of(engine)
+
+    assert_same_bits(*in_both_ways(body))
 
 
 def test_a_plain_backward_of_units_that_forward_has_not_used(late: Late) -> None:
     """Their gradients, zeros, take the place of those that their update still needs."""
-    found = []
-    for sections in ({}, IN_STEP):
-        torch.manual_seed(1234)
-        run = replace(RUN, sections=sections)
-        engine = engine_for(run, 1)
+
+    def body(engine: Any, run: Run) -> Any:
         train(engine, run, 0, 1, steps=2)
         layer = next(m for m in engine.module.modules() if isinstance(m, torch.nn.Linear))
         inputs = torch.ones(3, layer.in_features, dtype=torch.bfloat16)
         layer(inputs).float().square().mean().backward()
         engine.step()
-        found.append(([], weights_of(engine)))
-        engine.destroy()
-    assert_same_bits(*found)
+        return [], weights_of(engine)
+
+    assert_same_bits(*in_both_ways(body))
 
 
-def test_an_error_of_a_deferred_update_is_raised_where_it_runs(late: Late) -> None:
-    """And what follows says no values of a half-finished update are used silently: it is raised in the forward."""
+def test_an_error_of_a_deferred_update_is_raised_by_the_forward_that_needs_it(late: Late) -> None:
     engine = engine_for(RUN, 1)
     train(engine, RUN, 0, 1, steps=2)
 
@@ -302,3 +311,10 @@ def test_an_error_of_a_deferred_update_is_raised_where_it_runs(late: Late) -> No
     with pytest.raises(MemoryError, match="no room for the update"):
         train(engine, RUN, 0, 1, first=2, steps=1)
     engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "words"), [(2, "no effect at stage 2"), (3, "no states are offloaded")])
+def test_where_the_setting_has_no_effect_it_says_so_once(stage: int, words: str) -> None:
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": stage}, **IN_STEP}
+    said = [text for remark in resolve(config, world_size=1).remarks if "overlap_step" in (text := str(remark))]
+    assert len(said) == 1 and words in said[0]

@@ -35,6 +35,8 @@ from hf_zero.config.schema.precision import MASTERS, Amp, Bf16, DataTypes, Fp16,
 from hf_zero.config.schema.profiling import PROFILING, Observation, TraceSection
 from hf_zero.config.schema.zero import OptimizerSees, Zero
 
+_NOT_OFFLOADED = "no effect, because no states are offloaded (zero_optimization.offload_optimizer)"
+
 
 def _as_hops(value: object) -> object:
     return value.lower() if isinstance(value, str) and value.lower() == "auto" else as_whole(value)
@@ -93,6 +95,7 @@ class HfZero(Tiling):
         True,
         "At stage 3 with offloaded states on an accelerator: each unit is updated just before the next forward reads "
         "it, while the device computes the units before it. Same values. false: everything is updated in step().",
+        stages=(3,),
     )
     decay_biases_and_norms: Flag = supported(
         False,
@@ -138,7 +141,13 @@ class HfZero(Tiling):
         Advice(
             keys=("hf_zero.offload_update", "zero_optimization.offload_optimizer.device"),
             applies=lambda update, device: update != "cpu" and device in (None, "none"),
-            text="no effect, because no states are offloaded (zero_optimization.offload_optimizer)",
+            text=_NOT_OFFLOADED,
+            ignored=True,
+        ),
+        Advice(
+            keys=("hf_zero.overlap_step", "zero_optimization.stage", "zero_optimization.offload_optimizer.device"),
+            applies=lambda overlaps, stage, device: not overlaps and stage == 3 and device in (None, "none"),
+            text=_NOT_OFFLOADED,
             ignored=True,
         ),
     )
