@@ -447,6 +447,7 @@ def parser() -> argparse.ArgumentParser:
     given.add_argument("--minutes", type=float, default=7.0, help="start nothing, and cut off all, after this time")
     given.add_argument("--json", type=Path, default=Path("out/gpu_programme.json"), help="output file")
     given.add_argument("--parts", nargs="+", help="only these parts")
+    given.add_argument("--cases", nargs="+", help="only cases with one of these words, and all first all-reduces")
     given.add_argument("--nccl", type=Path, default=Path("nccl-sm90.so.xz"), help="NCCL 2.30 to load before torch's")
     given.add_argument("--no-mps", action="store_true", help="do not start NVIDIA's MPS where it is installed")
     given.add_argument("--list", action="store_true", help="print parts, cases and what is expected")
@@ -475,6 +476,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if unknown:
             sys.exit(f"--parts {', '.join(sorted(unknown))}: block {options.block} has {[part.name for part in parts]}")
         parts = [part for part in parts if part.name in options.parts]
+    if options.cases:
+        words = ("first all-reduce", *options.cases)
+        chosen = {part.name: tuple(c for c in part.cases if any(word in c.name for word in words)) for part in parts}
+        parts = [replace(part, cases=chosen[part.name]) for part in parts]
     expected = [[part.name, case.name, case.expected, case.predicted] for part in parts for case in part.cases]
     for name, case, words, _ in expected:
         sys.stdout.write(f"expected: {name}, {case}: {words}\n")

@@ -154,7 +154,7 @@ _NUM_LEAVING, _NUM_INFORMED = "hf_zero/num_leaving", "hf_zero/num_informed"
 ENDED = "hf_zero/ended"  # store key: the latest rank that has begun to leave
 FAILED = "hf_zero/failed"  # store key: the latest rank with an error of its own, and the error's first line
 _OTHERS_S = 3.0  # how long a rank waits for others to leave, too
-_ABORT_S = 10.0  # limit for aborting groups
+_ABORT_S = 2.0  # limit for aborting groups, which may not return while collectives are in flight (seen with NCCL 2.28)
 _TICK_S = 0.02
 
 
@@ -230,12 +230,12 @@ def _abort() -> None:
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Context in which this process exits with status 1 after `seconds`, even if it waits in a library."""
-    with suppress(AttributeError, OSError, RuntimeError, ValueError):  # without a stderr
-        faulthandler.dump_traceback_later(seconds, exit=True)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    with open(os.devnull, "w") as nowhere:  # stacks say nothing about the error that ends this process
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _record(key: str, value: str) -> None:

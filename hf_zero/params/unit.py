@@ -351,17 +351,21 @@ class _SlotPlan:
 
 
 class _RunPlan:
-    """Target views of adjacent parameters that fill their chunks on all ranks, so that one call copies all of them."""
+    """Target views of adjacent parameters that fill their chunks on all ranks, so that one call copies all of them for
+    each of the rows that a rank keeps."""
 
     def __init__(self, slots: Sequence[ShardSlot], views: Sequence[Tensor], kept: KeptRows) -> None:
         self._start = slots[0].offset
         self._sizes = [slot.chunk for slot in slots]
-        self.places = [view.view(kept.count, kept.group, -1) for view in views]
+        self._count = kept.count
+        self.places = [part for view in views for part in view.view(kept.count, kept.group, -1).unbind()]
 
     def read(self, flat: Tensor) -> None:
         """`flat`: as in `_SlotPlan.read`."""
-        run = flat.narrow(2, self._start, sum(self._sizes)).transpose(0, 1)
-        torch.split_with_sizes_copy(run, self._sizes, dim=2, out=self.places)
+        for index in range(self._count):
+            # Never a transposed tensor: on CUDA this call takes any dense one for contiguous.
+            run = flat[:, index].narrow(1, self._start, sum(self._sizes))
+            torch.split_with_sizes_copy(run, self._sizes, dim=1, out=self.places[index :: self._count])
 
 
 def plans_to_unpack(layout: RowLayout, views: Sequence[Tensor], kept: KeptRows) -> list[_RunPlan | _SlotPlan]:

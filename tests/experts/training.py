@@ -83,7 +83,8 @@ class Trained:
     def differs_from(self, other: Trained, losses: list[float] | None = None) -> tuple[float, float, float]:
         """The largest difference of losses, norms and weights; `losses` are the other's, in another order."""
         assert list(self.weights) == list(other.weights)
-        weights = max(float((mine - other.weights[name]).abs().max()) for name, mine in self.weights.items())
+        pairs = ((mine.cpu(), other.weights[name].cpu()) for name, mine in self.weights.items())
+        weights = max(float((mine - theirs).abs().max()) for mine, theirs in pairs)
         told = other.losses if losses is None else losses
         return _apart(self.losses, told), _apart(self.norms, other.norms), weights
 

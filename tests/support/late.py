@@ -10,6 +10,7 @@ Device memory is in CPU memory, separate from host memory, and compute is immedi
   memory that was given back meanwhile no longer counts
 - a gather copies a row of this rank into the buffer of all ranks' rows; the gather lane must be ordered after all
   writes of the compute stream into the row since it was last gathered
+- `torch.split_with_sizes_copy` reads any dense tensor as if it were contiguous, as on CUDA
 Knowledge is tracked by vector clocks: for every lane, up to which of its entries. Waiting for an event takes over its
 knowledge. The calls that order things are *wait sites*, identified by the calling line; a subclass may skip one to
 check that some test fails then (`skips`).
@@ -45,6 +46,15 @@ def use_if_asked_for() -> None:
     """Makes it this process' CPU runtime, if the environment requests it."""
     if os.environ.get(VARIABLE) == "1":
         registry._runtimes[HOST] = Late()
+        torch.split_with_sizes_copy = split_as_on_cuda
+
+
+def split_as_on_cuda(run: Tensor, sizes: Sequence[int], dim: int, *, out: Sequence[Tensor]) -> None:
+    """`torch.split_with_sizes_copy`, with what CUDA's fast way makes of a dense tensor that is not contiguous."""
+    if torch.ops.aten.is_non_overlapping_and_dense(run):
+        run = run.as_strided(run.shape, torch.empty(run.shape).stride())
+    for target, values in zip(out, run.split_with_sizes(sizes, dim), strict=True):
+        target.copy_(values)
 
 
 class LateError(AssertionError):
@@ -435,11 +445,12 @@ def _place(site: str) -> str:
 @contextmanager
 def use(runtime: Runtime) -> Iterator[Runtime]:
     """Engines created inside run on `runtime` instead of their device's own."""
-    before = registry._runtimes.get(runtime.device)
-    registry._runtimes[runtime.device] = runtime
+    before, split = registry._runtimes.get(runtime.device), torch.split_with_sizes_copy
+    registry._runtimes[runtime.device], torch.split_with_sizes_copy = runtime, split_as_on_cuda
     try:
         yield runtime
     finally:
+        torch.split_with_sizes_copy = split
         if before is None:
             del registry._runtimes[runtime.device]
         else:
