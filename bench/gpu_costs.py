@@ -155,7 +155,7 @@ def train(case: str, place: Place) -> Found:
         words += f"; {found['graphs']} graphs compiled, then {found['recompilations']} more"
     falls = losses[-1] < losses[0] or way == "compute alone"
     holds = falls and not ("compiled" in way and (found["recompilations"] or not found["graphs"]))
-    return Found(words, holds, seconds, found)
+    return Found(words, holds, seconds, {**found, "facts": device.facts()})
 
 
 def adam(case: str, place: Place) -> Found:

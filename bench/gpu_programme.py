@@ -424,7 +424,7 @@ def parts_of(block: int, kind: str, options: argparse.Namespace) -> list[Part]:
 
 
 def lines_of(run: Mapping[str, Any]) -> list[str]:
-    """All rows, then one line for each that is not as expected."""
+    """All rows, then one line for each that is not as expected, and what is known of them since."""
     lines = ["| part | case | expected | measured | verdict |", "|" + " --- |" * 5]
     lines += [
         f"| {row['part']} | {row['case']} | {row['expected']} | {row['measured']} | {row['verdict']} |"
@@ -432,11 +432,12 @@ def lines_of(run: Mapping[str, Any]) -> list[str]:
     ]
     missed = [row for row in run["rows"] if row["verdict"] == MISS]
     lines += ["", f"{len(missed)} of {len(run['rows'])} are not as expected."]
-    return lines + [f"- {row['part']}, {row['case']}: look at {row['look']}" for row in missed]
+    lines += [f"- {row['part']}, {row['case']}: look at {row['look']}" for row in missed]
+    return lines + (["", *(f"- {note}" for note in run["notes"])] if run.get("notes") else [])
 
 
 def table(run: Mapping[str, Any]) -> str:
-    facts = ", ".join(f"{name} {value}" for name, value in run.items() if name not in ("rows", "expected"))
+    facts = ", ".join(f"{name} {value}" for name, value in run.items() if name not in ("rows", "expected", "notes"))
     return "\n".join([f"# GPU programme, block {run['block']}", "", facts, "", *lines_of(run), ""])
 
 

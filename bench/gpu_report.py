@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_programme import lines_of
+from bench.gpu_programme import MISS, NOT_HERE
 from bench.surroundings import RESULTS, ROOT, page_with
 
 PAGE = ROOT / "docs" / "performance.md"
 COMMAND = "python -m bench.gpu_report --write"
 OURS = "hf_zero 3"
+TITLES = {1: "Over NCCL", 2: "What offload costs", 3: "The largest model", 4: "What the host costs"}
 
 
 def kept(folder: Path = RESULTS) -> dict[str, Any]:
@@ -108,13 +109,20 @@ def predictions(run: dict[str, Any]) -> Iterator[str]:
 
 
 def programme(folder: Path = RESULTS) -> Iterator[str]:
-    """The newest result of each block of the GPU programme."""
-    runs = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*-programme-*.json"))]
-    for _, run in sorted({run["block"]: run for run in runs}.items()):
-        yield f"### GPU programme, block {run['block']}"
-        yield from ("", f"{run['device']}, torch {run['torch']}, {run['date']}.", "")
-        yield from lines_of(run)
-        yield ""
+    """The newest result of each block of the GPU programme: figures, and what is known of all that was not as
+    expected."""
+    runs = [(file, json.loads(file.read_text(encoding="utf-8"))) for file in sorted(folder.glob("*-programme-*.json"))]
+    for _, (file, run) in sorted({run["block"]: (file, run) for file, run in runs}.items()):
+        rows = [row for row in run["rows"] if row["verdict"] != NOT_HERE]
+        measured = [row for row in rows if "value" in row["figures"]]
+        missed = [row for row in rows if row["verdict"] == MISS and row not in measured]
+        yield f"### {TITLES[run['block']]}"
+        yield from ("", f"{run['device']}, torch {run['torch']}, {run['date']}: {len(rows)} cases,")
+        yield f"{len(rows) - len(missed)} as expected ([all of them](../bench/results/{file.with_suffix('.md').name}))."
+        if measured:
+            yield from ("", "| case | expected | measured |", "|" + " --- |" * 3)
+            yield from (f"| {row['case']} | {row['expected']} | {row['measured']} |" for row in measured)
+        yield from ("", *(f"- {note}" for note in run.get("notes", ())), "")
 
 
 def section(run: dict[str, Any]) -> str:
@@ -145,7 +153,7 @@ Peaks are those of tensors. In session 1 gradients kept their memory between ste
 it back. FSDP2 holds fp32 weights alone between its blocks and casts what it gathers, which takes less on a single GPU
 (of eight ranks, both hold 2 of 16 bytes per parameter) and more time. Streaming was measured before its masters were
 updated chunk by chunk, when joining and splitting them took most of a step, and all offload before updates ran beside
-the next forward (docs/offload.md).
+the next forward (measured since: [what offload costs](#what-offload-costs)).
 """
 _KERNELS = """\
 ### Kernels

@@ -263,6 +263,11 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     )
 
 
+# The host queues a unit's kernels between two deferred updates: measured with 28 blocks beside an H100, where forward
+# took 0.60 s and the updates in it 0.53 s (bench/results/2026-11-27-programme-h100-block2.md).
+_QUEUE_S = 2.5e-3
+
+
 class _Passes:
     """Forward and backward passes over all units, which are gathered when the engine's prefetcher would gather them.
 
@@ -306,6 +311,7 @@ class _Passes:
             read = self._step.do("disk", f"states {each}", self._one.states)
             ready = self._updated = self._step.do("host", f"update {each}", self._to_update.pop(each), read)
             self._step.do("disk", f"states {each} back", self._one.states, ready)
+            self._step.do("host", f"kernels of {each}", _QUEUE_S)
             if not self._setup.offload_parameters:
                 ready = self._step.do("in", f"updated weights {each}", self._one.take, ready)
         return ready
