@@ -118,16 +118,20 @@ def test_a_result_becomes_a_table_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"part": "1.5B", "case": "x", "expected": "1 s", "measured": "2 s", "verdict": MISS, "look": "the trace"}
+    rows = [{**row, "figures": {"value": 2.0}}, {**row, "case": "y", "measured": "wrong", "figures": {}}]
     file = tmp_path / "found.json"
-    file.write_text(json.dumps({"block": 2, "device": "a card", "torch": "2.11", "rows": [row]}))
+    run = {"block": 2, "device": "a card", "torch": "2.11", "rows": rows, "notes": ["y was a mistake of the case."]}
+    file.write_text(json.dumps(run))
     kept: dict[str, Any] = {}
     monkeypatch.setattr(gpu_programme, "keep", lambda run, text, name: kept.update(name=name, text=text, **run))
     main(["--show", str(file), "--keep", "h100-block2"])
     assert kept["name"] == "programme-h100-block2" and kept["text"] in capsys.readouterr().out
     (tmp_path / "2026-11-27-programme-h100-block2.json").write_text(json.dumps({**kept, "date": "2026-11-27"}))
     lines = list(gpu_report.programme(tmp_path))
-    assert lines[0] == "### GPU programme, block 2" and "| 1.5B | x | 1 s | 2 s | MISS |" in lines
-    assert "- 1.5B, x: look at the trace" in lines
+    assert lines[0] == "### What offload costs" and "| x | 1 s | 2 s |" in lines
+    assert "2 cases," in lines[2] and lines[3].startswith("1 as expected")
+    assert "- y was a mistake of the case." in lines and not any("| y |" in line for line in lines)
+    assert "- 1.5B, x: look at the trace" in kept["text"]
 
 
 @pytest.mark.slow

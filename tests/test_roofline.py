@@ -10,7 +10,9 @@ from bench.roofline import BOUNDS, MACHINES, PAGE, SHAPES, device_bytes, over_sl
 from hf_zero.planning.event_model import Machine, Setup, Shape, Step, default_gathers, simulate
 
 # Round figures: forward of a unit takes 1 s, its backward 2 s, everything else 1 s where it occurs.
-ROUND = Machine("round", 1, flops=2.0, memory=28.0, link=1.0, host_link=2.0, host_memory=28.0, capacity=100.0)
+ROUND = Machine(
+    "round", 1, flops=2.0, memory=28.0, link=1.0, host_link=2.0, host_memory=28.0, capacity=100.0, queue=0.0
+)
 TWO_UNITS = Shape("two", 2.0, 2)
 PLAIN = Setup(0, tokens=1, recomputes=False)
 NONE_STAYS = default_gathers().model_copy(update={"stage3_max_live_parameters": 0})
@@ -59,6 +61,8 @@ def test_updates_run_beside_the_next_forward() -> None:
     assert spans(step, "in") == [("weights 0", 1, 2), ("weights 1", 2, 3), ("weights 1", 4, 5), ("weights 0", 5, 6)]
     assert spans(step, "compute")[:2] == [("forward 0", 2, 3), ("forward 1", 3, 4)]
     assert step.seconds == 10, "and not 11: gradients of unit 0 arrive last"
+    queued = simulate(replace(ROUND, queue=0.5), TWO_UNITS, ALL_ON_HOST)
+    assert ("update 1", 1.5, 2.5) in spans(queued, "host"), "on an H100's host, the kernels of a unit come in between"
     half = simulate(ROUND, TWO_UNITS, replace(ALL_ON_HOST, offload_ratio=0.5))
     assert spans(half, "host") == [("update 1", 0, 1)], "the first units stay on the device"
     assert spans(half, "compute")[-1][0] == "update 0"

@@ -48,8 +48,8 @@ class ShardedEdits(Edits):
         self._may_look = not host_runs_ahead(device)
         self._has_values = device.type != "meta"
         if self._has_values and not self._may_look:
-            # CUDA loads a kernel at its first use, and may wait for everything in flight then: also for a collective that
-            # another rank only joins once this one goes on (seen once, at the first evaluation beside a backward).
+            # CUDA loads a kernel at its first use, and may wait for everything in flight then: also for a collective
+            # that another rank only joins once this one goes on (seen once, at an evaluation beside a backward).
             digest(torch.zeros(1 << 16, device=device))
         # Other ranks hold other parts of these, so writes into them are not compared.
         self._differ = {m for m in self._persistent if (part := held_part(m.parameter)) is not None and part.is_mixed}

@@ -49,6 +49,9 @@ class Machine:
         gpus: total number, on `hosts` hosts.
         message: seconds that each rank but one adds to a small all-to-all message, which goes around a ring.
         host_waits: the host waits for messages before it computes; otherwise it runs ahead of its device.
+        queue: seconds in which the host queues a unit's kernels, between two updates that run beside forward. Measured
+            with 28 blocks beside an H100, whose forward took 0.60 s and the updates in it 0.53 s
+            (bench/results/2026-11-27-programme-h100-block2.md).
     """
 
     name: str
@@ -64,6 +67,7 @@ class Machine:
     disk: float = 2e9  # bandwidth of the host's drive, this GPU's share
     message: float = 0.0
     host_waits: bool = False
+    queue: float = 2.5e-3
 
     @property
     def has_one_link(self) -> bool:
@@ -263,11 +267,6 @@ def _seconds(machine: Machine, shape: Shape, setup: Setup) -> _Seconds:
     )
 
 
-# The host queues a unit's kernels between two deferred updates: measured with 28 blocks beside an H100, where forward
-# took 0.60 s and the updates in it 0.53 s (bench/results/2026-11-27-programme-h100-block2.md).
-_QUEUE_S = 2.5e-3
-
-
 class _Passes:
     """Forward and backward passes over all units, which are gathered when the engine's prefetcher would gather them.
 
@@ -288,6 +287,7 @@ class _Passes:
         self._is_sharded = setup.stage == 3
         self._agreement = setup.agreement if machine.gpus > setup.tensor else "memory"
         self._host_waits = machine.host_waits
+        self._queue = machine.queue
         self._whole: set[int] = set() if self._is_sharded else set(range(shape.units))
         self._fetched: dict[int, float] = {}  # unit -> when its shard is on the device
         self._to_update: dict[int, float] = {}  # unit -> seconds of its deferred update
@@ -311,7 +311,7 @@ class _Passes:
             read = self._step.do("disk", f"states {each}", self._one.states)
             ready = self._updated = self._step.do("host", f"update {each}", self._to_update.pop(each), read)
             self._step.do("disk", f"states {each} back", self._one.states, ready)
-            self._step.do("host", f"kernels of {each}", _QUEUE_S)
+            self._step.do("host", f"kernels of {each}", self._queue)
             if not self._setup.offload_parameters:
                 ready = self._step.do("in", f"updated weights {each}", self._one.take, ready)
         return ready
