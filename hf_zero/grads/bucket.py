@@ -278,6 +278,7 @@ class Arrivals:
         self._gaps = trained.bucket.gaps()
         self._state = ArrivalState.OPEN
         self._arrived: set[int] = set()
+        self._aside: list[tuple[Slot, Tensor]] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -306,6 +307,10 @@ class Arrivals:
         if not missing:
             self._state = ArrivalState.COMPLETE
         return missing
+
+    def set_aside(self) -> None:
+        """Remove all arrived gradients from their parameters, to take them later."""
+        self._aside = self._taken()
 
     def take(self, target: Tensor, *, add: bool) -> None:
         """Move all arrived gradients into `target` (the whole bucket) and free them; the rest becomes zero.
@@ -336,7 +341,10 @@ class Arrivals:
         return self._places(target, self._taken())
 
     def _taken(self) -> list[tuple[Slot, Tensor]]:
-        """Remove all arrived gradients from their parameters and return them."""
+        """Remove all arrived gradients from their parameters and return them, or those that were set aside."""
+        if self._aside is not None:
+            aside, self._aside = self._aside, None
+            return aside
         sources = []
         for slot, parameter in zip(self._bucket.slots, self._trained.parameters, strict=True):
             grad, parameter.grad = parameter.grad, None

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, ParallelGroups, Pending
+from hf_zero.comm import MAX_SEND_BUFFERS, Collectives, OutsideAutograd, ParallelGroups, Pending, ledger
 from hf_zero.grads.boundary import Boundary
 from hf_zero.grads.bucket import BucketGradients, GradientDtypes
 from hf_zero.layout.sharding import Sharding
@@ -48,7 +48,11 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class _Flight:
     """A reduction in flight: its number among this rank's reductions, the tensor for its result (None: already added),
-    the send buffer to return afterwards, if any, and gradients that are reduced where they are."""
+    the send buffer to return afterwards, if any, and gradients that are reduced where they are.
+
+    Attributes:
+        held_since: the backward whose gradients are held until all ranks start the reduction; None: it has started.
+    """
 
     number: int
     bucket: BucketGradients
@@ -56,6 +60,7 @@ class _Flight:
     result: Tensor | None
     sent: Tensor | None
     in_place: Sequence[Tensor] = ()
+    held_since: int | None = None
 
 
 class Reductions:
@@ -98,6 +103,7 @@ class Reductions:
         self.when_summed: Callable[[BucketGradients], None] | None = None
         if self._negotiation is not None:
             self._negotiation.meanwhile(self.complete_ready)
+            self._negotiation.starts_by(self.start_held)
 
     def launch(self, bucket: BucketGradients, num_backward: int) -> None:
         """Start reducing the arrived gradients of `bucket` in backward pass `num_backward`. Collective."""
@@ -114,10 +120,26 @@ class Reductions:
             bucket.arrivals.take(result, add=False)
             self._flights.append(_Flight(number, bucket, Pending(), result, None))
             return
+        if self._negotiation is not None and self._negotiation.holds_reductions and bucket.wire is None:
+            bucket.arrivals.set_aside()
+            self._flights.append(_Flight(number, bucket, Pending(), None, None, held_since=num_backward))
+            return
         flight = self._start(number, bucket, num_backward)
         if self._flights:
             self._advance(self._flights[-1])  # it has had one bucket's backward to complete
         self._flights.append(flight)
+
+    def start_held(self, num_started: int) -> None:
+        """Start reductions that were held, up to this number; see `Negotiation.holds_reductions`."""
+        for flight in self._flights:
+            if flight.held_since is not None and flight.number < num_started:
+                self._start_now(flight, flight.held_since)
+
+    def _start_now(self, flight: _Flight, num_backward: int) -> None:
+        with OutsideAutograd(), ledger.phase("backward"):  # a decision may be made in a forward
+            started = self._start(flight.number, flight.bucket, num_backward)
+        flight.pending, flight.result, flight.sent = started.pending, started.result, started.sent
+        flight.in_place, flight.held_since = started.in_place, None
 
     def complete_ready(self) -> None:
         """Add completed reductions, so that other ranks get their buffers back."""
@@ -205,6 +227,8 @@ class Reductions:
             self._is_completing = False
 
     def _count_in(self, flight: _Flight) -> None:
+        if flight.held_since is not None:
+            self._start_now(flight, flight.held_since)
         flight.pending.wait()
         if flight.result is not None:
             is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()

@@ -27,7 +27,7 @@ from tests.hostile.spec import Program
 from tests.hostile.threads import GraphRunner, ThreadRunner
 from tests.support.campaigns import KINDS, Outcome, choose, run_all, write_failure
 
-RANKS = ("processes", "apart", "late", "threads", "threads-apart", "graph")
+RANKS = ("processes", "apart", "late", "threads", "threads-apart", "graph", "graph-in-turn")
 
 
 def chosen(seed: int, number: int, size: str, only: Sequence[str] = (), without: Sequence[str] = ()) -> list[Program]:
@@ -37,9 +37,9 @@ def chosen(seed: int, number: int, size: str, only: Sequence[str] = (), without:
 
 def make_runner(ranks: str, deadline_s: float) -> Runner:
     """Ranks as "processes" with shared memory, as processes "apart" without it or on "late" devices, as threads that
-    take turns, or as threads whose devices only record a "graph"."""
-    if ranks == "graph":
-        return GraphRunner()
+    take turns, or as threads whose devices only record a "graph", in which collectives may have to run "in turn"."""
+    if ranks.startswith("graph"):
+        return GraphRunner(one_at_a_time=ranks == "graph-in-turn")
     if ranks.startswith("threads"):
         return ThreadRunner(apart=ranks == "threads-apart")
     make = {"processes": make_zero_engine, "apart": make_engine_apart, "late": make_engine_late}[ranks]

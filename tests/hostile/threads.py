@@ -68,14 +68,17 @@ class GraphRunner:
     """Looks for hangs of accelerators, and for memory that they would use too early (`tests.support.happens_before`).
     Values are not compared."""
 
-    def __init__(self, seed: int = 0, share: float = 0.3) -> None:
+    def __init__(self, seed: int = 0, share: float = 0.3, *, one_at_a_time: bool = False) -> None:
+        """`one_at_a_time`: see `GraphWorld`."""
         self._seed = seed
         self._share = share
+        self._one_at_a_time = one_at_a_time
 
     def run(self, program: Program) -> Verdict:
         beside = 2 if program.groups == "hpz" else 1
         hosts = Hosts.named([f"host {rank // beside}" for rank in range(program.world)])
-        world = GraphWorld(program.world, RandomSchedule(self._seed + program.seed, self._share), hosts)
+        schedule = RandomSchedule(self._seed + program.seed, self._share)
+        world = GraphWorld(program.world, schedule, hosts, one_at_a_time=self._one_at_a_time)
         small_too = mock.patch.object(buckets, "MIN_DIRECT_BYTES", 0)
         with tempfile.TemporaryDirectory() as folder, use(world.device), engines_in(world) as initialize, small_too:
 

@@ -13,6 +13,9 @@ happened before it:
 - what the host had waited for when it requested the operation
 - the previous collective of its communicator; for the end of a collective, its start on all of its ranks
 
+With `one_at_a_time` a device also runs all collectives, of whatever communicators, one after the other as its host has
+started them: CUDA does not promise that kernels of two streams run at the same time.
+
 A node that never becomes ready is a hang; a collective that some rank lacks is one, too. The device is as slow as
 possible: nothing has passed unless the host has waited for it. Memory is checked as well: whoever writes to a buffer
 must come after everything that has read or written it, and whoever reads it after what has written it.
@@ -47,6 +50,7 @@ from tests.support.in_process import HEADS, ApartCollectives, InProcessWorld, Sc
 
 T = TypeVar("T")
 HOSTS = "host"  # the lane of a rank's own thread
+MESSAGES = "messages"  # between hosts
 
 
 class Fault(AssertionError):
@@ -100,6 +104,7 @@ class Graph:
         self._called: defaultdict[tuple[object, ...], set[str]] = defaultdict(set)
         self._numbers: Counter[tuple[object, ...]] = Counter()
         self._last_of_group: dict[tuple[object, ...], Node] = {}
+        self._last_of_device: dict[int, Node] = {}
         self._accesses: defaultdict[int, list[_Access]] = defaultdict(list)
         self._memory: list[Tensor] = []  # keeps addresses from being reused
         self.faults: list[str] = []
@@ -153,9 +158,13 @@ class Graph:
         self._numbers[rank, group] += 1
         self._ranks[name] = ranks
         self._called[name].add(what)
-        start = self.add(lane, f"starts {what} {name}", [self._last_of_group.get((rank, group))])
+        is_in_queue = self._world.one_at_a_time and lane not in (HOSTS, MESSAGES)
+        previous = self._last_of_device.get(rank) if is_in_queue else None
+        start = self.add(lane, f"starts {what} {name}", [self._last_of_group.get((rank, group)), previous])
         self._starts[name][rank] = start
         end = self._last_of_group[rank, group] = self.add(lane, f"ends {what} {name}")
+        if is_in_queue:
+            self._last_of_device[rank] = end
         end.starts = self._starts[name]
         return end
 
@@ -411,7 +420,7 @@ class GraphHosts(ApartCollectives):
         world = self._world
         assert isinstance(world, GraphWorld)
         graph, pending = world.graph, super()._all_gather(flat)
-        end = graph.collective("messages", ("messages", *self.ranks), self.ranks, "heads")
+        end = graph.collective(MESSAGES, (MESSAGES, *self.ranks), self.ranks, "heads")
         return _Message(graph, end, pending)
 
 
@@ -428,10 +437,17 @@ class _Message(Pending):
 
 
 class GraphWorld(InProcessWorld):
-    """Ranks with a device each."""
+    """Ranks with a device each.
 
-    def __init__(self, world: int, schedule: Schedule | None = None, hosts: Hosts | None = None) -> None:
+    Attributes:
+        one_at_a_time: whether a device runs one collective after the other.
+    """
+
+    def __init__(
+        self, world: int, schedule: Schedule | None = None, hosts: Hosts | None = None, *, one_at_a_time: bool = False
+    ) -> None:
         super().__init__(world, schedule, hosts, apart=True)
+        self.one_at_a_time = one_at_a_time
         self.graph = Graph(self)
         self.device = GraphDevice(self.graph)
 

@@ -162,7 +162,7 @@ class Negotiation(ABC):
 
     Attributes:
         version: number of updates so far.
-        launched: number of reductions that this rank has started.
+        launched: number of reductions that this rank has started, or holds until all ranks start them.
         num_beside: number of the group's ranks on this rank's host, including itself.
         num_facts: number of integers that ranks can exchange in `step`; 0: none.
         follows: whether gathers may follow the plan of the last pass that all ranks ran alike; the same on all.
@@ -246,6 +246,17 @@ class Negotiation(ABC):
 
     def meanwhile(self, act: Callable[[], object]) -> None:
         """Call `act` (a bound method, referenced weakly) while this rank waits for others, if possible."""
+        return None
+
+    @property
+    def holds_reductions(self) -> bool:
+        """Whether a reduction only counts as `launched` when its gradients are there, and starts with the decision by
+        which it has on all ranks. Then all ranks start gathers and reductions in one order, although their programs
+        differ: a device need not run the kernels of two communicators at the same time."""
+        return False
+
+    def starts_by(self, start: Callable[[int], object]) -> None:
+        """Call `start` (a bound method, referenced weakly) when held reductions below a number start."""
         return None
 
     def reduces_by(self, launch_next: Callable[[], bool], max_in_flight: int) -> None:

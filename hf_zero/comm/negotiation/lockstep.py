@@ -40,14 +40,21 @@ accelerator: has made compute wait), while another rank needs G, or a gather aft
   (`hf_zero.grads.reducer`) and reduced before the step. So a backward only follows a plan if all ranks have run the
   same forwards: then none is likely to leave it.
 
+This assumes devices that run kernels of two communicators at the same time, which CUDA does not promise. So on
+accelerators ranks start all collectives in one order, wherever they can: ranks that run alike by making decisions at
+fixed places of their program, and ranks that differ by holding reductions until a decision by which all ranks have them
+(`holds_reductions`). The assumption remains where ranks differ for the first time after an update that all ran alike,
+where one leaves a plan, between copies of the shards, and where the program itself communicates in between.
+
 After the plan's end, the argument in `hf_zero.comm.negotiation` holds. `tests/support/happens_before.py` searches the
 graph of all operations of hosts and devices for cycles.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -66,6 +73,7 @@ if TYPE_CHECKING:
     from hf_zero.comm.collectives import Collectives
 
 _NUM_FACTS = 7
+TRUSTED_AFTER, TRUSTED_AGAIN_AFTER = 1, 50  # updates that ranks must have run alike, at first and after a difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +139,19 @@ class LockstepNegotiation(Negotiation):
         self._exchange: _HeadExchange | None = None
         self._heads = [_Head(Request(Kind.WAIT), 0, ())]  # heads of the last decision
         self._num_started_by_all = 0  # reductions, as these heads say
+        self._num_alike, self._trusted_after = 0, TRUSTED_AFTER  # updates whose passes all ranks have run alike
+        self._have_differed = False  # in the present update
+        self._starters: list[weakref.WeakMethod[Callable[[int], object]]] = []
 
     # Following a plan
 
     def upcoming(self, *, in_backward: bool, trains: bool) -> Upcoming | None:
-        while self._exchange is not None and self._exchange.pending.is_ready():
-            self._decide_next()  # the sooner, the more of the gathers is hidden
+        # The sooner, the more of a gather is hidden. On an accelerator the host runs ahead anyway, and whether a gather
+        # starts before or after a reduction must not depend on how fast a message is (`holds_reductions`).
+        while (
+            not self._collectives.has_gather_lane and self._exchange is not None and self._exchange.pending.is_ready()
+        ):
+            self._decide_next()
         plan = self._pass.plan
         if plan is None or not plan.is_of(in_backward=in_backward, trains=trains):
             return None
@@ -154,6 +169,16 @@ class LockstepNegotiation(Negotiation):
             self._pass.start = Start(request.unit, request.in_backward, request.trains)
         self._pass.units.append(request.unit)
         self._pass.launched.append(self._pass.num_since(self.launched))
+
+    @property
+    def holds_reductions(self) -> bool:
+        # Ranks that run alike start everything in one order without messages.
+        may_differ = self._pass.followed is None and self._num_alike < self._trusted_after
+        return may_differ and self._is_open and self._collectives.has_gather_lane
+
+    def starts_by(self, start: Callable[[int], object]) -> None:
+        self._starters = [known for known in self._starters if known() is not None]
+        self._starters.append(weakref.WeakMethod(start))
 
     def due_before(self, reduction: int, *, in_backward: bool, trains: bool) -> Sequence[int]:
         if self._is_clear(reduction) or reduction >= self._pass.num_sure:
@@ -269,6 +294,9 @@ class LockstepNegotiation(Negotiation):
     def _decide_next(self) -> None:
         self._heads = self._take_heads()
         self._num_started_by_all = min(head.request.launched for head in self._heads)
+        for start in [known() for known in self._starters]:
+            if start is not None:
+                start(self._num_started_by_all)
         decision = self._agreed([head.request for head in self._heads])
         self._pass.num_decisions += 1
         granted = None
@@ -308,6 +336,7 @@ class LockstepNegotiation(Negotiation):
     def _end_pass(self) -> None:
         """End the current pass, which is over for all or some ranks."""
         ended, kinds = self._pass, {head.request.kind for head in self._heads}
+        self._note_whether_alike(are_alike=len({(head.request.kind, head.used) for head in self._heads}) == 1)
         if kinds == {Kind.END}:
             used = {head.used for head in self._heads}
             self._refuse_gone(used)
@@ -322,6 +351,15 @@ class LockstepNegotiation(Negotiation):
         route_ahead = None if start is None else self._history.plan(start)
         if start is not None and route_ahead is not None:
             self._pass.follow(start, route_ahead)
+
+    def _note_whether_alike(self, *, are_alike: bool) -> None:
+        """Note whether all ranks have run the pass, or update, alike that ends now."""
+        self._have_differed = self._have_differed or not are_alike
+        if self._have_differed:
+            self._num_alike, self._trusted_after = 0, TRUSTED_AGAIN_AFTER
+        if self._heads[0].request.kind is Kind.STEP:
+            self._num_alike += not self._have_differed
+            self._have_differed = False
 
     def _serve(self, unit: int) -> None:
         """Take part in a gather whose result is not needed here."""

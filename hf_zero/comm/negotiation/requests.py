@@ -27,7 +27,7 @@ class Request:
         in_backward: whether the request was made in a backward pass.
         trains: whether the request was made in a pass that trains.
         version: number of weight updates on this rank.
-        launched: number of reductions that this rank has started.
+        launched: number of reductions that this rank has started, or will start when all ranks have come so far.
         failed: END only: this rank could not read the rows it had to send.
         lets_go: WAIT only: waits for a rank that is at END.
     """
