@@ -123,6 +123,7 @@ class Reductions:
         if self._negotiation is not None and self._negotiation.holds_reductions and bucket.wire is None:
             bucket.arrivals.set_aside()
             self._flights.append(_Flight(number, bucket, Pending(), None, None, held_since=num_backward))
+            self._negotiation.announce()
             return
         flight = self._start(number, bucket, num_backward)
         if self._flights:

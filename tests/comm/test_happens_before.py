@@ -241,10 +241,9 @@ def test_no_operation_of_a_device_waits_for_ever(name: str) -> None:
     graph_of(PROGRAMS[name]).refuse_faults()
 
 
-# Here a device must run kernels of two communicators at the same time: when ranks differ for the first time after an
-# update that they ran alike, when one leaves a plan, and when a collective of the program's own comes in between.
+# Here a device must run kernels of two communicators at the same time: when a rank leaves a plan, and when a collective
+# of the program's own comes in between.
 TWO_AT_A_TIME = (
-    "one rank runs a forward more, once",
     "one rank leaves a plan in backward",
     "images on one rank, a sum over all before the text",
 )

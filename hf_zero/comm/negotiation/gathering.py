@@ -255,6 +255,11 @@ class Negotiation(ABC):
         differ: a device need not run the kernels of two communicators at the same time."""
         return False
 
+    def announce(self) -> None:
+        """Let the others know that this rank holds a reduction, without waiting for them. The reductions before it
+        start now, if all ranks have them."""
+        return None
+
     def starts_by(self, start: Callable[[int], object]) -> None:
         """Call `start` (a bound method, referenced weakly) when held reductions below a number start."""
         return None

@@ -41,10 +41,10 @@ accelerator: has made compute wait), while another rank needs G, or a gather aft
   same forwards: then none is likely to leave it.
 
 This assumes devices that run kernels of two communicators at the same time, which CUDA does not promise. So on
-accelerators ranks start all collectives in one order, wherever they can: ranks that run alike by making decisions at
-fixed places of their program, and ranks that differ by holding reductions until a decision by which all ranks have them
-(`holds_reductions`). The assumption remains where ranks differ for the first time after an update that all ran alike,
-where one leaves a plan, between copies of the shards, and where the program itself communicates in between.
+accelerators ranks start all collectives in one order: in a plan by its order, and without one by holding reductions
+until a decision by which all ranks have them (`holds_reductions`). Decisions are made at fixed places of a program, not
+when a message is there. The assumption remains where a rank leaves a plan, between copies of the shards, and where the
+program itself communicates in between.
 
 After the plan's end, the argument in `hf_zero.comm.negotiation` holds. `tests/support/happens_before.py` searches the
 graph of all operations of hosts and devices for cycles.
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from hf_zero.comm.collectives import Collectives
 
 _NUM_FACTS = 7
-TRUSTED_AFTER, TRUSTED_AGAIN_AFTER = 1, 50  # updates that ranks must have run alike, at first and after a difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +138,7 @@ class LockstepNegotiation(Negotiation):
         self._exchange: _HeadExchange | None = None
         self._heads = [_Head(Request(Kind.WAIT), 0, ())]  # heads of the last decision
         self._num_started_by_all = 0  # reductions, as these heads say
-        self._num_alike, self._trusted_after = 0, TRUSTED_AFTER  # updates whose passes all ranks have run alike
-        self._have_differed = False  # in the present update
+        self._announced: OpenRequest | None = None  # that this rank holds a reduction
         self._starters: list[weakref.WeakMethod[Callable[[int], object]]] = []
 
     # Following a plan
@@ -172,9 +170,18 @@ class LockstepNegotiation(Negotiation):
 
     @property
     def holds_reductions(self) -> bool:
-        # Ranks that run alike start everything in one order without messages.
-        may_differ = self._pass.followed is None and self._num_alike < self._trusted_after
-        return may_differ and self._is_open and self._collectives.has_gather_lane
+        # In a plan reductions have their order, without messages.
+        return self._pass.followed is None and self._is_open and self._collectives.has_gather_lane
+
+    def announce(self) -> None:
+        if not self._pass.num_decisions and self.launched - self._num_started_by_all == 1:
+            return  # the first message of a pass should be a gather, which may begin a plan
+        if self._announced is not None:
+            self.decide(self._announced)
+            self._announced = None
+        if not self._mine:  # otherwise the next head says it
+            self._announced = OpenRequest(self._request(Kind.WAIT), ())
+            self._ask(self._announced)
 
     def starts_by(self, start: Callable[[int], object]) -> None:
         self._starters = [known for known in self._starters if known() is not None]
@@ -336,7 +343,6 @@ class LockstepNegotiation(Negotiation):
     def _end_pass(self) -> None:
         """End the current pass, which is over for all or some ranks."""
         ended, kinds = self._pass, {head.request.kind for head in self._heads}
-        self._note_whether_alike(are_alike=len({(head.request.kind, head.used) for head in self._heads}) == 1)
         if kinds == {Kind.END}:
             used = {head.used for head in self._heads}
             self._refuse_gone(used)
@@ -351,15 +357,6 @@ class LockstepNegotiation(Negotiation):
         route_ahead = None if start is None else self._history.plan(start)
         if start is not None and route_ahead is not None:
             self._pass.follow(start, route_ahead)
-
-    def _note_whether_alike(self, *, are_alike: bool) -> None:
-        """Note whether all ranks have run the pass, or update, alike that ends now."""
-        self._have_differed = self._have_differed or not are_alike
-        if self._have_differed:
-            self._num_alike, self._trusted_after = 0, TRUSTED_AGAIN_AFTER
-        if self._heads[0].request.kind is Kind.STEP:
-            self._num_alike += not self._have_differed
-            self._have_differed = False
 
     def _serve(self, unit: int) -> None:
         """Take part in a gather whose result is not needed here."""
