@@ -166,13 +166,15 @@ def _surroundings(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ds_config(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the run's ds.json, with batch sizes "auto"; under autocast weights are in fp32; FSDP keeps no unit
-    gathered from forward to backward, unless it is configured to."""
+    gathered from forward to backward, unless it is configured to; offloaded states are updated in step()."""
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     ds = {"bf16": {"enabled": True}, **run["ds"], **dict.fromkeys(keys, "auto")}
     if "fsdp" in run:
         reuse = 0 if run.get("reshard_after_forward", True) else 10**15
         live = {"stage3_max_live_parameters": 10**15} if reuse else {}
         ds["zero_optimization"] = {**ds["zero_optimization"], "stage3_max_reuse_distance": reuse, **live}
+    if "offload_optimizer" in ds.get("zero_optimization", {}):
+        ds["hf_zero"] = {**ds.get("hf_zero", {}), "overlap_step": False}
     if run["program"] == "autocast":
         autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
         ds = {**ds, "bf16": {"enabled": False}, "fp16": {"enabled": False}, **autocast}

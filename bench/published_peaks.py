@@ -219,8 +219,8 @@ def _torch(
     - Gradients are created by backward and freed after the update; in forward, those of earlier micro-batches exist.
     - torch's Adam has as many copies of all second moments at once as `_TEMPORARY` says.
     - Before PyTorch 2.0, `zero_grad` set gradients to zero and kept them.
-    - FSDP1 gathers into the flat parameter and reduces from the flat gradient, while hf_zero has buffers; FSDP2 copies,
-      as hf_zero does. Embedding and output are in the root's unit, which stays whole between forward and backward.
+    - FSDP1 gathers into the flat parameter and reduces from the flat gradient, without buffers; FSDP2 has buffers
+      (`as_it_ran`). Embedding and output are in the root's unit, which stays whole between forward and backward.
     - FSDP with mixed precision only has fp32 shards of trained parameters, which are cast for gathering. InternEvo
       keeps fp32 masters in addition to 16-bit shards, and creates fp32 gradients for an update.
     - FSDP's gradients have the dtype of its shards (`_cast_grad_to_param_dtype` in _runtime_utils.py of FSDP1).

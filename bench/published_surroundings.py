@@ -1,4 +1,4 @@
-"""Reproduces in a trace what other programs do while a model runs: adapters, autocast, losses.
+"""Reproduces in a trace what other programs do while a model runs: adapters, autocast, losses, gathers into buffers.
 
 hf_zero computes in the dtype of the weights. Under autocast weights are in fp32, and operators cast their inputs:
 matrix products and convolutions to 16 bits, norms, softmax and losses to fp32
@@ -20,6 +20,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_zero.planning import model as planned
+from hf_zero.planning.memory import Setting
 
 _IN_16_BITS = (
     (nn.functional, "linear"),
@@ -38,8 +39,14 @@ SHAPES = ("output_apart", "target_length")
 
 @contextmanager
 def as_it_ran(run: Mapping[str, Any]) -> Iterator[None]:
-    """Patch functions while a run's model is built and traced."""
+    """Patch functions while a run's model is built, traced and planned.
+
+    FSDP2 gathers into a buffer that it copies from (`foreach_all_gather` and `foreach_all_gather_copy_out` in
+    _fsdp_collectives.py), and so does DeepSpeed at stage 3 (`_all_gather_dtype` and `AllGatherCoalescedHandle` in
+    partition_parameters.py); hf_zero gathers large units where they are used.
+    """
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Setting, "gathers_directly", False))
         if run["lora_rank"]:
             stack.enter_context(mock.patch.object(planned, "_with_lora", _adding(run)))
         if run.get("output_apart"):

@@ -23,6 +23,7 @@ from hf_zero.planning.machine import CONTEXT_BYTES
 LEAST_CLOSE = {1: 14, 2: 26, 3: 23, 4: 16}  # of 21, 29, 24 and 16 whose peak has one prediction: within a tenth
 MOST_WRONG = {1: 1, 2: 0, 3: 7, 4: 0}  # pairs of rates predicted in the wrong order
 NUM_DRAWN = 2
+ON_HOST = "deepspeed-7b-7"  # at stage 3 with the optimizer on the host
 
 
 def test_every_run_has_a_source_and_half_are_held_out() -> None:
@@ -124,16 +125,22 @@ def is_of_these_versions(text: str) -> bool:
 
 @pytest.mark.lengthy
 def test_some_rows_of_the_page_are_what_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few, drawn from the runs that are not held out; the slow test predicts all of them."""
+    """A few, drawn from the runs that are not held out, and one at stage 3 with states on the host; the slow test
+    predicts all of them.
+
+    hf_zero began to gather without buffers and to update beside the next forward, and so did the predictions of runs by
+    DeepSpeed and FSDP2, which do neither: 36 rows changed, and fewer peaks were close. No row drawn had stage 3."""
     found, text = contents(), published.PAGE.read_text(encoding="utf-8")
     apart = held_out(found["runs"])
-    runs = random.Random(NUM_DRAWN).sample([run for run in found["runs"] if run["id"] not in apart], NUM_DRAWN)
+    shown = [run for run in found["runs"] if run["id"] not in apart]
+    on_host = next(run for run in shown if run["id"] == ON_HOST)
+    runs = [*random.Random(NUM_DRAWN).sample([run for run in shown if run["id"] != ON_HOST], NUM_DRAWN), on_host]
     monkeypatch.setattr(published, "contents", lambda: {**found, "runs": runs})
     monkeypatch.setattr(published, "held_out", lambda _: apart)
     drawn = list(compared())
     rows = [line for line in section(drawn).splitlines() if line.startswith("| [")]
     on_page = {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("| [")}
-    assert len(rows) == NUM_DRAWN and len(on_page) == len(found["runs"])
+    assert len(rows) == NUM_DRAWN + 1 and len(on_page) == len(found["runs"])
     for row, each in zip(rows, drawn, strict=True):
         line = on_page[row.split(" | ")[0]]
         assert line == row or not is_of_these_versions(text), "python -m bench.published --write"
