@@ -366,6 +366,8 @@ class GradientReducer:
         if self.is_replaced:
             raise RuntimeError("the model was given to initialize() again: train it with the engine that this returned")
         self.wait()  # buckets need their previous sums, which have had the whole forward to complete
+        if self._replicas is not None:
+            self._replicas.wait()
         self._deferred.finish()  # gradients take the place of those that it reads
         if self._applies:
             raise RuntimeError(TOO_LATE)
@@ -407,6 +409,8 @@ class GradientReducer:
         self._has_begun = False
         if self._mode is Mode.REDUCE:
             self._launch_up_to(len(self.buckets))
+            if self._replicas is not None and self._reductions.are_last:
+                self.wait()  # starts all sums over replicas, for which others wait when their next backward begins
             self.late = {index for index in self.late if self._parameters[index].grad is not None}
             return
         for bucket in self.buckets:

@@ -4,7 +4,8 @@
     at the boundary all-reduce of the shard across the replicas, once: sums of all ranks
 
 Beside the last backward of a step, each bucket is summed as soon as its own reduction is complete, where nothing has to
-be copied for it. Nobody waits for these sums before the step.
+be copied for it. All replicas start these sums before they leave that backward, and nobody waits for them before the
+step or another backward for it: a rank that waited within a backward could be needed there by one that others wait for.
 
 If gradients arrive after a sum, all replicas except the first restart at zero, so that the sum counts once.
 """
@@ -55,6 +56,10 @@ class ReplicaSums:
             self._summed.add(bucket.bucket.index)
             self._beside[bucket.bucket.index] = self._start(bucket)
 
+    def wait(self) -> None:
+        """Wait for the sums in flight, which the other replicas start without this rank."""
+        self._wait_for(self._beside)
+
     def _wait_for(self, indices: Iterable[int]) -> None:
         """Wait for those of these buckets that are still in flight."""
         for index in list(indices):
@@ -63,7 +68,7 @@ class ReplicaSums:
     @torch.no_grad()
     def sum(self) -> None:
         """Sum everything reduced since the last call, and wait for it. Collective."""
-        self._wait_for(self._beside)
+        self.wait()
         flights: deque[Pending] = deque()
         for bucket in self._buckets:
             if bucket.reduced.is_there and bucket.bucket.index not in self._summed:
@@ -77,7 +82,7 @@ class ReplicaSums:
 
     def clear(self) -> None:
         """Drop all gradients."""
-        self._wait_for(self._beside)
+        self.wait()
         self._summed.clear()
 
     def _start(self, bucket: BucketGradients) -> Pending:

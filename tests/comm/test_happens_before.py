@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hf_zero.comm import Channel, EngineRows
 from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
 from hf_zero.device.runtime import DONE, Event
+from hf_zero.grads.replicas import ReplicaSums
 from hf_zero.layout import buckets
 from hf_zero.offload.placement import StagedVector
 from hf_zero.params.unit import Unit
@@ -443,6 +444,25 @@ def test_replicas_are_summed_when_no_rank_needs_weights_before_its_own_sum() -> 
     """Replicas of shards were summed before each backward after a boundary. A rank of another shard group could still
     be in the forward before that, and need a rank that already waited for the sum."""
     assert GraphRunner().run(in_shard_groups()).detail == ""
+
+
+def test_no_backward_waits_for_a_sum_over_copies() -> None:
+    """With several backwards for one step, the second waited for the sums that the first had started as soon as it had
+    more gradients. A rank that waited for another copy served nobody, and that copy waited for a rank which needed its
+    weights: four ranks on four hosts in two shard groups hung."""
+    every = RankMicro(tuple(Forward(seed, 1, (Call("linear"),)) for seed in range(3)))
+    modules = (ModuleSpec("linear", "linear", 1),)
+    update = (Micro((every,) * 4, "late_reversed"),)
+    program = HostileProgram(0, 4, 3, "same", 3, modules, (update,), limits=Limits(max_live=0), groups="mics")
+    add, in_flight = ReplicaSums.about_to_add, []
+
+    def about_to_add(sums: ReplicaSums, bucket: Any) -> None:
+        in_flight.append(bucket.bucket.index in sums._beside)
+        add(sums, bucket)
+
+    with mock.patch.object(ReplicaSums, "about_to_add", about_to_add):
+        assert GraphRunner().run(program).detail == ""
+    assert in_flight and not any(in_flight)
 
 
 def test_copies_of_the_shards_sum_their_gradients_beside_backward() -> None:
