@@ -1,4 +1,5 @@
-"""Finds the network interface towards the other ranks if the host's own name does not resolve to it."""
+"""Finds the network interface towards the other ranks if the host's own name does not resolve to it, and notices when a
+process on another machine ends."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ def name_gloo_interface(environment: MutableMapping[str, str] = os.environ, peer
     master = environment.get("MASTER_ADDR", "")
     if environment.get(GLOO_INTERFACE) or not master or _is_one_host(environment):
         return
-    if not _is_loopback(socket.gethostname()):
+    if not is_loopback(socket.gethostname()):
         return
     addresses = (address_towards(host) for host in (master, *peers))
-    towards = next((address for address in addresses if address and not _is_loopback(address)), None)
+    towards = next((address for address in addresses if address and not is_loopback(address)), None)
     interface = _interface_of(towards) if towards is not None else _only_interface()
     if interface is not None:
         environment[GLOO_INTERFACE] = interface
@@ -42,12 +43,56 @@ def address_towards(host: str) -> str | None:
         return None
 
 
+_CONNECT_S = 5.0
+_KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 10,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 4,
+}  # half a minute without an answer
+
+
+def listen_towards(host: str) -> tuple[socket.socket, tuple[str, int]] | None:
+    """Return a socket to which processes connect that watch this one, and its address on the route to `host`; None
+    without a route. It needs no answers: the kernel accepts connections, and closes them when the process ends."""
+    address = address_towards(host)
+    if address is None:
+        return None
+    try:
+        listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError:
+        return None
+    return listener, (address, listener.getsockname()[1])
+
+
+def connect_to_watch(address: tuple[str, int]) -> socket.socket | None:
+    """Return a connection to a socket of `listen_towards`, which `has_ended` looks at; None if there is no way."""
+    try:
+        connection = socket.create_connection(address, timeout=_CONNECT_S)
+    except OSError:
+        return None
+    connection.setblocking(False)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the process at the other end has ended, or its machine does not answer."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def _is_one_host(environment: MutableMapping[str, str]) -> bool:
     world = environment.get("WORLD_SIZE", "")
     return world != "" and world == environment.get("LOCAL_WORLD_SIZE")
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether gloo would use the loopback interface for this name, as it also does for an unknown name."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
@@ -67,6 +112,6 @@ def _only_interface() -> str | None:
     names = []
     for name, places in psutil.net_if_addrs().items():
         addresses = [place.address for place in places if place.family == socket.AF_INET]
-        if states[name].isup and not all(map(_is_loopback, addresses)):
+        if states[name].isup and not all(map(is_loopback, addresses)):
             names.append(name)
     return str(names[0]) if len(names) == 1 else None

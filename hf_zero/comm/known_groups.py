@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -44,6 +45,7 @@ from hf_zero.comm.progress import explain
 from hf_zero.comm.torch_backend import GROUPING, GatherStreamCollectives, NativeCollectives
 from hf_zero.device.kinds import kind_of_backend
 from hf_zero.log import logger
+from hf_zero.network import connect_to_watch, has_ended, is_loopback, listen_towards
 
 # Names the rank that died, if a backend only knows that a connection was closed.
 #
@@ -68,6 +70,7 @@ class _Process:
     host: str
     place: str  # the scope of its pid: a machine, or a container on it
     pid: int
+    address: tuple[str, int] | None = None  # where the rank before it watches it
 
 
 class _Ranks:
@@ -78,10 +81,20 @@ class _Ranks:
         self.rank = 0
         self.others: tuple[_Process, ...] = ()
         self.store: dist.Store | None = None
+        self.listener: socket.socket | None = None  # for the rank that watches this one
+        self.watched: _Process | None = None
+        self.connection: socket.socket | None = None  # to the watched rank
         releases_groups_at_exit(self)
 
     def release_groups(self) -> None:
         self.world = self.store = None
+
+    def listen(self, listener: socket.socket | None) -> None:
+        """Listen for the rank that watches this one, instead of what this rank has listened to and watched before."""
+        for earlier in (self.listener, self.connection):
+            if earlier is not None:
+                earlier.close()
+        self.listener, self.watched, self.connection = listener, None, None
 
 
 _known = _Ranks()
@@ -91,20 +104,36 @@ def remember_ranks(gather_objects: Callable[[object], list[object]]) -> None:
     """Exchange information about all processes, once per process group. Collective."""
     if _known.world is dist.group.WORLD:
         return
-    own = _Process(dist.get_rank(), os.uname().nodename, _place(), os.getpid())
+    listener = listen_towards(os.environ.get("MASTER_ADDR", ""))
+    address = None if listener is None else listener[1]
+    own = _Process(dist.get_rank(), os.uname().nodename, _place(), os.getpid(), address)
     gathered = [process for process in gather_objects(own) if isinstance(process, _Process)]
     first = _known.world is None
     _known.world, _known.others = dist.group.WORLD, tuple(process for process in gathered if process.rank != own.rank)
     _known.rank, _known.store = own.rank, dist.distributed_c10d._get_default_store()
+    _known.listen(None if listener is None else listener[0])
+    _watch_next(own)
     if first:
         _stand_before(sys.excepthook)
-        find_dead_by(_dead_beside)
+        find_dead_by(_dead)
 
 
-def _dead_beside() -> str:
-    """The ranks of this machine whose process has exited, as text."""
+def _watch_next(own: _Process) -> None:
+    """Connect to the next rank, if it is on another machine: ranks of one machine see each other's processes."""
+    following = min(_known.others, key=lambda each: (each.rank < own.rank, each.rank), default=None)
+    if following is None or following.place == own.place or following.address is None:
+        return
+    if following.host == own.host or not is_loopback(following.address[0]):
+        _known.watched, _known.connection = following, connect_to_watch(following.address)
+
+
+def _dead() -> str:
+    """The ranks whose process has exited, as text: those of this machine, and the next one on another machine."""
     here = _place()
-    return _names([each for each in _known.others if each.place == here and _state(each.pid) in _ENDED])
+    dead = [each for each in _known.others if each.place == here and _state(each.pid) in _ENDED]
+    if _known.watched is not None and _known.connection is not None and has_ended(_known.connection):
+        dead.append(_known.watched)
+    return _names(dead)
 
 
 def _stand_before(hook: Callable[..., None]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hf_zero import initialize
-from hf_zero.comm import barrier, calls, collectives_for, enter
+from hf_zero.comm import barrier, calls, collectives_for, enter, known_groups
 from hf_zero.comm.cpu import shared_memory
 from hf_zero.comm.groups import set_timeout
 from tests.support.ranks import free_port, run_ranks
@@ -160,6 +160,39 @@ def test_a_rank_that_was_killed_is_not_waited_for() -> None:
     """It leaves nothing in the job's store, and the store does not close connections."""
     said, _ = run_ranks(run_beside_a_dead_process, 2)
     assert re.fullmatch(r"this rank waits in save_checkpoint for rank 1 \(process \d+\), which has exited", said)
+
+
+def run_beside_a_dead_machine(rank: int, ends: bool) -> str:
+    """Each rank is on a machine of its own; what the kernel does when a process ends closes the socket of rank 1."""
+    with (
+        mock.patch.object(known_groups, "_place", lambda: f"machine {rank}"),
+        mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1"),
+    ):
+        collectives_for(torch.device("cpu"))
+        listener = known_groups._known.listener
+        assert listener is not None
+        if rank == 1 and ends:
+            listener.close()
+        said = ""
+        if rank == 0:
+            try:
+                enter("save_checkpoint")
+            except RuntimeError as error:
+                said = str(error)
+        elif not ends:
+            time.sleep(2 * calls.TICK_S)
+            enter("save_checkpoint")
+    barrier()
+    return said
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_rank_of_another_machine_that_was_killed_is_not_waited_for(ends: bool) -> None:
+    """A node that was lost before it came to a save let the others wait for the timeout of half an hour, and the
+    launcher did not restart them: a rank only saw the processes of its own machine."""
+    said, _ = run_ranks(run_beside_a_dead_machine, 2, ends)
+    expected = r"this rank waits in save_checkpoint for rank 1 \(process \d+\), which has exited" if ends else ""
+    assert re.fullmatch(expected, said)
 
 
 SCRIPT = """

@@ -67,7 +67,7 @@ def run_joined_by_program(rank: int, by: str) -> tuple[int, str | None, str | No
     gpus, interfaces, make = _Gpus(2), [], dist.new_group
     for each in gpus.patches():
         each.start()
-    mock.patch.object(network, "_is_loopback", lambda name: True).start()
+    mock.patch.object(network, "is_loopback", lambda name: True).start()
     mock.patch.object(network, "_only_interface", lambda: "lo").start()
     os.environ["LOCAL_WORLD_SIZE"] = "1"  # as on two hosts
     os.environ.pop(network.GLOO_INTERFACE, None)
