@@ -146,7 +146,7 @@ class Collectives(ControlMessages):
     Attributes:
         negotiation: how ranks agree on the gathers of stage 3.
         has_gather_lane: whether gathers of rows run on the device's gather lane.
-        starts_at_once: whether a reduction starts without waiting for other ranks.
+        starts_at_once: whether a reduction starts without waiting for other ranks, and ends without this rank.
         moves_pieces: whether several tensors in one group of collectives are as fast as one tensor.
     """
 

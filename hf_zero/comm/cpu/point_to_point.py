@@ -54,6 +54,8 @@ class ExchangeCollectives(NativeCollectives):
     Ranks may interleave calls of different channels differently; within a channel the order must be the same.
     """
 
+    starts_at_once = False  # an all-reduce has two rounds, and its rank starts the second
+
     def __init__(self, group: dist.ProcessGroup | None = None, channel: int = 0) -> None:
         super().__init__(group)
         self._channel = channel
