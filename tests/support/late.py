@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._prims_common import make_contiguous_strides_for
 
 from hf_zero.device import registry
 from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime
@@ -52,7 +53,7 @@ def use_if_asked_for() -> None:
 def split_as_on_cuda(run: Tensor, sizes: Sequence[int], dim: int, *, out: Sequence[Tensor]) -> None:
     """`torch.split_with_sizes_copy`, with what CUDA's fast way makes of a dense tensor that is not contiguous."""
     if torch.ops.aten.is_non_overlapping_and_dense(run):
-        run = run.as_strided(run.shape, torch.empty(run.shape).stride())
+        run = run.as_strided(run.shape, make_contiguous_strides_for(run.shape))
     for target, values in zip(out, run.split_with_sizes(sizes, dim), strict=True):
         target.copy_(values)
 
