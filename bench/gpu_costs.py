@@ -100,7 +100,7 @@ def trained(case: str, size: str = "1.5b", micro_batches: int = 1, limit_s: floa
 
 
 def _offload() -> list[Part]:
-    # The most valuable first: a lease ends before the list does.
+    # The most valuable first: there may not be time for all.
     overlapped, in_step = "hf_zero 3 offload", "hf_zero 3 offload in step"
     once = ("compute alone", overlapped, in_step, "hf_zero 3 offload both")
     both = [trained(case) for case in once]

@@ -44,11 +44,7 @@ def address_towards(host: str) -> str | None:
 
 
 _CONNECT_S = 5.0
-_KEEP_ALIVE = {
-    socket.TCP_KEEPIDLE: 10,
-    socket.TCP_KEEPINTVL: 5,
-    socket.TCP_KEEPCNT: 4,
-}  # half a minute without an answer
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # half a minute without an answer
 
 
 def listen_towards(host: str) -> tuple[socket.socket, tuple[str, int]] | None:
@@ -73,7 +69,8 @@ def connect_to_watch(address: tuple[str, int]) -> socket.socket | None:
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        if hasattr(socket, option):  # not everywhere
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return connection
 
 

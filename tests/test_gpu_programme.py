@@ -114,6 +114,14 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
     assert [row["verdict"] for row in run["rows"]] == [NO_TIME]
 
 
+def test_cases_are_chosen_by_words(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--block", "1", "--device", "cpu", "--list", "--parts", "four ranks", "--cases", "hpZ", "expert"])
+    listed = [
+        line.removeprefix("expected: four ranks, ").split(":")[0] for line in capsys.readouterr().out.splitlines()
+    ]
+    assert listed == ["first all-reduce", "hpZ, 2 x 2", "qwZ, qgZ, hpZ", "expert parallelism, 2 x 2"]
+
+
 def test_a_result_becomes_a_table_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,8 @@
     bucket 2                      take, reduce ....
 
 All ranks launch buckets in one fixed order, whatever order their gradients arrive in. A bucket that is complete
-early waits for its predecessors, and gradients still missing when backward ends count as zero.
+early waits for its predecessors, and gradients still missing when backward ends count as zero. On accelerators stage 3
+without a plan holds a launched bucket until all ranks have launched it (`Negotiation.holds_reductions`).
 
     launch     take ----> send buffer ----> collective, overlapped with backward
     complete                                            ----> wait, add to `reduced`, return the buffer
@@ -133,12 +134,14 @@ class Reductions:
     def start_held(self, num_started: int) -> None:
         """Start reductions that were held, up to this number; see `Negotiation.holds_reductions`."""
         for flight in self._flights:
-            if flight.held_since is not None and flight.number < num_started:
-                self._start_now(flight, flight.held_since)
+            if flight.number < num_started:
+                self._start_if_held(flight)
 
-    def _start_now(self, flight: _Flight, num_backward: int) -> None:
+    def _start_if_held(self, flight: _Flight) -> None:
+        if flight.held_since is None:
+            return
         with OutsideAutograd(), ledger.phase("backward"):  # a decision may be made in a forward
-            started = self._start(flight.number, flight.bucket, num_backward)
+            started = self._start(flight.number, flight.bucket, flight.held_since)
         flight.pending, flight.result, flight.sent = started.pending, started.result, started.sent
         flight.in_place, flight.held_since = started.in_place, None
 
@@ -228,8 +231,7 @@ class Reductions:
             self._is_completing = False
 
     def _count_in(self, flight: _Flight) -> None:
-        if flight.held_since is not None:
-            self._start_now(flight, flight.held_since)
+        self._start_if_held(flight)  # in case the wait has been clear without a decision
         flight.pending.wait()
         if flight.result is not None:
             is_lent = flight.sent is not None and flight.sent.data_ptr() == flight.result.data_ptr()
@@ -409,7 +411,7 @@ class GradientReducer:
         self._has_begun = False
         if self._mode is Mode.REDUCE:
             self._launch_up_to(len(self.buckets))
-            if self._replicas is not None and self._reductions.are_last:
+            if self._replicas is not None and self._replicas.start_beside and self._reductions.are_last:
                 self.wait()  # starts all sums over replicas, for which others wait when their next backward begins
             self.late = {index for index in self.late if self._parameters[index].grad is not None}
             return

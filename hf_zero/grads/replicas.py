@@ -27,13 +27,18 @@ MAX_IN_FLIGHT = 2
 
 
 class ReplicaSums:
-    """Sums of one engine's buckets over one group."""
+    """Sums of one engine's buckets over one group.
+
+    Attributes:
+        start_beside: whether sums may start beside backward.
+    """
 
     def __init__(self, buckets: Sequence[BucketGradients], collectives: Collectives, *, is_first: bool) -> None:
         """`is_first`: whether this rank belongs to the first replica."""
         self._buckets = buckets
         self._collectives = collectives
         self._is_first = is_first
+        self.start_beside = collectives.starts_at_once
         self._summed: set[int] = set()  # buckets whose `reduced` is summed over all replicas
         self._beside: dict[int, Pending] = {}  # those of them that are still in flight, by bucket
 
@@ -52,7 +57,7 @@ class ReplicaSums:
         start the same buckets in the same order. Does nothing if the sum needs a copy."""
         shard = bucket.reduced
         fits = shard.is_on_device and bucket.dtypes.are_one and bucket.trained.owned.numel % self._collectives.size == 0
-        if fits and self._collectives.starts_at_once:
+        if fits and self.start_beside:
             self._summed.add(bucket.bucket.index)
             self._beside[bucket.bucket.index] = self._start(bucket)
 

@@ -146,20 +146,27 @@ def run_beside_a_dead_process(rank: int) -> str:
     dead.wait()
     with mock.patch("os.getpid", lambda: dead.pid) if rank == 1 else nullcontext():
         collectives_for(torch.device("cpu"))
-    said = ""
-    if rank == 0:
-        try:
-            enter("save_checkpoint")
-        except RuntimeError as error:
-            said = str(error)
+    said = said_by_a_save() if rank == 0 else ""
     barrier()
     return said
+
+
+def said_by_a_save() -> str:
+    """The error of a call that all ranks must make; empty without one."""
+    try:
+        enter("save_checkpoint")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+FOR_A_DEAD_RANK = r"this rank waits in save_checkpoint for rank 1 \(process \d+\), which has exited"
 
 
 def test_a_rank_that_was_killed_is_not_waited_for() -> None:
     """It leaves nothing in the job's store, and the store does not close connections."""
     said, _ = run_ranks(run_beside_a_dead_process, 2)
-    assert re.fullmatch(r"this rank waits in save_checkpoint for rank 1 \(process \d+\), which has exited", said)
+    assert re.fullmatch(FOR_A_DEAD_RANK, said)
 
 
 def run_beside_a_dead_machine(rank: int, ends: bool) -> str:
@@ -173,15 +180,9 @@ def run_beside_a_dead_machine(rank: int, ends: bool) -> str:
         assert listener is not None
         if rank == 1 and ends:
             listener.close()
-        said = ""
-        if rank == 0:
-            try:
-                enter("save_checkpoint")
-            except RuntimeError as error:
-                said = str(error)
-        elif not ends:
+        if rank == 1:
             time.sleep(2 * calls.TICK_S)
-            enter("save_checkpoint")
+        said = "" if rank == 1 and ends else said_by_a_save()
     barrier()
     return said
 
@@ -190,9 +191,8 @@ def run_beside_a_dead_machine(rank: int, ends: bool) -> str:
 def test_a_rank_of_another_machine_that_was_killed_is_not_waited_for(ends: bool) -> None:
     """A node that was lost before it came to a save let the others wait for the timeout of half an hour, and the
     launcher did not restart them: a rank only saw the processes of its own machine."""
-    said, _ = run_ranks(run_beside_a_dead_machine, 2, ends)
-    expected = r"this rank waits in save_checkpoint for rank 1 \(process \d+\), which has exited" if ends else ""
-    assert re.fullmatch(expected, said)
+    said = run_ranks(run_beside_a_dead_machine, 2, ends)
+    assert re.fullmatch(FOR_A_DEAD_RANK if ends else "", said[0]) and not said[1]
 
 
 SCRIPT = """
