@@ -147,11 +147,13 @@ class Collectives(ControlMessages):
         negotiation: how ranks agree on the gathers of stage 3.
         has_gather_lane: whether gathers of rows run on the device's gather lane.
         starts_at_once: whether a reduction starts without waiting for other ranks, and ends without this rank.
+        gathers_at_once: the same for a gather of weights.
         moves_pieces: whether several tensors in one group of collectives are as fast as one tensor.
     """
 
     has_gather_lane = False
     starts_at_once = False
+    gathers_at_once = False
     moves_pieces = False
 
     def __init__(self, rank: int, size: int, ranks: Sequence[int] | None = None) -> None:

@@ -30,6 +30,7 @@ class NativeCollectives(Collectives):
     """Passes every flat buffer to the process group in one call."""
 
     starts_at_once = True
+    gathers_at_once = True
 
     def __init__(self, group: dist.ProcessGroup | None = None, hosts: dist.ProcessGroup | None = None) -> None:
         """`hosts`: the same ranks on a backend for host memory, if `group` is for a device."""

@@ -136,6 +136,9 @@ class Accelerator(Runtime):
             stream.wait_event(after.recorded)
         return _Current(stream)
 
+    def here(self) -> AbstractContextManager[None]:
+        return _Current(torch.accelerator.current_stream(self.device))
+
     def record(self, *read: Tensor) -> Event:
         return StreamEvent(torch.accelerator.current_stream(self.device).record_event())
 

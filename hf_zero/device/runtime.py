@@ -183,6 +183,10 @@ class Runtime:
 
     # Events
 
+    def here(self) -> AbstractContextManager[None]:
+        """Context, to be entered once, that returns to the stream that is current now."""
+        return _NO_OTHER_LANE
+
     def record(self, *read: Tensor) -> Event:
         """Return the event that passes when everything queued on the compute stream so far is done.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from hf_zero.layout.sharding import Sharding
 from hf_zero.offload.placement import Placements
 from hf_zero.offload.sub_group import sub_group
 from hf_zero.offload.vector import InMemoryVector
+from hf_zero.params.gathers_beside_forward import BucketGather, may_run_beside
 from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision
 
@@ -38,6 +39,7 @@ class FlatParameters(ParameterStore):
         precision: Precision,
         *,
         whole_tensors: bool = False,
+        overlap: bool = False,
     ) -> None:
         """Broadcast every bucket from rank 0 in its master dtype, before rounding.
 
@@ -46,6 +48,7 @@ class FlatParameters(ParameterStore):
             parameters: trainable parameters, already on the training device.
             placements: storage of the masters.
             whole_tensors: give the optimizer every parameter in its own shape; otherwise flat sub-groups.
+            overlap: let gathers run beside the next forward, if they run on the device by themselves.
         """
         self._sharding = sharding
         self._gathers = sharding.shards_optimizer
@@ -57,11 +60,32 @@ class FlatParameters(ParameterStore):
         )
         super().__init__(layout, parameters, self._flat, placements)
         self._versions = [parameter._version for parameter in self.parameters]
+        shards = [groups.of(flat.parameters[0]).shard for flat in self._flat]
+        self.gathers_beside_forward = overlap and self._gathers and all(shard.gathers_at_once for shard in shards)
+        self._beside_forward: dict[int, BucketGather] = {}
 
     def all_gather_params(self, bucket: int) -> Pending:
         """All-gather the other ranks' parts of the bucket, in place."""
+        if not self._gathers:
+            return Pending()
+        self._wait_for_gathers([bucket])
         flat = self._flat[bucket]
-        return self._groups.of(flat.parameters[0]).shard.all_gather(flat.flat) if self._gathers else Pending()
+        gathered = self._groups.of(flat.parameters[0]).shard.all_gather(flat.flat)
+        if self.gathers_beside_forward and may_run_beside(flat.parameters):
+            self._beside_forward[bucket] = BucketGather(flat.parameters, gathered)
+            return Pending()
+        return gathered
+
+    def next_use(self, bucket: int) -> int:
+        return len(self._flat) - bucket  # buckets are in the order of backward
+
+    def _wait_for_gathers(self, buckets: Iterable[int]) -> None:
+        for bucket in buckets:
+            if bucket in self._beside_forward:
+                self._beside_forward.pop(bucket).wait()
+
+    def release(self) -> None:
+        self._wait_for_gathers(list(self._beside_forward))
 
     @torch.no_grad()
     def sync_masters(self) -> None:
@@ -74,6 +98,7 @@ class FlatParameters(ParameterStore):
             RuntimeError: if a parameter is no longer a view of its flat buffer (`model.to(...)`, a replaced
                 `parameter.data`), so that updates would not reach the model.
         """
+        self._wait_for_gathers(list(self._beside_forward))
         for bucket in self._flat:
             for slot, parameter in zip(bucket.bucket.slots, bucket.parameters, strict=True):
                 if parameter.data_ptr() != bucket.flat.data_ptr() + slot.offset * bucket.flat.element_size():
@@ -90,8 +115,9 @@ class FlatParameters(ParameterStore):
 
     def outdate(self, updated: Collection[int]) -> None:
         torch.autograd.graph.increment_version([self.parameters[index] for index in updated])
-        for index in updated:
-            self._versions[index] = self.parameters[index]._version
+        with torch._C.DisableTorchFunctionSubclass():  # of those that are still gathered
+            for index in updated:
+                self._versions[index] = self.parameters[index]._version
 
     @staticmethod
     def _copy_to_master(bucket: TrainedBucket, interval: Interval, parameter: nn.Parameter) -> None:

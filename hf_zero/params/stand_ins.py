@@ -134,7 +134,7 @@ def _accessors(excluded: Sequence[str]) -> Iterator[Any]:
             yield from (attribute.__get__, attribute.__set__)
 
 
-_FACTS: frozenset[Any] = frozenset(
+METADATA: frozenset[Any] = frozenset(
     [
         *_accessors(_VIEW_ATTRIBUTES),
         *_methods(_FACT_METHODS),
@@ -158,7 +158,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _answer(func: Any, args: _Arguments, kwargs: _Options) -> Any:
-    if func in _FACTS or func in _TAKES_SHAPE and not isinstance(args[0], _Released):
+    if func in METADATA or func in _TAKES_SHAPE and not isinstance(args[0], _Released):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if func in _DESCRIBES:

@@ -141,11 +141,14 @@ class ParameterStore(ABC):
         device: the device of the model.
         deferred: what is left of the last update.
         sub_group_numel: maximum number of elements updated together; None: the whole bucket.
+        gathers_beside_forward: whether updated weights are gathered beside the next forward, which waits when it reads
+            them.
         negotiation: counts reductions, and serves other ranks while this rank waits for them, if needed.
         edits: users' writes on which ranks must agree.
         first_nan: checks losses for NaN, if parameters are released between uses.
     """
 
+    gathers_beside_forward = False
     negotiation: Negotiation | None = None
     edits = Edits()
     first_nan: FirstNan | None = None

@@ -20,7 +20,7 @@ and wait for them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Literal
@@ -291,6 +291,7 @@ class _Passes:
         self._whole: set[int] = set() if self._is_sharded else set(range(shape.units))
         self._fetched: dict[int, float] = {}  # unit -> when its shard is on the device
         self._to_update: dict[int, float] = {}  # unit -> seconds of its deferred update
+        self._gathered: dict[int, float] = {}  # unit -> when its updated weights are there
         self._updated = 0.0  # when the host, which queues all work, has ended its last update
         self._setup = setup
         self._ahead: dict[int, float] = {}  # prefetched unit -> when the gather is agreed on, or has ended
@@ -315,6 +316,10 @@ class _Passes:
             if not self._setup.offload_parameters:
                 ready = self._step.do("in", f"updated weights {each}", self._one.take, ready)
         return ready
+
+    def begin_beside(self, gathered: Mapping[int, float]) -> None:
+        """Begin when updated weights are still being gathered: each unit is used when its gather has ended."""
+        self._gathered = dict(gathered)
 
     def over(self, units: Iterable[int], what: str, seconds: float, exchange: float) -> Iterator[tuple[int, float]]:
         """Run one pass; yields each unit and the end of its use."""
@@ -373,14 +378,15 @@ class _Passes:
     def _arrival(self, unit: int) -> float:
         """Return when a unit is gathered that is used next."""
         if unit in self._whole:
-            return 0.0
+            return self._gathered.pop(unit, 0.0)
         asked = self._ahead.pop(unit)
         # A unit that was only agreed on is gathered when its module waits for it.
         return self._gather(unit, asked, self.now) if self._agreement == "messages" else asked
 
 
 def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
-    """Simulate one step in steady state: weights are where the step before has left them."""
+    """Simulate one step in steady state: weights are where the step before has left them. At stages 1 and 2, where the
+    next forward waits for one gather after the other, it begins with the update of the step before."""
     step, one, units = Step(machine.has_one_link), _seconds(machine, shape, setup), range(shape.units)
     passes = _Passes(step, one, machine, shape, setup)
     lane = machine.gpus // setup.tensor
@@ -392,6 +398,9 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
         passes.defer(deferred, one.host_update * shape.units / max(1, shape.units - near))
         if near:
             update = replace(one, host_update=0.0, update=one.update * shape.units / near)
+    begins_with_update = setup.stage in (1, 2) and setup.clips  # stages 1 and 2 gather beside the next forward
+    if begins_with_update:
+        passes.begin_beside(_update(step, update, setup, [(unit, 0.0) for unit in units], [], 0.0))
     arrived: list[tuple[int, float]] = []
     for number in range(setup.micro_batches):
         reduces = setup.stage >= 2 or number == setup.micro_batches - 1
@@ -400,6 +409,8 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
         for unit, done in passes.over(reversed(units), "backward", one.backward, one.exchange[1]):
             reduced = step.do("collectives", f"reduce {unit}", one.reduce if reduces else 0.0, done)
             arrived.append((unit, step.do("out", f"gradients {unit}", one.take if reduces else 0.0, reduced)))
+    if begins_with_update:
+        return step
     passes.meet("update", arrived[-1][1])
     met = passes.now if machine.host_waits else 0.0
     _update(step, update, setup, [each for each in arrived if each[0] not in deferred], passes.beside_update, met)
@@ -408,11 +419,16 @@ def simulate(machine: Machine, shape: Shape, setup: Setup) -> Step:
 
 def _update(
     step: Step, one: _Seconds, setup: Setup, arrived: list[tuple[int, float]], first: list[int], met: float
-) -> None:
+) -> dict[int, float]:
     """Update one sub-group after another: first the units in `first`, which the next forward needs first, then the
-    others in the order of their gradients. Nothing starts before `met`."""
+    others in the order of their gradients. Nothing starts before `met`.
+
+    Returns:
+        When each unit's updated weights have been gathered.
+    """
+    gathered: dict[int, float] = {}
     if not arrived:
-        return
+        return gathered
     norm = max(met, arrived[-1][1] if setup.clips else 0.0)
     arrived = sorted(arrived, key=lambda each: first.index(each[0]) if each[0] in first else len(first))
     reads = iter([unit for unit, _ in arrived])
@@ -425,9 +441,10 @@ def _update(
             step.do("disk", f"states {unit} back", one.states, updated)
         if setup.offload_optimizer and not setup.offload_parameters:
             updated = step.do("in", f"updated weights {unit}", one.take, updated)
-        step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
+        gathered[unit] = step.do("collectives", f"gather updated {unit}", one.gather_updated, updated)
         if unit in first:
             step.do("collectives", f"gather {unit}", one.gather, updated)
+    return gathered
 
 
 def _read_states(step: Step, one: _Seconds, setup: Setup, unit: int | None) -> float:

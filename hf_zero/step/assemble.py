@@ -292,7 +292,14 @@ def assemble(
     else:
         layout = _flat_layout(trained.specs, plan)
         store = FlatParameters(
-            layout, trained.parameters, sharding, plan.groups, placements, plan.precision, whole_tensors=whole_tensors
+            layout,
+            trained.parameters,
+            sharding,
+            plan.groups,
+            placements,
+            plan.precision,
+            whole_tensors=whole_tensors,
+            overlap=plan.zero.overlap_reduction,
         )
     sub_groups = [sub_group for bucket in store.buckets for sub_group in bucket.sub_groups]
     adopt_masters(optimizer, sub_groups, groups, given if whole_tensors else None, store.parameters)

@@ -434,9 +434,10 @@ class ShardedStep:
 
     def _turns(self, first: Sequence[int], may_wait: Set[int]) -> list[tuple[int, int]]:
         """When each bucket is updated: those of `first`, which the next forward needs first, so that stage 3 gathers
-        them during the other updates; then all others, and what may wait in the order of its use."""
+        them during the other updates; then all others, and what may wait, in the order of its use."""
+        in_order = self.defers or self._store.gathers_beside_forward
         turns = [
-            (1 + (index in may_wait), self._store.next_use(index) if self.defers else 0)
+            (1 + (index in may_wait), self._store.next_use(index) if in_order else 0)
             for index in range(len(self._store.buckets))
         ]
         for turn, index in enumerate(first):

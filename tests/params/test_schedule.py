@@ -1,4 +1,4 @@
-"""Stage 3's schedule on a simulated device and network with given speeds: what overlaps with what.
+"""The schedule of a step on a simulated device and network with given speeds: what overlaps with what.
 
 The real engine runs on `tests.support.timed_network`, where every lane has a clock; gathers and reductions share the
 link. Blocks declare their compute time; bytes and the link's speed determine the communication time.
@@ -79,16 +79,20 @@ class Found:
         return self.step / max(COMPUTE, self.traffic)
 
 
-def run(zero: dict[str, Any], ratio: float, latency_s: float = 0.0) -> Found:
-    """`ratio`: seconds of a step's communication per second of compute, if everything is gathered twice."""
+def run(
+    zero: dict[str, Any], ratio: float, latency_s: float = 0.0, *, num_passes: int = 3, shard_group: int | None = None
+) -> Found:
+    """`ratio`: seconds of a step's communication per second of compute, if `num_passes` gathers and reductions of all
+    weights are needed."""
     a_pass = 2 * BLOCKS * NUMEL * (RANKS - 1) / RANKS  # bytes that a rank receives
     config = {
+        "hf_zero": {"shard_group": shard_group},
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3, **zero},
     }
-    with timed_world(Link(3 * a_pass / ratio, latency_s), RANKS) as world:
+    with timed_world(Link(num_passes * a_pass / ratio, latency_s), RANKS) as world:
         device = world.device
         engine, *_ = world.initialize(model=Model(device), config=config)
         ends = []
@@ -136,3 +140,26 @@ def test_what_crosses_the_link() -> None:
     counts = Counter(piece.lane for piece in run(NOTHING_KEPT, 1.0).pieces)
     assert counts[Lane.GATHER.value] == 2 * BLOCKS
     assert counts[REDUCE] == BLOCKS
+
+
+@pytest.mark.parametrize("shard_group", [None, 4], ids=["all ranks", "copies of the shards"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_gather_beside_the_next_forward(stage: int, shard_group: int | None) -> None:
+    """Updated weights were gathered before `step` returned: a sixth of a step in which communication takes a third as
+    long as compute, and a third of one in which both take as long."""
+    zero = {"stage": stage, "reduce_bucket_size": NUMEL}
+    for ratio in (1 / 3, 3.0):
+        assert run(zero, ratio, num_passes=2, shard_group=shard_group).over_floor <= 1.05
+    # Neither can hide all of the other: gathers end before backward begins, and reductions begin with it.
+    balanced = run(zero, 1.0, num_passes=2)
+    assert balanced.step <= 1.05 * (max(COMPUTE / 3, balanced.traffic / 2) + max(2 * COMPUTE / 3, balanced.traffic / 2))
+
+
+@pytest.mark.parametrize("ratio", [1 / 3, 1.0, 3.0])
+def test_sums_over_copies_of_the_shards_hide_too(ratio: float) -> None:
+    assert run({**SEVERAL, "mics_shard_size": 4}, ratio).over_floor <= 1.05
+
+
+def test_without_overlap_the_gathers_are_part_of_the_step() -> None:
+    zero = {"stage": 2, "reduce_bucket_size": NUMEL, "overlap_comm": False}
+    assert run(zero, 1 / 3, num_passes=2).step >= COMPUTE + 1 / 6

@@ -121,6 +121,15 @@ def test_messages_cost_time_where_the_host_waits_for_them_and_elsewhere_only_whe
     assert seconds(2 * plain, host_waits=False) == pytest.approx(3 * 2 * plain)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_1_and_2_gather_beside_the_next_forward(stage: int) -> None:
+    """Of the gathers only the first is waited for, and of the reductions the last: as the engine on a timed network
+    (tests/params/test_schedule.py)."""
+    setup = Setup(stage, tokens=1, recomputes=False)
+    forward, backward, once = NUM_UNITS * 1.0, NUM_UNITS * 2.0, 1.0
+    assert simulate(MACHINE, SHAPE, setup).seconds == pytest.approx(once + forward + backward + once, rel=1e-3)
+
+
 def test_a_gather_that_is_agreed_on_overlaps_nothing() -> None:
     none_stays = default_gathers().model_copy(update={"stage3_max_live_parameters": 0})
     pieces = {

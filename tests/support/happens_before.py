@@ -280,6 +280,9 @@ class GraphDevice(Runtime):
                 self._graph.wait(after)
         return lane
 
+    def here(self) -> AbstractContextManager[None]:
+        return self._graph.on(self._graph.here)
+
     def record(self, *read: Tensor) -> Event:
         node = self._graph.add(self._graph.here, "has read") if read else self._graph.last(self._graph.here)
         for tensor in read:
@@ -320,6 +323,7 @@ class GraphCollectives(ApartCollectives):
     """Collectives of one communicator. Values are this rank's own, as if the others had the same."""
 
     starts_at_once = True
+    gathers_at_once = True
     moves_pieces = True
 
     def __init__(self, world: GraphWorld, ranks: tuple[int, ...], channel: Channel) -> None:

@@ -17,15 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
-from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows
+from hf_zero.comm import Channel, Collectives, Hosts, ParallelGroups, Pending, Rows, groups
+from hf_zero.comm.collectives import LoneCollectives
+from hf_zero.comm.mesh import Partition, group_of
 from hf_zero.comm.negotiation.lockstep import LockstepNegotiation
 from hf_zero.comm.rows import FlatRows, num_bytes, own_shard
 from hf_zero.comm.torch_backend import GatherStreamCollectives
 from hf_zero.device.runtime import HOST, Event, Lane, Memory, Runtime
-from tests.support.groups import plain
 from tests.support.in_process import engines_in
 from tests.support.late import use
 
@@ -168,6 +170,9 @@ class _Message(Pending):
 class TimedCollectives(Collectives):
     """Collectives of rank 0; the other ranks have the same values."""
 
+    starts_at_once = True
+    gathers_at_once = True
+
     def __init__(self, device: TimedDevice, ranks: int) -> None:
         super().__init__(0, ranks)
         self.num_beside = 1
@@ -257,11 +262,24 @@ class TimedWorld:
     def hosts(self) -> Hosts:
         return Hosts.named(map(str, range(self.world)))
 
-    def parallel_groups(self, *_sizes: object, **_options: bool) -> ParallelGroups:
-        groups = {channel: TimedCollectives(self.device, self.world) for channel in Channel}
-        gathers = groups[Channel.GATHER] = TimedGathers(self.device, self.world)
-        gathers.negotiation = LockstepNegotiation(gathers, TimedHosts(self.device, self.world))
-        return plain(groups)
+    def parallel_groups(self, *sizes: Any, **options: bool) -> ParallelGroups:
+        """Groups of rank 0; arguments as in `hf_zero.comm.parallel_groups`."""
+
+        def collectives_for(_device: object, channel: Channel, partition: Partition, *_: object) -> Collectives:
+            size = len(group_of(0, partition))
+            if size == 1:
+                return LoneCollectives()
+            if channel is not Channel.GATHER:
+                return TimedCollectives(self.device, size)
+            gathers = TimedGathers(self.device, size)
+            gathers.negotiation = LockstepNegotiation(gathers, TimedHosts(self.device, size))
+            return gathers
+
+        with (
+            mock.patch.object(groups, "collectives_for", collectives_for),
+            mock.patch.object(groups, "hosts", lambda: self.hosts),
+        ):
+            return groups.parallel_groups(HOST, *sizes, **options)
 
 
 @contextmanager

@@ -219,6 +219,8 @@ class HostCollectives(ExchangeCollectives):
     and all others notice.
     """
 
+    gathers_at_once = False  # this rank copies what others have posted
+
     def __init__(self, link: GroupLink, channel: int = 0, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(group, channel)
         self._link = link

@@ -182,7 +182,11 @@ class Zero(StrictSection):
     allgather_bucket_size: Positive = below_3(
         500_000_000, "Size of a bucket of parameters; the smaller of the two sizes is used for both.", unit="elements"
     )
-    overlap_comm: Flag | None = supported(None, "Reduce gradients while backward runs. Unset: yes, at every stage.")
+    overlap_comm: Flag | None = supported(
+        None,
+        "Reduce gradients while backward runs, and at stages 1 and 2 gather updated weights while the next forward "
+        "runs. Unset: yes, at every stage.",
+    )
     ignore_unused_parameters: Flag = supported(True, "false: a trainable parameter without gradient is an error.")
 
     allgather_partitions: Flag = ignored(
