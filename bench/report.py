@@ -17,6 +17,10 @@ TARGETS = (
     ("wall time, against DeepSpeed at the same stage", "wall_s", "deepspeed", 1.0, WHOLE),
     ("wall time, against DDP", "wall_s", "ddp", 1.0, WHOLE),
     ("peak memory, against DeepSpeed at the same stage", "peak_mb", "deepspeed", 1.0, WHOLE),
+    ("CPU seconds beyond compute, against DDP", "cpu_s beyond compute", "ddp", 0.7, (2,)),
+    ("CPU seconds beyond compute, against FSDP2 not resharding", "cpu_s beyond compute", "fsdp2-keep", 0.7, (2,)),
+    ("CPU seconds beyond compute, against FSDP2 not resharding", "cpu_s beyond compute", "fsdp2-keep", 0.5, SHARDED),
+    ("CPU seconds beyond compute, against FSDP2 resharding", "cpu_s beyond compute", "fsdp2-reshard", 0.5, SHARDED),
     ("CPU seconds, against DeepSpeed", "cpu_s", "deepspeed", 0.6, SHARDED),
     ("CPU seconds, against FSDP2 resharding", "cpu_s", "fsdp2-reshard", 0.9, SHARDED),
     ("wall time, against DeepSpeed", "wall_s", "deepspeed", 0.6, SHARDED),
@@ -146,7 +150,8 @@ def _target_table(run: dict[str, Any]) -> list[str]:
 def _ratios(run: dict[str, Any], variant: dict[str, Any], figure: str, peer: str) -> list[float]:
     """Ratios within each round of this variant to its peer; empty without a peer, or for the peer itself.
 
-    For wall times only rounds without load from other processes count, if there are any.
+    "A beyond B" is figure A without that of variant B. For wall times only rounds without load from other processes
+    count, if there are any.
     """
     if peer == "deepspeed":
         peer = f"deepspeed {variant['stage']}" + (" cpu" if variant.get("offload") else "")
@@ -154,9 +159,16 @@ def _ratios(run: dict[str, Any], variant: dict[str, Any], figure: str, peer: str
         place = variant.get("offload", "")
         peer = f"{variant['engine']} {variant['stage']} earlier{place and f' {place}'}"
     name = variant["name"]
-    if name == peer or peer not in run["rounds"][0]:
+    own_figure, _, baseline = figure.partition(" beyond ")
+    if name == peer or peer not in run["rounds"][0] or baseline and baseline not in run["rounds"][0]:
         return []
     rounds = run["rounds"]
+    if baseline:
+        return [
+            (measured[name][own_figure] - measured[baseline][own_figure])
+            / (measured[peer][own_figure] - measured[baseline][own_figure])
+            for measured in rounds
+        ]
     if figure == "wall_s":
         rounds = [r for r in rounds if max(_others_share(run, r[name]), _others_share(run, r[peer])) <= QUIET] or rounds
     return [measured[name][figure] / measured[peer][figure] for measured in rounds]
