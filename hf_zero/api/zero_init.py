@@ -24,7 +24,7 @@ from hf_zero.offload.vector import InMemoryVector, stop_if_any
 from hf_zero.params.partitioning import reshard, shard_parameter, unshard
 from hf_zero.params.sharded_parameter import HEAP, ReadHooks, ShardedParameter
 from hf_zero.params.store import ACTIVE, of
-from hf_zero.precision import Precision, precision_from
+from hf_zero.precision import Precision, can_be_cut, is_packed, precision_from
 
 if TYPE_CHECKING:
     from hf_zero.offload.swap_store import SwapStore
@@ -148,6 +148,31 @@ class MiCS_Init(Init):  # noqa: N801  (DeepSpeed's name)
             )
 
 
+class ShardAsLoaded:
+    """Shards parameters one by one while every rank loads the same files, so that no rank ever holds the whole model.
+
+    For what `Init` cannot build in shards, because it gets its form from the values (quantized weights). Nothing is
+    sent: each rank keeps its chunk of what it has read, in the dtype that it was loaded in.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """`config`: ds.json in any form. Collective."""
+        self._rules = Init(config_dict_or_path=config)._init_rules
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        """Shard a parameter, unless it is on the meta device, or stage 3 leaves it whole."""
+        if of(parameter) is None and _can_be_sharded(parameter):
+            self._rules.shard(parameter, is_loaded=True)
+
+    def end(self) -> None:
+        """Collective if shards are on a drive.
+
+        Raises:
+            StorageError: on all ranks, if one could not write its shards.
+        """
+        self._rules.stop_if_failed()
+
+
 class _InitRules:
     """Shards modules while a model is built."""
 
@@ -180,10 +205,14 @@ class _InitRules:
             for module in filter(None, [reference() for reference in self._unattached.values()]):
                 self.shard_tree(module)
             self.close()
-            if self._store is not None:
-                stop_if_any(self._store.failure, self._groups.access_copies)
+            self.stop_if_failed()
         self._unattached.clear()
         self._reads.unwatch()
+
+    def stop_if_failed(self) -> None:
+        """Raise StorageError on all ranks if one could not write its shards to a drive."""
+        if self._store is not None:
+            stop_if_any(self._store.failure, self._groups.access_copies)
 
     def unattached(self) -> frozenset[int]:
         """Ids of modules that are not part of another module yet."""
@@ -213,7 +242,7 @@ class _InitRules:
                 if parameter.is_floating_point() and not parameter.numel():
                     parameter.data = parameter.data.to(self._precision.parameter_dtype(parameter.dtype))
             for parameter in fresh:
-                self._shard(parameter)
+                self.shard(parameter)
             if fresh:
                 self._reads.watch(inner)
 
@@ -244,20 +273,27 @@ class _InitRules:
             reshard([self._opened.pop(0)], modifier_rank=0)
 
     @torch.no_grad()
-    def _shard(self, parameter: nn.Parameter) -> None:
+    def shard(self, parameter: nn.Parameter, *, is_loaded: bool = False) -> None:
+        """Collective, except with `is_loaded`: every rank has the same values, and they keep their dtype."""
         on_host = parameter.device.type == "cpu"
-        parameter.data = parameter.data.to(local_device())
-        handle = shard_parameter(parameter, self._groups, dtype=self._precision.parameter_dtype(parameter.dtype))
+        if parameter.device != local_device():
+            parameter.data = parameter.data.to(local_device())
+        dtype = parameter.dtype
+        if not is_loaded and not is_packed(parameter):
+            dtype = self._precision.parameter_dtype(dtype)
+        handle = shard_parameter(parameter, self._groups, dtype=dtype, broadcast=not is_loaded)
         if self._store is not None and handle.kept is None:
             handle.move(self._store.adopt("a parameter's shard", handle.shard), local_device())
         elif handle.shard.device != self._device:
             handle.move(InMemoryVector(handle.shard.to(self._device)), self._device)
         if on_host:
-            HEAP.freed(parameter.numel() * parameter.element_size())
+            # A packed weight has also been made of one with 16 bits per code, or more.
+            made_of = 4 if is_loaded and is_packed(parameter) else 0
+            HEAP.freed(parameter.numel() * parameter.element_size() * (1 + made_of))
 
 
 def _can_be_sharded(parameter: nn.Parameter) -> bool:
-    return parameter.is_floating_point() and parameter.numel() > 0 and parameter.device.type != "meta"
+    return can_be_cut(parameter) and parameter.device.type != "meta"
 
 
 def _precision(policy: InitPolicy | None, dtype: torch.dtype | None) -> Precision:

@@ -38,6 +38,7 @@ PATCHED = frozenset(
         "peft.tuners.tuners_utils",
         "peft.utils.other",
         "torch.distributed.nn.functional",
+        "transformers.core_model_loading",
         "transformers.generation.utils",
         "transformers.integrations.deepspeed",
         "transformers.masking_utils",

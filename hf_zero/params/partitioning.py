@@ -276,17 +276,17 @@ def _summary(handle: ShardedParameter) -> dict[str, Any]:
 def _deepcopy(handle: ShardedParameter, memo: dict[int, Any]) -> nn.Parameter:
     if not (handle.is_available or opened_for_build(handle)):
         raise RuntimeError(refusal(handle.name, handle.shape, "copied", "", READ_FIX))
-    copied = _copy(handle)
-    memo[id(handle.parameter)] = copied
-    return copied
+    return _copy(handle, memo)
 
 
 def _pickled(handle: ShardedParameter, protocol: Any) -> Any:
     if not (handle.is_available or opened_for_build(handle)):
         return type(handle.parameter).__reduce_ex__(handle.parameter, protocol)  # refuses
-    return _copy(handle).__reduce_ex__(protocol)
+    return _copy(handle, {}).__reduce_ex__(protocol)
 
 
-def _copy(handle: ShardedParameter) -> nn.Parameter:
-    """A plain parameter with the same values."""
-    return nn.Parameter(handle.parameter.detach().clone(), handle.parameter.requires_grad)
+def _copy(handle: ShardedParameter, memo: dict[int, Any]) -> nn.Parameter:
+    """An unsharded parameter with the same values, of the same class: packed weights have scales, which it copies."""
+    copied: nn.Parameter = type(handle.parameter).__deepcopy__(handle.parameter, memo)
+    memo[id(handle.parameter)] = copied
+    return copied

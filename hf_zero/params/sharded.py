@@ -18,7 +18,7 @@ from hf_zero.device.registry import runtime_of
 from hf_zero.layout import ALIGN_NUMEL, FlatLayout, Interval, MemberSpec, RowLayout, lay_rows, stay_gathered
 from hf_zero.offload.placement import Placement, Placements
 from hf_zero.offload.sub_group import Context, StoredSubGroup, sub_group
-from hf_zero.offload.vector import InMemoryVector, MemoryStore, Store, part_of
+from hf_zero.offload.vector import MemoryStore, Store, part_of
 from hf_zero.params.coordinator import ParameterCoordinator
 from hf_zero.params.edits import ShardedEdits
 from hf_zero.params.gather_plan import GatherPlan, merge_orders, plan_gathers
@@ -140,8 +140,7 @@ class UnitBuilder:
         in_master_dtype = _in_master_dtype(layout, handles, self._precision)
         for handle in handles:
             if handle.shard.dtype != dtype:
-                with handle.opened() as chunk:
-                    handle.move(InMemoryVector(chunk.to(dtype)), self._device)
+                handle.cast(dtype)
         store = self._placements.parameters if persistent_in is None else persistent_in
         across = self._groups.across_gather if persistent_in is None else LoneCollectives()
         may_be_direct = persistent_in is None and self._may_gather_directly

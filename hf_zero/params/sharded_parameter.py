@@ -208,6 +208,11 @@ class ShardedParameter:
             if not self.is_available:
                 self.hide()
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Change the dtype of the chunk, which is in memory from then on."""
+        with self.opened() as chunk:
+            self.move(InMemoryVector(chunk.to(dtype)), self.device)
+
     def _set_stand_in(self, dtype: torch.dtype, device: torch.device) -> None:
         # A separate scalar for each parameter: other libraries recognise tied parameters by equal addresses.
         self.mark = signed_nan(self.number, dtype, device)

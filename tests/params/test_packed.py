@@ -6,7 +6,7 @@ dtype were cast to the model's dtype at every stage if it differed, which corrup
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import copy
 from typing import Any
 
 import pytest
@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import initialize
+from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.api.zero_init import Init
 from hf_zero.params.store import of
+from tests.support.packed import Params4bit, packed
 from tests.support.ranks import run_ranks
 
 WIDTH, STEPS = 16, 3
@@ -26,25 +29,13 @@ ROUNDED: list[dict[str, Any]] = [
 STORAGES = [torch.uint8, torch.bfloat16, torch.float32]
 
 
-class Params4bit(nn.Parameter):
-    """The aspects that engines see: a class with its own `__torch_function__`, and scales beside its data."""
-
-    quant_state: Any
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
 class Packed(nn.Module):
     """x @ W / scale, with two codes of -8 to 7 per byte."""
 
     def __init__(self, storage: torch.dtype, scale: float) -> None:
         super().__init__()
         codes = torch.randint(0, 256, (WIDTH * WIDTH // 2,), dtype=torch.uint8)
-        self.weight = Params4bit(codes.view(storage).view(-1, 1), requires_grad=False)
-        scales = torch.full((1,), scale)
-        self.weight.quant_state = SimpleNamespace(absmax=scales, as_dict=lambda packed: {"absmax": scales})
+        self.weight = packed(codes.view(storage).view(-1, 1), torch.full((1,), scale))
         self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,3 +88,24 @@ def train_all(rank: int) -> None:
 
 def test_packed_weights_keep_their_bits_at_every_stage() -> None:
     run_ranks(train_all, 2)
+
+
+def copy_and_build(rank: int) -> None:
+    """In `zero.Init` too: it left weights stored as integers whole, and cast those stored as other floats."""
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    for storage in STORAGES:
+        expected = build(storage)
+        model = build(storage)
+        Init(module=model, config_dict_or_path=config)
+        weight = model[1].weight
+        assert of(weight) is not None and weight.dtype == storage and model[1].adapter.weight.dtype == torch.bfloat16
+        with GatheredParameters([weight]):
+            copied = copy.deepcopy(weight)
+        assert type(copied) is Params4bit and torch.equal(copied.quant_state.absmax, weight.quant_state.absmax)
+        assert torch.equal(copied.detach().view(torch.uint8), expected[1].weight.detach().view(torch.uint8))
+
+
+def test_copies_of_packed_weights_have_their_class_and_scales() -> None:
+    """PEFT copies a gathered layer to initialise DoRA: the weight's copy was a plain parameter, without scales, which
+    PEFT took for one that is not quantized."""
+    run_ranks(copy_and_build, 2)

@@ -148,8 +148,13 @@ def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _quantised(model: Any) -> dict[str, Tensor]:
+    """Copies of the quantized weights. Collective at stage 3, which has sharded them."""
+    from hf_zero.api.gathered_parameters import GatheredParameters
+
     kinds = ("Params4bit", "Int8Params")
-    return {name: p.detach().clone() for name, p in model.named_parameters() if type(p).__name__ in kinds}
+    quantised = {name: p for name, p in model.named_parameters() if type(p).__name__ in kinds}
+    with GatheredParameters(quantised.values()):
+        return {name: p.detach().clone() for name, p in quantised.items()}
 
 
 def _config(stage: int) -> dict[str, Any]:
@@ -165,12 +170,13 @@ def _rows() -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, **more: Any) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=96, num_key_value_heads=4, **sizes)).save_pretrained(folder / "model")
+    shape = LlamaConfig(vocab_size=96, num_key_value_heads=4, **{**sizes, **more})
+    LlamaForCausalLM(shape).save_pretrained(folder / "model")
 
 
 @cache

@@ -35,6 +35,15 @@ OPTIONS = {
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage > 0])
 @pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
 def test_a_command_from_trls_documentation(method: str, stage: int, tmp_path: Path) -> None:
+    run(tmp_path, method, stage)
+
+
+@requires(modules=("bitsandbytes",))
+def test_the_command_for_a_quantized_base(tmp_path: Path) -> None:
+    run(tmp_path, "sft", 3, load_in_4bit=True)
+
+
+def run(tmp_path: Path, method: str, stage: int, **more: object) -> None:
     material.write(tmp_path, method, 48)
     (tmp_path / "data").mkdir()
     shutil.copy(tmp_path / "train.json", tmp_path / "data")
@@ -45,6 +54,7 @@ def test_a_command_from_trls_documentation(method: str, stage: int, tmp_path: Pa
         "output_dir": tmp_path / "out",
         **OPTIONS,
         **(GENERATING if method == "grpo" else {}),
+        **more,
     }
     words = [method, *(str(word) for key, value in options.items() for word in (f"--{key}", value))]
     finished = launch(COMMAND, words).check()

@@ -6,13 +6,21 @@ Stored as floating-point numbers, they were cast to the model's dtype if it diff
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
+from tests.end_to_end.stage3 import arguments, auto_config
+from tests.support.memory import most_allocated, profiled_memory
+from tests.support.ranks import run_ranks
 from tests.support.requirements import requires
-from tests.trl.quantised import CASES, STAGES, WRAPPED, cell, rows_of_page
+from tests.trl.quantised import BASES, CASES, STAGES, WRAPPED, cell, rows_of_page, write_model
 
 
-@requires(modules=("bitsandbytes", "torchao", "peft"))
+@requires(modules=("bitsandbytes", "peft"))
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("base", "adapter"), CASES)
@@ -26,3 +34,71 @@ def test_the_page_promises_no_more_than_its_table() -> None:
     for (base, _), cells in rows.items():
         assert all(each.startswith("same") for each in cells[:3])
         assert cells[3] == "refused" if base in WRAPPED else cells[3].startswith("same")
+
+
+def _load(folder: str, base: str, form: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    own = {"quantization_config": BASES[base]()} if form == "model" else {}
+    return AutoModelForCausalLM.from_pretrained(f"{folder}/{form}", dtype="float32", **own)
+
+
+def _tensors(model: Any) -> dict[str, Tensor]:
+    """Weights and the tensors of their quantization."""
+    from hf_zero.api.gathered_parameters import GatheredParameters
+
+    with GatheredParameters(list(model.parameters())):
+        found = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "Params4bit":
+            found |= {f"{name}.{key}": value for key, value in parameter.quant_state.as_dict(packed=True).items()}
+    return found
+
+
+def _run_load(rank: int, folder: str, base: str, form: str) -> Any:
+    from hf_zero.params.store import of
+
+    alive = arguments(f"{folder}/out", auto_config())
+    model = _load(folder, base, form)
+    del alive
+    return all(map(of, model.parameters())), _tensors(model)
+
+
+@requires(modules=("bitsandbytes",))
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["model", "quantised"])
+@pytest.mark.parametrize("base", [base for base in BASES if "fp4" in base or "nf4" in base])
+def test_a_base_is_loaded_in_shards_with_the_bits_of_a_whole_one(base: str, form: str, tmp_path: Path) -> None:
+    """Every rank loaded the whole base, quantized on the way or on disk, before stage 3 sharded it."""
+    write_model(tmp_path)
+    expected = _load(str(tmp_path), base, "model")
+    expected.save_pretrained(tmp_path / "quantised")
+    for in_shards, found in run_ranks(_run_load, 2, str(tmp_path), base, form, init=False):
+        assert in_shards and found.keys() == _tensors(expected).keys()
+        for name, value in _tensors(expected).items():
+            assert found[name].dtype == value.dtype, name
+            assert torch.equal(found[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)), name
+
+
+def _run_allocations(rank: int, folder: str, base: str) -> tuple[int, int, int, int]:
+    from hf_zero.precision import is_packed, tensors_of
+
+    alive = arguments(f"{folder}/out", auto_config())
+    with profiled_memory() as profiled:
+        model = _load(folder, base, "model")
+    del alive
+    packed = [p for p in model.parameters() if is_packed(p)]
+    scales = sum(tensor.nbytes for p in packed for tensor in tensors_of(p)[1:])
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return most_allocated(profiled), size, scales, max(p.quant_state.shape.numel() for p in packed) * 4
+
+
+@requires(modules=("bitsandbytes",))
+@pytest.mark.slow
+def test_a_rank_allocates_its_share_of_the_base_and_one_weight(tmp_path: Path) -> None:
+    """By torch's allocator, which also counts mapped files; bitsandbytes needs copies of a weight to quantize it."""
+    write_model(tmp_path, hidden_size=256, intermediate_size=704, num_hidden_layers=24)
+    mapped = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    for most, size, scales, largest in run_ranks(_run_allocations, 2, str(tmp_path), "bitsandbytes nf4", init=False):
+        allowed = size / 2 + scales + 4 * largest
+        assert size / 2 <= most - mapped <= allowed < size + scales, (most - mapped, size, scales, largest)

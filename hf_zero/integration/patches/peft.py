@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_zero.api.gathered_parameters import GatheredParameters
+from hf_zero.api.gathered_parameters import GatheredParameters, handles_of
 from hf_zero.api.parameter_access import safe_get_full_fp32_param, safe_set_full_fp32_param
 from hf_zero.comm.parts import OF_ADAPTERS, refuse_parts
 from hf_zero.integration.patches import Function, Patches
 from hf_zero.log import logger
 from hf_zero.params.partitioning import unpartition
 from hf_zero.params.store import of
+from hf_zero.precision import is_packed
 
 # Saving adapters around tensor-parallel matrices, and prompts whose encoder is sharded by stage 3.
 MODEL = Patches("peft.peft_model")
@@ -135,6 +136,25 @@ def around_update(original: Function, self: Any, adapter_name: str, tied_module:
     with GatheredParameters(self.original_module.parameters()):
         return original(self, adapter_name, tied_module, **kwargs)
 
+
+@WRAPPERS.add(
+    "prepare_model_for_kbit_training(model, use_gradient_checkpointing, gradient_checkpointing_kwargs, "
+    "auto_clear_cache)",
+    without="prepare_model_for_kbit_training fails at stage 3",
+    until="PEFT leaves dtypes to the engine at stage 3, or transformers does not shard quantized models",
+    older=("model, use_gradient_checkpointing, gradient_checkpointing_kwargs",),
+    importers=("peft", "peft.utils"),
+)
+def around_prepare_kbit(original: Function, model: nn.Module, *args: Any, **options: Any) -> Any:
+    """Cast shards to fp32, as PEFT casts parameters that are not quantized by replacing their data."""
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        for handle in handles_of(model.parameters()):
+            if handle.owner is None and handle.shard.dtype in _CAST and not is_packed(handle.parameter):
+                handle.cast(torch.float32)
+    return original(model, *args, **options)
+
+
+_CAST = (torch.float16, torch.bfloat16)
 
 # Embedding rows that are trained apart.
 TOKENS = Patches("peft.tuners.trainable_tokens.layer")

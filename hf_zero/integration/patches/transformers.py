@@ -58,6 +58,57 @@ def behind_parametrizations(model: nn.Module) -> list[nn.Parameter]:
 
 
 @MODELS.add(
+    "caching_allocator_warmup(model, expanded_device_map, hf_quantizer)",
+    without="loading a quantized model at stage 3 first reserves the device memory of the whole model",
+    until="from_pretrained shards quantized weights as it loads them",
+)
+def around_warmup(original: Callable[..., None], model: Any, expanded_device_map: Any, hf_quantizer: Any) -> None:
+    """Reserve nothing for a quantized model that is sharded as it is loaded. (Others are built under `zero.Init`, where
+    upstream has no device map.)"""
+    if hf_quantizer is None or not is_stage_3():
+        original(model, expanded_device_map, hf_quantizer)
+
+
+def is_stage_3() -> bool:
+    """Whether transformers knows of a config at stage 3."""
+    return bool(sys.modules["transformers.integrations.deepspeed"].is_deepspeed_zero3_enabled())
+
+
+@MODELS.add(
+    "PreTrainedModel.tie_weights(self, missing_keys, recompute_mapping)",
+    without="a checkpoint that has a tied weight under both of its names cannot be loaded at stage 3",
+    until="tie_weights gathers the weights that it compares",
+)
+def around_tie_weights(
+    original: Callable[..., None], self: Any, missing_keys: set[str] | None = None, recompute_mapping: bool = True
+) -> None:
+    """Gather tied weights that a checkpoint has under several names, because upstream ties only equal ones."""
+    pairs = () if missing_keys is None else (getattr(self, "all_tied_weights_keys", None) or {}).items()
+    names = {name for pair in pairs if missing_keys.isdisjoint(pair) for name in pair}
+    named = self.named_parameters(remove_duplicate=False) if names else ()
+    with GatheredParameters([parameter for name, parameter in named if name in names]):
+        original(self, missing_keys, recompute_mapping)
+
+
+@MODELS.add(
+    "PreTrainedModel.resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing)",
+    without="the embedding of a quantized model cannot be resized at stage 3",
+    until="from_pretrained shards quantized weights as it loads them, and resizing gathers where there are shards",
+)
+def around_resize(original: Function, self: Any, *args: Any, **options: Any) -> Any:
+    """Resize the embedding of a quantized model as that of others: upstream gathers no weights if there is a quantizer,
+    because it does not shard them."""
+    quantizer = getattr(self, "hf_quantizer", None)
+    if quantizer is None or not any(of(parameter) for parameter in self.parameters()):
+        return original(self, *args, **options)
+    self.hf_quantizer = None
+    try:
+        return original(self, *args, **options)
+    finally:
+        self.hf_quantizer = quantizer
+
+
+@MODELS.add(
     "PreTrainedModel.save_pretrained(self, save_directory, is_main_process, state_dict, push_to_hub, max_shard_size, "
     "variant, token, save_peft_format, save_original_format, distributed_checkpoint, kwargs)",
     without="save_pretrained without a state dict writes the parts of weights that one rank holds, and before "
@@ -167,7 +218,7 @@ TORCHAO = Patches("transformers.quantizers.quantizer_torchao")
 )
 def around_validate_environment(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
     """Raises ValueError under stage 3."""
-    if sys.modules["transformers.integrations.deepspeed"].is_deepspeed_zero3_enabled():
+    if is_stage_3():
         raise ValueError(f"TorchAoConfig at stage 3: {WRAPPED_AT_STAGE_3}.")
     original(self, *args, **kwargs)
 
