@@ -214,6 +214,8 @@ def test_embeddings_are_tied_and_resized_as_without_shards(tmp_path: Path) -> No
     )
     shape = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**shape, "tie_word_embeddings": True}))
+    alone = load(tmp_path, ON_THE_WAY)
+    expected = alone.lm_head.weight is alone.model.embed_tokens.weight  # transformers 5.3 does not compare
     for tied, rows, with_scales in run_ranks(run_between, WORLD, str(tmp_path), init=False):
-        assert tied and with_scales and rows.shape == (104, 64)
+        assert tied == expected and with_scales and rows.shape == (104, 64)
         assert torch.equal(rows[:96], values["model.embed_tokens.weight"])

@@ -130,7 +130,7 @@ class PackedQuantizer(HfQuantizer):
     def get_weight_conversions(self) -> Any:
         if not self.pre_quantized:
             return []
-        return [WeightConverter(["weight.absmax", "weight"], "weight", [_Deserialise(self)])]
+        return [WeightConverter(["weight.absmax", "weight"], "weight", operations=[_Deserialise(self)])]
 
     def is_serializable(self, *_others: Any, **_more: Any) -> bool:
         return True
