@@ -94,6 +94,7 @@ MEANT = {
     "--sp": "--sequence-parallel",
     "--ep": "--expert-parallel",
     "--lora": "--lora-rank",
+    "--bits": "--base-bits",
     "--output": "--write",
 }
 _SIZES = "in bytes: 80G, 1.5T, 24GiB"
@@ -124,6 +125,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradient-checkpointing", choices=["auto", "on", "off"], default="auto", help="auto: the better of the two"
     )
     training.add_argument("--lora-rank", type=int, default=0, metavar="R", help="LoRA on all linear layers (none)")
+    training.add_argument(
+        "--base-bits", type=int, choices=[4], default=0, help="with --lora-rank: the base in 4 bit (QLoRA)"
+    )
     training.add_argument("--optimizer", default="AdamW", metavar="TYPE", help="optimizer.type of ds.json (AdamW)")
     training.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share each matrix (1)"
@@ -159,6 +163,10 @@ def check_at_once(parser: argparse.ArgumentParser, arguments: argparse.Namespace
         parser.error(f"--gpu {name}: {unknown_gpu(name)}")
     if arguments.lora_rank > 0 and importlib.util.find_spec("peft") is None:
         parser.error("--lora-rank: LoRA needs peft, which is not installed. Run pip install peft")
+    if arguments.base_bits and not arguments.lora_rank:
+        parser.error("--base-bits: only a base that is not trained is in 4 bit. Give --lora-rank R, too")
+    if arguments.base_bits and arguments.measure:
+        parser.error("--base-bits: --measure runs models with random weights, which are not quantized. Leave out one")
 
 
 def unknown_gpu(name: str) -> str:

@@ -360,7 +360,7 @@ def _exchanges(hardware: Hardware, training: Training, seen: ModelTrace, accumul
 
 def _of_states(model: PlannedModel, hardware: Hardware, answers: Resolved) -> list[Transfer]:
     size, (apart, trained_apart) = model.dtype.itemsize, model.apart
-    rest = model.num_parameters - apart
+    rest = model.num_stored - apart
     sizes = ModelSizes(
         gathered=rest,
         trained=model.num_trained - trained_apart,
@@ -424,7 +424,7 @@ def _step(
     optimizer, parameters = zero.offload_optimizer, zero.offload_param if zero.stage == 3 else None
     tokens, machine = training.micro_batch * training.local_length, hardware.machine()
     flops, touched, (apart, _) = seen.forward_flops / tokens, seen.forward_touched / tokens, model.apart
-    numel, layers = model.num_parameters - apart, max(1, model.layers)
+    numel, layers = model.num_stored - apart, max(1, model.layers)
     shape = Shape(model.name, numel, layers, flops=flops, apart=apart, touched=touched)
     in_fp32 = precision_from(answers.precision).model is None and answers.precision.autocast is None
     if hardware.separate and in_fp32:
@@ -442,7 +442,7 @@ def _step(
         clips=_waits(answers),
         streams=zero.streaming is not None,
         overlaps_step=zero.overlap_step,
-        trained=model.num_trained / max(1, model.num_parameters),
+        trained=model.num_trained / max(1, model.num_stored),
         micro_batches=training.accumulation,
         disk_optimizer=optimizer is not None and optimizer.device == "nvme",
         disk_parameters=parameters is not None and parameters.device == "nvme",

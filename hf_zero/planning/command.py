@@ -91,7 +91,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[PlannedModel, Hardware, Train
     if arguments.calibrate:
         machine = calibrated(machine, training.precision)
     sizes = training.tensor_parallel, training.expert_parallel
-    model = load_model(arguments.model, training.precision, arguments.lora_rank, *sizes)
+    model = load_model(arguments.model, training.precision, arguments.lora_rank, *sizes, arguments.base_bits)
     return model, machine, training, given
 
 

@@ -55,7 +55,7 @@ from hf_zero.params.gather_plan import GatherPlan, Use, plan_gathers
 from hf_zero.params.gathered_modules import assign_units
 from hf_zero.planning.model import PlannedModel, is_apart
 from hf_zero.planning.trace import ModelTrace
-from hf_zero.precision import precision_from
+from hf_zero.precision import can_be_cut, precision_from
 
 # Stage 3's units of a model without weights: rows, buckets, and which units are gathered when.
 
@@ -213,7 +213,7 @@ def _unit(
     """`sizes`: number of ranks that share the states, and that experts are distributed over."""
     alike: dict[tuple[str, int], list[nn.Parameter]] = {}
     for parameter in members:
-        if parameter.is_floating_point() and parameter.numel():
+        if can_be_cut(parameter):
             world = sizes[0] // sizes[1] if is_apart(parameter) else sizes[0]
             alike.setdefault((str(parameter.dtype).removeprefix("torch."), world), []).append(parameter)
     parts = []

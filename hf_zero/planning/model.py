@@ -21,7 +21,9 @@ from hf_zero.explain.views import config_file
 from hf_zero.features import Features, Progress, TrainingFeature, text_config, unwrapped
 from hf_zero.params.gathered_modules import GatheredModule, find_gathered_modules
 from hf_zero.planning import collector_off, llama
+from hf_zero.planning.packed import num_weights, pack_base, scale_bytes
 from hf_zero.planning.trace import FEW, AbsentRanks, ModelTrace, NotAlike, Segment, Ulysses, stretch, trace_step
+from hf_zero.precision import is_packed
 from hf_zero.quantities import count_of
 from hf_zero.sequence.attention import check_config, check_model
 from hf_zero.tensor.shard import cut_model
@@ -29,6 +31,10 @@ from hf_zero.tiling.functions import TiledMLPs, dense_mlps
 from hf_zero.tiling.loss import TiledLoss, has_tiled_loss
 
 _VOCABULARY = 32_000
+_OF_BASE = (
+    "base in 4 bit: as bitsandbytes stores all linear layers except the head, with scales in fp32 on every rank "
+    "(bnb_4bit_use_double_quant: a quarter of these), computed with in the dtype of the training"
+)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -62,6 +68,7 @@ class PlannedModel:
         config: config of transformers, or the shape of a Llama.
 
         lora_rank: 0: all parameters are trained.
+        base_bits: of the layers that have adapters; 0: those of `dtype`.
         notes: assumptions.
         tensor_size: ranks that share each matrix; `module` is the part of the first one, which is the largest.
         expert_size: ranks that experts are distributed over; `module` has those of the first one.
@@ -75,11 +82,15 @@ class PlannedModel:
     notes: tuple[str, ...] = ()
     tensor_size: int = 1
     expert_size: int = 1
+    base_bits: int = 0
 
     @cached_property
     def whole(self) -> tuple[int, int]:
         """(number of parameters, number of trained ones) of the whole model."""
-        return _totals((torch.Size(whole_shape(p)).numel(), p.requires_grad) for p in self.module.parameters())
+        return _totals(
+            (num_weights(p) if is_packed(p) else torch.Size(whole_shape(p)).numel(), p.requires_grad)
+            for p in self.module.parameters()
+        )
 
     @cached_property
     def gathered_modules(self) -> tuple[GatheredModule, ...]:
@@ -89,7 +100,12 @@ class PlannedModel:
     @cached_property
     def num_parameters(self) -> int:
         """Number of parameters on one rank, before ZeRO shards them."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
+        return sum(map(num_weights, self.module.parameters()))
+
+    @cached_property
+    def num_stored(self) -> int:
+        """Number of elements of `dtype` that need as many bytes as these parameters."""
+        return sum(parameter.nbytes for parameter in self.module.parameters()) // self.dtype.itemsize
 
     @cached_property
     def num_trained(self) -> int:
@@ -102,7 +118,8 @@ class PlannedModel:
 
     @cached_property
     def num_buffer_bytes(self) -> int:
-        return sum(buffer.numel() * buffer.itemsize for buffer in self.module.buffers())
+        """Bytes of buffers, and of scales, which are whole on every rank as well."""
+        return sum(buffer.nbytes for buffer in self.module.buffers()) + scale_bytes(self.module)
 
     @cached_property
     def view(self) -> ModelView:
@@ -145,12 +162,17 @@ class PlannedModel:
         Raises:
             ConfigError: it cannot be cut for that many ranks.
         """
-        module = _build(self.config, self.dtype, self.lora_rank, tensor_size, self.expert_size)
+        module = _build(self.config, self.dtype, self.lora_rank, tensor_size, self.expert_size, self.base_bits)
         return replace(self, module=module, tensor_size=tensor_size)
 
 
 def load_model(
-    source: str, precision: str = "bf16", lora_rank: int = 0, tensor_size: int = 1, expert_size: int = 1
+    source: str,
+    precision: str = "bf16",
+    lora_rank: int = 0,
+    tensor_size: int = 1,
+    expert_size: int = 1,
+    base_bits: int = 0,
 ) -> PlannedModel:
     """Load a model from a folder, a config.json, a hub name (with the cached config.json, if any), or a number of
     parameters (`7e9`, `70b`), which gives a Llama of about that size.
@@ -163,7 +185,7 @@ def load_model(
     try:
         with collector_off():
             config: Any = _llama_of(count) if count else config_of(source)
-            module = _build(config, _DTYPES[precision], lora_rank, tensor_size, expert_size)
+            module = _build(config, _DTYPES[precision], lora_rank, tensor_size, expert_size, base_bits)
     except ConfigError:
         raise
     except ImportError as error:
@@ -172,8 +194,9 @@ def load_model(
         rule = f"its class cannot be built from this configuration: {error}"
         raise ConfigError(Problem("--model", source, rule, "give another model, or its number of parameters")) from None
     note = f"{source} parameters: a Llama of that size is assumed; give a config.json for the layout of your model"
-    notes = (note,) if count else ()
-    return PlannedModel(source, module, config, _DTYPES[precision], lora_rank, notes, tensor_size, expert_size)
+    notes = (*[note] * bool(count), *[_OF_BASE] * bool(base_bits))
+    sizes = tensor_size, expert_size, base_bits
+    return PlannedModel(source, module, config, _DTYPES[precision], lora_rank, notes, *sizes)
 
 
 def _totals(numels: Iterable[tuple[int, bool]]) -> tuple[int, int]:
@@ -325,7 +348,9 @@ def build_model(config: Any, lora_rank: int = 0) -> nn.Module:
     return _with_lora(model, lora_rank) if lora_rank else model
 
 
-def _build(config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, expert_size: int) -> nn.Module:
+def _build(
+    config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, expert_size: int, base_bits: int
+) -> nn.Module:
     """
     Raises:
         ConfigError: it cannot be cut for `tensor_size` ranks, or its experts distributed over `expert_size`.
@@ -337,6 +362,11 @@ def _build(config: Any, dtype: torch.dtype, lora_rank: int, tensor_size: int, ex
         warnings.simplefilter("ignore")
         model = llama.LlamaForCausalLM(config) if is_plain else build_model(config, lora_rank)
         model = model.to(dtype)
+    if base_bits:
+        if tensor_size > 1 or expert_size > 1:
+            rule = "ranks cannot share quantized matrices or experts; stage 3 shards them"
+            raise ConfigError(Problem("--base-bits", base_bits, rule, "leave it out, or set the sizes of groups to 1"))
+        pack_base(model)
     try:
         if tensor_size > 1:
             cut_model(model, AbsentRanks(tensor_size))
@@ -362,7 +392,7 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
 def _fresh(model: PlannedModel) -> nn.Module:
     """Build the model again, because a trace may have enabled gradient checkpointing."""
     sizes = model.tensor_size, model.expert_size
-    return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank, *sizes)
+    return _build(copy.deepcopy(model.config), model.dtype, model.lora_rank, *sizes, model.base_bits)
 
 
 def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
@@ -374,7 +404,7 @@ def _with_layers(model: PlannedModel, layers: int) -> nn.Module:
         raise NotAlike("layers of several kinds")
     if kinds:
         text.layer_types = list(kinds[:layers])
-    return _build(config, model.dtype, model.lora_rank, model.tensor_size, model.expert_size)
+    return _build(config, model.dtype, model.lora_rank, model.tensor_size, model.expert_size, model.base_bits)
 
 
 def _layer_prefix(model: nn.Module) -> str:

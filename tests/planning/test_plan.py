@@ -305,6 +305,20 @@ def test_what_can_be_seen_at_once_is_said_at_once(monkeypatch: pytest.MonkeyPatc
         main(["plan", "8b", "--lora-rank", "8"])
 
 
+@pytest.mark.parametrize("others", [(), ("--lora-rank", "8", "--measure", "1")])
+def test_what_has_no_base_in_4_bit_is_refused(others: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "8b", "--base-bits", "4", *others])
+    assert "--base-bits: " in capsys.readouterr().err
+
+
+def test_ranks_do_not_share_the_matrices_of_a_base_in_4_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "8b", "--lora-rank", "8", "--base-bits", "4", "--gpu", "4090", "--gpus-per-node", "2"]
+    assert main([*words, "--tensor-parallel", "2"]) == 2
+    assert "--base-bits" in capsys.readouterr().err
+    assert main([*words, "--device-memory", "2G"]) == 1  # what would make it fit is searched
+
+
 def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub's library retried for half a minute, and the error did not mention that `8b` is also a model."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

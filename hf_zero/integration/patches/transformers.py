@@ -83,8 +83,10 @@ def around_tie_weights(
     original: Callable[..., None], self: Any, missing_keys: set[str] | None = None, recompute_mapping: bool = True
 ) -> None:
     """Gather tied weights that a checkpoint has under several names, because upstream ties only equal ones."""
-    pairs = () if missing_keys is None else (getattr(self, "all_tied_weights_keys", None) or {}).items()
-    names = {name for pair in pairs if missing_keys.isdisjoint(pair) for name in pair}
+    names = set[str]()
+    if missing_keys is not None:
+        pairs = (getattr(self, "all_tied_weights_keys", None) or {}).items()
+        names = {name for pair in pairs if missing_keys.isdisjoint(pair) for name in pair}
     named = self.named_parameters(remove_duplicate=False) if names else ()
     with GatheredParameters([parameter for name, parameter in named if name in names]):
         original(self, missing_keys, recompute_mapping)
