@@ -124,9 +124,22 @@ def explain_dtypes(module: nn.Module, model: str, error: Exception) -> None:
 
 
 def is_packed(parameter: torch.Tensor) -> bool:
-    """Whether each element encodes several weights, as in bitsandbytes' `Params4bit`. Their integer or floating dtype
-    is only a storage format and must not be cast."""
-    return getattr(parameter, "quant_state", None) is not None
+    """Whether the dtype is only a storage format and must not be cast: of elements that encode several weights, as in
+    bitsandbytes' `Params4bit`, and what `mark_scaled` has found."""
+    return getattr(parameter, "quant_state", None) is not None or hasattr(parameter, _SCALED)
+
+
+_SCALED = "hf_zero_scaled"
+
+
+def mark_scaled(module: nn.Module) -> None:
+    """Let `is_packed` know of weights in 8-bit floating-point formats, and of the scales beside them (transformers'
+    FP8Linear). A layer takes such a weight in another dtype for one without scales."""
+    for inner in module.modules():
+        own = list(inner.parameters(recurse=False))
+        if any(parameter.is_floating_point() and parameter.itemsize == 1 for parameter in own):
+            for parameter in own:
+                setattr(parameter, _SCALED, True)
 
 
 def is_wrapped(parameter: torch.Tensor) -> bool:

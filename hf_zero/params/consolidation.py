@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from hf_zero.comm.parts import whole_value
 from hf_zero.params.partitioning import all_gather_values, batches
 from hf_zero.params.sharded_parameter import ShardedParameter
 from hf_zero.params.store import of
-from hf_zero.precision import is_packed
 
 MAX_GATHERED_NUMEL = 1 << 26
 EXTRA_STATE = "_extra_state"  # torch's name
@@ -36,8 +36,9 @@ def consolidated_state_dict(
         if keeps:
             host = values.detach().to("cpu", copy=True)
             state_dict.update(dict.fromkeys(names[id(parameter)], host))
-            if is_packed(parameter):
-                scales = parameter.quant_state.as_dict(packed=True)  # type: ignore[attr-defined]
+            state: Any = getattr(parameter, "quant_state", None)
+            if state is not None:
+                scales = state.as_dict(packed=True)
                 state_dict.update({f"{n}.{key}": s.cpu() for n in names[id(parameter)] for key, s in scales.items()})
     if not keeps:
         return {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,14 @@ import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+)
 from transformers.modeling_utils import caching_allocator_warmup
 
 from hf_zero.params.store import of
@@ -129,6 +137,74 @@ def test_training_ends_as_at_stage_2(upcast: bool, tmp_path: Path) -> None:
     saved, expected = (load_file(tmp_path / f"out-{stage}" / "adapter_model.safetensors") for stage in (3, 2))
     for name, value in expected.items():
         assert (saved[name] - value).norm() <= tolerance * value.norm(), name
+
+
+# --- quantized on disk, dequantized on the way -------------------------------------------------------------------
+
+
+def quantise_files(folder: Path, model: Any, method: dict[str, Any], convert: Callable[[str, Tensor], Any]) -> None:
+    """Saves `model`, with each weight replaced by the tensors that `convert` gives for its name."""
+    model.bfloat16().save_pretrained(folder)
+    values = load_file(folder / "model.safetensors")
+    entries = [entry for name, value in values.items() for entry in convert(name, value)]
+    save_file({name: value.contiguous() for name, value in entries}, folder / "model.safetensors", {"format": "pt"})
+    shape = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**shape, "quantization_config": method}))
+
+
+def in_fp8(name: str, value: Tensor) -> Any:
+    """One scale per 64 x 64 weights."""
+    if not name.endswith("_proj.weight"):
+        return [(name, value)]
+    rows, columns = value.shape
+    blocks = value.float().view(rows // 64, 64, columns // 64, 64)
+    scales = blocks.abs().amax(dim=(1, 3)) / 448
+    codes = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+    return [(name, codes), (f"{name}_scale_inv", scales)]
+
+
+def in_mxfp4(name: str, value: Tensor) -> Any:
+    """Random experts, 32 weights to a scale."""
+    if not name.endswith(("gate_up_proj", "down_proj")):
+        return [(name, value)]
+    experts, inputs, outputs = value.shape
+    blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+    return [
+        (f"{name}_blocks", blocks),
+        (f"{name}_scales", torch.randint(118, 124, blocks.shape[:3], dtype=torch.uint8)),
+    ]
+
+
+def write_fp8(folder: Path) -> None:
+    method = {"quant_method": "fp8", "weight_block_size": [64, 64], "dequantize": True}
+    quantise_files(folder, LlamaForCausalLM(config()), method, in_fp8)
+
+
+def write_mxfp4(folder: Path) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": [], "dequantize": True}
+    quantise_files(folder, GptOssForCausalLM(GptOssConfig(**sizes, **heads)), method, in_mxfp4)
+
+
+def run_load_dequantized(rank: int, folder: str) -> Any:
+    alive = arguments(f"{folder}/out", auto_config(), bf16=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    in_shards = [name for name, parameter in model.named_parameters() if of(parameter) is not None]
+    del alive
+    return in_shards, bits(whole(model))
+
+
+@pytest.mark.parametrize("write", [write_fp8, write_mxfp4])
+def test_weights_that_are_dequantized_are_sharded_at_once(write: Callable[[Path], None], tmp_path: Path) -> None:
+    """To fine-tune a model whose files are in fp8 or MXFP4, transformers dequantizes it while it loads. It counts as
+    quantized there, so that every rank held it whole in 16 bit: 240 GB for 120B parameters."""
+    torch.manual_seed(0)
+    write(tmp_path)
+    expected = bits(dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters()))
+    for in_shards, values in run_ranks(run_load_dequantized, WORLD, str(tmp_path), init=False):
+        assert set(in_shards) == set(expected) == set(values)
+        assert all(torch.equal(value, expected[name]) for name, value in values.items())
 
 
 # --- memory ------------------------------------------------------------------------------------------------------

@@ -109,3 +109,59 @@ def test_copies_of_packed_weights_have_their_class_and_scales() -> None:
     """PEFT copies a gathered layer to initialise DoRA: the weight's copy was a plain parameter, without scales, which
     PEFT took for one that is not quantized."""
     run_ranks(copy_and_build, 2)
+
+
+class Scaled(nn.Module):
+    """A frozen layer in fp8, which like transformers' FP8Linear takes a wider weight for one without scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(torch.tensor([[1 / 3]]), requires_grad=False)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight_scale_inv if self.weight.element_size() == 1 else 1.0
+        return x + nn.functional.linear(x, (self.weight.to(torch.float32) * scale).to(x.dtype)) + self.adapter(x)
+
+
+def train_scaled(rank: int) -> None:
+    runs = []
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(Scaled(), Scaled())
+        codes = [layer.weight.detach().clone() for layer in model]
+        engine, *_ = initialize(model=model, config=fp8_config(stage))
+        losses = []
+        for step in range(STEPS):
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+            loss = engine(x).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        saved = engine.module_state_dict()
+        for index, before in enumerate(codes):
+            assert torch.equal(saved[f"{index}.weight"].view(torch.uint8), before.view(torch.uint8))
+            assert saved[f"{index}.weight_scale_inv"].dtype == torch.float32
+        if stage == 3:
+            assert of(model[1].weight).shard.numel() == codes[1].numel() // 2
+        runs.append(losses)
+    assert runs[1:] == runs[:1] * 3, runs
+    torch.manual_seed(0)
+    plain = nn.Sequential(Scaled(), Scaled())
+    for layer in plain:
+        layer.adapter.bfloat16()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert runs[0][0] == plain(x).float().square().mean().item()
+
+
+def fp8_config(stage: int) -> dict[str, Any]:
+    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    return {**config, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+
+
+def test_weights_in_fp8_keep_their_dtype_and_scales() -> None:
+    """A base in fp8 was cast to bf16 by the engine, as other frozen weights. transformers' layer then takes it for one
+    without scales: it computed with wrong weights, without an error, at every stage."""
+    run_ranks(train_scaled, 2)
