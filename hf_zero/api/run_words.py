@@ -231,6 +231,10 @@ def _offloaded_updates(assembly: Assembly) -> Iterator[str]:
     """What updates offloaded states, for a model on an accelerator."""
     placements = assembly.placements
     shares = {placement.streams: share for placement, share in placements.far}
+    auto = assembly.step.auto_ratio
+    if auto is not None:
+        text = 'offload_optimizer.ratio "auto": after the first update, as many buckets move to the device as fit'
+        yield text if auto.chosen is None else str(auto.chosen)
     if shares.get(True):
         yield f"updates of offloaded states on the device: {shares[True]:.0%} (hf_zero.offload_update)"
     if assembly.step.defers:

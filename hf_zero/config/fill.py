@@ -19,7 +19,7 @@ from hf_zero.config.errors import ABSENT, Edit, Finding, Other, Problem, Remark,
 from hf_zero.config.schema.batch import MICRO, SEQUENCE, STEPS, TRAIN
 from hf_zero.config.schema.fields import as_whole
 from hf_zero.config.schema.optimizer import is_adam, optimizer_accepts, schedule_accepts
-from hf_zero.config.sources import Source, dotted, is_auto
+from hf_zero.config.sources import Source, auto_is_a_value, dotted, is_auto
 from hf_zero.config.views import AcceleratorView, Given, ModelView, TrainingView, Views
 
 SIZED_BY_MODEL = {
@@ -27,8 +27,6 @@ SIZED_BY_MODEL = {
     "zero_optimization.stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
     "zero_optimization.stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
 }
-# For these keys, "auto" is a regular value.
-_AUTO_IS_A_VALUE = ("data_types.keep_in_fp32_modules", "pipeline", "zero_optimization.zenflow")
 # Sources that may replace a value that they filled in earlier: Trainer, when its arguments or the number of steps have
 # changed, and the model. Values from a launcher or a script are final.
 _MAY_RETURN = ({"training", "flag"}, {"model"})
@@ -94,7 +92,7 @@ def _is_open(value: object, source: Source, offered: Source) -> bool:
 def _without_autos(tree: Mapping[str, Any], path: str, autos: set[str]) -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         where = key_path(path, key)
-        if not is_auto(value) or any(where == place or where.startswith(f"{place}.") for place in _AUTO_IS_A_VALUE):
+        if not is_auto(value) or auto_is_a_value(where):
             yield key, _inner(value, where, autos)
         else:
             autos.add(where)

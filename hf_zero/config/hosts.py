@@ -14,7 +14,7 @@ from hf_zero.config.rename import ZERO, other_names
 from hf_zero.config.schema.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.schema.fields import as_whole, subsection
 from hf_zero.config.schema.root import Root
-from hf_zero.config.sources import ConfigDict, Source, dotted, is_auto, leaves
+from hf_zero.config.sources import ConfigDict, Source, auto_is_a_value, dotted, is_auto, leaves
 from hf_zero.config.validate import drop_null_sections
 
 _NUMBERS = ((MICRO,), (STEPS,), (TRAIN,), (ZERO, "stage"))
@@ -84,5 +84,5 @@ def write(config: dict[str, Any], values: Mapping[Path, tuple[object, Source | N
 
 
 def unfilled_autos(config: Mapping[str, Any]) -> list[Path]:
-    """Return the paths whose value is still "auto"."""
-    return [path for path, value in leaves(config) if is_auto(value)]
+    """Return the paths whose value is still "auto", and should be another."""
+    return [path for path, value in leaves(config) if is_auto(value) and not auto_is_a_value(dotted(path))]

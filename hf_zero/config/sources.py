@@ -106,9 +106,23 @@ def source_in(config: object, path: str) -> Source:
     return config.source_of(path) if isinstance(config, ConfigDict) else Source("dict", "the config")
 
 
+# For these keys, "auto" is a regular value.
+_AUTO_IS_A_VALUE = (
+    "data_types.keep_in_fp32_modules",
+    "pipeline",
+    "zero_optimization.offload_optimizer.ratio",
+    "zero_optimization.zenflow",
+)
+
+
 def is_auto(value: object) -> bool:
     """Whether this is the literal "auto"."""
     return isinstance(value, str) and value == "auto"
+
+
+def auto_is_a_value(path: str) -> bool:
+    """Whether "auto" is a regular value of the key at `path`, which nobody fills in."""
+    return any(path == place or path.startswith(f"{place}.") for place in _AUTO_IS_A_VALUE)
 
 
 def dotted(path: Path) -> str:

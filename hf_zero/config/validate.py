@@ -102,7 +102,8 @@ def _worded(path: Sequence[str | int], tree: object, entry: ErrorDetails, ignore
     if entry["type"] == "extra_forbidden":
         return _unknown_key(keys, value, _at(tree, path[:-1]), ignores_unknown)
     if isinstance(value, str) and value.strip().lower() == "auto":
-        return Problem(name, value, '"auto" is written in lower case', 'write "auto"', edit=Edit(keys, value="auto"))
+        rule = '"auto" is written in lower case and without spaces'
+        return Problem(name, value, rule, 'write "auto"', edit=Edit(keys, value="auto"))
     names = [step for step in path if isinstance(step, str)]
     section = section_of(whole_schema(), names[:-1])
     field = section.model_fields.get(names[-1]) if section else None

@@ -267,7 +267,8 @@ def reserved(device: torch.device) -> tuple[int, int]:
 
 def forget_peaks(device: torch.device) -> None:
     """Reset all peaks."""
-    module = _module(device)
+    runtime, module = runtime_of(device), _module(device)
+    runtime.forgotten_peak = max(runtime.forgotten_peak, runtime.allocated()[1])
     if module is not None:
         module.reset_peak_memory_stats(device)
 

@@ -121,6 +121,7 @@ class Runtime:
         own: its memory; host memory for a CPU.
         runs_ahead: whether calls only queue work, so that reading a number makes the host wait.
         num_host_waits: how often the host has waited for unfinished work.
+        forgotten_peak: the largest peak of `allocated` that `forget_peaks` has reset.
     """
 
     def __init__(self, device: torch.device = HOST) -> None:
@@ -129,6 +130,7 @@ class Runtime:
         self.own = HOST_MEMORY if is_host else Memory(device, is_host=False)
         self.runs_ahead = not is_host  # values on the meta device can never be read
         self.num_host_waits = 0
+        self.forgotten_peak = 0
 
     @property
     def has_own_memory(self) -> bool:

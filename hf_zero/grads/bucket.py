@@ -250,6 +250,13 @@ class ReducedGradient:
         if not self.is_there and self._vector is not None and self._vector.tensor is not None:
             self._free()
 
+    def move(self) -> None:
+        """Follow a new placement of the bucket, between steps."""
+        assert not self.is_there, "sums stay where they are"
+        if self._vector is not None:
+            self._free()
+        self._departures = self._trained.placement.departures
+
     def _free(self) -> None:
         self._place.free()
         self._vector = None

@@ -16,6 +16,7 @@ The start block describes the existing store of an engine, the check before allo
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ STAGING_BUFFERS = 3  # for rows, and for weights updated on the host
 STREAMED_SUB_GROUPS = 3  # during an update on the device: one coming, one in use, one leaving
 SUMS_IN_FLIGHT = 2  # while updates run during backward: one being reduced, one being applied
 RESULTS = 2  # reduced buckets that are being copied from the device to host memory
+SPARE = 0.05  # fraction of a device that "auto" leaves free: for larger batches than the first, and fragments
+OWN_STEP_BYTES = 12  # per element of a device's update by the optimizer's own step: scaled gradient, two temporaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +169,30 @@ def gradient_sizes(rank: RankSizes) -> Sizes:
         if not rank.keeps_local or bucket.place != DEVICE:
             sizes[GRADIENTS, bucket.place] += bucket.owned * bucket.summed
     return +sizes
+
+
+def bytes_near(bucket: BucketSizes, *, in_update: int = 0) -> int:
+    """Bytes of a bucket's masters, states and gradients in the memory of its update.
+
+    Args:
+        in_update: further bytes per element that the update needs.
+    """
+    return math.ceil(bucket.owned * (bucket.master + bucket.states + bucket.summed + in_update))
+
+
+def room_beside(total: int, peak: int) -> int:
+    """Bytes of a device of `total` bytes that are left beside the peak of training so far."""
+    return total - peak - math.ceil(total * SPARE)
+
+
+def near_on_all(everyone: Iterable[tuple[int, Sequence[int]]]) -> list[bool]:
+    """Which buckets stay on the device of every rank, first come, first served.
+
+    Args:
+        everyone: for each rank its room, and the bytes of each bucket.
+    """
+    rooms, sizes = zip(*everyone, strict=True)
+    return within((max(each) for each in zip(*sizes, strict=True)), min(rooms))
 
 
 def gathered_at_most(rank: RankSizes, kept_bytes: int) -> int:

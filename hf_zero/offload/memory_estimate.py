@@ -101,7 +101,7 @@ class SizesByPolicy:
     def places(self, owned: Sequence[int]) -> list[str]:
         """The place of each bucket's states, by the elements that this rank owns (`Placements.next`)."""
         policy = self.zero.offload_optimizer
-        ratio = 0.0 if policy is None else policy.ratio
+        ratio = 0.0 if policy is None else policy.first_ratio
         stay = within(owned, sum(owned) - round(sum(owned) * ratio))
         return [DEVICE if stays else self.far for stays in stay]
 
@@ -274,14 +274,14 @@ def _problems(everyone: Sequence[tuple[str, MemoryEstimate, MemoryEstimate]]) ->
         ):
             if needed > available:
                 yield (
-                    f"{node}: {ranks} rank(s) need {_amount(needed)} of {kind} for masters, optimizer states, "
-                    f"gradients and buffers, and {_amount(available)} are available: {_HINTS[kind]}"
+                    f"{node}: {ranks} rank(s) need {amount(needed)} of {kind} for masters, optimizer states, "
+                    f"gradients and buffers, and {amount(available)} are available: {_HINTS[kind]}"
                 )
 
 
 def _sentence(estimate: MemoryEstimate, available: MemoryEstimate) -> str:
     parts = [
-        f"{_amount(needed)} of {kind} ({_amount(there)} available)"
+        f"{amount(needed)} of {kind} ({amount(there)} available)"
         for kind, needed, there in (
             ("device memory", estimate.device, available.device),
             ("host memory", estimate.host, available.host),
@@ -292,7 +292,7 @@ def _sentence(estimate: MemoryEstimate, available: MemoryEstimate) -> str:
     return (", ".join(parts) or "no memory") + "; activations and gathered parameters come on top"
 
 
-def _amount(num_bytes: int) -> str:
+def amount(num_bytes: int) -> str:
     """Format bytes in the largest suitable unit, because small models are offloaded, too."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size / 10:

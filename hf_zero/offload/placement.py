@@ -374,6 +374,10 @@ class Placement:
         """The weights in the memory of the update."""
         return kept if kept.memory == self.work else StagedVector(kept, self.staging)
 
+    def keeps_masters(self, lp_param: Vector, dtype: torch.dtype) -> bool:
+        """Whether masters of `dtype` are separate from `lp_param`, the weights in the memory of the update."""
+        return lp_param.tensor is None or lp_param.dtype != dtype
+
     def streamed(self, kept: Vector, part: Interval) -> Vector:
         """An interval of a vector in host memory that streams through the device."""
         return StagedVector(part_of(kept, part.start, part.numel), self.staging)
@@ -433,6 +437,7 @@ class Placements:
     update that is deferred.
 
     Attributes:
+        near: placement in the memory of the device.
         deferred: what is left of the last update.
     """
 
@@ -462,7 +467,7 @@ class Placements:
         self.deferred = DeferredUpdate()
         self.parameters = MemoryStore(runtime_of(device).own) if parameters is None else parameters
         self._rows = staging_in(runtime_of(device).own, device)
-        self._near = near
+        self.near = near
         self.far = tuple(far)
         self._assigned = [0] * len(self.far)
         self._near_left = near_numel
@@ -505,7 +510,7 @@ class Placements:
         """Return the placement of the next bucket, of which this rank owns `numel` elements."""
         if not self.far or numel <= self._near_left:
             self._near_left -= numel
-            return self._near
+            return self.near
         # The placement furthest below its share, so that the updates of neighbouring buckets run at the same time.
         total = sum(self._assigned) + numel
         lacking = [share * total - has for (_, share), has in zip(self.far, self._assigned, strict=True)]
@@ -524,12 +529,13 @@ class Placements:
         """
         stored = []
         for group, part in cut_sub_groups(bucket, owned, self.sub_group_numel):
-            lp_param = placement.weights(part_of(weights, part.start, part.numel))
-            if lp_param.tensor is not None and lp_param.dtype == in_master_dtype.dtype:
-                stored.append(StoredSubGroup(group, part, lp_param, None, placement.states))
-            else:
+            kept = part_of(weights, part.start, part.numel)
+            lp_param = placement.weights(kept)
+            if placement.keeps_masters(lp_param, in_master_dtype.dtype):
                 name = f"master weights of bucket {bucket.index} [{part.start}:{part.stop}]"
                 values = in_master_dtype.narrow(0, part.start, part.numel)
                 master = placement.masters.adopt_master(name, values, lp_param)
-                stored.append(StoredSubGroup(group, part, master, lp_param, placement.states))
+                stored.append(StoredSubGroup(group, part, master, lp_param, kept, placement.states))
+            else:
+                stored.append(StoredSubGroup(group, part, lp_param, None, kept, placement.states))
         return tuple(stored)

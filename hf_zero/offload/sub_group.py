@@ -94,6 +94,7 @@ class StoredSubGroup:
         part: its elements in the rank's part of the bucket.
         master: the weights in the master dtype; the same vector as the weights if these have that dtype.
         lp_param: target of the rounded weights after an update; None if the master is the weight itself.
+        weights: the weights where they are stored, which `lp_param` shows in the memory of the update.
         states: store of the optimizer states; None: they stay where the optimizer creates them, next to the master.
         vectors: the stored states, by position of the tensor and name.
         reserved: those with storage reserved before the first update.
@@ -103,6 +104,7 @@ class StoredSubGroup:
     part: Interval
     master: Vector
     lp_param: Vector | None
+    weights: Vector
     states: Store | None = None
     vectors: dict[tuple[int, str], Vector] = field(default_factory=dict)
     reserved: set[tuple[int, str]] = field(default_factory=set)
@@ -132,9 +134,10 @@ class MasterTensor:
     whole: int | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SubGroup:
-    """A rank's part of one bucket for one optimizer group, or a part of that, which is updated together.
+    """A rank's part of one bucket for one optimizer group, or a part of that, which is updated together. Only
+    `OffloadStager.move` replaces its tensors.
 
     Attributes:
         bucket: index of the bucket.

@@ -381,6 +381,10 @@ class AdafactorUpdater(Updater):
             for index, own in state.get(OF_WHOLE_TENSORS, {}).items():
                 self._part(index).adopt(own, self._flavour)
 
+    def moved(self, sub_group: SubGroup) -> None:
+        self.state_replaced()
+        self._show()
+
     def whole_states(self) -> WholeStates:
         return {index: part.slices(self._flavour) for index, part in self._parts.items() if part.step}
 

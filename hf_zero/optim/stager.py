@@ -11,15 +11,17 @@ some storage; while these are offloaded, the optimizer's tensors show NaN in the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_zero.device.runtime import Memory
+from hf_zero.offload.placement import Placement
 from hf_zero.offload.sub_group import StoredSubGroup, SubGroup
-from hf_zero.offload.vector import Store, Vector, absent, is_absent
+from hf_zero.offload.vector import Store, Vector, absent, at_hand_or_absent, empty_in, is_absent
 
 # Storage of a tensor's states: one value per element, a separate storage format, or a count.
 #
@@ -125,6 +127,11 @@ class StateStager:
 
     def forget_states(self, sub_group: SubGroup) -> None:  # noqa: B027
         """Called when the optimizer has dropped its states for this sub-group."""
+
+    def move(self, sub_group: SubGroup, placement: Placement) -> None:
+        """Move masters and states between updates to the memory of `placement`, which always has them at hand. Only
+        what is offloaded can move."""
+        raise NotImplementedError
 
     def flush(self) -> None:
         """Wait until everything has been written back."""
@@ -280,6 +287,31 @@ class OffloadStager(StateStager):
             self._adopt_written(sub_group)
             _flush(sub_group)
 
+    def move(self, sub_group: SubGroup, placement: Placement) -> None:
+        stored, memory = _stored(sub_group), placement.work
+        group, states = self._optimizer.param_groups[sub_group.group], self._optimizer.state
+        lp_param = placement.weights(stored.weights)
+        with self.opened(sub_group):
+            master = lp_param
+            if placement.keeps_masters(lp_param, stored.master.dtype):
+                master = placement.masters.keep(f"master weights of {sub_group}", lp_param.numel, stored.master.dtype)
+                master.take().copy_(sub_group.master)
+            moved = [moved_to(memory, states.get(tensor.parameter, {}), group) for tensor in sub_group.tensors]
+        _flush(sub_group)
+        for vector in stored.kept if stored.lp_param is not None else stored.vectors.values():
+            vector.free()
+        stored.vectors.clear()
+        stored.reserved.clear()
+        stored.master, stored.lp_param, stored.states = master, None if master is lp_param else lp_param, None
+        sub_group.master = at_hand_or_absent(master)
+        sub_group.lp_param = None if stored.lp_param is None else at_hand_or_absent(stored.lp_param)
+        self._shown.pop(sub_group, None)
+        for tensor, state in zip(sub_group.tensors, moved, strict=True):
+            part = sub_group.master.narrow(0, tensor.interval.start, tensor.interval.numel)
+            tensor.parameter.data = part.view(tensor.parameter.shape)
+            if state:
+                states[tensor.parameter].update(state)
+
     # One sub-group
 
     def _fetch(self, sub_group: SubGroup) -> None:
@@ -365,6 +397,16 @@ class OffloadStager(StateStager):
             if vector.tensor is None and name in state:
                 state[name] = absent(vector.numel, vector.dtype).view(state[name].shape)
                 self._shown.setdefault(sub_group, {})[position, name] = state[name]
+
+
+def moved_to(memory: Memory, state: Any, group: Mapping[str, Any]) -> Any:
+    """A copy of an optimizer's state for a param group, with its tensors in `memory`. Counts of updates stay on the
+    host, as torch's own steps have them unless an option asks for them on the device."""
+    if isinstance(state, Mapping):
+        return {key: moved_to(memory, value, group) for key, value in state.items()}
+    if not isinstance(state, Tensor) or not (state.dim() or group.get("capturable") or group.get("fused")):
+        return state
+    return empty_in(memory, state.numel(), state.dtype).view(state.shape).copy_(state)
 
 
 def _stored(sub_group: SubGroup) -> StoredSubGroup:

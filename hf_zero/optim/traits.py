@@ -29,7 +29,9 @@ from torch import Tensor, nn
 from hf_zero.config import OptimizerSees
 from hf_zero.config.extras import loaded
 from hf_zero.config.schema.optimizer_types import type_of_class
+from hf_zero.device.registry import runtime_of
 from hf_zero.optim.elementwise import ElementwiseUpdater, Family
+from hf_zero.optim.stager import moved_to
 from hf_zero.optim.updater import (
     OwnStepUpdater,
     Peers,
@@ -123,7 +125,6 @@ class WholeTensorUpdater(OwnStepUpdater):
     def __init__(self, optimizer: torch.optim.Optimizer, sub_groups: Sequence[SubGroup], peers: Peers) -> None:
         super().__init__(optimizer, sub_groups)
         self._peers = peers
-        self._device = sub_groups[0].master.device
         self._spread = peers.spread()
         keeper, groups = keepers(self._spread, peers.world), optimizer.param_groups
         self._kept: dict[int, nn.Parameter] = {}
@@ -131,7 +132,7 @@ class WholeTensorUpdater(OwnStepUpdater):
         for sub_group in sub_groups:
             for parameter in self._members(sub_group):
                 if keeper[parameter] == peers.rank:
-                    self._kept[parameter] = kept = nn.Parameter(self._absent(parameter, sub_group.master.dtype))
+                    self._kept[parameter] = kept = nn.Parameter(self._absent(parameter, sub_group.master))
                     masters[sub_group.group].append(kept)
         adopt(optimizer, masters, groups)
 
@@ -182,11 +183,20 @@ class WholeTensorUpdater(OwnStepUpdater):
                 part = updated.narrow(0, piece.in_shard, piece.numel)
                 sub_group.master.narrow(0, piece.in_shard, piece.numel).copy_(part)
         for parameter in mine:
-            self._kept[parameter].data = self._absent(parameter, sub_group.master.dtype)
+            self._kept[parameter].data = self._absent(parameter, sub_group.master)
 
-    def _absent(self, parameter: int, dtype: torch.dtype) -> Tensor:
-        """Placeholder of a kept parameter between steps: NaN in its shape, without memory."""
-        nan = torch.full((), float("nan"), dtype=dtype, device=self._device)
+    def moved(self, sub_group: SubGroup) -> None:
+        memory, group = runtime_of(sub_group.master.device).own, self.optimizer.param_groups[sub_group.group]
+        for parameter in filter(self._kept.__contains__, self._members(sub_group)):
+            kept = self._kept[parameter]
+            kept.data = self._absent(parameter, sub_group.master)
+            if kept in self.optimizer.state:
+                self.optimizer.state[kept].update(moved_to(memory, self.optimizer.state[kept], group))
+
+    def _absent(self, parameter: int, master: Tensor) -> Tensor:
+        """Placeholder of a kept parameter between steps: NaN in its shape, without memory, on the device of its
+        update."""
+        nan = torch.full((), float("nan"), dtype=master.dtype, device=master.device)
         return nan.expand(self._spread[parameter].shape)
 
 

@@ -149,6 +149,9 @@ class Updater(ABC):
     def state_replaced(self) -> None:  # noqa: B027
         """Called after loading the optimizer's state: drop values derived from the old state. A no-op by default."""
 
+    def moved(self, sub_group: SubGroup) -> None:  # noqa: B027
+        """Called after masters and states of a sub-group have moved to another memory. A no-op by default."""
+
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...] | None:
         """Names of per-element states of this group's parameters; None if only the optimizer knows."""
         return None

@@ -19,7 +19,7 @@ from hf_zero.params.store import ParameterStore, TrainedBucket
 from hf_zero.precision import Precision
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class FlatBucket(TrainedBucket):
     """A whole bucket: `flat` is 1-D in the model's dtype, and every parameter is a view of it."""
 

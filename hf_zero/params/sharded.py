@@ -218,7 +218,7 @@ class UnitBuilder:
             is_persistent=is_persistent,
         )
         for slot, member in zip(part.layout.slots, part.members, strict=True):
-            if slot.offset < numel and trained.has_masters:
+            if slot.offset < numel:
                 self.masters[member] = partial(trained.write_master, slot.offset)
         return trained
 

@@ -64,9 +64,9 @@ class Trained:
         return {id(parameter): index for index, parameter in enumerate(self.parameters)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TrainedBucket:
-    """The trained part of one bucket on this rank.
+    """The trained part of one bucket on this rank. Only `AutoRatio` replaces its placement.
 
     Attributes:
         owned: the interval of the bucket that this rank updates.

@@ -383,5 +383,5 @@ def candidate_of(answers: Resolved, *, checkpointing: bool) -> Candidate:
         second_shard=zero.gather_size if isinstance(zero.gather_size, int) else 1,
         is_given=True,
         streams=zero.streaming is not None,
-        ratio=1.0 if zero.offload_optimizer is None else zero.offload_optimizer.ratio,
+        ratio=1.0 if zero.offload_optimizer is None else zero.offload_optimizer.first_ratio,
     )

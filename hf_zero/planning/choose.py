@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ConfigDict, ConfigError, OptimizerPolicy, Problem, resolve
+from hf_zero.config.draft import value_in, with_value
 from hf_zero.config.policies import Resolved
 from hf_zero.config.schema.long_sequences import ActivationCheckpointing, on_host
 from hf_zero.config.schema.long_sequences import Tiling as TilingKeys
@@ -37,6 +38,7 @@ from hf_zero.planning.trace import ModelTrace, in_place_of
 from hf_zero.precision import precision_from
 
 ALIKE = 1.05  # rates closer than this ratio are too close to distinguish
+_RATIO = ("zero_optimization", "offload_optimizer", "ratio")
 _RATIO_STEP = 0.05
 _LEAST_RATIO = 0.05  # less is as much as no offload
 _STREAMED = "yours: offloaded updates are timed as if the CPU ran them all, whatever hf_zero.offload_update says"
@@ -239,7 +241,8 @@ def _of_experts(model: PlannedModel, hardware: Hardware, training: Training, tra
 def given_estimates(
     model: PlannedModel, hardware: Hardware, training: Training, given: ConfigDict
 ) -> Iterator[Estimate]:
-    """Estimate the user's ds.json, without and with checkpointing unless `training` decides.
+    """Estimate the user's ds.json, without and with checkpointing unless `training` decides; for a ratio of "auto" with
+    the least number that fits.
 
     Raises:
         ConfigError: the config is invalid.
@@ -247,6 +250,15 @@ def given_estimates(
 
     def at(training: Training, checkpointing: bool) -> list[Estimate]:
         config = given_config(given, training)
+        whole = estimate(config, training, checkpointing)
+        if not hardware.separate or value_in(config, _RATIO) != "auto" or not whole.fits:
+            return [whole]
+        none = estimate(with_value(config, _RATIO, 0.0), training, checkpointing)
+        least = _least_ratio(whole, none, hardware)
+        part = estimate(with_value(config, _RATIO, least), training, checkpointing)
+        return [part if part.fits else whole]
+
+    def estimate(config: dict[str, Any], training: Training, checkpointing: bool) -> Estimate:
         answers = resolve(
             config,
             model=model.view,
@@ -258,7 +270,7 @@ def given_estimates(
         tiling = TilingChoice(mlp=keys.tiled_mlp, loss=keys.tiled_loss)
         seen = traced(model, training, checkpointing=checkpointing, tiling=tiling, on_cpu=not hardware.separate)
         candidate = candidate_of(answers, checkpointing=checkpointing)
-        return [_estimate(model, hardware, training, candidate, config, answers, seen)]
+        return _estimate(model, hardware, training, candidate, config, answers, seen)
 
     for way in (False, True) if training.checkpointing is None else (training.checkpointing,):
         ones = _that_fit(partial(at, checkpointing=way), list(training.batches(hardware.ranks)))
@@ -436,7 +448,7 @@ def _step(
         stage=zero.stage,
         offload_optimizer=optimizer is not None and hardware.separate,
         offload_parameters=parameters is not None and hardware.separate,
-        offload_ratio=1.0 if optimizer is None else optimizer.ratio,
+        offload_ratio=1.0 if optimizer is None else optimizer.first_ratio,
         tokens=tokens * training.accumulation,
         recomputes=recomputes,
         clips=_waits(answers),

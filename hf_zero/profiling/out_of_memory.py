@@ -114,6 +114,7 @@ def explain(engine: Any, phase: str, error: Exception) -> None:
     kinds = memory_by_kind(engine)
     lacks = requested_bytes(str(error)) - free_bytes(engine.device)
     text = explanation(phase, kinds, lacks, list(changes(engine, kinds)), cached_bytes(engine.device))
+    text += "".join(f"\n{line}" for line in _chosen_ratio(engine))
     error.args = (f"{error}\n\n{text}",)
     error.is_explained = True  # type: ignore[attr-defined]
 
@@ -165,6 +166,14 @@ def _advice(lacks: int, changes: list[ConfigChange]) -> str:
     listed = "".join(f"\n  {each.what}: about {amount(each.frees)}" for each in taken)
     available = f". Available changes:{listed}" if listed else ""
     return f"{short}, and no change of the config frees as much: use more ranks, or a smaller model{available}"
+
+
+def _chosen_ratio(engine: Any) -> Iterator[str]:
+    """What "auto" has put on the device by the first update, which may have needed less than this one."""
+    assembly = engine.gradients.assembly
+    auto = None if assembly is None else assembly.step.auto_ratio
+    if auto is not None and auto.chosen is not None:
+        yield f"{auto.chosen}. Set a number above {auto.chosen.ratio:.3f} instead; 1.0 offloads everything"
 
 
 def changes(engine: Any, kinds: Kinds) -> Iterator[ConfigChange]:

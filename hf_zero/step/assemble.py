@@ -14,7 +14,7 @@ from hf_zero.comm import Collectives, LoneCollectives, ParallelGroups
 from hf_zero.comm.parts import held_part
 from hf_zero.config import ZeroPolicy
 from hf_zero.config.extras import optimizer_type, service
-from hf_zero.device.registry import host_runs_ahead
+from hf_zero.device.registry import host_runs_ahead, runtime_of
 from hf_zero.grads.reducer import GradientReducer, parameters_of_embeddings
 from hf_zero.layout import FlatLayout, ParameterSpec, effective_bucket_numel, plan_layout
 from hf_zero.layout.buckets import Slot
@@ -43,6 +43,7 @@ from hf_zero.step.sharded_step import ShardedStep, StepRules
 
 if TYPE_CHECKING:
     from hf_zero.comm.quantized import QuantizedReduction
+    from hf_zero.step.auto_ratio import AutoRatio
 
 
 # What an optimizer may request from other ranks during its step.
@@ -336,6 +337,7 @@ def assemble(
         runs_ahead=runs_ahead,
         defers=plan.zero.overlap_step,
         streamed=streamed,
+        auto_ratio=_auto_ratio(store, reducer, updater, placements, plan),
     )
     if step.defers:
         updater.stager.finish_update = placements.deferred.finish
@@ -343,6 +345,26 @@ def assemble(
     kind = optimizer_class(sharding.stage, store.parameters[0].dtype if store.parameters else torch.float32)
     wrapped = kind(step, store, updater, sharding, plan.rules)
     return Assembly(wrapped, step, reducer, store, placements, members)
+
+
+def _auto_ratio(
+    store: ParameterStore, reducer: GradientReducer, updater: Updater, placements: Placements, plan: EnginePlan
+) -> AutoRatio | None:
+    """What chooses `offload_optimizer.ratio` after the first update. Without device memory everything is offloaded."""
+    policy = plan.zero.offload_optimizer
+    if policy is None or policy.ratio != "auto" or not runtime_of(plan.device).has_own_memory:
+        return None
+    from hf_zero.offload.memory_estimate import SizesByPolicy  # few configs need it
+    from hf_zero.step.auto_ratio import AutoRatio
+
+    sizes = SizesByPolicy(
+        zero=plan.zero,
+        precision=plan.precision,
+        separate=True,
+        num_states=states_per_element(updater.optimizer),
+        stored_bytes=stored_bytes_per_element(updater.optimizer),
+    )
+    return AutoRatio(store, reducer, updater, placements, sizes, plan.groups.world)
 
 
 def _suit(optimizer: torch.optim.Optimizer, plan: EnginePlan) -> None:

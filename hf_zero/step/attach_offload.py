@@ -117,7 +117,7 @@ def _placements(
         in_memory_placement(device),
         [(placement, share) for placement, share in far if share],
         parameters=store_of_parameters(rest, device, None if rest is None else drives.get(rest.nvme_path)),
-        near_numel=0 if policy is None else owned_numel - round(owned_numel * policy.ratio),
+        near_numel=0 if policy is None else owned_numel - round(owned_numel * policy.first_ratio),
         sub_group_numel=longest if cuts and policy is not None else None,
         drives=tuple(drives.values()),
         update_threads=update_threads,
@@ -159,12 +159,13 @@ def _far_placement(
 
 
 def attach_offload(updater: Updater, reducer: GradientReducer, policy: OffloadOptimizer | None) -> None:
-    """Give `updater` a stager, if anything has to be fetched.
+    """Give `updater` a stager, if anything has to be fetched, or may move to the device later.
 
     Raises:
         ConfigError: if buffer_count is too small for the optimizer.
     """
-    if all(sub_group.stored is None or sub_group.stored.is_at_hand for sub_group in updater.sub_groups):
+    is_at_hand = all(sub_group.stored is None or sub_group.stored.is_at_hand for sub_group in updater.sub_groups)
+    if is_at_hand and (policy is None or policy.ratio != "auto"):
         return
     if updater.stays is not None:
         path, rule = "zero_optimization.offload_optimizer.device", f"{type(updater.optimizer).__name__} {updater.stays}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from hf_zero.precision import loss_scaler_from
 from hf_zero.step.agreement import MAX_NAMES, Agreement, listed, refuse_unused
 from hf_zero.step.outcome import LateNorm, NormRule, StepOutcome, clip_coefficient, late_norm
 from hf_zero.step.outside import OutsideChanges, publish
+
+if TYPE_CHECKING:
+    from hf_zero.step.auto_ratio import AutoRatio
 
 
 class ReducedGradients:
@@ -255,6 +258,7 @@ class ShardedStep:
         values: access to this rank's masters, gradients and states between steps.
         outside: changes of masters outside steps.
         outcome: of the last step, None before the first; the host may not have read it yet.
+        auto_ratio: what has chosen `offload_optimizer.ratio`, or will; None: a number.
         defers: whether updates may be deferred, see `DeferredUpdate`.
     """
 
@@ -271,12 +275,14 @@ class ShardedStep:
         runs_ahead: bool = False,
         defers: bool = False,
         streamed: Any = None,
+        auto_ratio: AutoRatio | None = None,
     ) -> None:
         """
         Args:
             runs_ahead: a step does not wait for its own outcome if the updater does not need it.
             defers: the updates of weights that stage 3 gathers for their next use may run then, see `DeferredUpdate`.
             streamed: `StreamedUpdates`, which update during backward; None: everything is updated in the step.
+            auto_ratio: chooses what moves to the device after the first update; None: a number has decided it.
         """
         self._store = store
         self._reducer = reducer
@@ -297,6 +303,7 @@ class ShardedStep:
         self._unread: StepOutcome | None = None  # the last outcome, until `wait_for_outcome`
         self._foreseen: StepOutcome | None = None
         self._streamed = streamed
+        self.auto_ratio = auto_ratio
         if streamed is not None:
             streamed.read(self._reduced.of, self._late_factor)
 
@@ -381,6 +388,8 @@ class ShardedStep:
             self._update(used, outcome)
         self._store.finish_update()
         self._clear()
+        if self.auto_ratio is not None and self.auto_ratio.chosen is None and not outcome.is_known_to_skip:
+            self.auto_ratio.settle()
 
     def _update(self, used: Set[int], outcome: StepOutcome) -> None:
         """Update and gather bucket by bucket, except what is deferred."""

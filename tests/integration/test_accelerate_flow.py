@@ -138,6 +138,15 @@ def test_unfilled_autos_are_no_error() -> None:
     assert engine.config["zero_optimization"] == {"stage": 2, "reduce_bucket_size": 64}
 
 
+def test_a_ratio_of_auto_is_a_value() -> None:
+    offload = {"device": "cpu", "ratio": "auto"}
+    config = one_step(optimizer=ADAMW, zero_optimization={"stage": 1, "offload_optimizer": offload})
+    made = accelerator(config)
+    model = torch.nn.Linear(8, 8)
+    engine, *_ = made.prepare(model, DummyOptim(model.parameters(), lr=1e-3), loader())
+    assert engine.settings.resolved.zero.offload_optimizer.ratio == "auto"
+
+
 def test_betas_and_eps_come_from_the_dummy_optimizer() -> None:
     acc = accelerator(one_step(optimizer=ADAMW))
     model = torch.nn.Linear(8, 8)

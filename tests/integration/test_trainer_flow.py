@@ -113,6 +113,19 @@ def test_unfilled_autos_train(tmp_path: Path) -> None:
     assert trainer(tmp_path, config).train().global_step == 2
 
 
+def test_a_ratio_of_auto_reaches_the_engine(tmp_path: Path) -> None:
+    """accelerate refuses every "auto" that nobody fills in, and an "auto" that was left would have been removed before:
+    the default of 1 would have trained."""
+    config = {**BASE, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": "auto"}}}
+    path = write(tmp_path, config)
+    run = trainer(tmp_path, str(path))
+    assert run.train().global_step == 2
+    engine = run.model_wrapped
+    assert engine.settings.resolved.zero.offload_optimizer.ratio == "auto"
+    assert run.accelerator.deepspeed_config["zero_optimization"] == config["zero_optimization"]
+    assert engine.settings.resolved.provenance["zero_optimization.offload_optimizer.ratio"].source.kind == "file"
+
+
 def test_numbers_as_text_and_floats_train(tmp_path: Path) -> None:
     """accelerate multiplies these without conversion: "2" x 2 would be "22"."""
     config = {

@@ -17,14 +17,15 @@ from hf_zero.extras.autotuning.measure import measure
 from hf_zero.extras.autotuning.tuning import Experiment, Result
 from hf_zero.optim.registry import states_per_element
 from hf_zero.planning.candidates import Training, training_of
-from hf_zero.planning.choose import RankedPlans, given_estimates, optimizer_size, plan
-from hf_zero.planning.machine import hardware
+from hf_zero.planning.choose import Estimate, RankedPlans, given_estimates, optimizer_size, plan
+from hf_zero.planning.machine import CONTEXT_BYTES, FRAGMENTS, hardware
 from hf_zero.planning.model import PlannedModel, load_model
 from hf_zero.planning.page import as_html
 from hf_zero.planning.show import as_dict, reasoning
 from tests.planning.material import config_folder
 
 MACHINE = hardware({"gpu": "h100", "gpus_per_node": 2, "nodes": 2, "host_memory": "1T", "disk": "1T"})
+CPU = {"device": "cpu"}
 OPEN = {"train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
 
 
@@ -112,6 +113,26 @@ def test_it_is_measured_too(model: PlannedModel, tmp_path: Path, monkeypatch: py
     measure(plan(model, machine, training, config), 1, tmp_path)
     assert [each.name for each in asked][0] == "yours_z1" and len(asked) == 2
     assert asked[0].config["train_batch_size"] == 2 and "scheduler" not in asked[0].config
+
+
+def test_a_ratio_of_auto_is_the_least_that_fits(model: PlannedModel) -> None:
+    """The engine chooses it after the first update, so that a plan cannot read it in ds.json."""
+    states, training = 8 * model.num_trained, Training(length=64, checkpointing=False)
+
+    def yours(ratio: Any, **machine: Any) -> Estimate:
+        given = load_config(OPEN | {"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "ratio": ratio}}})
+        place = hardware({"gpu": "h100", "gpus_per_node": 1, "host_memory": "1T", **machine})
+        [estimate] = given_estimates(model, place, training_of(given, training, place.ranks), given)
+        return estimate
+
+    everything, nothing = (yours(ratio).memory.device_total for ratio in (0.0, 1.0))
+    assert everything - nothing > states
+    assert yours("auto").candidate.ratio == 0.0
+    assert yours("auto").memory == yours(0.0).memory
+    with_half = ((everything + nothing) / 2 + CONTEXT_BYTES) / (1 - FRAGMENTS)
+    half = yours("auto", device_memory=f"{with_half:.0f}")
+    assert half.fits and half.candidate.ratio in (0.5, 0.55) and half.candidate.name.startswith("yours: stage 2")
+    assert half.memory == yours(half.candidate.ratio).memory
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,11 +29,22 @@ class OutOfArena(RuntimeError):
 
 
 class ArenaDevice(Runtime):
-    """A CPU device whose host memory is a separate place."""
+    """A CPU device whose host memory is a separate place.
 
-    def __init__(self) -> None:
+    Attributes:
+        arena: its memory, if that is counted.
+    """
+
+    def __init__(self, arena: Arena | None = None) -> None:
         super().__init__(HOST)
         self.own = Memory(HOST, is_host=False)
+        self.arena = arena
+
+    def available(self) -> int:
+        return super().available() if self.arena is None else self.arena.limit - self.arena.num_bytes
+
+    def allocated(self) -> tuple[int, int]:
+        return super().allocated() if self.arena is None else (self.arena.num_bytes, self.arena.peak)
 
 
 class Arena(TorchDispatchMode):

@@ -292,6 +292,23 @@ def whole_or(*words: str, unit: str) -> Callable[[object], object]:
     return parse
 
 
+def fraction_or(word: str) -> Callable[[object], object]:
+    """Return a parser for a number from 0 to 1, or this word."""
+
+    def parse(value: object) -> object:
+        if value == word:
+            return word
+        try:
+            number = as_number(value)
+        except ValueError:
+            number = -1.0
+        if not 0 <= number <= 1:
+            raise ValueError(f'must be a number from 0 to 1, or "{word}"')
+        return number
+
+    return parse
+
+
 DtypeName = Literal["fp32", "bf16", "fp16"]
 Flag = Annotated[bool, BeforeValidator(as_flag)]
 Whole = Annotated[int, BeforeValidator(as_whole)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from hf_zero.config.errors import Edit, Problem
 from hf_zero.config.rules import RANKS, Advice, Ranks, Rule, Several
@@ -25,6 +27,7 @@ from hf_zero.config.schema.fields import (
     StrictSection,
     Whole,
     detail,
+    fraction_or,
     ignored,
     supported,
     unsupported,
@@ -45,6 +48,7 @@ HPZ = "zero_optimization.zero_hpz_partition_size"
 GROUP_KEYS = (MICS, SHARD_GROUP)
 OptimizerSees = Literal["whole_tensors", "flat_shards"]
 GroupSize = int | Literal["host"] | None
+Ratio = Annotated[float | Literal["auto"], BeforeValidator(fraction_or("auto"))]
 
 
 _INTERNAL = "hf_zero.offload_threads sets the threads of the update"
@@ -66,8 +70,11 @@ class OffloadOptimizer(StrictSection):
     fast_init: Flag = on_nvme(
         False, "nvme: only reserve space for the optimizer states at the start, instead of writing it once."
     )
-    ratio: Fraction = supported(
-        1.0, "Fraction of the elements whose states are offloaded and updated on the CPU; the rest stays on the device."
+    ratio: Ratio = supported(
+        1.0,
+        "Fraction of the elements whose states are offloaded and updated on the CPU; the rest stays on the device. "
+        '"auto": everything is offloaded for the first update, which shows what else the device has to hold; then as '
+        "many buckets as fit move to it (docs/offload.md).",
     )
     super_offload: Flag = unsupported(
         False, "Variant for machines that share memory between CPU and GPU.", why="its updates may be rolled back"
@@ -77,6 +84,11 @@ class OffloadOptimizer(StrictSection):
     @property
     def is_off(self) -> bool:
         return self.device in (None, "none")
+
+    @property
+    def first_ratio(self) -> float:
+        """The ratio of the first update; with "auto" it is 1."""
+        return 1.0 if self.ratio == "auto" else self.ratio
 
     @property
     def reads_ahead(self) -> bool:

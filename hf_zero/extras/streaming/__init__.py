@@ -100,7 +100,7 @@ class Streaming(Section):
             at=_STATES,
             broken=lambda device, ratio, on: (
                 on
-                and (device == "nvme" or (device == "cpu" and ratio < 1))
+                and (device == "nvme" or (device == "cpu" and ratio != 1))
                 and {"value": device if device == "nvme" else ratio}
             ),
             rule="streaming keeps all masters and states in host memory",

@@ -204,8 +204,12 @@ class ConfigQueries(ZeroEngine):
         return section is not None and section.device == device
 
     def zero_partial_offload(self) -> float:
-        """The share of optimizer states that is offloaded."""
-        return getattr(self._config.zero_config.offload_optimizer, "ratio", 1.0)
+        """The share of optimizer states that is offloaded; with "auto" 1.0 until the first update."""
+        section, assembly = self._config.zero_config.offload_optimizer, self.gradients.assembly
+        auto = None if assembly is None else assembly.step.auto_ratio
+        if auto is not None and auto.chosen is not None:
+            return auto.chosen.ratio
+        return getattr(section, "first_ratio", 1.0)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether saving the model gathers whole weights that no rank has: at stage 3 if the config says so, and always

@@ -13,7 +13,7 @@ from hf_zero.config.errors import ABSENT, show
 from hf_zero.config.hosts import normalise
 from hf_zero.config.schema.batch import MICRO, STEPS, TRAIN
 from hf_zero.config.schema.fields import as_flag
-from hf_zero.config.sources import is_auto, source_in
+from hf_zero.config.sources import auto_is_a_value, is_auto, source_in
 from hf_zero.integration.huggingface.engine_choice import engines_of, prepared_by, raise_both
 from hf_zero.integration.huggingface.late_numbers import knows_skip
 from hf_zero.integration.huggingface.samples import DataRanks, deal_to_groups
@@ -215,13 +215,16 @@ def _raise_misspelled(section: str, hf_config: Any, error: ValueError) -> NoRetu
 
 @PLUGIN.add(
     "DeepSpeedPlugin.fill_match(self, ds_key_long, mismatches, must_match, kwargs)",
-    without='messages do not say who filled an "auto"',
-    until="accelerate records the flag, variable or field that a value came from",
+    without='messages do not say who filled an "auto", and offload_optimizer.ratio cannot be "auto"',
+    until="accelerate records the flag, variable or field that a value came from, and knows which autos are values",
 )
 def around_fill_match(original: Callable[..., None], self: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
-    """Record which flag, variable or field provided the value of an "auto", or of an assumed number."""
+    """Record which flag, variable or field provided the value of an "auto", or of an assumed number. Upstream refuses
+    an "auto" that nobody fills, also where it is a value."""
     config = self.hf_ds_config.config
     before = self.hf_ds_config.get_value(ds_key_long)
+    if is_auto(before) and auto_is_a_value(ds_key_long):
+        return
     if isinstance(config, ConfigDict) and config.assumes(ds_key_long):
         value = kwargs.get(ds_key_long, "auto")
         if not is_auto(value):
