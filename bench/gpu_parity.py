@@ -62,6 +62,8 @@ def cases(folder: str) -> Iterator[tuple[str, str, Config, Config]]:
                 update,
             )
             yield f"stage 3, all on the host, updated by {who}", precision, both, update
+        fitting = {"stage": 2, "offload_optimizer": {**CPU, "ratio": "auto"}}
+        yield "stage 2, states that fit on the device", precision, fitting, {}
         partly = {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.5}}
         yield "stage 3, half the states on the host", precision, partly, {}
         streaming = {"stage": 3, "offload_param": CPU}

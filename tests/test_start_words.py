@@ -14,7 +14,7 @@ import torch
 import hf_zero
 from hf_zero.api.run_words import _lines, end
 from hf_zero.log import log_dist, logger, tracked
-from hf_zero.offload.memory_estimate import _amount
+from hf_zero.offload.memory_estimate import amount
 from tests.support.ranks import run_ranks
 
 
@@ -124,7 +124,7 @@ def test_who_wants_warnings_alone_gets_them_alone(as_under_trainer: pytest.LogCa
 )
 def test_small_amounts_are_not_zero(num_bytes: int, words: str) -> None:
     """A small model that did not fit got the error "need 0.00 GB ... 0.00 GB are available"."""
-    assert _amount(num_bytes) == words
+    assert amount(num_bytes) == words
 
 
 def test_progress_is_drawn_on_a_terminal_by_rank_0_alone(

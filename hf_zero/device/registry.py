@@ -265,6 +265,13 @@ def reserved(device: torch.device) -> tuple[int, int]:
     return (0, 0) if module is None else (module.memory_reserved(device), module.max_memory_reserved(device))
 
 
+def empty_cache(device: torch.device) -> None:
+    """Return what PyTorch has reserved, but no tensor uses, to the device."""
+    module = _module(device)
+    if module is not None:
+        module.empty_cache()
+
+
 def forget_peaks(device: torch.device) -> None:
     """Reset all peaks."""
     runtime, module = runtime_of(device), _module(device)

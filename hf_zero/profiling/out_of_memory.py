@@ -193,6 +193,8 @@ def changes(engine: Any, kinds: Kinds) -> Iterator[ConfigChange]:
     whole = (states if zero.stage == 0 else 0) + (kinds.get(GRADIENTS, 0) if zero.stage < 2 else 0)
     if zero.stage < 2 and world > 1:
         yield ConfigChange("zero_optimization.stage 2", int(whole * left))
+    if zero.offload_optimizer is not None and runtime_is_separate(engine) and states:
+        yield ConfigChange("zero_optimization.offload_optimizer.ratio 1.0", states + kinds.get(GRADIENTS, 0))
     if zero.offload_optimizer is None and runtime_is_separate(engine):
         yield ConfigChange('zero_optimization.offload_optimizer {"device": "cpu"}', states + kinds.get(GRADIENTS, 0))
     if zero.stage < 3 and world > 1:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.comm import Collectives
-from hf_zero.device.registry import forget_peaks, runtime_of
+from hf_zero.device.registry import empty_cache, forget_peaks, runtime_of
 from hf_zero.grads.reducer import GradientReducer
 from hf_zero.layout.memory import (
     DEVICE,
@@ -112,6 +112,8 @@ class AutoRatio:
             total=total,
         )
         log_dist(str(self.chosen))
+        # What moves stays, and would otherwise begin in blocks that activations need whole.
+        empty_cache(store.device)
         for index in near:
             self._move(index)
 

@@ -24,6 +24,7 @@ from hf_zero.optim.lamb import FusedLamb
 from hf_zero.optim.muon import Muon
 from hf_zero.profiling import out_of_memory
 from tests.offload.offload_runs import ROWS, Run, assert_same_bits, engine_for, train, weights_of
+from tests.offload.test_deferred_updates import eventful
 from tests.support.arena import ArenaDevice, arena
 from tests.support.late import Late, use
 from tests.support.models import mlp_batches
@@ -264,6 +265,19 @@ def test_from_every_place_without_a_missing_wait(place: str, bf16: bool, device:
     assert numbers[::2] == expected[::2], "losses"
     assert numbers[1::2] == pytest.approx(expected[1::2], rel=1e-6), "norms"
     assert_same_bits(([], ours), ([], theirs))
+
+
+def test_what_comes_between_updates(device: Sized, tmp_path: Path) -> None:
+    """Other rates, evaluations, a save, writes into weights and a resume, with everything on the device by then. In
+    fp32 with weights in host memory no write into weights reached the masters: until they move, these are the same."""
+    found = []
+    for ratio in ("auto", 1.0):
+        zero = {"offload_optimizer": {**CPU, "ratio": ratio}, "offload_param": CPU, "sub_group_size": 64}
+        found.append(eventful(Run(3, zero, bf16=False), tmp_path / str(ratio)))
+        device.synchronize()
+    (numbers, ours), (expected, theirs) = found
+    assert numbers == pytest.approx(expected, rel=1e-6), "a lone rank sums norms in another order"
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
 
 def test_a_real_peak_leaves_what_it_says() -> None:

@@ -118,6 +118,12 @@ def test_changes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     shard.size = 1
     one_step(engine)
     engine.destroy()
+    partly = {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    engine = new_engine(optimizer=ADAMW, zero_optimization=partly)
+    found = {change.what: change.frees / GIB for change in changes(engine, kinds)}
+    assert found["zero_optimization.offload_optimizer.ratio 1.0"] == 28
+    assert not any("ratio" in change.what for change in changes(engine, {GATHERED: GIB})), "everything is offloaded"
+    engine.destroy()
 
 
 def test_what_shapes_say_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
