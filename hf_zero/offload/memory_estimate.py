@@ -98,12 +98,17 @@ class SizesByPolicy:
         policy = self.zero.offload_optimizer
         return DEVICE if policy is None else place_of(policy.device, self.separate)
 
-    def places(self, owned: Sequence[int]) -> list[str]:
-        """The place of each bucket's states, by the elements that this rank owns (`Placements.next`)."""
+    def places(self, owned: Sequence[int], *, is_flat: bool) -> list[str]:
+        """The place of each bucket's states, by the elements that this rank owns (`Placements.next`).
+
+        Args:
+            is_flat: whether the buckets are those of flat parameters, which are in the order of backward.
+        """
         policy = self.zero.offload_optimizer
         ratio = 0.0 if policy is None else policy.first_ratio
-        stay = within(owned, sum(owned) - round(sum(owned) * ratio))
-        return [DEVICE if stays else self.far for stays in stay]
+        in_order = slice(None, None, -1 if is_flat else 1)
+        stay = within(owned[in_order], sum(owned) - round(sum(owned) * ratio))
+        return [DEVICE if stays else self.far for stays in stay[in_order]]
 
     def row_places(self, numels: Sequence[int]) -> list[str]:
         """The place of each part's rows, by their elements (`CappedStore`)."""
@@ -198,7 +203,7 @@ def estimate_memory(
         stored_bytes=sizes.stored_bytes,
     )
     parts = list(_cut(specs, sharding, sizes.longest))
-    places = policies.places([owned for *_, owned in parts])
+    places = policies.places([owned for *_, owned in parts], is_flat=not sharding.shards_parameters)
     rows_at = [DEVICE] * len(parts)
     if sharding.shards_parameters:
         rows_at = policies.row_places([owned * sharding.kept_rows for *_, owned in parts])

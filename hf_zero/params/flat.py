@@ -54,10 +54,12 @@ class FlatParameters(ParameterStore):
         self._gathers = sharding.shards_optimizer
         self._groups = groups
         self._whole_tensors = whole_tensors
-        self._flat = tuple(
+        # In the order of forward: states that are not offloaded are those of weights that it reads first.
+        in_forward = [
             self._flatten(bucket, [parameters[slot.parameter] for slot in bucket.slots], placements, precision)
-            for bucket in layout.buckets
-        )
+            for bucket in reversed(layout.buckets)
+        ]
+        self._flat = tuple(reversed(in_forward))
         super().__init__(layout, parameters, self._flat, placements)
         self._versions = [parameter._version for parameter in self.parameters]
         shards = [groups.of(flat.parameters[0]).shard for flat in self._flat]

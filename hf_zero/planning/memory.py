@@ -431,6 +431,7 @@ def rank_sizes(model: PlannedModel, setting: Setting, layout: FlatLayout, units:
     sizes = [] if units is None else list(_unit_sizes(units, policies, sharding.kept_rows, rows_at, may_be_direct))
     owned = [sharding.owned(bucket).numel for bucket in layout.buckets]
     weights_at = [DEVICE] * len(owned) if units is None else [rows_at[id(part)] for part in units.trained_parts]
+    places = policies.places(owned, is_flat=units is None)
     buckets = [
         policies.bucket(
             bucket.dtype,
@@ -439,7 +440,7 @@ def rank_sizes(model: PlannedModel, setting: Setting, layout: FlatLayout, units:
             place=place,
             has_master=policies.needs_master(bucket.dtype, row_at, place),
         )
-        for bucket, numel, row_at, place in zip(layout.buckets, owned, weights_at, policies.places(owned), strict=True)
+        for bucket, numel, row_at, place in zip(layout.buckets, owned, weights_at, places, strict=True)
     ]
     frozen = sum(p.nbytes for p in model.module.parameters() if not p.requires_grad) if units is None else 0
     return policies.rank(

@@ -89,7 +89,7 @@ class AutoRatio:
         forget_peaks(store.device)
         runtime_of(store.device).forgotten_peak = 0
 
-    def settle(self) -> None:
+    def choose(self) -> None:
         """Choose, and move masters and states. Called once, after an update that was not skipped. Collective."""
         self._placements.deferred.finish()
         store, runtime = self._store, runtime_of(self._store.device)

@@ -389,7 +389,7 @@ class ShardedStep:
         self._store.finish_update()
         self._clear()
         if self.auto_ratio is not None and self.auto_ratio.chosen is None and not outcome.is_known_to_skip:
-            self.auto_ratio.settle()
+            self.auto_ratio.choose()
 
     def _update(self, used: Set[int], outcome: StepOutcome) -> None:
         """Update and gather bucket by bucket, except what is deferred."""

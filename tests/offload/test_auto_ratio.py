@@ -151,11 +151,8 @@ def test_what_fits_moves_and_results_stay() -> None:
     for run, room, everyone in zip(STAGES, rooms, found, strict=True):
         check(everyone)
         per_element = 14 if run.bf16 else 16 if "offload_param" in run.zero else 12
-        order = list(range(len(everyone[0].numels)))
-        if run.stage == 3:  # buckets are in the order of backward
-            order.reverse()
-        left, by_hand = min(room), [False] * len(order)
-        for index in order:
+        left, by_hand = min(room), [False] * len(everyone[0].numels)
+        for index in reversed(range(len(by_hand))):  # buckets are in the order of backward
             num_bytes = everyone[0].numels[index] * per_element
             if num_bytes <= left:
                 by_hand[index], left = True, left - num_bytes
